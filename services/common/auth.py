@@ -1,0 +1,102 @@
+"""Who may call what: bearer tokens with a role, checked on every gRPC method."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from services.common.settings import Tokens
+
+ROLES = ("agent", "gateway", "operator")
+
+# Methods whose full name begins so -> the roles that may call them. The first match counts; none means nobody.
+RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("/grpc.health.v1.Health/", ("",)),
+    ("/grpc.reflection.", ("",)),
+    ("/pointsman.agent.v1.AgentService/", ("agent",)),
+    ("/pointsman.router.v1.PlacementService/", ("gateway", "operator")),
+    ("/pointsman.router.v1.FleetService/Drain", ("operator",)),
+    ("/pointsman.router.v1.FleetService/SetPolicy", ("operator",)),
+    ("/pointsman.router.v1.FleetService/", ("gateway", "operator")),
+)
+
+Handler = grpc.RpcMethodHandler
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
+
+
+def may_call(method: str, role: str | None) -> bool:
+    """Whether a caller with `role` (None: no valid token) may call `method`. Health and reflection are open to all."""
+    for prefix, roles in RULES:
+        if method.startswith(prefix):
+            return "" in roles or role in roles
+    return False
+
+
+def role_of(tokens: Mapping[str, str], authorization: str) -> str | None:
+    """The role whose token `authorization` ("Bearer ...") carries, or None. Takes the same time whichever token is wrong."""
+    scheme, _, presented = authorization.partition(" ")
+    found = None
+    for role, token in tokens.items():
+        if token and hmac.compare_digest(token.encode(), presented.encode()) and scheme.lower() == "bearer":
+            found = role
+    return found
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Refuses calls without the right role: UNAUTHENTICATED without a valid token, PERMISSION_DENIED with another role's."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = {role: token for role in ROLES if (token := tokens.of(role))}
+
+    @property
+    def open(self) -> bool:
+        """True when no token is configured, so that every caller passes."""
+        return not self._tokens
+
+    async def intercept_service(self, continuation: Continuation, details: grpc.HandlerCallDetails) -> Handler:
+        handler = await continuation(details)
+        if self.open or handler is None:
+            return handler
+        metadata = dict(details.invocation_metadata or ())
+        role = role_of(self._tokens, str(metadata.get("authorization", "")))
+        if may_call(details.method, role):
+            return handler
+        if role is None:
+            return _refusing(handler, grpc.StatusCode.UNAUTHENTICATED, "a valid bearer token is needed")
+        return _refusing(handler, grpc.StatusCode.PERMISSION_DENIED, f"role {role} may not call {details.method}")
+
+
+def _refusing(handler: Handler, code: grpc.StatusCode, message: str) -> Handler:
+    async def unary(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await context.abort(code, message)
+
+    if handler.request_streaming and handler.response_streaming:
+        make = grpc.stream_stream_rpc_method_handler
+    elif handler.request_streaming:
+        make = grpc.stream_unary_rpc_method_handler
+    elif handler.response_streaming:
+        make = grpc.unary_stream_rpc_method_handler
+    else:
+        make = grpc.unary_unary_rpc_method_handler
+    return make(unary, handler.request_deserializer, handler.response_serializer)
+
+
+def bearer(token: str) -> tuple[tuple[str, str], ...]:
+    """Call metadata that shows `token`; empty when there is none."""
+    return (("authorization", f"Bearer {token}"),) if token else ()
+
+
+def is_loopback(listen: str) -> bool:
+    """Whether "HOST:PORT" listens on the loopback interface only."""
+    host = listen.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,35 @@
+"""How every service dials a router: keepalive that notices a dead peer within seconds, and room for long prompts' keys."""
+
+from __future__ import annotations
+
+import grpc.aio
+
+# 64 MiB: a snapshot chunk or a prompt's keys stay far below, a mistake does not take the process down.
+MAX_MESSAGE_BYTES = 64 << 20
+
+CHANNEL_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+]
+
+SERVER_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # A restarted router must get its port; two routers on one port must not share it by accident.
+    ("grpc.so_reuseport", 0),
+]
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel to "HOST:PORT". Dialling happens on first use and again whenever the connection is lost."""
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)

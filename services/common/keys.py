@@ -1,0 +1,57 @@
+"""Block keys: the names under which agents, routers and gateways know a piece of prompt.
+
+A key stands for one block of 16 tokens *and everything before it*: key[i] = XXH3-64(16 token ids as little-endian u32, seed =
+key[i-1]), and the chain starts from a root that depends on model, LoRA adapter and cache salt. Equal keys therefore mean an
+equal prefix under equal conditions, whatever hash and block size an engine uses itself. Pure.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+
+from xxhash import xxh3_64_intdigest
+
+KEY_TOKENS = 16
+KEY_SCHEME = "xxh3-64/16/1"
+_KEY_BYTES = KEY_TOKENS * 4
+_MASK = (1 << 64) - 1
+
+
+def root_key(model: str, lora: str = "", cache_salt: str = "") -> int:
+    """The parent of a prompt's first key. `model` is the pool's name; empty `lora` and `cache_salt` mean none."""
+    parts = "\x1f".join((KEY_SCHEME, model, lora, cache_salt))
+    return xxh3_64_intdigest(parts.encode())
+
+
+def extend_keys(parent: int, token_ids: Sequence[int], extra: bytes = b"") -> list[int]:
+    """Keys of the full 16-token blocks of `token_ids` that follow the block named `parent`.
+
+    The remainder that fills no block has no key. `extra` tells apart blocks with equal tokens and different content
+    (multimodal hashes); it enters every key made by this call. Raises OverflowError for ids outside u32.
+    """
+    words = array("I", token_ids[: len(token_ids) // KEY_TOKENS * KEY_TOKENS])
+    if sys.byteorder != "little":
+        words.byteswap()
+    data = memoryview(words.tobytes())
+    seed = parent ^ xxh3_64_intdigest(extra) if extra else parent
+    keys: list[int] = []
+    for start in range(0, len(data), _KEY_BYTES):
+        seed = xxh3_64_intdigest(data[start : start + _KEY_BYTES], seed)
+        keys.append(seed)
+    return keys
+
+
+def prompt_keys(token_ids: Sequence[int], model: str, lora: str = "", cache_salt: str = "") -> list[int]:
+    """Keys of a whole prompt: one for each full block of 16 tokens."""
+    return extend_keys(root_key(model, lora, cache_salt), token_ids)
+
+
+def digest_of(tier: int, keys: Iterable[int]) -> int:
+    """Order-free digest of (tier, key) pairs: the xor of key * (2 * tier + 1) mod 2^64. Digests of disjoint sets xor."""
+    factor = 2 * tier + 1
+    digest = 0
+    for key in keys:
+        digest ^= (key * factor) & _MASK
+    return digest

@@ -1,0 +1,68 @@
+"""Typed settings from flags, environment (`POINTSMAN_*`) and secret files, with one source for all three: the model's fields."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from pydantic import Field, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+S = TypeVar("S", bound=BaseSettings)
+
+
+class Tokens(BaseSettings):
+    """Shared secrets of the gRPC doors. All empty: the doors are open, which is refused off the loopback interface."""
+
+    model_config = SettingsConfigDict(env_prefix="POINTSMAN_")
+
+    agent_token: SecretStr = Field(SecretStr(""), description="what agents show to routers")
+    gateway_token: SecretStr = Field(SecretStr(""), description="what gateways show to routers")
+    operator_token: SecretStr = Field(SecretStr(""), description="what people show to routers")
+    token_dir: Path | None = Field(None, description="folder with files agent, gateway and operator, one token each")
+
+    def of(self, role: str) -> str:
+        """The token of `role` (agent, gateway or operator); a file in token_dir wins over the environment."""
+        if self.token_dir is not None and (file := self.token_dir / role).is_file():
+            return file.read_text().strip()
+        secret: SecretStr = getattr(self, f"{role}_token")
+        return secret.get_secret_value()
+
+
+def add_settings_command(
+    app: typer.Typer, name: str, settings: type[S], run: Callable[[S], None], *, help_: str
+) -> None:
+    """Register a command whose flags are the fields of `settings`; what is not given comes from the environment.
+
+    Fields of type list take the flag several times. An invalid value ends the command with status 2 and the field's name.
+    """
+
+    def command(**given: Any) -> None:
+        try:
+            loaded = settings(**{key: value for key, value in given.items() if value not in (None, [])})
+        except ValidationError as invalid:
+            for error in invalid.errors(include_url=False, include_input=False):
+                typer.echo(f"pointsman {name}: {'.'.join(map(str, error['loc']))}: {error['msg']}", err=True)
+            raise typer.Exit(2) from None
+        run(loaded)
+
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [_parameter(key, field) for key, field in settings.model_fields.items()]
+    )
+    command.__annotations__ = {key: _flag_type(field) for key, field in settings.model_fields.items()}
+    app.command(name, help=help_)(command)
+
+
+def _flag_type(field: FieldInfo) -> Any:
+    default = "" if field.is_required() else str(field.get_default(call_default_factory=True))
+    text = f"{field.description or ''} [default: {default}]" if default else field.description
+    kind = list[str] | None if str(field.annotation).startswith("list") else str | None
+    return Annotated[kind, typer.Option(help=text, show_default=False)]
+
+
+def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_flag_type(field))
