@@ -1,4 +1,4 @@
-"""Typed settings from flags, environment (`POINTSMAN_*`) and secret files, with one source for all three: the model's fields."""
+"""Typed settings from flags, environment (`POINTSMAN_*`) and secret files; the models' fields are the one source."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def add_settings_command(
 ) -> None:
     """Register a command whose flags are the fields of `settings`; what is not given comes from the environment.
 
-    Fields of type list take the flag several times. An invalid value ends the command with status 2 and the field's name.
+    Fields of type list take the flag several times. An invalid value ends the command with status 2 and the
+    field's name.
     """
 
     def command(**given: Any) -> None:

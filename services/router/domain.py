@@ -1,0 +1,208 @@
+"""What the router thinks in: instances, requests, views, plans and decisions. Immutable values, no behaviour. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+WARM_CACHE_RATIO = 0.5
+WARM_NEW_TOKENS = 5_000
+HEAVY_NEW_TOKENS = 20_000
+
+
+class InstanceState(StrEnum):
+    """Whether an instance can be placed on, and whether its keys count (see FleetService.InstanceState)."""
+
+    SYNCING = "SYNCING"
+    READY = "READY"
+    UNHEALTHY = "UNHEALTHY"
+    LOST = "LOST"
+    DRAINING = "DRAINING"
+
+
+class StepKind(StrEnum):
+    """What an instance is asked to do."""
+
+    PREFILL = "PREFILL"
+    SERVE = "SERVE"
+
+
+class Phase(StrEnum):
+    """How far a running request is: before or after its first token."""
+
+    PREFILL = "PREFILL"
+    DECODE = "DECODE"
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceInfo:
+    """One engine (one data-parallel rank of it) during one incarnation, as its agent described it.
+
+    `block_size`, `kv_capacity_tokens` and `max_model_len` are in tokens; the latter two are 0 when unknown.
+    """
+
+    instance_id: str
+    incarnation: str
+    url: str
+    model: str
+    served_names: tuple[str, ...] = ()
+    lora_names: tuple[str, ...] = ()
+    model_root: str = ""
+    block_size: int = 16
+    kv_capacity_tokens: int = 0
+    max_model_len: int = 0
+    data_parallel_rank: int | None = None
+    exact_prefix: bool = True
+    prefix_reason: str = ""
+    engine_version: str = ""
+    node: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One sample of one device: utilisation 0 to 1, memory in bytes."""
+
+    index: int
+    utilisation: float
+    memory_used: int
+    memory_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The engine's own figures. `sampled_at` is on the router's clock, in s; counters run from the engine's start."""
+
+    sampled_at: float
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    external_prefix_cache_queries: int = 0
+    external_prefix_cache_hits: int = 0
+    preemptions: int = 0
+    healthy: bool = True
+    gpus: tuple[Gpu, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementRequest:
+    """What a placement is decided on. `keys` name the prompt's full 16-token blocks (services.common.keys)."""
+
+    request_id: str
+    model: str
+    input_tokens: int
+    keys: Sequence[int] = ()
+    tenant: str = ""
+    session_id: str = ""
+    max_output_tokens: int = 0
+    exclude: tuple[str, ...] = ()
+    deadline_s: float | None = None
+
+    @property
+    def session(self) -> str:
+        """The session's name across tenants; empty when it has none."""
+        return f"{self.tenant}/{self.session_id}" if self.session_id else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One instance as one decision saw it: its load, and how much of this prompt it has cached, in tokens.
+
+    `excluded` says why it must not be chosen; empty when it may. `report_age_s` is None before the first report.
+    """
+
+    instance_id: str
+    incarnation: str
+    state: InstanceState
+    cached_tokens: int
+    new_tokens: int
+    num_requests: int
+    pending_prefill_tokens: int
+    ongoing_decode_tokens: int
+    ongoing_tokens: int
+    running: int
+    waiting: int
+    kv_usage: float
+    report_age_s: float | None
+    exact: bool
+    excluded: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetView:
+    """All that a policy may know. `turn` counts decisions of the pool, for round-robin tie-breaks."""
+
+    candidates: tuple[Candidate, ...]
+    session_owner: str = ""
+    turn: int = 0
+
+    def eligible(self) -> tuple[Candidate, ...]:
+        """The candidates that may be chosen."""
+        return tuple(candidate for candidate in self.candidates if not candidate.excluded)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One part of a plan: what `instance_id` does, why, and for how many tokens of the prompt (PREFILL only)."""
+
+    kind: StepKind
+    instance_id: str
+    reason: str
+    prefix_tokens: int = 0
+    kv_source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """A policy's answer: the plan, the reason in a word, and the scores it compared (lower is better)."""
+
+    steps: tuple[Step, ...]
+    reason: str
+    scores: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRef:
+    """A policy's name with all its settings, as a decision records it."""
+
+    name: str
+    settings: Mapping[str, float | int | str | bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A placement with everything it was decided on; deciding again on `request` and `view` gives the same ruling."""
+
+    decision_id: str
+    request: PlacementRequest
+    pool: str
+    view: FleetView
+    policy: PolicyRef
+    ruling: Ruling
+    route_class: str
+    mode: str
+    cached_tokens: int
+    runner_up: str
+    margin: float | None
+    inputs_digest: int
+    key_count: int
+    degraded: bool = False
+
+    @property
+    def instance_id(self) -> str:
+        """Where the answer comes from: the instance of the last step."""
+        return self.ruling.steps[-1].instance_id
+
+
+def route_class(new_tokens: int, input_tokens: int) -> str:
+    """HEAVY, WARM or MEDIUM, tested in that order: HEAVY from 20,000 new tokens; WARM above a cache ratio of 50 % or
+    below 5,000 new tokens. Source: the reference system's classes, on the chosen instance's cached tokens."""
+    if new_tokens >= HEAVY_NEW_TOKENS:
+        return "HEAVY"
+    cached = input_tokens - new_tokens
+    if new_tokens < WARM_NEW_TOKENS or cached > WARM_CACHE_RATIO * input_tokens:
+        return "WARM"
+    return "MEDIUM"

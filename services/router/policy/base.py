@@ -1,0 +1,131 @@
+"""What every policy has in common: settings with bounds, and one entry point that turns a ruling into a decision. Pure."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, ClassVar, cast
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from services.router.domain import (
+    Candidate,
+    Decision,
+    FleetView,
+    PlacementRequest,
+    PolicyRef,
+    Ruling,
+    Step,
+    StepKind,
+    route_class,
+)
+
+
+class SettingError(ValueError):
+    """A policy or setting that does not exist or is out of range; `field` names it."""
+
+    def __init__(self, field_name: str, message: str) -> None:
+        super().__init__(f"{field_name}: {message}")
+        self.field = field_name
+
+
+def setting(default: float, low: float, high: float, doc: str) -> Any:
+    """A numeric setting of a policy with its bounds (inclusive), checked by `make_policy`."""
+    return field(default=default, metadata={"low": low, "high": high, "doc": doc})
+
+
+@dataclass(frozen=True)
+class Policy(ABC):
+    """A pure function from request and view to a ruling; its dataclass fields are its settings."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def rule(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> Ruling:
+        """Choose among `view.eligible()`, which is not empty. Must depend on nothing but its arguments."""
+
+    def ref(self) -> PolicyRef:
+        """Name and settings, as decisions record them."""
+        return PolicyRef(self.name, {one.name: getattr(self, one.name) for one in fields(self)})
+
+
+def build(kind: type[Policy], settings: Mapping[str, object]) -> Policy:
+    """An instance of `kind` with `settings` over its defaults. SettingError names what is unknown or out of range."""
+    known: dict[str, Field[Any]] = {one.name: one for one in fields(kind)}
+    values: dict[str, float] = {}
+    for name, value in settings.items():
+        if name not in known:
+            raise SettingError(f"settings.{name}", f"policy {kind.name} has no such setting")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise SettingError(f"settings.{name}", "must be a number")
+        low, high = known[name].metadata["low"], known[name].metadata["high"]
+        if not low <= value <= high:
+            raise SettingError(f"settings.{name}", f"{value:g} is outside {low:g} to {high:g}")
+        values[name] = float(value)
+    return cast(Policy, kind(**values))
+
+
+def serve(candidate: Candidate, reason: str, scores: Mapping[str, float] | None = None) -> Ruling:
+    """The ruling of one SERVE step on `candidate`."""
+    return Ruling((Step(StepKind.SERVE, candidate.instance_id, reason),), reason, scores or {})
+
+
+def rotated(candidates: tuple[Candidate, ...], turn: int) -> Iterable[tuple[int, Candidate]]:
+    """Candidates with their round-robin distance from `turn`: the last tie-break, needed because all scores are 0 when cold."""
+    count = len(candidates)
+    return (((index - turn) % count, candidate) for index, candidate in enumerate(candidates))
+
+
+def decide(
+    policy: Policy,
+    request: PlacementRequest,
+    pool: str,
+    view: FleetView,
+    rng: random.Random,
+    decision_id: str,
+    *,
+    degraded: bool = False,
+) -> Decision:
+    """Decide on one request. `view` must have at least one eligible candidate. Same arguments, same decision."""
+    ruling = policy.rule(request, view, rng)
+    by_id = {candidate.instance_id: candidate for candidate in view.candidates}
+    chosen = by_id[ruling.steps[-1].instance_id]
+    others = sorted(
+        (score, instance_id) for instance_id, score in ruling.scores.items() if instance_id != chosen.instance_id
+    )
+    own = ruling.scores.get(chosen.instance_id)
+    places = {step.instance_id for step in ruling.steps}
+    return Decision(
+        decision_id=decision_id,
+        request=request,
+        pool=pool,
+        view=view,
+        policy=policy.ref(),
+        ruling=ruling,
+        route_class=route_class(chosen.new_tokens, request.input_tokens),
+        mode="COLOCATED" if len(places) == 1 else "OFFLOAD",
+        cached_tokens=chosen.cached_tokens,
+        runner_up=others[0][1] if others else "",
+        margin=others[0][0] - own if others and own is not None else None,
+        inputs_digest=_digest(policy.ref(), request, pool, view),
+        key_count=len(request.keys),
+        degraded=degraded,
+    )
+
+
+def _digest(ref: PolicyRef, request: PlacementRequest, pool: str, view: FleetView) -> int:
+    # The cached tokens in the view stand for the keys; request and decision ids do not change a decision.
+    inputs = (
+        ref.name,
+        sorted(ref.settings.items()),
+        pool,
+        request.session,
+        request.input_tokens,
+        request.max_output_tokens,
+        request.exclude,
+        view,
+    )
+    return xxh3_64_intdigest(msgspec.msgpack.encode(inputs))

@@ -1,0 +1,141 @@
+"""Which instance holds which block keys. Pure.
+
+One dict maps a key to a bit mask of slots; a slot stands for one instance's copy. Masks are shared objects, so a key costs its
+dict entry and little more. Dropping an instance only retires its slot: the retired bits are swept out in one pass over all keys
+once several have gathered, so that a fleet that resyncs at once is not scanned once for each instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+# Sweeping costs one pass over all keys; this many retired slots share it.
+SWEEP_AFTER = 8
+
+
+class PrefixIndex:
+    """Sets of keys by owner. An owner is any hashable name; `add` makes it known."""
+
+    def __init__(self) -> None:
+        self._mask_of: dict[int, int] = {}
+        self._shared: dict[int, int] = {}
+        self._slot_of: dict[str, int] = {}
+        self._owner_of: dict[int, str] = {}
+        self._count: dict[str, int] = {}
+        self._retired: set[int] = set()
+        self._retired_mask = 0
+
+    def __len__(self) -> int:
+        """Keys held by at least one owner, and those of retired slots that are not swept yet."""
+        return len(self._mask_of)
+
+    def count(self, owner: str) -> int:
+        """How many keys `owner` holds."""
+        return self._count.get(owner, 0)
+
+    def add(self, owner: str, keys: Iterable[int]) -> int:
+        """Give keys to `owner`; returns how many it did not hold before. Mutates."""
+        bit = 1 << self._slot(owner)
+        mask_of, shared = self._mask_of, self._shared
+        added = 0
+        for key in keys:
+            mask = mask_of.get(key, 0)
+            if not mask & bit:
+                mask |= bit
+                mask_of[key] = shared.setdefault(mask, mask)
+                added += 1
+        self._count[owner] = self._count.get(owner, 0) + added
+        return added
+
+    def remove(self, owner: str, keys: Iterable[int]) -> int:
+        """Take keys from `owner`; returns how many it held. Mutates."""
+        slot = self._slot_of.get(owner)
+        if slot is None:
+            return 0
+        bit = 1 << slot
+        mask_of, shared = self._mask_of, self._shared
+        removed = 0
+        for key in keys:
+            mask = mask_of.get(key, 0)
+            if mask & bit:
+                removed += 1
+                if mask := mask & ~bit:
+                    mask_of[key] = shared.setdefault(mask, mask)
+                else:
+                    del mask_of[key]
+        self._count[owner] -= removed
+        return removed
+
+    def drop(self, owner: str) -> None:
+        """Forget all keys of `owner`. Mutates."""
+        slot = self._slot_of.pop(owner, None)
+        if slot is None:
+            return
+        del self._owner_of[slot]
+        del self._count[owner]
+        self._retired.add(slot)
+        self._retired_mask |= 1 << slot
+        if len(self._retired) >= SWEEP_AFTER:
+            self._sweep()
+
+    def leading_blocks(self, keys: Sequence[int], owners: Iterable[str]) -> dict[str, int]:
+        """For each of `owners`: how many of `keys`, counted from the first, it holds without a hole."""
+        blocks = dict.fromkeys(owners, 0)
+        alive = 0
+        for owner in blocks:
+            slot = self._slot_of.get(owner)
+            if slot is not None:
+                alive |= 1 << slot
+        mask_of = self._mask_of
+        reached = 0
+        for key in keys:
+            if not alive:
+                break
+            kept = alive & mask_of.get(key, 0)
+            if kept != alive:
+                self._record(blocks, alive & ~kept, reached)
+                alive = kept
+            reached += 1
+        self._record(blocks, alive, reached)
+        return blocks
+
+    def keys_of(self, owner: str) -> set[int]:
+        """All keys of `owner`, by a pass over the whole index: for tests and dumps."""
+        slot = self._slot_of.get(owner)
+        return set() if slot is None else {key for key, mask in self._mask_of.items() if mask >> slot & 1}
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when counts and bits disagree."""
+        assert set(self._count) == set(self._slot_of) == set(self._owner_of.values())
+        assert not self._retired & set(self._owner_of)
+        for owner, count in self._count.items():
+            assert count == len(self.keys_of(owner)), owner
+        assert all(self._mask_of.values())
+
+    def _slot(self, owner: str) -> int:
+        slot = self._slot_of.get(owner)
+        if slot is None:
+            slot = 0
+            while slot in self._owner_of or slot in self._retired:
+                slot += 1
+            self._slot_of[owner] = slot
+            self._owner_of[slot] = owner
+            self._count[owner] = 0
+        return slot
+
+    def _record(self, blocks: dict[str, int], mask: int, reached: int) -> None:
+        while mask:
+            low = mask & -mask
+            blocks[self._owner_of[low.bit_length() - 1]] = reached
+            mask ^= low
+
+    def _sweep(self) -> None:
+        keep = ~self._retired_mask
+        shared: dict[int, int] = {}
+        swept: dict[int, int] = {}
+        for key, mask in self._mask_of.items():
+            if mask := mask & keep:
+                swept[key] = shared.setdefault(mask, mask)
+        self._mask_of, self._shared = swept, shared
+        self._retired.clear()
+        self._retired_mask = 0

@@ -1,0 +1,171 @@
+"""The router's side of the agent-report protocol, for one instance. Pure.
+
+An agent sends its shadow's set of keys as a snapshot and then contiguous deltas, with bookmarks to check against. Whatever does
+not fit (a hole, a wrong digest, a delta before any snapshot) empties the copy and asks for a new snapshot: a phantom block is
+worse than a forgotten one. Tiers other than the device's are checked but earn no prefix credit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from services.common.keys import digest_of
+from services.router.prefix_index import PrefixIndex
+
+TIER_DEVICE = 1
+
+
+class SyncPhase(StrEnum):
+    """WAITING for a snapshot, receiving one (SNAPSHOT), or LIVE: equal to the shadow up to the last delta."""
+
+    WAITING = "WAITING"
+    SNAPSHOT = "SNAPSHOT"
+    LIVE = "LIVE"
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotBegin:
+    """A full copy as of `seq` follows."""
+
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotChunk:
+    """A part of the copy."""
+
+    tier: int
+    keys: Iterable[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotEnd:
+    """The copy is complete and must have this count and digest."""
+
+    seq: int
+    key_count: int
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One change of the set."""
+
+    seq: int
+    tier: int
+    added: Iterable[int] = ()
+    removed: Iterable[int] = ()
+    cleared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Bookmark:
+    """What the set must be after delta `seq`."""
+
+    seq: int
+    key_count: int
+    digest: int
+
+
+KeyMessage = SnapshotBegin | SnapshotChunk | SnapshotEnd | Delta | Bookmark
+
+
+class InstanceSync:
+    """The copy of one incarnation's keys in `index`, and how far it can be trusted."""
+
+    def __init__(self, instance_id: str, index: PrefixIndex) -> None:
+        self.phase = SyncPhase.WAITING
+        self.seq = 0
+        self.resyncs = 0
+        self._instance_id = instance_id
+        self._index = index
+        self._count = 0
+        self._digest = 0
+
+    @property
+    def live(self) -> bool:
+        """Whether the copy equals the shadow as of `seq`."""
+        return self.phase is SyncPhase.LIVE
+
+    def can_resume(self, oldest_seq: int, latest_seq: int) -> bool:
+        """Whether an agent that still has deltas oldest..latest can go on from this copy without a snapshot."""
+        return self.live and oldest_seq <= self.seq + 1 <= latest_seq + 1
+
+    def reset(self) -> None:
+        """Forget the copy and wait for a snapshot. Mutates the index."""
+        self.phase = SyncPhase.WAITING
+        self._count = self._digest = self.seq = 0
+        self._index.drop(self._instance_id)
+
+    def handle(self, message: KeyMessage) -> str:
+        """Apply one message; returns why a new snapshot is needed, or "". Mutates the index."""
+        match message:
+            case SnapshotBegin():
+                self.reset()
+                self.phase, self.seq = SyncPhase.SNAPSHOT, message.seq
+                return ""
+            case SnapshotChunk():
+                return self._chunk(message)
+            case SnapshotEnd():
+                return self._end(message)
+            case Delta():
+                return self._delta(message)
+            case Bookmark():
+                return self._check(message)
+
+    def _chunk(self, chunk: SnapshotChunk) -> str:
+        if self.phase is not SyncPhase.SNAPSHOT:
+            return self._fail("a snapshot chunk outside a snapshot")
+        keys = list(chunk.keys)
+        if chunk.tier == TIER_DEVICE:
+            self._index.add(self._instance_id, keys)
+        self._count += len(keys)
+        self._digest ^= digest_of(chunk.tier, keys)
+        return ""
+
+    def _end(self, end: SnapshotEnd) -> str:
+        if self.phase is not SyncPhase.SNAPSHOT or end.seq != self.seq:
+            return self._fail("a snapshot's end without its beginning")
+        if (end.key_count, end.digest) != (self._count, self._digest):
+            return self._fail("the snapshot's digest differs")
+        self.phase = SyncPhase.LIVE
+        return ""
+
+    def _delta(self, delta: Delta) -> str:
+        if self.phase is SyncPhase.WAITING:
+            return ""  # The snapshot that was asked for is on its way, and covers this delta.
+        if self.phase is SyncPhase.SNAPSHOT:
+            return self._fail("a delta inside a snapshot")
+        if delta.seq <= self.seq:
+            return ""  # Seen already: an agent may send again what it is not sure of.
+        if delta.seq != self.seq + 1:
+            return self._fail(f"a gap: delta {delta.seq} after {self.seq}")
+        if delta.cleared:
+            self._index.drop(self._instance_id)
+            self._count = self._digest = 0
+        added, removed = list(delta.added), list(delta.removed)
+        if delta.tier == TIER_DEVICE and (
+            self._index.remove(self._instance_id, removed) != len(removed)
+            or self._index.add(self._instance_id, added) != len(added)
+        ):
+            return self._fail("a delta that does not fit the copy")
+        self._count += len(added) - len(removed)
+        self._digest ^= digest_of(delta.tier, added) ^ digest_of(delta.tier, removed)
+        self.seq = delta.seq
+        return ""
+
+    def _check(self, bookmark: Bookmark) -> str:
+        if not self.live:
+            return ""
+        if bookmark.seq != self.seq:
+            return self._fail(f"a gap: bookmark {bookmark.seq} after delta {self.seq}")
+        if (bookmark.key_count, bookmark.digest) != (self._count, self._digest):
+            return self._fail("the bookmark's digest differs")
+        return ""
+
+    def _fail(self, reason: str) -> str:
+        self.reset()
+        self.resyncs += 1
+        return reason
