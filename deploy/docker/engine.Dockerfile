@@ -1,0 +1,10 @@
+# vLLM with the Mooncake transfer engine, for instances that hand KV to each other.
+# Build from the root of the repository: docker build -f deploy/docker/engine.Dockerfile -t pointsman-engine:0.1.0 .
+FROM vllm/vllm-openai:v0.32.0
+# The image is built for CUDA 13, and the wheel without a suffix looks for libcudart.so.12.
+RUN python3 -m pip install --no-cache-dir mooncake-transfer-engine-cuda13==0.3.14
+# vLLM's KV cache is part of a larger allocation, which Mooncake can register through dma-buf only.
+ENV WITH_NVIDIA_PEERMEM=0
+# The user `vllm` of the image, by number: Kubernetes cannot tell that a named user is not root.
+USER 2000:0
+ENTRYPOINT ["vllm", "serve"]

@@ -1,0 +1,48 @@
+#!/opt/pointsman/bin/python
+"""Health probe for containers without curl: `pointsman-probe grpc HOST:PORT` or `pointsman-probe http URL`.
+
+Exit status 0 when the service says that it serves, 1 with the reason on stderr otherwise.
+"""
+
+from __future__ import annotations
+
+import sys
+import urllib.error
+import urllib.request
+
+TIMEOUT_S = 3.0
+
+
+def why_unhealthy(kind: str, address: str) -> str | None:
+    """Why the service at `address` is not healthy, or None when it is. `kind` is "grpc" or "http"."""
+    if kind == "http":
+        try:
+            with urllib.request.urlopen(address, timeout=TIMEOUT_S):
+                return None
+        except (urllib.error.URLError, OSError) as error:
+            return str(error)
+    import grpc  # Only where it is used: an http probe is three times as fast without it.
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    with grpc.insecure_channel(address) as channel:
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+        except grpc.RpcError as error:
+            return f"{error.code().name}: {error.details()}"
+    serving = health_pb2.HealthCheckResponse.SERVING
+    return None if answer.status == serving else health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+
+def main(arguments: list[str]) -> int:
+    """Run one probe; returns the exit status."""
+    if len(arguments) != 2 or arguments[0] not in ("grpc", "http"):
+        print("usage: pointsman-probe grpc HOST:PORT | http URL", file=sys.stderr)
+        return 2
+    reason = why_unhealthy(*arguments)
+    if reason is not None:
+        print(f"{arguments[1]}: {reason}", file=sys.stderr)
+    return 0 if reason is None else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

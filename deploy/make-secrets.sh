@@ -1,0 +1,22 @@
+#!/bin/sh
+# Makes the secrets that the services show each other, in the folder given: one random token for each role, a Redis
+# password and the Redis user list that goes with it. What exists is kept, so that it may run again at any time;
+# delete a file and run it again to rotate that secret.
+#   ./make-secrets.sh compose/secrets      for compose/compose.yaml
+#   ./make-secrets.sh k8s/base/secrets     for k8s/base
+set -eu
+[ $# -eq 1 ] || { echo "usage: $0 FOLDER" >&2; exit 2; }
+umask 022
+mkdir -p "$1"
+# The folder is closed and its files are readable: Compose mounts them with their owner and mode on the host, and the
+# services run as another user than the one who deploys.
+chmod 700 "$1"
+for name in agent gateway operator redis-password; do
+  [ -s "$1/$name" ] || head -c 32 /dev/urandom | base64 | tr '+/' '-_' | tr -d '=\n' > "$1/$name"
+done
+digest=$(sha256sum < "$1/redis-password" | cut -d ' ' -f 1)
+# The health check's ping needs no password; everything else needs the user pointsman, and that one is no administrator.
+printf '%s\n%s\n' \
+  'user default on nopass resetkeys resetchannels -@all +ping' \
+  "user pointsman on #$digest ~pointsman:* &pointsman:* -@all +@read +@write +@string +@hash +@list +@set +@sortedset +@stream +@pubsub +@transaction +@scripting +@connection +time +info +wait -@dangerous +info" \
+  > "$1/redis-users.acl"
