@@ -1,0 +1,354 @@
+"""The engine model: small schedules computed by hand, and what must hold for every schedule."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lab.block_cache import AllCleared, BlocksRemoved, BlocksStored
+from lab.engine_model import (
+    EngineConfig,
+    EngineModel,
+    EngineRequest,
+    Event,
+    Finished,
+    FirstToken,
+    Preempted,
+    Profile,
+    StepResult,
+    TokenGenerated,
+)
+
+# Round numbers, so that durations can be computed in the head.
+PLAIN = Profile(step_s=1.0, prefill_token_s=0.1, prefill_pair_s=0.0, decode_sequence_s=0.01, decode_kv_token_s=0.001)
+
+
+def engine(**changes: Any) -> EngineModel:
+    settings: dict[str, Any] = {
+        "kv_blocks": 64,
+        "max_model_len": 512,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 8,
+        "vocabulary": range(500, 600),
+    }
+    return EngineModel(EngineConfig(**(settings | changes)), PLAIN)
+
+
+def ask(name: str, prompt: list[int], max_tokens: int = 4, **more: Any) -> EngineRequest:
+    return EngineRequest(name, prompt, max_tokens, **more)
+
+
+def run_out(model: EngineModel, limit: int = 10_000) -> list[StepResult]:
+    steps = []
+    now = 0.0
+    while model.has_work:
+        steps.append(model.step(now))
+        now += steps[-1].duration_s
+        model.cache.check()
+        assert len(steps) < limit, "the engine does not come to an end"
+    return steps
+
+
+def events_of(steps: list[StepResult], kind: type[Any]) -> list[Any]:
+    return [event for step in steps for event in step.events if isinstance(event, kind)]
+
+
+def answer(steps: list[StepResult], name: str) -> list[int]:
+    return [event.token_id for event in events_of(steps, TokenGenerated) if event.request_id == name]
+
+
+def test_a_prompt_is_cut_into_chunks_and_then_decoded() -> None:
+    model = engine()
+    model.submit(ask("a", list(range(100)), max_tokens=3), 0.0)
+    steps = run_out(model)
+    assert [step.scheduled for step in steps] == [{"a": 64}, {"a": 36}, {"a": 1}, {"a": 1}]
+    # Two chunks at 0.1 s a token; then tokens 101 and 102, which read 100 and 101 tokens of KV.
+    assert [round(step.duration_s, 6) for step in steps] == [7.4, 4.6, 1.11, 1.111]
+    assert events_of(steps, FirstToken) == [FirstToken("a", 0, 0)]
+    assert events_of(steps[1:2], FirstToken)
+    assert events_of(steps, Finished) == [Finished("a", "length")]
+    assert model.num_running == model.num_waiting == 0
+    assert model.kv_usage == 0
+
+
+def test_running_requests_come_before_waiting_ones_and_share_the_budget() -> None:
+    model = engine()
+    model.submit(ask("a", list(range(40)), max_tokens=3), 0.0)
+    first = model.step(0.0)
+    model.submit(ask("b", list(range(1000, 1100)), max_tokens=1), 0.0)
+    rest = run_out(model)
+    assert first.scheduled == {"a": 40}
+    assert [step.scheduled for step in rest] == [{"a": 1, "b": 63}, {"a": 1, "b": 37}]
+
+
+def test_a_long_prefill_threshold_counts_only_beside_others() -> None:
+    alone = engine(long_prefill_token_threshold=16)
+    alone.submit(ask("a", list(range(48)), max_tokens=1), 0.0)
+    assert alone.step(0.0).scheduled == {"a": 48}
+    beside = engine(long_prefill_token_threshold=16)
+    beside.submit(ask("a", list(range(48)), max_tokens=1), 0.0)
+    beside.submit(ask("b", list(range(100, 110)), max_tokens=1), 0.0)
+    assert beside.step(0.0).scheduled == {"a": 16, "b": 10}
+    # b has finished, so a is alone again.
+    assert beside.step(0.0).scheduled == {"a": 32}
+
+
+def test_max_num_seqs_and_first_come_first_served() -> None:
+    model = engine(max_num_seqs=1)
+    model.submit(ask("a", list(range(10)), max_tokens=2), 0.0)
+    model.submit(ask("b", list(range(10)), max_tokens=1), 0.0)
+    assert [step.scheduled for step in run_out(model)] == [{"a": 10}, {"a": 1}, {"b": 10}]
+
+
+def test_a_hit_is_full_blocks_and_stops_before_the_last_token() -> None:
+    model = engine()
+    prompt = list(range(48))
+    model.submit(ask("a", prompt, max_tokens=1), 0.0)
+    model.step(0.0)
+    for name, asked, cached in (
+        ("b", prompt, 32),
+        ("c", [*prompt, 7], 48),
+        ("d", prompt[:40], 32),
+        ("e", [9, *prompt], 0),
+    ):
+        model.submit(ask(name, asked, max_tokens=1), 0.0)
+        assert events_of([model.step(0.0)], FirstToken) == [FirstToken(name, cached, 0)]
+    assert model.counters.prefix_cache_hits == 32 + 48 + 32
+    assert model.counters.prefix_cache_queries == 48 + 48 + 49 + 40 + 49
+
+
+def test_blocks_are_told_with_parents_and_generated_tokens_are_cached() -> None:
+    model = engine()
+    model.submit(ask("a", list(range(20)), max_tokens=16, session_id="s"), 0.0)
+    steps = run_out(model)
+    stored = events_of(steps, BlocksStored)
+    tokens = [*range(20), *answer(steps, "a")]
+    assert [event.token_ids for event in stored] == [tuple(tokens[:16]), tuple(tokens[16:32])]
+    assert [event.parent for event in stored] == [None, stored[0].hashes[0]]
+    assert {event.session_id for event in stored} == {"s"}
+    # Token 36, the last one, was never computed, so the follow-up hits its 32 full computed tokens.
+    model.submit(ask("b", tokens, max_tokens=1), 0.0)
+    assert events_of(run_out(model), FirstToken) == [FirstToken("b", 32, 0)]
+
+
+def test_the_same_block_computed_at_once_is_stored_twice_and_removed_twice() -> None:
+    model = engine(kv_blocks=4, max_model_len=64, max_num_batched_tokens=16)
+    prompt = list(range(16))
+    model.submit(ask("a", prompt, max_tokens=1), 0.0)
+    model.step(0.0)
+    # A prompt of exactly one block must be computed again for its last token: a second physical block of that hash.
+    model.submit(ask("b", prompt, max_tokens=1), 0.0)
+    stored = events_of([model.step(0.0)], BlocksStored)
+    assert model.cache.cached_hashes() == {stored[0].hashes[0]: 2}
+    model.submit(ask("c", list(range(100, 160)), max_tokens=4), 0.0)
+    removed = [value for event in events_of(run_out(model), BlocksRemoved) for value in event.hashes]
+    assert removed == [stored[0].hashes[0]] * 2
+
+
+def test_least_recently_used_blocks_go_first_and_tails_before_heads() -> None:
+    model = engine(kv_blocks=4, max_model_len=64)
+    prompts = {name: list(range(start, start + 32)) for name, start in (("a", 0), ("b", 100))}
+    hashes = {}
+    for name, prompt in prompts.items():
+        model.submit(ask(name, prompt, max_tokens=1), 0.0)
+        hashes[name] = events_of([model.step(0.0)], BlocksStored)[0].hashes
+    model.submit(ask("c", list(range(200, 216)), max_tokens=1), 0.0)
+    assert events_of([model.step(0.0)], BlocksRemoved) == [BlocksRemoved((hashes["a"][1],))]
+
+
+def test_preemption_takes_the_last_admitted_and_recomputes_it() -> None:
+    model = engine(kv_blocks=4, max_model_len=64)
+    model.submit(ask("a", list(range(30)), max_tokens=8), 0.0)
+    model.submit(ask("b", list(range(100, 130)), max_tokens=8), 0.0)
+    steps = run_out(model)
+    assert events_of(steps, Preempted) == [Preempted("b")]
+    assert model.counters.num_preemptions == 1
+    # 32 tokens fill two blocks each; the 33rd of a takes one of b's.
+    assert [step.scheduled for step in steps[:4]] == [{"a": 30, "b": 30}, {"a": 1, "b": 1}, {"a": 1, "b": 1}, {"a": 1}]
+    assert [event.request_id for event in events_of(steps, Finished)] == ["a", "b"]
+    assert len(answer(steps, "b")) == 8
+    alone = engine()
+    alone.submit(ask("b", list(range(100, 130)), max_tokens=8), 0.0)
+    assert answer(run_out(alone), "b") == answer(steps, "b")
+
+
+def test_a_waiting_request_whose_prompt_does_not_fit_waits() -> None:
+    model = engine(kv_blocks=4, max_model_len=64)
+    model.submit(ask("a", list(range(33)), max_tokens=2), 0.0)
+    model.submit(ask("b", list(range(100, 120)), max_tokens=1), 0.0)
+    assert [step.scheduled for step in run_out(model)] == [{"a": 33}, {"a": 1}, {"b": 20}]
+
+
+def test_abort_frees_everything_at_once() -> None:
+    model = engine()
+    model.submit(ask("a", list(range(100))), 0.0)
+    model.submit(ask("b", list(range(100))), 0.0)
+    model.step(0.0)
+    assert model.num_running == 1
+    assert model.kv_usage > 0
+    assert model.abort("a", 0.0)
+    assert model.abort("b", 0.0)
+    assert not model.abort("a", 0.0)
+    assert model.kv_usage == 0
+    assert not model.has_work
+
+
+def test_kv_from_another_instance_leaves_one_token_to_compute() -> None:
+    model = engine()
+    model.submit(ask("a", list(range(100)), max_tokens=1, remote_tokens=100), 0.0)
+    steps = run_out(model)
+    assert [step.scheduled for step in steps] == [{"a": 1}]
+    assert events_of(steps, FirstToken) == [FirstToken("a", 0, 99)]
+    assert model.counters.external_kv_transfer == 99
+    assert model.counters.local_compute == 1
+    assert sum(len(event.hashes) for event in events_of(steps, BlocksStored)) == 6
+
+
+def test_an_answer_is_a_function_of_prompt_and_seed() -> None:
+    def run(prompt: list[int], **changes: Any) -> list[int]:
+        model = engine(eos_token_id=3, natural_length=(5, 9), **changes)
+        model.submit(ask("a", prompt, max_tokens=100), 0.0)
+        steps = run_out(model)
+        assert events_of(steps, Finished) == [Finished("a", "stop")]
+        return answer(steps, "a")
+
+    first = run([1, 2, 3])
+    assert first[-1] == 3
+    assert 5 <= len(first) <= 9
+    assert first == run([1, 2, 3], block_size=32, max_num_batched_tokens=2, hash_seed=9)
+    assert first != run([1, 2, 4])
+    assert first != run([1, 2, 3], seed=1)
+
+
+def test_reset_prefix_cache_is_told_with_the_next_step() -> None:
+    model = engine()
+    model.submit(ask("a", list(range(64)), max_tokens=2), 0.0)
+    model.step(0.0)
+    assert not model.reset_prefix_cache()
+    run_out(model)
+    assert model.reset_prefix_cache()
+    assert model.cache.cached_hashes() == {}
+    assert model.step(0.0) == StepResult(0.0, [AllCleared()], {})
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (ask("a", []), "0 tokens"),
+        (ask("a", list(range(512))), "512 tokens"),
+        (ask("a", [1], max_tokens=0), "at least 1"),
+        (ask("there", [1]), "already here"),
+    ],
+)
+def test_impossible_requests_are_refused(request_: EngineRequest, reason: str) -> None:
+    model = engine()
+    model.submit(ask("there", [1]), 0.0)
+    with pytest.raises(ValueError, match=reason):
+        model.submit(request_, 0.0)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"block_size": 24}, {"block_size": 8}, {"kv_blocks": 31}, {"max_num_seqs": 0}, {"vocabulary": ()}]
+)
+def test_impossible_settings_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        engine(**changes)
+
+
+def test_the_default_profile_has_the_reference_shape() -> None:
+    for tokens, seconds in ((8192, 0.575), (16384, 1.495), (32768, 4.44), (65536, 15.2)):
+        whole = Profile().chunk_s(tokens, 0)
+        assert whole == pytest.approx(seconds, rel=0.04)
+        chunks = sum(Profile().chunk_s(2048, done) for done in range(0, tokens, 2048))
+        assert chunks == pytest.approx(whole)
+    one = Profile().step_s + Profile().chunk_s(1, 30_000)
+    assert 0.006 <= one <= 0.008
+
+
+def rebuild(cache: Counter[int], events: list[Event]) -> None:
+    """Apply events as a listener would."""
+    for event in events:
+        if isinstance(event, BlocksStored):
+            assert event.parent is None or cache[event.parent], "a parent that was never told"
+            assert len(event.token_ids) == 16 * len(event.hashes)
+            cache.update(event.hashes)
+        elif isinstance(event, BlocksRemoved):
+            cache.subtract(event.hashes)
+        elif isinstance(event, AllCleared):
+            cache.clear()
+    assert all(count >= 0 for count in cache.values())
+
+
+SOME_PROMPTS = st.builds(
+    lambda shared, own, length: ([shared] * 40 + [own] * 40)[:length],
+    st.integers(0, 1),
+    st.integers(2, 4),
+    st.integers(1, 80),
+)
+ACTIONS = st.one_of(
+    st.tuples(st.just("submit"), SOME_PROMPTS, st.integers(1, 30), st.integers(0, 60)),
+    st.tuples(st.just("step")),
+    st.tuples(st.just("abort"), st.integers(0, 10)),
+    st.tuples(st.just("reset")),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(ACTIONS, max_size=60),
+    st.integers(8, 14),
+    st.integers(1, 64),
+    st.integers(1, 5),
+    st.sampled_from([0, 8, 16]),
+)
+def test_whatever_happens(actions: list[tuple[Any, ...]], blocks: int, budget: int, seqs: int, threshold: int) -> None:
+    """Blocks are conserved, every request finishes with what it asked for, and the events rebuild the cache."""
+    model = engine(
+        kv_blocks=blocks,
+        max_model_len=128,
+        max_num_batched_tokens=budget,
+        max_num_seqs=seqs,
+        long_prefill_token_threshold=threshold,
+    )
+    wanted: dict[str, int] = {}
+    told: Counter[int] = Counter()
+    tokens: Counter[str] = Counter()
+    ended: list[str] = []
+
+    def step() -> None:
+        result = model.step(0.0)
+        rebuild(told, result.events)
+        assert sum(result.scheduled.values()) <= budget
+        assert len(result.scheduled) <= seqs
+        assert (result.duration_s > 0) == bool(result.scheduled)
+        tokens.update(event.request_id for event in result.events if isinstance(event, TokenGenerated))
+        ended.extend(event.request_id for event in result.events if isinstance(event, Finished))
+        assert {value: count for value, count in told.items() if count} == model.cache.cached_hashes()
+
+    for number, action in enumerate(actions):
+        if action[0] == "submit":
+            name = f"r{number}"
+            model.submit(ask(name, action[1], max_tokens=action[2], remote_tokens=action[3]), 0.0)
+            wanted[name] = min(action[2], 128 - len(action[1]))
+        elif action[0] == "step":
+            step()
+        elif action[0] == "abort" and wanted:
+            name = list(wanted)[action[1] % len(wanted)]
+            if model.abort(name, 0.0):
+                del wanted[name]
+        elif action[0] == "reset" and model.reset_prefix_cache():
+            step()
+        model.cache.check()
+    for _ in range(20_000):
+        if not model.has_work:
+            break
+        step()
+    assert not model.has_work
+    assert model.cache.free == blocks
+    assert {name: tokens[name] for name in wanted} == wanted
+    assert set(wanted) <= set(ended)
+    assert len(ended) == len(set(ended))
