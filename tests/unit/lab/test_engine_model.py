@@ -183,6 +183,27 @@ def test_a_waiting_request_whose_prompt_does_not_fit_waits() -> None:
     assert [step.scheduled for step in run_out(model)] == [{"a": 33}, {"a": 1}, {"b": 20}]
 
 
+def test_a_preempted_request_goes_before_those_that_wait() -> None:
+    model = engine(kv_blocks=4, max_model_len=64)
+    for name, start, length in (("a", 0, 30), ("b", 100, 30), ("c", 200, 5)):
+        model.submit(ask(name, list(range(start, start + length)), max_tokens=8), 0.0)
+    steps = run_out(model)
+    lost = next(number for number, step in enumerate(steps) if Preempted("b") in step.events)
+    # c would fit beside a, but b heads the queue.
+    assert ["a", "b", "c"] == list(dict.fromkeys(name for step in steps[lost:] for name in step.scheduled))
+
+
+def test_cached_blocks_that_nobody_holds_count_as_free_only_once() -> None:
+    model = engine(kv_blocks=4, max_model_len=64)
+    prompt = list(range(33))
+    model.submit(ask("a", prompt, max_tokens=1), 0.0)
+    run_out(model)
+    model.submit(ask("b", list(range(100, 117)), max_tokens=3), 0.0)
+    model.submit(ask("c", prompt, max_tokens=1), 0.0)
+    # c's two cached blocks are the free ones, so its third block must wait for b's end.
+    assert [step.scheduled for step in run_out(model)] == [{"b": 17}, {"b": 1}, {"b": 1}, {"c": 1}]
+
+
 def test_abort_frees_everything_at_once() -> None:
     model = engine()
     model.submit(ask("a", list(range(100))), 0.0)
