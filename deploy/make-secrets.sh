@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes the secrets that the services show each other, in the folder given: one random token for each role, a Redis
-# password and the Redis user list that goes with it. What exists is kept, so that it may run again at any time;
+# Makes the secrets that the services show each other, in the folder given: one random token for each role, a first
+# API key for clients, a Redis password and the Redis user list that goes with it. What exists is kept, so that it may run again at any time;
 # delete a file and run it again to rotate that secret.
 #   ./make-secrets.sh compose/secrets      for compose/compose.yaml
 #   ./make-secrets.sh k8s/base/secrets     for k8s/base
@@ -14,6 +14,8 @@ chmod 700 "$1"
 for name in agent gateway operator redis-password; do
   [ -s "$1/$name" ] || head -c 32 /dev/urandom | base64 | tr '+/' '-_' | tr -d '=\n' > "$1/$name"
 done
+# Clients of the gateway: lines TENANT:KEY. Add a line for each tenant.
+[ -s "$1/api-keys" ] || echo "default:sk-$(head -c 32 /dev/urandom | base64 | tr -d '+/=\n')" > "$1/api-keys"
 digest=$(sha256sum < "$1/redis-password" | cut -d ' ' -f 1)
 # The health check's ping needs no password; everything else needs the user pointsman, and that one is no administrator.
 printf '%s\n%s\n' \
