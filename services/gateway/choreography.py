@@ -1,0 +1,368 @@
+"""One request's way through its plan: a state machine that is told what happened and says what to do next. Pure.
+
+A plan unfolds: PREFILL steps, each answered by the next step, then one SERVE. Every wait has a deadline, failures before the
+first byte are tried again elsewhere (a new attempt with its own id, the failed instance excluded), and every attempt that the
+router may have placed ends in exactly one Finished, however the request ends.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Outcome(enum.IntEnum):
+    """How an attempt ended; the values are those of pointsman.router.v1.Outcome."""
+
+    OK = 1
+    CANCELLED = 2
+    REJECTED = 3
+    FAILED = 4
+
+
+class Phase(enum.Enum):
+    """Where a request is."""
+
+    ASKING = "asking"  # for its first step
+    PREFILLING = "prefilling"
+    ASKING_NEXT = "asking_next"  # for the step after a PREFILL
+    SERVING = "serving"  # sent, no byte of the answer yet
+    STREAMING = "streaming"
+    DONE = "done"
+
+
+@dataclass(frozen=True)
+class Target:
+    """An instance to send to; `rank` is its data-parallel rank, None where there is only one."""
+
+    instance_id: str
+    url: str
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Deadlines in seconds, and how many attempts follow the first."""
+
+    place_s: float = 60.0
+    prefill_s: float = 600.0
+    first_byte_s: float = 600.0
+    retries: int = 2
+
+
+# What happened.
+@dataclass(frozen=True)
+class StepGiven:
+    """The router's (or the gateway's own) next step. `deadline_s` 0: none of its own."""
+
+    attempt_id: str
+    target: Target
+    index: int = 0
+    prefill_tokens: int = 0  # 0: SERVE
+    deadline_s: float = 0.0
+    decision_id: str = ""
+    cached_tokens: int = 0
+    degraded: bool = False
+
+
+@dataclass(frozen=True)
+class Refused:
+    """No placement; nothing is reserved. `code` as in Refusal (5, 8, 14)."""
+
+    attempt_id: str
+    code: int
+    message: str
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True)
+class RouterLost:
+    """The router went away before it answered, and did not come back within the grace."""
+
+    attempt_id: str
+
+
+@dataclass(frozen=True)
+class PrefillEnded:
+    """A PREFILL step is over; `error` is empty when it is done."""
+
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class AnswerBegan:
+    """The first byte of a 200 answer came."""
+
+
+@dataclass(frozen=True)
+class AnswerRejected:
+    """The instance answered 4xx; the answer goes to the client as it is."""
+
+    status: int
+
+
+@dataclass(frozen=True)
+class AnswerEnded:
+    """The answer is over. `error` is what the instance itself told the client when it failed on the way; empty: all is well."""
+
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class UpstreamFailed:
+    """Connection refused or lost, 5xx, or silence. `status` is 0 when no answer came."""
+
+    error: str
+    status: int = 0
+
+
+@dataclass(frozen=True)
+class ClientGone:
+    """The client closed its side."""
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time passed; the deadline may be over."""
+
+
+Event = (
+    StepGiven
+    | Refused
+    | RouterLost
+    | PrefillEnded
+    | AnswerBegan
+    | AnswerRejected
+    | AnswerEnded
+    | UpstreamFailed
+    | ClientGone
+    | Tick
+)
+
+
+# What to do.
+@dataclass(frozen=True)
+class Ask:
+    """Ask the router for an attempt's first step."""
+
+    attempt_id: str
+    exclude: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class AskLocally:
+    """Place without a router, degraded."""
+
+    attempt_id: str
+    exclude: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class AwaitNext:
+    """Report a PREFILL step's end; the next step follows."""
+
+    attempt_id: str
+    index: int
+    error: str
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Send the prompt's first tokens to an instance, for no output."""
+
+    step: StepGiven
+
+
+@dataclass(frozen=True)
+class Serve:
+    """Send the request to an instance and pass its answer on."""
+
+    step: StepGiven
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Close what is open upstream."""
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """Report the first byte."""
+
+    attempt_id: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Report an attempt's end. `error` names no address."""
+
+    attempt_id: str
+    outcome: Outcome
+    error: str = ""
+    status: int = 0
+
+
+@dataclass(frozen=True)
+class Fail:
+    """Answer the client with an error; `code` as in Refusal, or 13 when instances failed, 4 when time ran out."""
+
+    code: int
+    message: str
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True)
+class BreakStream:
+    """End the client's stream with an error event."""
+
+    message: str
+
+
+Effect = Ask | AskLocally | AwaitNext | Prefill | Serve | Abort | FirstToken | Finished | Fail | BreakStream
+
+NOT_FOUND, SATURATED, UNAVAILABLE, FAILED, TIMED_OUT = 5, 8, 14, 13, 4
+
+
+class Choreography:
+    """The machine. `handle` is its only mutator; events that belong to an earlier attempt or phase change nothing."""
+
+    def __init__(self, request_id: str, limits: Limits) -> None:
+        self._request_id = request_id
+        self._limits = limits
+        self._exclude: list[str] = []
+        self._attempts = 0
+        self._local = False
+        self._deadline = 0.0
+        self._open = False  # the attempt is (perhaps) placed and not finished
+        self.attempt_id = request_id
+        self.phase = Phase.ASKING
+        self.step: StepGiven | None = None
+
+    @property
+    def deadline(self) -> float | None:
+        """When a Tick is due, on the clock of `now`; None while streaming and when done."""
+        return None if self.phase in (Phase.STREAMING, Phase.DONE) else self._deadline
+
+    def start(self, now: float) -> list[Effect]:
+        """The first effects. Mutates."""
+        return self._ask(now)
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """What to do about `event`. Mutates."""
+        if self.phase is Phase.DONE:
+            return []
+        match event:
+            case ClientGone():
+                return self._end(Outcome.CANCELLED, "client left")
+            case Tick():
+                return self._late(now) if self.deadline is not None and now >= self._deadline else []
+            case StepGiven():
+                return self._given(event, now)
+            case Refused():
+                return self._refused(event)
+            case RouterLost():
+                return self._router_lost(event, now)
+            case PrefillEnded():
+                return self._prefilled(event.error, now) if self.phase is Phase.PREFILLING else []
+            case AnswerBegan():
+                return self._began()
+            case AnswerRejected():
+                return self._end(Outcome.REJECTED, "rejected", event.status) if self.phase is Phase.SERVING else []
+            case AnswerEnded():
+                outcome = Outcome.FAILED if event.error else Outcome.OK
+                return self._end(outcome, event.error) if self.phase is Phase.STREAMING else []
+            case UpstreamFailed():
+                return self._failed(event, now)
+
+    def _ask(self, now: float) -> list[Effect]:
+        self.attempt_id = f"{self._request_id}.{self._attempts}" if self._attempts else self._request_id
+        self.phase, self.step, self._open = Phase.ASKING, None, True
+        self._deadline = now + self._limits.place_s
+        exclude = tuple(self._exclude)
+        return [AskLocally(self.attempt_id, exclude) if self._local else Ask(self.attempt_id, exclude)]
+
+    def _given(self, step: StepGiven, now: float) -> list[Effect]:
+        if step.attempt_id != self.attempt_id or self.phase not in (Phase.ASKING, Phase.ASKING_NEXT):
+            return []
+        self.step = step
+        if step.prefill_tokens:
+            self.phase, own = Phase.PREFILLING, self._limits.prefill_s
+        else:
+            self.phase, own = Phase.SERVING, self._limits.first_byte_s
+        self._deadline = now + (min(own, step.deadline_s) if step.deadline_s > 0 else own)
+        return [Prefill(step) if step.prefill_tokens else Serve(step)]
+
+    def _refused(self, refused: Refused) -> list[Effect]:
+        if refused.attempt_id != self.attempt_id or self.phase not in (Phase.ASKING, Phase.ASKING_NEXT):
+            return []
+        self._open = False
+        self.phase = Phase.DONE
+        if self._exclude and refused.code == UNAVAILABLE:
+            return [Fail(FAILED, "The instance failed and no other is ready.", refused.retry_after_s)]
+        return [Fail(refused.code, refused.message, refused.retry_after_s)]
+
+    def _router_lost(self, lost: RouterLost, now: float) -> list[Effect]:
+        if lost.attempt_id != self.attempt_id:
+            return []
+        if self.phase is Phase.ASKING:
+            # Not finished by report: a router that returns is told which requests are open, and drops the rest.
+            self._local = True
+            return self._ask(now)
+        return self._fall_back(now) if self.phase is Phase.ASKING_NEXT else []
+
+    def _fall_back(self, now: float) -> list[Effect]:
+        """No next step came: the one SERVE goes where the prefix was computed, or at least tried."""
+        assert self.step is not None
+        return self._given(StepGiven(self.attempt_id, self.step.target, self.step.index + 1, degraded=True), now)
+
+    def _prefilled(self, error: str, now: float) -> list[Effect]:
+        assert self.step is not None
+        self.phase = Phase.ASKING_NEXT
+        self._deadline = now + self._limits.place_s
+        return [AwaitNext(self.attempt_id, self.step.index, error)]
+
+    def _began(self) -> list[Effect]:
+        if self.phase is not Phase.SERVING:
+            return []
+        self.phase = Phase.STREAMING
+        return [FirstToken(self.attempt_id)]
+
+    def _late(self, now: float) -> list[Effect]:
+        if self.phase is Phase.PREFILLING:
+            return [Abort(), *self._prefilled("deadline", now)]
+        if self.phase is Phase.ASKING_NEXT:
+            return self._fall_back(now)
+        if self.phase is Phase.SERVING:
+            return self._failed(UpstreamFailed("no first byte in time"), now)
+        return [*self._end(Outcome.FAILED, "no step in time"), Fail(TIMED_OUT, "No placement was found in time.", 1.0)]
+
+    def _failed(self, failed: UpstreamFailed, now: float) -> list[Effect]:
+        if self.phase is Phase.STREAMING:
+            return [*self._end(Outcome.FAILED, failed.error, failed.status), BreakStream("The instance failed.")]
+        if self.phase is not Phase.SERVING:
+            return []
+        assert self.step is not None
+        self._exclude.append(self.step.target.instance_id)
+        effects = self._end(Outcome.FAILED, failed.error, failed.status)
+        if self._attempts >= self._limits.retries:
+            return [*effects, Fail(FAILED, "The request failed on every instance that was tried.")]
+        self._attempts += 1
+        self._local = False
+        return [*effects, *self._ask(now)]
+
+    def _end(self, outcome: Outcome, error: str = "", status: int = 0) -> list[Effect]:
+        """Close the attempt: upstream first, so that nothing runs that the router no longer counts."""
+        abort: list[Effect] = [] if outcome in (Outcome.OK, Outcome.REJECTED) else [Abort()]
+        report: list[Effect] = [Finished(self.attempt_id, outcome, error, status)] if self._open else []
+        self.phase, self._open = Phase.DONE, False
+        return [*abort, *report]
+
+
+def least_inflight(ids: list[str], inflight: dict[str, int], exclude: tuple[str, ...], turn: int) -> str | None:
+    """The instance with the fewest open requests, the `turn`-th of them where several are equal; None when all are excluded."""
+    ready = [one for one in ids if one not in exclude]
+    if not ready:
+        return None
+    least = min(inflight.get(one, 0) for one in ready)
+    best = [one for one in ready if inflight.get(one, 0) == least]
+    return best[turn % len(best)]

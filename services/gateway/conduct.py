@@ -1,0 +1,374 @@
+"""Carries out one request's choreography: asks, sends, passes the answer on, and reports, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import structlog
+from aiohttp import web
+
+from pointsman.router.v1 import placement_pb2
+from services.gateway import choreography as ch
+from services.gateway.answer import Tail, Usage, usage_of
+from services.gateway.dialect import Call, DialectError, error_event
+from services.gateway.pools import Pools, PoolState
+from services.gateway.router_client import RouterAway, RouterClient, Step
+from services.gateway.telemetry import Telemetry
+from services.gateway.upstream import MAX_ERROR_BYTES, Upstream, UpstreamError, down_headers
+
+log = structlog.get_logger()
+
+# google.rpc.Code (or our own FAILED, TIMED_OUT) -> HTTP status, error type, error code
+_FAILURES = {
+    ch.NOT_FOUND: (404, "invalid_request_error", "model_not_found"),
+    ch.SATURATED: (429, "rate_limit_error", "saturated"),
+    ch.UNAVAILABLE: (503, "server_error", "no_instance"),
+    ch.FAILED: (502, "server_error", "instance_failed"),
+    ch.TIMED_OUT: (503, "server_error", "placement_timeout"),
+}
+_RETRY_S = 1.0
+
+
+@dataclass
+class Tools:
+    """What every request works with."""
+
+    router: RouterClient
+    upstream: Upstream
+    pools: Pools
+    telemetry: Telemetry
+    limits: ch.Limits
+    answer_timeout_s: float
+    turn: int = 0  # round-robin among equals for placements of our own
+
+
+@dataclass
+class Job:
+    """One request, understood: what to send and what to place it by. `received` is monotonic seconds."""
+
+    request_id: str
+    call: Call
+    state: PoolState
+    placement: placement_pb2.PlacementRequest
+    ids: list[int] | None  # the prompt's tokens, None where they are only estimated
+    up_headers: dict[str, str]
+    received: float
+
+
+@dataclass
+class _Times:
+    placed: float = 0.0
+    sent: float = 0.0
+    first: float = 0.0
+
+
+@dataclass
+class _Reply:
+    """A whole answer, kept until it can be sent: a rejection, or one that is not streamed."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes = b""
+
+
+class Conductor:
+    """One request's run. `run` returns the answer, or raises DialectError; in each case the router has been told the end."""
+
+    def __init__(self, tools: Tools, job: Job, request: web.Request) -> None:
+        limit = tools.limits.first_byte_s if job.call.stream else tools.answer_timeout_s
+        self._tools = tools
+        self._job = job
+        self._request = request
+        self._machine = ch.Choreography(
+            job.request_id, ch.Limits(tools.limits.place_s, tools.limits.prefill_s, limit, tools.limits.retries)
+        )
+        self._op: asyncio.Task[ch.Event] | None = None
+        self._upstream: aiohttp.ClientResponse | None = None
+        self._placed: dict[str, placement_pb2.PlacementRequest] = {}
+        self._times = _Times()
+        self._usage = Usage()
+        self._reply: _Reply | None = None
+        self._first_piece = b""
+        self._stream: web.StreamResponse | None = None
+        self._failure: ch.Fail | None = None
+        self._broken = False
+
+    async def run(self) -> web.StreamResponse:
+        """The answer to the client. Raises DialectError, and CancelledError when the client left."""
+        try:
+            self._do(self._machine.start(time.monotonic()))
+            while self._machine.phase is not ch.Phase.DONE:
+                streaming = self._machine.phase is ch.Phase.STREAMING
+                self._handle(await (self._pass_on() if streaming else self._next_event()))
+            return await self._answer()
+        except (ConnectionResetError, asyncio.CancelledError):
+            self._handle(ch.ClientGone())
+            raise
+        finally:
+            # Reached with an open attempt only by a fault of our own: the router must hear of the end all the same.
+            self._handle(ch.ClientGone())
+            self._drop_upstream()
+
+    async def _answer(self) -> web.StreamResponse:
+        if self._failure is not None:
+            raise _as_error(self._failure)
+        if self._stream is not None:
+            if self._broken:
+                await self._stream.write(error_event("The instance failed while it answered.", code="instance_failed"))
+            await self._stream.write_eof()
+            return self._stream
+        assert self._reply is not None
+        return web.Response(
+            status=self._reply.status, body=self._reply.body, headers=self._reply.headers | self._decision_headers()
+        )
+
+    def _handle(self, event: ch.Event) -> None:
+        self._do(self._machine.handle(event, time.monotonic()))
+
+    def _do(self, effects: list[ch.Effect]) -> None:
+        tools = self._tools
+        for effect in effects:
+            match effect:
+                case ch.Ask():
+                    if effect.exclude:
+                        tools.telemetry.retries.inc()
+                    self._begin(self._ask(effect))
+                case ch.AskLocally():
+                    self._begin(self._ask_locally(effect))
+                case ch.AwaitNext():
+                    self._begin(self._await_next(effect))
+                case ch.Prefill():
+                    self._note_step(effect.step)
+                    self._begin(self._prefill(effect.step))
+                case ch.Serve():
+                    self._note_step(effect.step)
+                    self._begin(self._serve(effect.step))
+                case ch.Abort():
+                    if self._op is not None:
+                        self._op.cancel()
+                    self._drop_upstream()
+                case ch.FirstToken():
+                    tools.router.first_token(effect.attempt_id)
+                    tools.telemetry.ttft.observe(self._times.first - self._job.received)
+                case ch.Finished():
+                    self._report(effect)
+                case ch.Fail():
+                    self._failure = effect
+                case ch.BreakStream():
+                    self._broken = True
+
+    def _begin(self, operation: Coroutine[Any, Any, ch.Event]) -> None:
+        self._op = asyncio.create_task(operation)
+
+    async def _next_event(self) -> ch.Event:
+        """The end of what was begun, or Tick at the deadline."""
+        assert self._op is not None
+        assert self._machine.deadline is not None
+        done, _ = await asyncio.wait({self._op}, timeout=max(0.0, self._machine.deadline - time.monotonic()))
+        if not done:
+            return ch.Tick()
+        return self._op.result()
+
+    def _drop_upstream(self) -> None:
+        if self._op is not None and not self._op.done():
+            self._op.cancel()
+        if self._upstream is not None:
+            # close(), not release(): an engine notices that nobody waits only by the connection's end.
+            self._upstream.close()
+            self._upstream = None
+
+    # Placement.
+
+    def _request_for(self, attempt_id: str, exclude: tuple[str, ...]) -> placement_pb2.PlacementRequest:
+        request = placement_pb2.PlacementRequest()
+        request.CopyFrom(self._job.placement)
+        request.request_id = attempt_id
+        request.exclude.extend(exclude)
+        self._placed[attempt_id] = request
+        return request
+
+    async def _ask(self, ask: ch.Ask) -> ch.Event:
+        began = time.monotonic()
+        try:
+            step = await self._tools.router.first_step(
+                self._request_for(ask.attempt_id, ask.exclude), self._tools.limits.place_s
+            )
+        except RouterAway:
+            return ch.RouterLost(ask.attempt_id)
+        self._tools.telemetry.place.observe(time.monotonic() - began)
+        return self._understood(ask.attempt_id, step)
+
+    async def _await_next(self, effect: ch.AwaitNext) -> ch.Event:
+        try:
+            step = await self._tools.router.next_step(effect.attempt_id, effect.index, effect.error)
+        except RouterAway:
+            return ch.RouterLost(effect.attempt_id)
+        return self._understood(effect.attempt_id, step)
+
+    async def _ask_locally(self, ask: ch.AskLocally) -> ch.Event:
+        request = self._request_for(ask.attempt_id, ask.exclude)
+        instances = {one.instance_id: one for one in self._job.state.pool.instances}
+        self._tools.turn += 1
+        chosen = ch.least_inflight(sorted(instances), self._tools.router.inflight(), ask.exclude, self._tools.turn)
+        if chosen is None:
+            return ch.Refused(ask.attempt_id, ch.UNAVAILABLE, "No instance is ready for this model.", _RETRY_S)
+        self._tools.telemetry.local.inc()
+        log.debug("placed without a router", request_id=request.request_id, instance=chosen)
+        return ch.StepGiven(ask.attempt_id, _target(instances[chosen]), degraded=True)
+
+    def _understood(self, attempt_id: str, step: Step) -> ch.Event:
+        if isinstance(step, placement_pb2.Refusal):
+            self._tools.telemetry.refusals.labels(str(step.code)).inc()
+            wait = step.retry_after.ToTimedelta().total_seconds() if step.HasField("retry_after") else None
+            return ch.Refused(attempt_id, step.code, step.message, wait)
+        given = step.step
+        prefill = given.prefix_tokens if given.kind == placement_pb2.STEP_KIND_PREFILL else 0
+        return ch.StepGiven(
+            attempt_id,
+            _target(given.instance),
+            given.index,
+            prefill,
+            given.deadline.ToTimedelta().total_seconds() if given.HasField("deadline") else 0.0,
+            step.decision_id,
+            step.cached_tokens,
+            step.degraded,
+        )
+
+    def _note_step(self, step: ch.StepGiven) -> None:
+        if not self._times.placed:
+            self._times.placed = time.monotonic()
+        self._tools.router.placed(self._placed[step.attempt_id], step.target.instance_id, step.cached_tokens)
+        self._tools.telemetry.open.set(sum(self._tools.router.inflight().values()))
+
+    # Upstream.
+
+    async def _prefill(self, step: ch.StepGiven) -> ch.Event:
+        if self._job.ids is None:
+            return ch.PrefillEnded("tokens unknown")
+        call = self._job.call
+        try:
+            await self._tools.upstream.prefill(
+                step.target, call.model, self._job.ids[: step.prefill_tokens], call.cache_salt, self._job.up_headers
+            )
+        except UpstreamError as error:
+            return ch.PrefillEnded(error.text)
+        return ch.PrefillEnded()
+
+    async def _serve(self, step: ch.StepGiven) -> ch.Event:
+        call, upstream = self._job.call, self._tools.upstream
+        self._times.sent = time.monotonic()
+        try:
+            answer = await upstream.post(step.target, call.kind.value, call.payload, self._job.up_headers)
+            self._upstream = answer
+            if answer.status >= 500 or 300 <= answer.status < 400:
+                return ch.UpstreamFailed(f"status {answer.status}", answer.status)
+            if answer.status >= 400:
+                body = await upstream.read_all(answer, MAX_ERROR_BYTES)
+                self._reply = _Reply(answer.status, down_headers(answer.headers), body)
+                return ch.AnswerRejected(answer.status)
+            if answer.content_type == "text/event-stream":
+                self._first_piece = await upstream.read(answer)
+                if not self._first_piece:
+                    return ch.UpstreamFailed("an empty answer", answer.status)
+            else:
+                body = await upstream.read_all(answer)
+                self._usage = usage_of(body)
+                self._reply = _Reply(answer.status, down_headers(answer.headers), body)
+        except UpstreamError as error:
+            return ch.UpstreamFailed(error.text, error.status)
+        self._times.first = time.monotonic()
+        return ch.AnswerBegan()
+
+    async def _pass_on(self) -> ch.Event:
+        """Everything after the first byte."""
+        if self._reply is not None:
+            return ch.AnswerEnded()
+        assert self._upstream is not None
+        upstream, router, attempt = self._upstream, self._tools.router, self._machine.attempt_id
+        stream = self._stream = web.StreamResponse(
+            status=upstream.status, headers=down_headers(upstream.headers) | self._decision_headers()
+        )
+        tail, piece, told = Tail(), self._first_piece, 0
+        await stream.prepare(self._request)
+        try:
+            while piece:
+                tail.add(piece)
+                await stream.write(piece)
+                router.generated(attempt, tail.events - told)
+                told = tail.events
+                piece = await self._tools.upstream.read(upstream)
+        except UpstreamError as error:
+            return ch.UpstreamFailed(error.text, error.status)
+        complete, self._usage, error_text = tail.summary()
+        if not complete:
+            return ch.UpstreamFailed("the stream ended early", upstream.status)
+        return ch.AnswerEnded(error_text)
+
+    # Reports.
+
+    def _report(self, effect: ch.Finished) -> None:
+        job, times, usage = self._job, self._times, self._usage
+        status = effect.status or (self._upstream.status if self._upstream is not None else 0)
+        if effect.outcome is ch.Outcome.OK:
+            status = 200
+        finished = placement_pb2.Finished(
+            request_id=effect.attempt_id,
+            outcome=placement_pb2.Outcome.ValueType(effect.outcome.value),
+            prompt_tokens=usage.prompt,
+            cached_tokens=usage.cached,
+            output_tokens=usage.output,
+            error=effect.error,
+            http_status=status,
+        )
+        now = time.monotonic()
+        finished.timings.placed_ms = _ms(times.placed, job.received)
+        finished.timings.sent_ms = _ms(times.sent, job.received)
+        finished.timings.first_token_ms = _ms(times.first, job.received)
+        finished.timings.done_ms = _ms(now, job.received)
+        self._tools.router.finished(finished)
+        telemetry = self._tools.telemetry
+        telemetry.outcomes.labels(effect.outcome.name.lower()).inc()
+        telemetry.open.set(sum(self._tools.router.inflight().values()))
+        if effect.outcome is ch.Outcome.OK:
+            telemetry.total.observe(now - job.received)
+            if job.ids is not None and usage.prompt is not None:
+                self._tools.pools.counted(job.state, len(job.ids), usage.prompt)
+        if effect.outcome is ch.Outcome.FAILED:
+            step = self._machine.step
+            instance = step.target.instance_id if step else ""
+            log.warning(
+                "attempt failed", request_id=effect.attempt_id, instance=instance, error=effect.error, status=status
+            )
+        # What comes next is another attempt, with times and usage of its own.
+        self._times, self._usage = _Times(), Usage()
+
+    def _decision_headers(self) -> dict[str, str]:
+        headers = {"X-Request-ID": self._job.up_headers["X-Request-ID"]}
+        step = self._machine.step
+        if step is not None:
+            headers["X-Pointsman-Instance"] = step.target.instance_id
+            if step.decision_id:
+                headers["X-Pointsman-Decision"] = step.decision_id
+            if step.degraded:
+                headers["X-Pointsman-Degraded"] = "1"
+        return headers
+
+
+def _target(instance: placement_pb2.InstanceRef) -> ch.Target:
+    rank = instance.data_parallel_rank if instance.HasField("data_parallel_rank") else None
+    return ch.Target(instance.instance_id, instance.url, rank)
+
+
+def _ms(at: float, since: float) -> float:
+    return max(0.0, (at - since) * 1e3) if at else 0.0
+
+
+def _as_error(failure: ch.Fail) -> DialectError:
+    status, type_, code = _FAILURES.get(failure.code, (503, "server_error", "unavailable"))
+    wait = failure.retry_after_s if failure.retry_after_s is not None else _RETRY_S if status in (429, 503) else None
+    return DialectError(status, failure.message, type_=type_, code=code, retry_after_s=wait)

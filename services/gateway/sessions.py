@@ -1,0 +1,82 @@
+"""Whose turn a prompt is: the client's own word, else the longest continuation of a prompt seen before. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_SESSION_ID = 128
+
+
+def bounded_id(text: str) -> str:
+    """`text` itself where it is printable ASCII without blanks and at most 128 long, else a name made from its hash."""
+    if 0 < len(text) <= MAX_SESSION_ID and text.isascii() and text.isprintable() and " " not in text:
+        return text
+    return f"h-{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
+
+
+@dataclass
+class _Tail:
+    session: str
+    # The key that followed the tail in the first prompt that went on from it; another follower is another conversation.
+    follower: int | None = None
+
+
+class Sessions:
+    """The tails of recent prompts: (tenant, last block key) -> session, at most `capacity` of them, least recent out first.
+
+    A prompt that contains the tail of an earlier one continues its session, unless a prompt that differs after the tail did so
+    before: then this is a fork (another conversation over the same system prompt) and gets a session of its own. A miss costs
+    one dictionary look-up per key.
+    """
+
+    def __init__(self, capacity: int = 100_000) -> None:
+        if capacity < 1:
+            raise ValueError("capacity must be at least 1")
+        self._capacity = capacity
+        self._tails: OrderedDict[tuple[str, int], _Tail] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._tails)
+
+    def resolve(self, tenant: str, keys: Sequence[int], *, hint: str, fresh: str) -> str:
+        """The session of a prompt with block keys `keys`, and remember its tail. `hint` is the client's own name for it
+        (empty: none), `fresh` the name of a new session. Mutates."""
+        session = bounded_id(hint) if hint else (self._continued(tenant, keys) or fresh)
+        if keys:
+            self._remember(tenant, keys[-1], session)
+        return session
+
+    def find(self, tenant: str, keys: Sequence[int]) -> str | None:
+        """The session that `keys` continue, or None. Does not mutate."""
+        found = self._longest(tenant, keys)
+        return found[0].session if found else None
+
+    def _longest(self, tenant: str, keys: Sequence[int]) -> tuple[_Tail, int | None] | None:
+        for at in range(len(keys) - 1, -1, -1):
+            tail = self._tails.get((tenant, keys[at]))
+            if tail is None:
+                continue
+            follower = keys[at + 1] if at + 1 < len(keys) else None
+            return None if follower is not None and tail.follower not in (None, follower) else (tail, follower)
+        return None
+
+    def _continued(self, tenant: str, keys: Sequence[int]) -> str | None:
+        found = self._longest(tenant, keys)
+        if found is None:
+            return None
+        tail, follower = found
+        if follower is not None:
+            tail.follower = follower
+        return tail.session
+
+    def _remember(self, tenant: str, key: int, session: str) -> None:
+        at = (tenant, key)
+        known = self._tails.get(at)
+        if known is None or known.session != session:
+            self._tails[at] = _Tail(session)
+        self._tails.move_to_end(at)
+        while len(self._tails) > self._capacity:
+            self._tails.popitem(last=False)

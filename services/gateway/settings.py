@@ -1,0 +1,70 @@
+"""What a gateway can be told: flags and POINTSMAN_GATEWAY_* from the same fields."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+
+class GatewaySettings(BaseSettings):
+    """Settings of one gateway process. Lists are comma-separated in the environment; times are seconds."""
+
+    model_config = SettingsConfigDict(env_prefix="POINTSMAN_GATEWAY_")
+
+    listen: str = Field("127.0.0.1:8080", description="HOST:PORT to serve HTTP on; port 0 picks a free one")
+    routers: Annotated[list[str], NoDecode] = Field(
+        default_factory=lambda: ["127.0.0.1:50051"], description="routers as HOST:PORT, tried in this order"
+    )
+    tokenizers: Annotated[list[str], NoDecode] = Field(
+        default_factory=list,
+        description="MODEL=PATH or MODEL=HUB_ID; for other models the engine's own model root is tried",
+    )
+    api_keys_file: Path | None = Field(None, description="file with lines TENANT:KEY; without it every client may call")
+    client_cache_salt: bool = Field(False, description="let clients set cache_salt")
+    max_body_bytes: int = Field(32 << 20, gt=0, description="largest request body in bytes")
+    connect_timeout_s: float = Field(3.0, gt=0, description="until an instance accepts the connection")
+    place_timeout_s: float = Field(60.0, gt=0, description="until the router names the first step, a hold included")
+    first_byte_timeout_s: float = Field(600.0, gt=0, description="until a stream's first byte, or a PREFILL step's end")
+    answer_timeout_s: float = Field(3600.0, gt=0, description="until an answer that is not streamed begins")
+    idle_timeout_s: float = Field(300.0, gt=0, description="between two pieces of an answer")
+    router_grace_s: float = Field(0.5, ge=0, description="wait for a lost router before placing without it")
+    drain_s: float = Field(30.0, ge=0, description="after SIGTERM, for open requests to end")
+    gateway_id: str = Field(
+        default_factory=lambda: f"gw-{uuid.uuid4().hex[:12]}", description="unique for this process"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level to log")
+
+    @field_validator("routers", "tokenizers", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+    @field_validator("routers")
+    @classmethod
+    def _some_router(cls, value: list[str]) -> list[str]:
+        if not value or not all(address.rpartition(":")[2].isdigit() for address in value):
+            raise ValueError("needs at least one router, each as HOST:PORT")
+        return value
+
+    @field_validator("tokenizers")
+    @classmethod
+    def _pairs(cls, value: list[str]) -> list[str]:
+        if not all(all(entry.partition("=")[::2]) for entry in value):
+            raise ValueError("each entry is MODEL=PATH or MODEL=HUB_ID")
+        return value
+
+    @field_validator("listen")
+    @classmethod
+    def _host_port(cls, value: str) -> str:
+        host, _, port = value.rpartition(":")
+        if not host or not port.isdigit() or int(port) > 65535:
+            raise ValueError("HOST:PORT is needed")
+        return value
+
+    def tokenizer_paths(self) -> dict[str, str]:
+        """Model -> path or hub id, as given by `tokenizers`."""
+        return dict(entry.split("=", 1) for entry in self.tokenizers)

@@ -1,0 +1,42 @@
+"""What a gateway counts. Label values are bounded: models that the fleet serves, routes, outcomes; never what a client wrote."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 150, 600)
+
+
+class Telemetry:
+    """One gateway's metrics, in a registry of its own so that several can live in one process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        of = self.registry
+        name = "pointsman_gateway_"
+        self.requests = Counter(
+            f"{name}requests", "Answers by model, route and HTTP status", ["model", "route", "status"], registry=of
+        )
+        self.outcomes = Counter(f"{name}attempts", "Placed attempts by outcome", ["outcome"], registry=of)
+        self.retries = Counter(f"{name}retries", "Attempts after the first", registry=of)
+        self.refusals = Counter(f"{name}refusals", "Requests that the router refused, by code", ["code"], registry=of)
+        self.stripped = Counter(f"{name}stripped_fields", "Fields taken out of requests", ["field"], registry=of)
+        self.keyless = Counter(f"{name}keyless", "Requests placed without block keys", ["model"], registry=of)
+        self.local = Counter(f"{name}degraded_placements", "Requests placed without a router", registry=of)
+        self.count_mismatch = Counter(
+            f"{name}prompt_tokens_mismatch",
+            "Answers whose usage.prompt_tokens was not our count",
+            ["model"],
+            registry=of,
+        )
+        self.open = Gauge(f"{name}open_requests", "Requests placed and not finished", registry=of)
+        self.router = Gauge(f"{name}router_connected", "1 while a router's session is open", registry=of)
+        self.exact = Gauge(f"{name}tokenizer_exact", "1 where our tokens equal the engine's", ["model"], registry=of)
+        self.tokenize = Histogram(f"{name}tokenize_seconds", "Template, tokens and keys", buckets=_SECONDS, registry=of)
+        self.place = Histogram(f"{name}place_seconds", "From asking to the first step", buckets=_SECONDS, registry=of)
+        self.ttft = Histogram(
+            f"{name}ttft_seconds", "From the request's last byte to the answer's first", buckets=_SECONDS, registry=of
+        )
+        self.total = Histogram(
+            f"{name}request_seconds", "From the request's last byte to the answer's last", buckets=_SECONDS, registry=of
+        )
