@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc.aio
 
 # 64 MiB: a snapshot chunk or a prompt's keys stay far below, a mistake does not take the process down.
@@ -28,6 +30,9 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     # A restarted router must get its port; two routers on one port must not share it by accident.
     ("grpc.so_reuseport", 0),
 ]
+
+# What `read()` of a stream returns when the peer has ended it; the stubs of grpc do not know it.
+END_OF_STREAM: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 
 
 def open_channel(address: str) -> grpc.aio.Channel:

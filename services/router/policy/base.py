@@ -6,7 +6,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -65,7 +65,7 @@ def build(kind: type[Policy], settings: Mapping[str, object]) -> Policy:
         if not low <= value <= high:
             raise SettingError(f"settings.{name}", f"{value:g} is outside {low:g} to {high:g}")
         values[name] = float(value)
-    return cast(Policy, kind(**values))
+    return kind(**values)
 
 
 def serve(candidate: Candidate, reason: str, scores: Mapping[str, float] | None = None) -> Ruling:

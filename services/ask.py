@@ -1,0 +1,268 @@
+"""The questions people ask a running fleet: `pointsman instances`, `decisions`, `explain`, `policies`, `drain`, `doctor`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import grpc
+import typer
+from google.protobuf import json_format
+from rich.console import Console
+from rich.table import Table
+
+from pointsman.agent.v1 import agent_pb2
+from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
+from services.common.auth import bearer
+from services.common.settings import Tokens
+from services.doctor import Finding, examine
+from services.router.policy.registry import POLICIES
+
+TIMEOUT_S = 10.0
+
+RouterFlag = Annotated[str, typer.Option(envvar="POINTSMAN_ROUTER", help="HOST:PORT of a router")]
+GatewayFlag = Annotated[str, typer.Option(envvar="POINTSMAN_GATEWAY", help="base URL of a gateway")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
+ROUTER = "127.0.0.1:50051"
+GATEWAY = "http://127.0.0.1:8080"
+
+console = Console()
+
+
+def add_ask_commands(app: typer.Typer) -> None:
+    """Register the commands of this module."""
+    for command in (instances, decisions, explain, policies, drain, doctor):
+        app.command()(command)
+
+
+def instances(router: RouterFlag = ROUTER, model: str = "", as_json: JsonFlag = False) -> None:
+    """The fleet now: state, load, cached keys and sessions of every instance."""
+    answer = _call(
+        router, lambda fleet, **with_: fleet.ListInstances(fleet_pb2.ListInstancesRequest(model=model), **with_)
+    )
+    if as_json:
+        typer.echo(json_format.MessageToJson(answer, preserving_proto_field_name=True))
+        return
+    table = _table("instance", "model", "state", "requests", "pending", "decode", "running", "waiting", "kv", "keys",
+                   "hit", "sessions", "report", "incarnation")  # fmt: skip
+    for one in answer.instances:
+        load = one.load
+        table.add_row(
+            one.instance.instance_id,
+            one.instance.model,
+            fleet_pb2.InstanceState.Name(one.state).removeprefix("INSTANCE_STATE_")
+            + ("" if one.instance.prefix_mode == agent_pb2.PREFIX_MODE_EXACT else " (no keys)"),
+            str(one.num_requests),
+            f"{one.pending_prefill_tokens:,}",
+            f"{one.ongoing_decode_tokens:,}",
+            str(load.running),
+            str(load.waiting),
+            f"{load.kv_usage:.0%}",
+            f"{one.keys:,}",
+            f"{load.prefix_cache_hits / load.prefix_cache_queries:.0%}" if load.prefix_cache_queries else "-",
+            str(one.sessions),
+            f"{one.report_age.ToMilliseconds() / 1e3:.1f} s ago",
+            one.instance.incarnation[:12],
+        )
+    console.print(table)
+    console.print(
+        f"policy {answer.policy.name} {json_format.MessageToDict(answer.policy.settings)}  router {answer.router_id}"
+    )
+
+
+def decisions(
+    router: RouterFlag = ROUTER,
+    session: str = "",
+    instance: str = "",
+    route_class: str = "",
+    reason: str = "",
+    limit: Annotated[int, typer.Option("-n", "--limit", min=1, max=1000)] = 20,
+    as_json: JsonFlag = False,
+) -> None:
+    """The newest decisions: where each request went and why."""
+    wanted = fleet_pb2.DecisionFilter(session_id=session, instance_id=instance, route_class=route_class, reason=reason)
+    request = fleet_pb2.ListDecisionsRequest(filter=wanted, page_size=limit)
+    answer = _call(router, lambda fleet, **with_: fleet.ListDecisions(request, **with_))
+    if as_json:
+        typer.echo(json_format.MessageToJson(answer, preserving_proto_field_name=True))
+        return
+    table = _table("decision", "time", "session", "input", "cached", "engine said", "class", "reason", "instance", "margin",
+                   "outcome", "TTFT")  # fmt: skip
+    for one in answer.decisions:
+        done = one.finished
+        table.add_row(
+            one.decision_id,
+            one.time.ToDatetime().strftime("%H:%M:%S.%f")[:-3],
+            one.session_id[:24],
+            f"{one.input_tokens:,}",
+            f"{one.cached_tokens:,}",
+            f"{done.cached_tokens:,}" if done.HasField("cached_tokens") else "-",
+            one.route_class,
+            one.reason,
+            " -> ".join(step.instance.instance_id for step in one.steps),
+            f"{one.margin:,.0f}" if one.HasField("margin") else "-",
+            one.outcome,
+            f"{done.timings.first_token_ms:,.0f} ms" if done.timings.first_token_ms else "-",
+        )
+    console.print(table)
+
+
+def explain(
+    decision_id: Annotated[str, typer.Argument(help="a decision or request id; empty with --prompt")] = "",
+    router: RouterFlag = ROUTER,
+    gateway: GatewayFlag = GATEWAY,
+    prompt: Annotated[Path | None, typer.Option(help="file with a prompt: where would it go now?")] = None,
+    model: Annotated[str, typer.Option(help="model for --prompt; default: the gateway's only one")] = "",
+    session: Annotated[str, typer.Option(help="session id for --prompt")] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Why a request went where it did; or, with --prompt, where one would go, without sending it."""
+    if prompt is not None:
+        decision = _dry_run(gateway, prompt, model, session)
+    elif decision_id:
+        request = fleet_pb2.GetDecisionRequest(decision_id=decision_id)
+        decision = _call(router, lambda fleet, **with_: fleet.GetDecision(request, **with_)).decision
+    else:
+        _fail("give a decision id, or --prompt FILE")
+    if as_json:
+        typer.echo(json_format.MessageToJson(decision, preserving_proto_field_name=True))
+    else:
+        _print_decision(decision)
+
+
+def policies() -> None:
+    """All policies with their settings, bounds and sources."""
+    for name, kind in POLICIES.items():
+        console.print(f"[bold]{name}[/bold]")
+        console.print(f"  {(kind.__doc__ or '').strip()}", highlight=False)
+        for one in dataclasses.fields(kind):
+            low, high = one.metadata["low"], one.metadata["high"]
+            console.print(f"  {one.name} = {one.default} ({low:g} to {high:g}): {one.metadata['doc']}", highlight=False)
+
+
+def drain(
+    instance_id: str, router: RouterFlag = ROUTER, resume: Annotated[bool, typer.Option(help="undo a drain")] = False
+) -> None:
+    """Stop placing on an instance (or resume); tells how many requests it still has."""
+    request = fleet_pb2.DrainRequest(instance_id=instance_id, resume=resume)
+    answer = _call(router, lambda fleet, **with_: fleet.Drain(request, **with_))
+    state = fleet_pb2.InstanceState.Name(answer.instance.state).removeprefix("INSTANCE_STATE_")
+    typer.echo(f"{instance_id} is {state}, {answer.instance.num_requests} requests open")
+
+
+def doctor(
+    router: RouterFlag = ROUTER,
+    gateway: GatewayFlag = GATEWAY,
+    redis_url: Annotated[str, typer.Option(envvar="POINTSMAN_ROUTER_REDIS_URL", help="check this Redis, too")] = "",
+) -> None:
+    """Check a fleet and say what to change. Exits with 1 when something must be changed."""
+    findings = examine(router, gateway, redis_url, Tokens().of("operator"))
+    table = _table("", "check", "finding", "what to do")
+    marks = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "fail": "[red]FAIL[/red]"}
+    for finding in findings:
+        table.add_row(marks[finding.level], finding.check, finding.found, finding.advice)
+    console.print(table)
+    if any(finding.level == Finding.FAIL for finding in findings):
+        raise typer.Exit(1)
+
+
+def _print_decision(decision: fleet_pb2.Decision) -> None:
+    owner = decision.session_owner or "none"
+    console.print(
+        f"[bold]{decision.decision_id}[/bold]  request {decision.request_id}  session {decision.session_id or '-'} "
+        f"(owner then: {owner})  {decision.outcome}"
+    )
+    console.print(
+        f"{decision.input_tokens:,} input tokens ({decision.key_count:,} keys), {decision.cached_tokens:,} cached -> "
+        f"{decision.route_class}, {decision.mode}, reason [bold]{decision.reason}[/bold]"
+        + (" (degraded)" if decision.degraded else "")
+    )
+    console.print(f"policy {decision.policy.name} {json_format.MessageToDict(decision.policy.settings)}")
+    for step in decision.steps:
+        kind = (
+            step.DESCRIPTOR.fields_by_name["kind"].enum_type.values_by_number[step.kind].name.removeprefix("STEP_KIND_")
+        )
+        console.print(f"step {step.index}: {kind} on {step.instance.instance_id} ({step.reason})")
+    chosen = decision.steps[-1].instance.instance_id if decision.steps else ""
+    table = _table(
+        "", "candidate", "score", "cached", "new", "requests", "pending", "decode", "kv", "report age", "note"
+    )
+    for one in sorted(decision.candidates, key=lambda one: (not one.HasField("score"), one.score)):
+        note = one.excluded or ("" if one.exact else "no keys known")
+        table.add_row(
+            "->" if one.instance_id == chosen else "",
+            one.instance_id,
+            f"{one.score:,.0f}" if one.HasField("score") else "-",
+            f"{one.cached_tokens:,}",
+            f"{one.new_tokens:,}",
+            str(one.num_requests),
+            f"{one.pending_prefill_tokens:,}",
+            f"{one.ongoing_decode_tokens:,}",
+            f"{one.kv_usage:.0%}",
+            f"{one.report_age.ToMilliseconds():,} ms" if one.HasField("report_age") else "-",
+            note,
+        )
+    console.print(table)
+    if decision.runner_up:
+        console.print(f"runner-up {decision.runner_up}, margin {decision.margin:,.0f}")
+    if decision.HasField("finished"):
+        done = decision.finished
+        said = f"{done.cached_tokens:,}" if done.HasField("cached_tokens") else "nothing"
+        console.print(
+            f"the engine said: {said} cached; TTFT {done.timings.first_token_ms:,.1f} ms, "
+            f"done after {done.timings.done_ms:,.1f} ms, HTTP {done.http_status}"
+        )
+
+
+def _dry_run(gateway: str, prompt: Path, model: str, session: str) -> fleet_pb2.Decision:
+    if not model:
+        names = [one["id"] for one in _http(f"{gateway}/v1/models")["data"]]
+        if len(names) != 1:
+            _fail(f"the gateway serves {', '.join(names) or 'no model'}; choose with --model")
+        model = names[0]
+    body = json.dumps({"model": model, "prompt": prompt.read_text()}).encode()
+    headers = {"Content-Type": "application/json", "X-Pointsman-Dry-Run": "1"}
+    if session:
+        headers["X-Session-ID"] = session
+    answer = _http(f"{gateway}/v1/completions", body, headers)
+    return json_format.ParseDict(answer["decision"], fleet_pb2.Decision(), ignore_unknown_fields=True)
+
+
+def _http(url: str, body: bytes | None = None, headers: dict[str, str] | None = None) -> Any:
+    request = urllib.request.Request(url, data=body, headers=headers or {})
+    if key := Tokens().of("client"):
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        _fail(f"{url} answered {error.code}: {error.read(1_000).decode(errors='replace')}")
+    except OSError as error:
+        _fail(f"{url}: {error}")
+
+
+def _call(router: str, method: Callable[..., Any]) -> Any:
+    with grpc.insecure_channel(router) as channel:
+        fleet = fleet_pb2_grpc.FleetServiceStub(channel)
+        try:
+            return method(fleet, timeout=TIMEOUT_S, metadata=bearer(Tokens().of("operator")))
+        except grpc.RpcError as error:
+            _fail(f"router {router}: {error.code().name}: {error.details()}")  # type: ignore[attr-defined]
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _fail(message: str) -> Any:
+    typer.echo(f"pointsman: {message}", err=True)
+    sys.exit(1)

@@ -1,0 +1,131 @@
+"""What the router knows of each instance, and which instances serve a model. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.router.domain import InstanceInfo, InstanceState, Load
+from services.router.prefix_index import PrefixIndex
+from services.router.sync import InstanceSync
+
+
+@dataclass(slots=True)
+class InstanceRecord:
+    """One instance: identity, the state of its report, its last load. Times are in s on the router's clock."""
+
+    info: InstanceInfo
+    sync: InstanceSync
+    stream_id: int
+    heard_at: float
+    lost_at: float | None = None
+    draining: bool = False
+    load: Load | None = None
+
+    @property
+    def state(self) -> InstanceState:
+        """The first of DRAINING, UNHEALTHY, LOST, SYNCING that holds, else READY."""
+        if self.draining:
+            return InstanceState.DRAINING
+        if self.load is not None and not self.load.healthy:
+            return InstanceState.UNHEALTHY
+        if self.lost_at is not None:
+            return InstanceState.LOST
+        if self.info.exact_prefix and not self.sync.live:
+            return InstanceState.SYNCING
+        return InstanceState.READY
+
+    @property
+    def credited(self) -> bool:
+        """Whether its keys may earn prefix credit now."""
+        return self.info.exact_prefix and self.sync.live and self.lost_at is None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolInfo:
+    """The instances that serve one model and the names they answer to. `max_model_len` is the smallest, 0 when unknown."""
+
+    model: str
+    served_names: tuple[str, ...]
+    lora_names: tuple[str, ...]
+    model_root: str
+    max_model_len: int
+    instances: tuple[InstanceInfo, ...]
+
+
+class Fleet:
+    """All instances by id, and the names they can be asked for."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+        self._records: dict[str, InstanceRecord] = {}
+        self._pools: dict[str, list[InstanceRecord]] = {}
+        self._pool_of: dict[str, str] = {}
+
+    def get(self, instance_id: str) -> InstanceRecord | None:
+        """One instance."""
+        return self._records.get(instance_id)
+
+    def records(self) -> list[InstanceRecord]:
+        """All instances, by id."""
+        return [self._records[instance_id] for instance_id in sorted(self._records)]
+
+    def pool_of(self, model: str) -> str:
+        """The pool that a name belongs to (pool, served name or LoRA adapter), or ""."""
+        return self._pool_of.get(model, "")
+
+    def members(self, pool: str, model: str) -> list[InstanceRecord]:
+        """The pool's instances, by id, that answer to `model`: an adapter may be loaded on some of them only."""
+        return [
+            record
+            for record in self._pools.get(pool, ())
+            if model == pool or model in record.info.served_names or model in record.info.lora_names
+        ]
+
+    def add(self, info: InstanceInfo, stream_id: int, now: float) -> InstanceRecord:
+        """Make an instance known, or a new incarnation or stream of it. Mutates.
+
+        A known incarnation keeps its keys, so that its agent may resume; a new one starts empty. A drain outlives both.
+        """
+        before = self._records.get(info.instance_id)
+        if before is not None and before.info.incarnation == info.incarnation:
+            record = before
+            record.info, record.stream_id, record.heard_at, record.lost_at = info, stream_id, now, None
+        else:
+            sync = InstanceSync(info.instance_id, self._index)
+            sync.reset()
+            record = InstanceRecord(info, sync, stream_id, now, draining=before is not None and before.draining)
+        self._records[info.instance_id] = record
+        self._rebuild()
+        return record
+
+    def remove(self, instance_id: str) -> None:
+        """Forget an instance and its keys. Mutates."""
+        self._records.pop(instance_id).sync.reset()
+        self._rebuild()
+
+    def pools(self) -> list[PoolInfo]:
+        """What gateways need to know: pools with their placeable instances."""
+        return [self._pool(model, records) for model, records in sorted(self._pools.items())]
+
+    def _pool(self, model: str, records: list[InstanceRecord]) -> PoolInfo:
+        limits = [record.info.max_model_len for record in records if record.info.max_model_len]
+        usable = (InstanceState.READY, InstanceState.SYNCING, InstanceState.LOST)
+        return PoolInfo(
+            model=model,
+            served_names=tuple(sorted({name for record in records for name in record.info.served_names} - {model})),
+            lora_names=tuple(sorted({name for record in records for name in record.info.lora_names})),
+            model_root=next((record.info.model_root for record in records if record.info.model_root), ""),
+            max_model_len=min(limits, default=0),
+            instances=tuple(record.info for record in records if record.state in usable),
+        )
+
+    def _rebuild(self) -> None:
+        self._pools = {}
+        for record in self.records():
+            self._pools.setdefault(record.info.model, []).append(record)
+        self._pool_of = {}
+        for pool, records in self._pools.items():
+            for record in records:
+                for name in (*record.info.served_names, *record.info.lora_names):
+                    self._pool_of.setdefault(name, pool)
+        self._pool_of.update({pool: pool for pool in self._pools})

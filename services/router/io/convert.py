@@ -1,0 +1,359 @@
+"""Between the wire (protobuf) and the domain."""
+
+from __future__ import annotations
+
+from google.protobuf import duration_pb2, struct_pb2, timestamp_pb2
+
+from pointsman.agent.v1 import agent_pb2
+from pointsman.router.v1 import fleet_pb2, placement_pb2
+from services.router import events as ev
+from services.router.domain import (
+    Candidate,
+    Gpu,
+    InstanceInfo,
+    InstanceState,
+    Load,
+    Phase,
+    PlacementRequest,
+    PolicyRef,
+    Step,
+)
+from services.router.fleet import InstanceRecord, PoolInfo
+from services.router.io.decision_log import LoggedDecision
+from services.router.state import RouterState
+from services.router.sync import Bookmark, Delta, KeyMessage, SnapshotBegin, SnapshotChunk, SnapshotEnd
+
+STEP_DEADLINE_S = 600.0
+
+
+def duration(seconds: float) -> duration_pb2.Duration:
+    """Seconds as a protobuf duration; negative ones become 0."""
+    nanos = max(int(seconds * 1e9), 0)
+    return duration_pb2.Duration(seconds=nanos // 1_000_000_000, nanos=nanos % 1_000_000_000)
+
+
+def timestamp(unix_s: float) -> timestamp_pb2.Timestamp:
+    """Unix seconds as a protobuf timestamp."""
+    nanos = int(unix_s * 1e9)
+    return timestamp_pb2.Timestamp(seconds=nanos // 1_000_000_000, nanos=nanos % 1_000_000_000)
+
+
+# ---- agents ----
+
+
+def instance_info(wire: agent_pb2.Instance) -> InstanceInfo:
+    """An agent's description of an instance."""
+    return InstanceInfo(
+        instance_id=wire.instance_id,
+        incarnation=wire.incarnation,
+        url=wire.url,
+        model=wire.model,
+        served_names=tuple(wire.served_names),
+        lora_names=tuple(wire.lora_names),
+        model_root=wire.model_root,
+        block_size=wire.block_size,
+        kv_capacity_tokens=wire.kv_capacity_tokens,
+        max_model_len=wire.max_model_len,
+        data_parallel_rank=wire.data_parallel_rank if wire.HasField("data_parallel_rank") else None,
+        exact_prefix=wire.prefix_mode == agent_pb2.PREFIX_MODE_EXACT,
+        prefix_reason=wire.prefix_reason,
+        engine_version=wire.engine_version,
+        node=wire.node,
+    )
+
+
+def key_message(wire: agent_pb2.ReportRequest) -> KeyMessage | None:
+    """The message about keys in `wire`, or None when it carries something else."""
+    match wire.WhichOneof("kind"):
+        case "snapshot_begin":
+            return SnapshotBegin(wire.snapshot_begin.seq)
+        case "snapshot_chunk":
+            return SnapshotChunk(wire.snapshot_chunk.tier, wire.snapshot_chunk.keys)
+        case "snapshot_end":
+            end = wire.snapshot_end
+            return SnapshotEnd(end.seq, end.key_count, end.digest)
+        case "delta":
+            delta = wire.delta
+            return Delta(delta.seq, delta.tier, delta.added, delta.removed, delta.cleared)
+        case "bookmark":
+            mark = wire.bookmark
+            return Bookmark(mark.seq, mark.key_count, mark.digest)
+        case _:
+            return None
+
+
+def load(wire: agent_pb2.Load, now: float) -> Load:
+    """A load sample received at `now`."""
+    return Load(
+        sampled_at=now - wire.sample_age_ms / 1e3,
+        running=wire.running,
+        waiting=wire.waiting,
+        kv_usage=wire.kv_usage,
+        generation_tokens=wire.generation_tokens,
+        prefix_cache_queries=wire.prefix_cache_queries,
+        prefix_cache_hits=wire.prefix_cache_hits,
+        external_prefix_cache_queries=wire.external_prefix_cache_queries,
+        external_prefix_cache_hits=wire.external_prefix_cache_hits,
+        preemptions=wire.preemptions,
+        healthy=wire.healthy,
+        gpus=tuple(Gpu(gpu.index, gpu.utilisation, gpu.memory_used, gpu.memory_total) for gpu in wire.gpus),
+    )
+
+
+# ---- gateways ----
+
+
+def placement_request(wire: placement_pb2.PlacementRequest) -> PlacementRequest:
+    """A gateway's request."""
+    return PlacementRequest(
+        request_id=wire.request_id,
+        model=wire.model,
+        input_tokens=wire.input_tokens,
+        keys=tuple(wire.keys),
+        tenant=wire.tenant,
+        session_id=wire.session_id,
+        max_output_tokens=wire.max_output_tokens,
+        exclude=tuple(wire.exclude),
+        deadline_s=wire.deadline.ToNanoseconds() / 1e9 if wire.HasField("deadline") else None,
+    )
+
+
+def gateway_hello(wire: placement_pb2.GatewayHello) -> ev.GatewayHello:
+    """A gateway's hello with the streams it has open."""
+    return ev.GatewayHello(
+        wire.gateway_id,
+        tuple(
+            ev.OpenStream(
+                placement_request(stream.request),
+                stream.instance_id,
+                Phase.DECODE if stream.phase == placement_pb2.PHASE_DECODE else Phase.PREFILL,
+                stream.cached_tokens,
+            )
+            for stream in wire.open_streams
+        ),
+    )
+
+
+def finished(wire: placement_pb2.Finished) -> ev.Finished:
+    """How a request ended."""
+    timings = wire.timings
+    return ev.Finished(
+        request_id=wire.request_id,
+        outcome=placement_pb2.Outcome.Name(wire.outcome).removeprefix("OUTCOME_"),
+        prompt_tokens=wire.prompt_tokens if wire.HasField("prompt_tokens") else None,
+        cached_tokens=wire.cached_tokens if wire.HasField("cached_tokens") else None,
+        output_tokens=wire.output_tokens if wire.HasField("output_tokens") else None,
+        error=wire.error,
+        http_status=wire.http_status,
+        timings_ms={
+            "placed": timings.placed_ms,
+            "sent": timings.sent_ms,
+            "first_token": timings.first_token_ms,
+            "done": timings.done_ms,
+        }
+        if wire.HasField("timings")
+        else None,
+    )
+
+
+def finished_to_wire(done: ev.Finished) -> placement_pb2.Finished:
+    """The inverse of `finished`."""
+    wire = placement_pb2.Finished(
+        request_id=done.request_id,
+        outcome=placement_pb2.Outcome.Value(f"OUTCOME_{done.outcome}"),
+        prompt_tokens=done.prompt_tokens,
+        cached_tokens=done.cached_tokens,
+        output_tokens=done.output_tokens,
+        error=done.error,
+        http_status=done.http_status,
+    )
+    if done.timings_ms is not None:
+        wire.timings.CopyFrom(placement_pb2.Timings(**{f"{name}_ms": value for name, value in done.timings_ms.items()}))
+    return wire
+
+
+def instance_ref(info: InstanceInfo) -> placement_pb2.InstanceRef:
+    """What a gateway needs to reach an instance."""
+    return placement_pb2.InstanceRef(
+        instance_id=info.instance_id,
+        url=info.url,
+        incarnation=info.incarnation,
+        data_parallel_rank=info.data_parallel_rank,
+    )
+
+
+def _ref(state: RouterState, instance_id: str) -> placement_pb2.InstanceRef:
+    record = state.fleet.get(instance_id)
+    return instance_ref(record.info) if record else placement_pb2.InstanceRef(instance_id=instance_id)
+
+
+def step_to_wire(state: RouterState, step: Step, index: int) -> placement_pb2.Step:
+    """A step with the addresses that its instances have now."""
+    wire = placement_pb2.Step(
+        index=index,
+        kind=placement_pb2.StepKind.Value(f"STEP_KIND_{step.kind}"),
+        instance=_ref(state, step.instance_id),
+        prefix_tokens=step.prefix_tokens,
+        reason=step.reason,
+        deadline=duration(STEP_DEADLINE_S),
+    )
+    if step.kv_source:
+        wire.kv_source.CopyFrom(_ref(state, step.kv_source))
+    return wire
+
+
+def placement_to_wire(state: RouterState, placed: ev.Placed) -> placement_pb2.Placement:
+    """A request's next step."""
+    return placement_pb2.Placement(
+        request_id=placed.request_id,
+        decision_id=placed.decision.decision_id,
+        step=step_to_wire(state, placed.step, placed.step_index),
+        last=placed.last,
+        cached_tokens=placed.decision.cached_tokens,
+        degraded=placed.decision.degraded,
+    )
+
+
+def fleet_to_wire(pools: list[PoolInfo]) -> placement_pb2.Fleet:
+    """The pools for gateways."""
+    return placement_pb2.Fleet(
+        pools=[
+            placement_pb2.Pool(
+                model=pool.model,
+                served_names=pool.served_names,
+                lora_names=pool.lora_names,
+                model_root=pool.model_root,
+                max_model_len=pool.max_model_len,
+                instances=[instance_ref(info) for info in pool.instances],
+            )
+            for pool in pools
+        ]
+    )
+
+
+# ---- operators ----
+
+
+def policy_to_wire(ref: PolicyRef) -> fleet_pb2.Policy:
+    """A policy's name and settings."""
+    settings = struct_pb2.Struct()
+    settings.update(dict(ref.settings))
+    return fleet_pb2.Policy(name=ref.name, settings=settings)
+
+
+def state_to_wire(state: InstanceState) -> fleet_pb2.InstanceState.ValueType:
+    """An instance's state."""
+    return fleet_pb2.InstanceState.Value(f"INSTANCE_STATE_{state}")
+
+
+def instance_status(state: RouterState, record: InstanceRecord, now: float) -> fleet_pb2.InstanceStatus:
+    """An instance as the router sees it at `now`."""
+    info, counters = record.info, state.reservations.counters(record.info.instance_id)
+    wire = fleet_pb2.InstanceStatus(
+        instance=agent_pb2.Instance(
+            instance_id=info.instance_id,
+            incarnation=info.incarnation,
+            url=info.url,
+            model=info.model,
+            served_names=info.served_names,
+            lora_names=info.lora_names,
+            model_root=info.model_root,
+            block_size=info.block_size,
+            kv_capacity_tokens=info.kv_capacity_tokens,
+            max_model_len=info.max_model_len,
+            data_parallel_rank=info.data_parallel_rank,
+            prefix_mode=agent_pb2.PREFIX_MODE_EXACT if info.exact_prefix else agent_pb2.PREFIX_MODE_NONE,
+            prefix_reason=info.prefix_reason,
+            engine_version=info.engine_version,
+            node=info.node,
+        ),
+        state=state_to_wire(record.state),
+        num_requests=counters.num_requests,
+        pending_prefill_tokens=counters.pending_prefill_tokens,
+        ongoing_decode_tokens=counters.ongoing_decode_tokens,
+        ongoing_tokens=counters.ongoing_tokens,
+        keys=state.index.count(info.instance_id),
+        report_age=duration(now - record.heard_at),
+        sessions=state.affinity.sessions_of(info.instance_id),
+    )
+    if (sample := record.load) is not None:
+        wire.load.CopyFrom(
+            agent_pb2.Load(
+                sample_age_ms=max(int((now - sample.sampled_at) * 1e3), 0),
+                running=sample.running,
+                waiting=sample.waiting,
+                kv_usage=sample.kv_usage,
+                generation_tokens=sample.generation_tokens,
+                prefix_cache_queries=sample.prefix_cache_queries,
+                prefix_cache_hits=sample.prefix_cache_hits,
+                external_prefix_cache_queries=sample.external_prefix_cache_queries,
+                external_prefix_cache_hits=sample.external_prefix_cache_hits,
+                preemptions=sample.preemptions,
+                healthy=sample.healthy,
+                gpus=[
+                    agent_pb2.Gpu(
+                        index=gpu.index,
+                        utilisation=gpu.utilisation,
+                        memory_used=gpu.memory_used,
+                        memory_total=gpu.memory_total,
+                    )
+                    for gpu in sample.gpus
+                ],
+            )
+        )
+    return wire
+
+
+def _candidate(candidate: Candidate, score: float | None) -> fleet_pb2.Candidate:
+    return fleet_pb2.Candidate(
+        instance_id=candidate.instance_id,
+        incarnation=candidate.incarnation,
+        state=state_to_wire(candidate.state),
+        cached_tokens=candidate.cached_tokens,
+        new_tokens=candidate.new_tokens,
+        num_requests=candidate.num_requests,
+        pending_prefill_tokens=candidate.pending_prefill_tokens,
+        ongoing_decode_tokens=candidate.ongoing_decode_tokens,
+        ongoing_tokens=candidate.ongoing_tokens,
+        running=candidate.running,
+        waiting=candidate.waiting,
+        kv_usage=candidate.kv_usage,
+        report_age=None if candidate.report_age_s is None else duration(candidate.report_age_s),
+        score=score,
+        excluded=candidate.excluded,
+        exact=candidate.exact,
+    )
+
+
+def decision_to_wire(state: RouterState, logged: LoggedDecision, *, candidates: bool = True) -> fleet_pb2.Decision:
+    """A logged decision, with or without its candidates."""
+    decision = logged.decision
+    request, ruling = decision.request, decision.ruling
+    wire = fleet_pb2.Decision(
+        decision_id=decision.decision_id,
+        request_id=request.request_id,
+        time=timestamp(logged.unix_s),
+        policy=policy_to_wire(decision.policy),
+        model=decision.pool,
+        tenant=request.tenant,
+        session_id=request.session_id,
+        input_tokens=request.input_tokens,
+        key_count=decision.key_count,
+        route_class=decision.route_class,
+        mode=decision.mode,
+        reason=ruling.reason,
+        steps=[step_to_wire(state, step, index) for index, step in enumerate(ruling.steps)],
+        cached_tokens=decision.cached_tokens,
+        session_owner=decision.view.session_owner,
+        runner_up=decision.runner_up,
+        margin=decision.margin,
+        inputs_digest=decision.inputs_digest,
+        degraded=decision.degraded,
+        outcome=logged.outcome,
+        decide_time=duration(logged.decide_s),
+    )
+    if candidates:
+        wire.candidates.extend(_candidate(one, ruling.scores.get(one.instance_id)) for one in decision.view.candidates)
+    if logged.finished is not None:
+        wire.finished.CopyFrom(finished_to_wire(logged.finished))
+    return wire

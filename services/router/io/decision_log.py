@@ -1,0 +1,129 @@
+"""The newest decisions in memory, and all of them in a file when asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from services.router.domain import Decision
+from services.router.events import Finished
+
+OPEN = "OPEN"
+DRY_RUN = "DRY_RUN"
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedDecision:
+    """A decision, when it was made (unix s), how long that took (s), and how its request ended (None while it runs)."""
+
+    decision: Decision
+    unix_s: float
+    decide_s: float
+    finished: Finished | None = None
+    dry_run: bool = False
+
+    @property
+    def outcome(self) -> str:
+        """OK, CANCELLED, REJECTED or FAILED once ended; OPEN before; DRY_RUN for one that reserved nothing."""
+        if self.dry_run:
+            return DRY_RUN
+        return self.finished.outcome if self.finished else OPEN
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionFilter:
+    """Which decisions to tell; empty fields match all. `since_unix_s` is a time."""
+
+    session_id: str = ""
+    instance_id: str = ""
+    route_class: str = ""
+    reason: str = ""
+    request_id: str = ""
+    since_unix_s: float = 0.0
+
+    def matches(self, logged: LoggedDecision) -> bool:
+        """Whether a decision passes all fields."""
+        decision = logged.decision
+        return (
+            self.session_id in ("", decision.request.session_id)
+            and (not self.instance_id or any(step.instance_id == self.instance_id for step in decision.ruling.steps))
+            and self.route_class in ("", decision.route_class)
+            and self.reason in ("", decision.ruling.reason)
+            and self.request_id in ("", decision.request.request_id)
+            and logged.unix_s >= self.since_unix_s
+        )
+
+
+class DecisionLog:
+    """Bounded memory, append-only file, live watchers. The file gets a line when a decision is made and one when it ends."""
+
+    def __init__(self, size: int, file: Path | None = None) -> None:
+        self._size = size
+        self._by_id: OrderedDict[str, LoggedDecision] = OrderedDict()
+        self._by_request: dict[str, str] = {}
+        self._watchers: set[asyncio.Queue[LoggedDecision]] = set()
+        self._file: IO[bytes] | None = None
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._file = file.open("ab", buffering=0)
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def decided(self, decision: Decision, unix_s: float, decide_s: float) -> LoggedDecision:
+        """Remember a new decision."""
+        logged = LoggedDecision(decision, unix_s, decide_s)
+        self._by_id[decision.decision_id] = logged
+        self._by_request[decision.request.request_id] = decision.decision_id
+        if len(self._by_id) > self._size:
+            _, oldest = self._by_id.popitem(last=False)
+            self._by_request.pop(oldest.decision.request.request_id, None)
+        self._write({"event": "decided", "unix_s": unix_s, "decision": decision})
+        self._publish(logged)
+        return logged
+
+    def closed(self, decision_id: str, finished: Finished, unix_s: float) -> None:
+        """Note how a decision's request ended; decisions that left the log are only written to the file."""
+        self._write({"event": "closed", "unix_s": unix_s, "decision_id": decision_id, "finished": finished})
+        if (logged := self._by_id.get(decision_id)) is not None:
+            self._by_id[decision_id] = logged = replace(logged, finished=finished)
+            self._publish(logged)
+
+    def get(self, either_id: str) -> LoggedDecision | None:
+        """A decision by its own id or its request's."""
+        return self._by_id.get(self._by_request.get(either_id, either_id))
+
+    def newest(self, wanted: Callable[[LoggedDecision], bool]) -> Iterator[LoggedDecision]:
+        """Matching decisions, newest first."""
+        return (logged for logged in reversed(self._by_id.values()) if wanted(logged))
+
+    def watch(self) -> asyncio.Queue[LoggedDecision]:
+        """A queue that gets every new and every ended decision until `unwatch`. A slow reader misses the oldest."""
+        queue: asyncio.Queue[LoggedDecision] = asyncio.Queue(maxsize=1_000)
+        self._watchers.add(queue)
+        return queue
+
+    def unwatch(self, queue: asyncio.Queue[LoggedDecision]) -> None:
+        """Stop feeding a queue."""
+        self._watchers.discard(queue)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _publish(self, logged: LoggedDecision) -> None:
+        for queue in self._watchers:
+            if queue.full():
+                queue.get_nowait()
+            queue.put_nowait(logged)
+
+    def _write(self, line: dict[str, object]) -> None:
+        if self._file is not None:
+            self._file.write(msgspec.json.encode(line) + b"\n")

@@ -1,0 +1,186 @@
+"""FleetService: the fleet now, and why requests went where they did."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import AsyncIterator
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf import json_format
+
+from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
+from services.router import events as ev
+from services.router.fleet import InstanceRecord
+from services.router.io import convert
+from services.router.io.decision_log import DecisionFilter, LoggedDecision
+from services.router.io.errors import abort, refusal_status, setting_status
+from services.router.io.runtime import Router
+from services.router.policy.base import Policy, SettingError
+from services.router.policy.registry import make_policy
+
+DEFAULT_PAGE = 50
+MAX_PAGE = 1_000
+MAX_CHANGES = 100
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+Context = grpc.aio.ServicerContext[Request, Response]
+
+
+class FleetService(fleet_pb2_grpc.FleetServiceServicer):
+    """Reads are answered by every replica; decisions are known to the replica that made them."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def ListInstances(  # noqa: N802
+        self, request: fleet_pb2.ListInstancesRequest, context: Any
+    ) -> fleet_pb2.ListInstancesResponse:
+        """All instances, or those of one model."""
+        pool = self._router.state.fleet.pool_of(request.model)
+        return fleet_pb2.ListInstancesResponse(
+            instances=[
+                self._status(record)
+                for record in self._router.state.fleet.records()
+                if not request.model or record.info.model == pool
+            ],
+            policy=convert.policy_to_wire(self._router.state.policy.ref()),
+            router_id=self._router.settings.router_id,
+        )
+
+    async def GetInstance(  # noqa: N802
+        self, request: fleet_pb2.GetInstanceRequest, context: Any
+    ) -> fleet_pb2.GetInstanceResponse:
+        """One instance."""
+        return fleet_pb2.GetInstanceResponse(instance=self._status(await self._instance(request.instance_id, context)))
+
+    async def Drain(  # noqa: N802
+        self, request: fleet_pb2.DrainRequest, context: Any
+    ) -> fleet_pb2.DrainResponse:
+        """Stop or resume placements on an instance."""
+        record = await self._instance(request.instance_id, context)
+        self._router.submit(ev.Drain(request.instance_id, request.resume))
+        return fleet_pb2.DrainResponse(instance=self._status(record))
+
+    async def SetPolicy(  # noqa: N802
+        self, request: fleet_pb2.SetPolicyRequest, context: Any
+    ) -> fleet_pb2.SetPolicyResponse:
+        """Change the policy; everything else stays."""
+        self._router.state.policy = await self._policy(request.policy, context)
+        return fleet_pb2.SetPolicyResponse(policy=convert.policy_to_wire(self._router.state.policy.ref()))
+
+    async def ListDecisions(  # noqa: N802
+        self, request: fleet_pb2.ListDecisionsRequest, context: Any
+    ) -> fleet_pb2.ListDecisionsResponse:
+        """The newest decisions that match."""
+        if request.page_size > MAX_PAGE:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"page_size: at most {MAX_PAGE}")
+        wanted = _filter(request.filter)
+        found = itertools.islice(self._router.decisions.newest(wanted.matches), request.page_size or DEFAULT_PAGE)
+        return fleet_pb2.ListDecisionsResponse(decisions=[self._decision(one, candidates=False) for one in found])
+
+    async def WatchDecisions(  # noqa: N802
+        self, request: fleet_pb2.WatchDecisionsRequest, context: Any
+    ) -> AsyncIterator[fleet_pb2.WatchDecisionsResponse]:
+        """Decisions as they are made and as they end."""
+        wanted = _filter(request.filter)
+        queue = self._router.decisions.watch()
+        try:
+            while True:
+                logged = await queue.get()
+                if wanted.matches(logged):
+                    yield fleet_pb2.WatchDecisionsResponse(decision=self._decision(logged, candidates=False))
+        finally:
+            self._router.decisions.unwatch(queue)
+
+    async def GetDecision(  # noqa: N802
+        self, request: fleet_pb2.GetDecisionRequest, context: Any
+    ) -> fleet_pb2.GetDecisionResponse:
+        """One decision with all candidates."""
+        logged = await self._logged(request.decision_id, context)
+        return fleet_pb2.GetDecisionResponse(decision=self._decision(logged))
+
+    async def Explain(  # noqa: N802
+        self, request: fleet_pb2.ExplainRequest, context: Any
+    ) -> fleet_pb2.ExplainResponse:
+        """A dry run: decides, and reserves nothing."""
+        policy = await self._policy(request.policy, context) if request.HasField("policy") else None
+        started = time.perf_counter()
+        decision = self._router.state.explain(convert.placement_request(request.request), time.monotonic(), policy)
+        if isinstance(decision, ev.Refused):
+            await abort(context, refusal_status(decision))
+        logged = LoggedDecision(decision, time.time(), time.perf_counter() - started, dry_run=True)
+        return fleet_pb2.ExplainResponse(decision=self._decision(logged))
+
+    async def WhatIf(  # noqa: N802
+        self, request: fleet_pb2.WhatIfRequest, context: Any
+    ) -> fleet_pb2.WhatIfResponse:
+        """Recorded decisions made again under another policy, on what they saw then."""
+        policy = await self._policy(request.policy, context)
+        if request.decision_id:
+            recorded = [await self._logged(request.decision_id, context)]
+        elif request.last > MAX_PAGE:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"last: at most {MAX_PAGE}")
+        else:
+            newest = self._router.decisions.newest(lambda _: True)
+            recorded = list(itertools.islice(newest, request.last or 1))
+        pairs = [(one.decision, self._router.state.what_if(one.decision, policy)) for one in recorded]
+        changed = [(was, would) for was, would in pairs if was.instance_id != would.instance_id]
+        return fleet_pb2.WhatIfResponse(
+            decided=len(pairs),
+            changed=len(changed),
+            changes=[
+                fleet_pb2.WhatIfResponse.Change(
+                    decision_id=was.decision_id,
+                    from_instance_id=was.instance_id,
+                    to_instance_id=would.instance_id,
+                    cached_tokens_change=would.cached_tokens - was.cached_tokens,
+                    reason=would.ruling.reason,
+                )
+                for was, would in changed[:MAX_CHANGES]
+            ],
+        )
+
+    def _status(self, record: InstanceRecord) -> fleet_pb2.InstanceStatus:
+        return convert.instance_status(self._router.state, record, time.monotonic())
+
+    def _decision(self, logged: LoggedDecision, *, candidates: bool = True) -> fleet_pb2.Decision:
+        return convert.decision_to_wire(self._router.state, logged, candidates=candidates)
+
+    async def _instance(self, instance_id: str, context: Any) -> InstanceRecord:
+        record = self._router.state.fleet.get(instance_id)
+        if record is None:
+            await _not_found(context, f"no instance {instance_id!r}")
+        return record
+
+    async def _logged(self, decision_id: str, context: Any) -> LoggedDecision:
+        logged = self._router.decisions.get(decision_id)
+        if logged is None:
+            await _not_found(context, f"no decision {decision_id!r} in this router's log")
+        return logged
+
+    async def _policy(self, wire: fleet_pb2.Policy, context: Any) -> Policy:
+        try:
+            return make_policy(wire.name, json_format.MessageToDict(wire.settings))
+        except SettingError as error:
+            await abort(context, setting_status(error))
+
+
+async def _not_found(context: Any, message: str) -> NoReturn:
+    await context.abort(grpc.StatusCode.NOT_FOUND, message)
+    raise AssertionError("abort raises")
+
+
+def _filter(wire: fleet_pb2.DecisionFilter) -> DecisionFilter:
+    since = wire.since.ToNanoseconds() / 1e9 if wire.HasField("since") else None
+    return DecisionFilter(
+        session_id=wire.session_id,
+        instance_id=wire.instance_id,
+        route_class=wire.route_class,
+        reason=wire.reason,
+        request_id=wire.request_id,
+        since_unix_s=0.0 if since is None else time.time() - since,
+    )

@@ -1,0 +1,138 @@
+"""The router process: gRPC services, health, reflection and metrics around one Router."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+
+import grpc.aio
+import structlog
+from aiohttp import web
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
+from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placement_pb2_grpc
+from services.common.auth import TokenInterceptor, is_loopback
+from services.common.channel import SERVER_OPTIONS
+from services.common.logs import configure_logs
+from services.common.settings import Tokens
+from services.router.io.agent_service import AgentService
+from services.router.io.fleet_service import FleetService
+from services.router.io.placement_service import PlacementService
+from services.router.io.runtime import Router
+from services.router.io.settings import RouterSettings
+from services.router.policy.base import SettingError
+
+log = structlog.get_logger()
+
+AGENT_SERVICE = agent_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name
+PLACEMENT_SERVICE = placement_pb2.DESCRIPTOR.services_by_name["PlacementService"].full_name
+FLEET_SERVICE = fleet_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name
+
+SHUTDOWN_GRACE_S = 2.0
+
+
+class RouterServer:
+    """A router that listens. `port` is known after `start`."""
+
+    def __init__(self, settings: RouterSettings, tokens: Tokens) -> None:
+        self.settings = settings
+        self.router = Router(settings)
+        interceptor = TokenInterceptor(tokens)
+        if interceptor.open and not settings.insecure and not is_loopback(settings.listen):
+            raise ValueError(
+                f"refusing to listen on {settings.listen} without tokens: set POINTSMAN_TOKEN_DIR (or the tokens), "
+                "or --insecure"
+            )
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._server = grpc.aio.server(interceptors=[interceptor], options=SERVER_OPTIONS)
+        agent_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(self.router), self._server)
+        placement_pb2_grpc.add_PlacementServiceServicer_to_server(PlacementService(self.router), self._server)
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetService(self.router), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection(
+            (AGENT_SERVICE, PLACEMENT_SERVICE, FLEET_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME),
+            self._server,
+        )
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._web: web.AppRunner | None = None
+        self.port = 0
+
+    async def start(self) -> None:
+        """Listen. OSError or RuntimeError when the address is taken."""
+        self.port = self._server.add_insecure_port(self.settings.listen)
+        await self._server.start()
+        for service in ("", AGENT_SERVICE, FLEET_SERVICE):
+            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+        self.router.on_ownership(self._serve_placements)
+        self._tasks.add(asyncio.create_task(self.router.run()))
+        if self.settings.metrics_listen:
+            await self._start_metrics()
+        log.info("router listens", address=self.settings.listen, router_id=self.settings.router_id)
+
+    async def wait(self) -> None:
+        """Until the background work ends, which it only does by failing."""
+        await asyncio.gather(*self._tasks)
+
+    async def stop(self) -> None:
+        """Refuse new calls, end the open ones, give the ownership back, close the log."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(SHUTDOWN_GRACE_S)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._web is not None:
+            await self._web.cleanup()
+        self.router.decisions.close()
+
+    def _serve_placements(self, owns: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if owns else health_pb2.HealthCheckResponse.NOT_SERVING
+        task = asyncio.ensure_future(self._health.set(PLACEMENT_SERVICE, status))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _start_metrics(self) -> None:
+        async def metrics(_: web.Request) -> web.Response:
+            body = generate_latest(self.router.telemetry.registry)
+            return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+        async def healthy(_: web.Request) -> web.Response:
+            return web.json_response({"router_id": self.settings.router_id, "owner": self.router.owns})
+
+        app = web.Application()
+        app.add_routes([web.get("/metrics", metrics), web.get("/health", healthy)])
+        self._web = web.AppRunner(app, access_log=None)
+        await self._web.setup()
+        host, _, port = self.settings.metrics_listen.rpartition(":")
+        await web.TCPSite(self._web, host, int(port)).start()
+
+
+def run(settings: RouterSettings) -> None:
+    """Run a router until SIGTERM or SIGINT. Exits with 1 and the reason when it cannot start."""
+    configure_logs("router", settings.log_level)
+    try:
+        asyncio.run(_run(settings))
+    except (ValueError, OSError, RuntimeError, SettingError) as error:
+        sys.exit(f"pointsman router: {error}")
+
+
+async def _run(settings: RouterSettings) -> None:
+    server = RouterServer(settings, Tokens())
+    await server.start()
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    waiting = asyncio.ensure_future(server.wait())
+    stopping = asyncio.ensure_future(stopped.wait())
+    done, _ = await asyncio.wait((waiting, stopping), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    waiting.cancel()
+    await server.stop()
+    if waiting in done:
+        with contextlib.suppress(asyncio.CancelledError):
+            waiting.result()

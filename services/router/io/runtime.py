@@ -1,0 +1,177 @@
+"""The one place where the router's pure state meets the clock, the log, the store and the open streams."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import structlog
+
+from pointsman.agent.v1 import agent_pb2
+from pointsman.router.v1 import placement_pb2
+from services.router import events as ev
+from services.router.io import convert
+from services.router.io.decision_log import DecisionLog
+from services.router.io.settings import RouterSettings
+from services.router.io.store import MemoryStore, RedisStore, Store, StoreEffect, StoreEvent
+from services.router.io.telemetry import Telemetry
+from services.router.policy.registry import make_policy
+from services.router.state import RouterState, StateSettings
+
+log = structlog.get_logger()
+
+TICK_S = 0.5
+
+
+class AgentStream:
+    """What the router still has to say on one agent's stream; `refused` ends it."""
+
+    def __init__(self) -> None:
+        self.replies: asyncio.Queue[agent_pb2.ReportResponse | ev.RefuseReport] = asyncio.Queue()
+
+
+class GatewayStream:
+    """What the router still has to say on one gateway's stream. None ends it."""
+
+    def __init__(self) -> None:
+        self.replies: asyncio.Queue[placement_pb2.SessionResponse | None] = asyncio.Queue()
+
+    def send(self, **kind: object) -> None:
+        """Queue a SessionResponse made of its one field."""
+        self.replies.put_nowait(placement_pb2.SessionResponse(**kind))  # type: ignore[arg-type]
+
+
+class Router:
+    """State, log, store and streams of one router process. All methods belong to one event loop."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self.settings = settings
+        self.telemetry = Telemetry()
+        self.decisions = DecisionLog(settings.decision_log_size, settings.decision_log_file)
+        self.state = RouterState(
+            make_policy(settings.policy, settings.policy_settings),
+            StateSettings(
+                affinity_ttl_s=settings.affinity_ttl_s,
+                gateway_lease_s=settings.gateway_lease_s,
+                place_lease_s=settings.place_lease_s,
+                lost_instance_s=settings.lost_instance_s,
+            ),
+            router_id=settings.router_id,
+        )
+        self.agents: dict[int, AgentStream] = {}
+        self.gateways: set[GatewayStream] = set()
+        self.store: Store
+        self._owner_watchers: list[Callable[[bool], None]] = []
+        self._was_owner = False
+        if url := settings.redis_url.get_secret_value():
+            self.store = RedisStore(
+                url,
+                router_id=settings.router_id,
+                fleet=settings.fleet,
+                lease_s=settings.owner_lease_s,
+                affinity_ttl_s=settings.affinity_ttl_s,
+                on_event=self._store_event,
+                snapshot=self._snapshot,
+            )
+        else:
+            self.store = MemoryStore(settings.router_id)
+
+    @property
+    def owns(self) -> bool:
+        """Whether this replica may place requests now."""
+        return self.store.epoch > 0
+
+    def on_ownership(self, watcher: Callable[[bool], None]) -> None:
+        """Call `watcher` with True or False now and whenever ownership changes."""
+        self._owner_watchers.append(watcher)
+        watcher(self.owns)
+
+    async def run(self) -> None:
+        """Keep the store and the clock going until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.store.run())
+            tasks.create_task(self._ticks())
+
+    def submit(self, event: ev.Event) -> list[ev.Effect]:
+        """Apply an event and carry out its effects, but Placed and Refused, which the caller answers."""
+        started = time.perf_counter()
+        effects = self.state.handle(event, time.monotonic())
+        elapsed = time.perf_counter() - started
+        kept: list[StoreEffect] = []
+        fleet_changed = False
+        for effect in effects:
+            match effect:
+                case ev.Reserved() | ev.Released() | ev.OwnerSet():
+                    kept.append(effect)
+                case ev.Decided(decision):
+                    self.decisions.decided(decision, time.time(), elapsed)
+                    self.telemetry.decided(decision, elapsed)
+                case ev.Closed(decision_id, finished):
+                    logged = self.decisions.get(decision_id)
+                    self.decisions.closed(decision_id, finished, time.time())
+                    self.telemetry.closed(logged.decision if logged else None, finished)
+                case ev.Refused():
+                    self.telemetry.refused(effect.code)
+                case ev.Welcome() | ev.Resync() | ev.RefuseReport():
+                    self._tell_agent(effect)
+                case ev.FleetChanged():
+                    fleet_changed = True
+                case ev.Placed():
+                    pass
+        self.store.record(kept)
+        if fleet_changed:
+            self._tell_fleet()
+        return effects
+
+    def fleet(self) -> placement_pb2.Fleet:
+        """The fleet for gateways."""
+        return convert.fleet_to_wire(self.state.fleet.pools())
+
+    def _tell_fleet(self) -> None:
+        fleet = self.fleet()
+        for gateway in self.gateways:
+            gateway.send(fleet=fleet)
+
+    def _tell_agent(self, effect: ev.Welcome | ev.Resync | ev.RefuseReport) -> None:
+        stream = self.agents.get(effect.stream_id)
+        if stream is None:
+            return
+        match effect:
+            case ev.Welcome():
+                welcome = agent_pb2.Welcome(
+                    snapshot=effect.snapshot, resume_from_seq=effect.resume_from_seq, router_id=self.settings.router_id
+                )
+                stream.replies.put_nowait(agent_pb2.ReportResponse(welcome=welcome))
+            case ev.Resync():
+                self.telemetry.resyncs.inc()
+                log.warning("asking for a snapshot", instance=effect.instance_id, reason=effect.reason)
+                stream.replies.put_nowait(agent_pb2.ReportResponse(resync=agent_pb2.Resync(reason=effect.reason)))
+            case ev.RefuseReport():
+                log.warning("refusing an agent's report", reason=effect.reason)
+                stream.replies.put_nowait(effect)
+
+    def _store_event(self, event: StoreEvent) -> None:
+        self.submit(event)
+        self._check_ownership()
+
+    def _check_ownership(self) -> None:
+        if self.owns is self._was_owner:
+            return
+        self._was_owner = self.owns
+        for watcher in self._owner_watchers:
+            watcher(self.owns)
+        if not self.owns:
+            for gateway in self.gateways:
+                gateway.replies.put_nowait(None)
+
+    def _snapshot(self) -> list[StoreEffect]:
+        reserved = [ev.Reserved(reservation) for reservation in self.state.reservations]
+        return [*reserved, *(ev.OwnerSet(session, owner) for session, owner in self.state.affinity.items())]
+
+    async def _ticks(self) -> None:
+        while True:
+            self._check_ownership()
+            self.submit(ev.Tick())
+            self.telemetry.sample(self.state, time.monotonic())
+            await asyncio.sleep(TICK_S)

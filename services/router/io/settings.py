@@ -1,0 +1,42 @@
+"""Settings of the router."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+def _router_id() -> str:
+    return f"{socket.gethostname()}-{secrets.token_hex(3)}"
+
+
+class RouterSettings(BaseSettings):
+    """Environment POINTSMAN_ROUTER_*, or flags of `pointsman router`. Times in s."""
+
+    model_config = SettingsConfigDict(env_prefix="POINTSMAN_ROUTER_")
+
+    listen: str = Field("127.0.0.1:50051", description="HOST:PORT of the gRPC services")
+    metrics_listen: str = Field("127.0.0.1:9100", description="HOST:PORT of /metrics and /health; empty for none")
+    insecure: bool = Field(False, description="allow listening off the loopback interface without tokens")
+    redis_url: SecretStr = Field(
+        SecretStr(""), description="redis://... shared by replicas; empty keeps state in memory"
+    )
+    fleet: str = Field("default", description="name of the fleet in Redis; routers of one fleet share it")
+    owner_lease_s: float = Field(2.0, gt=0.1, le=60, description="a dead owner is replaced after this long")
+    router_id: str = Field(default_factory=_router_id, description="unique for the process's life")
+    policy: str = Field("unified", description="policy at start")
+    policy_settings: dict[str, float] = Field(default_factory=dict, description="JSON object of the policy's settings")
+    affinity_ttl_s: float = Field(3_600.0, gt=0, description="a session keeps its owner this long after its last use")
+    gateway_lease_s: float = Field(15.0, gt=0, description="reservations outlive their gateway's stream this long")
+    place_lease_s: float = Field(600.0, gt=0, description="reservations made by the unary Place end after this long")
+    lost_instance_s: float = Field(30.0, gt=0, description="an instance outlives its agent's stream this long")
+    decision_log_size: int = Field(10_000, ge=1, description="decisions kept in memory")
+    decision_log_file: Path | None = Field(
+        None, description="append every decision to this file, one JSON object a line"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug, info, warning or error")

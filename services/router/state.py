@@ -1,0 +1,354 @@
+"""The router's whole mind: events in, effects out. Pure: no I/O, no clock, no global randomness.
+
+`RouterState.handle` is the only mutator. Picking an instance and reserving it are one synchronous call, so two big prompts that
+arrive together cannot both see the same free instance. `explain` and `what_if` run the same decision code and change nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+
+from services.common.keys import KEY_SCHEME, KEY_TOKENS
+from services.router import events as ev
+from services.router.affinity import Affinity
+from services.router.domain import (
+    Candidate,
+    Decision,
+    FleetView,
+    InstanceState,
+    PlacementRequest,
+    StepKind,
+)
+from services.router.fleet import Fleet, InstanceRecord
+from services.router.policy.base import Policy, decide
+from services.router.prefix_index import PrefixIndex
+from services.router.reservations import Reservation, Reservations
+
+EXCLUDED_STATES = {InstanceState.DRAINING: "draining", InstanceState.UNHEALTHY: "unhealthy"}
+
+
+@dataclass(frozen=True, slots=True)
+class StateSettings:
+    """Times in s. `remembered_requests` bounds how many ended requests are still recognised when they are sent again."""
+
+    affinity_ttl_s: float = 3_600.0
+    gateway_lease_s: float = 15.0
+    place_lease_s: float = 600.0
+    lost_instance_s: float = 30.0
+    retry_after_s: float = 1.0
+    remembered_requests: int = 20_000
+
+
+class RouterState:
+    """Instances, keys, reservations, affinity and the policy in force. Times (`now`) are in s on one monotonic clock."""
+
+    def __init__(self, policy: Policy, settings: StateSettings, *, router_id: str = "router", seed: int = 0) -> None:
+        self.policy = policy
+        self.settings = settings
+        self.router_id = router_id
+        self.degraded = False
+        self.index = PrefixIndex()
+        self.fleet = Fleet(self.index)
+        self.reservations = Reservations()
+        self.affinity = Affinity(settings.affinity_ttl_s)
+        self._rng = random.Random(seed)
+        self._turn: dict[str, int] = {}
+        self._decisions = 0
+        self._placed: OrderedDict[str, Decision] = OrderedDict()
+
+    def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
+        """Apply one event and return what is to be done about it. The only mutator. Never raises for what a peer may send."""
+        match event:
+            case ev.AgentHello():
+                return self._agent_hello(event, now)
+            case ev.KeysReported():
+                return self._keys_reported(event, now)
+            case ev.LoadReported():
+                return self._load_reported(event, now)
+            case ev.AgentGoodbye() | ev.AgentLost():
+                return self._agent_gone(event, now)
+            case ev.GatewayHello():
+                return self._gateway_hello(event)
+            case ev.GatewayLost():
+                self.reservations.lease(event.gateway_id, now + self.settings.gateway_lease_s)
+                return []
+            case ev.PlaceRequested():
+                return self._place(event, now)
+            case ev.StepDone():
+                return self._step_done(event)
+            case ev.FirstToken():
+                moved = self.reservations.first_token(event.request_id)
+                return [ev.Reserved(moved)] if moved else []
+            case ev.Finished():
+                return self._finished(event)
+            case ev.Drain():
+                return self._drain(event)
+            case ev.StoreState():
+                self.degraded = event.degraded
+                return []
+            case ev.Restored():
+                return self._restored(event, now)
+            case ev.Tick():
+                return self._tick(now)
+
+    def explain(self, request: PlacementRequest, now: float, policy: Policy | None = None) -> Decision | ev.Refused:
+        """What would be decided on `request` now, under `policy` (default: the one in force). Changes nothing."""
+        rng = random.Random()
+        rng.setstate(self._rng.getstate())
+        return self._decide(request, now, policy or self.policy, rng, "dry-run")
+
+    def what_if(self, decision: Decision, policy: Policy) -> Decision:
+        """A recorded decision made again on its recorded view under `policy`. Changes nothing."""
+        return decide(policy, decision.request, decision.pool, decision.view, random.Random(0), decision.decision_id)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when anything in here contradicts itself. For tests: costs a pass over everything."""
+        self.index.check_invariants()
+        self.reservations.check_invariants()
+        self.affinity.check_invariants()
+        for record in self.fleet.records():
+            assert record.info.block_size % KEY_TOKENS == 0
+
+    # ---- agents ----
+
+    def _agent_hello(self, hello: ev.AgentHello, now: float) -> list[ev.Effect]:
+        info = hello.info
+        if hello.key_scheme != KEY_SCHEME:
+            return [
+                ev.RefuseReport(hello.stream_id, f"key scheme {hello.key_scheme!r}: this router uses {KEY_SCHEME!r}")
+            ]
+        if info.block_size <= 0 or info.block_size % KEY_TOKENS:
+            return [ev.RefuseReport(hello.stream_id, f"block size {info.block_size} is no multiple of {KEY_TOKENS}")]
+        if not (info.instance_id and info.incarnation and info.url and info.model):
+            return [ev.RefuseReport(hello.stream_id, "instance_id, incarnation, url and model must not be empty")]
+        effects: list[ev.Effect] = []
+        before = self.fleet.get(info.instance_id)
+        if before is not None and before.lost_at is None and before.stream_id != hello.stream_id:
+            effects.append(ev.RefuseReport(before.stream_id, "a newer stream reports this instance", replaced=True))
+        record = self.fleet.add(info, hello.stream_id, now)
+        resume = record.sync.can_resume(hello.oldest_seq, hello.latest_seq)
+        if not resume:
+            record.sync.reset()
+        effects.append(
+            ev.Welcome(hello.stream_id, snapshot=not resume, resume_from_seq=record.sync.seq + 1 if resume else 0)
+        )
+        return [*effects, ev.FleetChanged()]
+
+    def _reporter(self, stream_id: int, instance_id: str, now: float) -> InstanceRecord | None:
+        record = self.fleet.get(instance_id)
+        if record is None or record.stream_id != stream_id:
+            return None
+        record.heard_at = now
+        return record
+
+    def _keys_reported(self, event: ev.KeysReported, now: float) -> list[ev.Effect]:
+        record = self._reporter(event.stream_id, event.instance_id, now)
+        if record is None:
+            return []
+        before = record.state
+        failure = record.sync.handle(event.message)
+        effects: list[ev.Effect] = [ev.FleetChanged()] if record.state is not before else []
+        if failure:
+            effects.append(ev.Resync(event.stream_id, event.instance_id, failure))
+        return effects
+
+    def _load_reported(self, event: ev.LoadReported, now: float) -> list[ev.Effect]:
+        record = self._reporter(event.stream_id, event.instance_id, now)
+        if record is None:
+            return []
+        before = record.state
+        record.load = event.load
+        return [ev.FleetChanged()] if record.state is not before else []
+
+    def _agent_gone(self, event: ev.AgentGoodbye | ev.AgentLost, now: float) -> list[ev.Effect]:
+        record = self._reporter(event.stream_id, event.instance_id, now)
+        if record is None:
+            return []
+        if isinstance(event, ev.AgentGoodbye):
+            self.fleet.remove(event.instance_id)
+        else:
+            record.lost_at = now
+        return [ev.FleetChanged()]
+
+    # ---- gateways ----
+
+    def _gateway_hello(self, hello: ev.GatewayHello) -> list[ev.Effect]:
+        effects: list[ev.Effect] = []
+        announced = {stream.request.request_id: stream for stream in hello.open_streams}
+        for reservation in list(self.reservations):
+            if reservation.gateway_id == hello.gateway_id and reservation.request_id not in announced:
+                effects += self._finished(
+                    ev.Finished(reservation.request_id, "CANCELLED", error="no gateway claims it")
+                )
+        for request_id, stream in announced.items():
+            known = self.reservations.get(request_id)
+            reservation = Reservation(
+                request_id=request_id,
+                gateway_id=hello.gateway_id,
+                instance_id=stream.instance_id,
+                decision_id=known.decision_id if known else "",
+                input_tokens=stream.request.input_tokens,
+                new_tokens=max(stream.request.input_tokens - stream.cached_tokens, 0),
+                step_index=known.step_index if known else 0,
+                phase=stream.phase,
+            )
+            self.reservations.put(reservation)
+            effects.append(ev.Reserved(reservation))
+        return effects
+
+    def _place(self, event: ev.PlaceRequested, now: float) -> list[ev.Effect]:
+        request = event.request
+        if (known := self._placed.get(request.request_id)) is not None:
+            open_one = self.reservations.get(request.request_id)
+            return [self._placed_effect(known, open_one.step_index if open_one else 0)]
+        self._decisions += 1
+        decision_id = f"{self.router_id}-{self._decisions}"
+        decision = self._decide(request, now, self.policy, self._rng, decision_id)
+        if isinstance(decision, ev.Refused):
+            return [decision]
+        self._turn[decision.pool] = decision.view.turn + 1
+        # The keys did their work; keeping them would pin megabytes for each remembered decision.
+        decision = replace(decision, request=replace(request, keys=()))
+        lease_until = None if event.gateway_id else now + self.settings.place_lease_s
+        effects: list[ev.Effect] = [ev.Decided(decision)]
+        effects += self._reserve(decision, 0, event.gateway_id, lease_until)
+        if session := request.session:
+            self.affinity.assign(session, decision.instance_id, now)
+            effects.append(ev.OwnerSet(session, decision.instance_id))
+        self._placed[request.request_id] = decision
+        while len(self._placed) > self.settings.remembered_requests + len(self.reservations):
+            self._forget_oldest()
+        return [*effects, self._placed_effect(decision, 0)]
+
+    def _forget_oldest(self) -> None:
+        request_id, decision = self._placed.popitem(last=False)
+        if self.reservations.get(request_id) is not None:
+            self._placed[request_id] = decision
+
+    def _reserve(self, decision: Decision, index: int, gateway_id: str, lease_until: float | None) -> list[ev.Effect]:
+        step = decision.ruling.steps[index]
+        candidate = next(one for one in decision.view.candidates if one.instance_id == step.instance_id)
+        tokens = min(step.prefix_tokens, decision.request.input_tokens) or decision.request.input_tokens
+        # After a PREFILL elsewhere its KV arrives by transfer: nothing is left to compute.
+        new_tokens = 0 if step.kind is StepKind.SERVE and step.kv_source else max(tokens - candidate.cached_tokens, 0)
+        reservation = Reservation(
+            request_id=decision.request.request_id,
+            gateway_id=gateway_id,
+            instance_id=step.instance_id,
+            decision_id=decision.decision_id,
+            input_tokens=decision.request.input_tokens,
+            new_tokens=new_tokens,
+            step_index=index,
+            lease_until=lease_until,
+        )
+        self.reservations.put(reservation)
+        return [ev.Reserved(reservation)]
+
+    def _placed_effect(self, decision: Decision, index: int) -> ev.Placed:
+        steps = decision.ruling.steps
+        return ev.Placed(decision.request.request_id, decision, index, steps[index], last=index == len(steps) - 1)
+
+    def _step_done(self, event: ev.StepDone) -> list[ev.Effect]:
+        reservation = self.reservations.get(event.request_id)
+        decision = self._placed.get(event.request_id)
+        if reservation is None or decision is None or reservation.step_index != event.step_index:
+            return []
+        if not event.ok or event.step_index + 1 >= len(decision.ruling.steps):
+            return []  # The gateway falls back by itself and reports the end of this attempt.
+        effects = self._reserve(decision, event.step_index + 1, reservation.gateway_id, reservation.lease_until)
+        return [*effects, self._placed_effect(decision, event.step_index + 1)]
+
+    def _finished(self, finished: ev.Finished) -> list[ev.Effect]:
+        reservation = self.reservations.release(finished.request_id)
+        if reservation is None:
+            return []
+        return [ev.Released(finished.request_id), ev.Closed(reservation.decision_id, finished)]
+
+    # ---- operators, the store and time ----
+
+    def _drain(self, event: ev.Drain) -> list[ev.Effect]:
+        record = self.fleet.get(event.instance_id)
+        if record is None or record.draining is not event.resume:
+            return []
+        record.draining = not event.resume
+        return [ev.FleetChanged()]
+
+    def _restored(self, event: ev.Restored, now: float) -> list[ev.Effect]:
+        self.reservations = Reservations()
+        self.affinity = Affinity(self.settings.affinity_ttl_s)
+        self._placed.clear()
+        for reservation in event.reservations:
+            # Its gateway has not spoken to this replica yet: it gets the lease to do so.
+            until = now + self.settings.gateway_lease_s
+            self.reservations.put(replace(reservation, lease_until=until))
+        for session, owner in event.affinity.items():
+            self.affinity.assign(session, owner, now)
+        return []
+
+    def _tick(self, now: float) -> list[ev.Effect]:
+        effects: list[ev.Effect] = []
+        for reservation in self.reservations.expired(now):
+            effects += self._finished(ev.Finished(reservation.request_id, "CANCELLED", error="its lease ended"))
+        for record in self.fleet.records():
+            if record.lost_at is not None and record.lost_at + self.settings.lost_instance_s <= now:
+                self.fleet.remove(record.info.instance_id)
+                effects.append(ev.FleetChanged())
+        self.affinity.expire(now)
+        return effects
+
+    # ---- deciding ----
+
+    def _decide(
+        self, request: PlacementRequest, now: float, policy: Policy, rng: random.Random, decision_id: str
+    ) -> Decision | ev.Refused:
+        pool = self.fleet.pool_of(request.model)
+        if not pool:
+            return ev.Refused(request.request_id, "NOT_FOUND", f"no instance serves a model {request.model!r}")
+        view = self._view(request, pool, now)
+        if not view.eligible():
+            return ev.Refused(
+                request.request_id,
+                "UNAVAILABLE",
+                f"no instance of {pool!r} can take the request now",
+                self.settings.retry_after_s,
+            )
+        return decide(policy, request, pool, view, rng, decision_id, degraded=self.degraded)
+
+    def _view(self, request: PlacementRequest, pool: str, now: float) -> FleetView:
+        members = self.fleet.members(pool, request.model)
+        credited = [record.info.instance_id for record in members if record.credited]
+        blocks = self.index.leading_blocks(request.keys, credited) if credited and request.keys else {}
+        return FleetView(
+            candidates=tuple(
+                self._candidate(record, request, blocks.get(record.info.instance_id, 0), now) for record in members
+            ),
+            session_owner=self.affinity.owner(request.session, now) if request.session else "",
+            turn=self._turn.get(pool, 0),
+        )
+
+    def _candidate(self, record: InstanceRecord, request: PlacementRequest, blocks: int, now: float) -> Candidate:
+        info, load = record.info, record.load
+        counters = self.reservations.counters(info.instance_id)
+        # An engine reuses whole blocks of its own size, and always computes the last token itself.
+        reusable = min(blocks * KEY_TOKENS, max(request.input_tokens - 1, 0))
+        cached = reusable // info.block_size * info.block_size
+        excluded = EXCLUDED_STATES.get(record.state, "")
+        return Candidate(
+            instance_id=info.instance_id,
+            incarnation=info.incarnation,
+            state=record.state,
+            cached_tokens=cached,
+            new_tokens=request.input_tokens - cached,
+            num_requests=counters.num_requests,
+            pending_prefill_tokens=counters.pending_prefill_tokens,
+            ongoing_decode_tokens=counters.ongoing_decode_tokens,
+            ongoing_tokens=counters.ongoing_tokens,
+            running=load.running if load else 0,
+            waiting=load.waiting if load else 0,
+            kv_usage=load.kv_usage if load else 0.0,
+            report_age_s=now - load.sampled_at if load else None,
+            exact=record.credited,
+            excluded=excluded or ("failed_before" if info.instance_id in request.exclude else ""),
+        )
