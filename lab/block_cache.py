@@ -24,6 +24,7 @@ class BlocksStored:
     parent: int | None
     token_ids: tuple[int, ...]
     session_id: str = ""
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,8 +186,8 @@ class EngineModel:
 
     @property
     def has_work(self) -> bool:
-        """Whether step() would schedule or tell anything."""
-        return bool(self._sequences or self._pending)
+        """Whether any request is here. A cleared cache alone is no work: vLLM too tells it with the next request's step."""
+        return bool(self._sequences)
 
     @property
     def num_running(self) -> int:
@@ -355,7 +355,8 @@ class EngineModel:
         sequence.stored = full
         parent = sequence.hashes[start - 1] if start else None
         tokens = tuple(sequence.tokens[start * block_size : full * block_size])
-        events.append(BlocksStored(tuple(hashes), parent, tokens, sequence.request.session_id))
+        request = sequence.request
+        events.append(BlocksStored(tuple(hashes), parent, tokens, request.session_id, request.cache_salt))
 
     def _preempt(self, sequence: _Sequence, events: list[Event]) -> None:
         self._release(sequence)

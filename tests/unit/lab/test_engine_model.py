@@ -190,7 +190,7 @@ def test_a_preempted_request_goes_before_those_that_wait() -> None:
     steps = run_out(model)
     lost = next(number for number, step in enumerate(steps) if Preempted("b") in step.events)
     # c would fit beside a, but b heads the queue.
-    assert ["a", "b", "c"] == list(dict.fromkeys(name for step in steps[lost:] for name in step.scheduled))
+    assert list(dict.fromkeys(name for step in steps[lost:] for name in step.scheduled)) == ["a", "b", "c"]
 
 
 def test_cached_blocks_that_nobody_holds_count_as_free_only_once() -> None:

@@ -1,0 +1,360 @@
+"""The emulated engine over its sockets: what clients, agents and gateways rely on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import msgspec
+import openai
+import pytest
+import zmq
+import zmq.asyncio
+
+from lab.emulator import Emulated, EmulateSettings, start
+from lab.text import ChatTokenizer, words_of
+
+MODEL = "pointsman-emulated"
+TOKENIZER = ChatTokenizer()
+Starter = Callable[..., Awaitable[Emulated]]
+
+
+@pytest.fixture
+async def emulate() -> AsyncIterator[Starter]:
+    running: list[Emulated] = []
+
+    async def begin(**settings: Any) -> Emulated:
+        engine = await start(EmulateSettings(**({"port": 0, "speedup": 20.0} | settings)))
+        running.append(engine)
+        return engine
+
+    yield begin
+    for engine in running:
+        await engine.stop()
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+def chat(text: str, **more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": text}], **more}
+
+
+async def post(http: aiohttp.ClientSession, url: str, body: Any) -> tuple[int, Any]:
+    async with http.post(url, json=body) as response:
+        return response.status, await response.json()
+
+
+async def stream(http: aiohttp.ClientSession, url: str, body: Any) -> list[Any]:
+    chunks: list[Any] = []
+    async with http.post(url, json=body) as response:
+        assert response.status == 200
+        assert response.content_type == "text/event-stream"
+        async for line in response.content:
+            if line.startswith(b"data: "):
+                data = line[6:].strip()
+                chunks.append("[DONE]" if data == b"[DONE]" else json.loads(data))
+    return chunks
+
+
+async def settled(condition: Callable[[], bool]) -> None:
+    """Wait for `condition`; the test's own timeout ends one that never comes."""
+    while not condition():  # noqa: ASYNC110 (the model is plain state, it has nothing to await)
+        await asyncio.sleep(0.005)
+
+
+async def test_streamed_and_whole_answers_agree_and_count_the_same(
+    emulate: Starter, http: aiohttp.ClientSession
+) -> None:
+    engine, other = await emulate(), await emulate(block_size=32, hash_seed=5, max_num_batched_tokens=16)
+    prompt = words_of("p", 100, TOKENIZER.words)
+    url = "/v1/chat/completions"
+    status, whole = await post(http, engine.url + url, chat(prompt, max_tokens=20, ignore_eos=True))
+    assert status == 200
+    text = whole["choices"][0]["message"]["content"]
+    assert whole["choices"][0]["finish_reason"] == "length"
+    assert whole["kv_transfer_params"] is None
+    assert whole["usage"]["completion_tokens"] == 20
+    assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    # An answer's text has the answer's tokens, so that a follow-up turn shares them.
+    assert len(TOKENIZER.encode(text)) == 20
+    for again in (engine, other):
+        body = chat(
+            prompt, max_completion_tokens=20, ignore_eos=True, stream=True, stream_options={"include_usage": True}
+        )
+        *chunks, last, done = await stream(http, again.url + url, body)
+        assert done == "[DONE]"
+        assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == text
+        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+        assert last["choices"] == []
+        # The first engine has the prompt's full blocks, less the last token; the other one computed all of it.
+        cached = (whole["usage"]["prompt_tokens"] - 1) // 16 * 16 if again is engine else 0
+        assert last["usage"] == whole["usage"] | {"prompt_tokens_details": {"cached_tokens": cached}}
+    without = await stream(http, engine.url + url, chat(prompt, max_tokens=2, stream=True))
+    assert all("usage" not in chunk for chunk in without[:-1])
+
+
+async def test_the_openai_client_is_served(emulate: Starter) -> None:
+    engine = await emulate()
+    async with openai.AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="none") as client:
+        models = await client.models.list()
+        assert [model.id for model in models.data] == [MODEL]
+        first = await client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "which train is next?"}], max_tokens=500
+        )
+        assert first.choices[0].finish_reason == "stop"
+        assert first.choices[0].message.content
+        second = await client.chat.completions.create(
+            model=MODEL,
+            messages=[
+                {"role": "user", "content": "which train is next?"},
+                {"role": "assistant", "content": first.choices[0].message.content},
+                {"role": "user", "content": "and then?"},
+            ],
+            max_tokens=4,
+        )
+        assert first.usage
+        assert second.usage
+        assert second.usage.prompt_tokens_details
+        # The answer's blocks are cached too, and the next turn's prompt hits them.
+        total = first.usage.prompt_tokens + first.usage.completion_tokens - 1
+        assert second.usage.prompt_tokens_details.cached_tokens == total // 16 * 16
+        text = await client.completions.create(
+            model=MODEL, prompt=" the signal", max_tokens=3, extra_body={"ignore_eos": True}
+        )
+        ids = TOKENIZER.encode(" the signal")
+        same = await client.completions.create(model=MODEL, prompt=ids, max_tokens=3, extra_body={"ignore_eos": True})
+        assert text.choices[0].text == same.choices[0].text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/v1/chat/completions", b"{", 400, None),
+        ("/v1/chat/completions", b"[]", 400, None),
+        ("/v1/chat/completions", chat("x") | {"model": "other"}, 404, "model"),
+        ("/v1/chat/completions", {"model": MODEL, "messages": []}, 400, "messages"),
+        ("/v1/chat/completions", {"model": MODEL, "messages": [{"content": "x"}]}, 400, "messages"),
+        ("/v1/chat/completions", chat("x", max_tokens=0), 400, "max_tokens"),
+        ("/v1/chat/completions", chat("x", max_tokens=-1), 400, "max_tokens"),
+        ("/v1/chat/completions", chat("x", max_tokens=64), 400, "input_tokens"),
+        ("/v1/chat/completions", chat("x " * 100), 400, "input_tokens"),
+        ("/v1/chat/completions", chat("x", n=2), 400, "n"),
+        ("/v1/completions", {"model": MODEL, "prompt": [999_999]}, 400, "prompt"),
+        ("/v1/completions", {"model": MODEL, "prompt": ""}, 400, "prompt"),
+        ("/v1/completions", {"model": MODEL}, 400, "prompt"),
+        ("/tokenize", {"model": "other", "prompt": "x"}, 404, "model"),
+    ],
+)
+async def test_bad_input_is_answered_as_vllm_does(
+    emulate: Starter, http: aiohttp.ClientSession, path: str, body: Any, status: int, param: str | None
+) -> None:
+    engine = await emulate(max_model_len=64)
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with http.post(engine.url + path, data=raw) as response:
+        answer = (await response.json())["error"]
+        assert response.status == answer["code"] == status
+        assert answer["param"] == param
+        assert answer["type"] == ("NotFoundError" if status == 404 else "BadRequestError")
+    assert not engine.model.has_work
+
+
+async def test_tokenize_agrees_with_what_is_counted(emulate: Starter, http: aiohttp.ClientSession) -> None:
+    engine = await emulate()
+    body = chat("héllo 世界 🚂\n\n\tdef f(x): return x  # 12345 <|im_end|>")
+    _, tokens = await post(http, f"{engine.url}/tokenize", body)
+    _, answer = await post(http, f"{engine.url}/v1/chat/completions", body | {"max_tokens": 1})
+    assert tokens["count"] == len(tokens["tokens"]) == answer["usage"]["prompt_tokens"]
+    assert tokens["max_model_len"] == 131_072
+    text = "héllo 世界 🚂\n\n\tdef"
+    _, plain = await post(http, f"{engine.url}/tokenize", {"prompt": text})
+    assert await post(http, f"{engine.url}/detokenize", {"tokens": plain["tokens"]}) == (200, {"prompt": text})
+
+
+async def test_metrics_have_vllms_names_and_labels(emulate: Starter, http: aiohttp.ClientSession) -> None:
+    engine = await emulate(kv_blocks=10_000)
+    for _ in range(2):
+        await post(http, f"{engine.url}/v1/chat/completions", chat("a b c d " * 20, max_tokens=3, ignore_eos=True))
+    async with http.get(f"{engine.url}/metrics") as response:
+        assert response.content_type == "text/plain"
+        lines = (await response.text()).splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    label = f'engine="0",model_name="{MODEL}"'
+    assert float(values[f"vllm:num_requests_running{{{label}}}"]) == 0
+    assert float(values[f"vllm:num_requests_waiting{{{label}}}"]) == 0
+    assert float(values[f"vllm:kv_cache_usage_perc{{{label}}}"]) == 0
+    assert float(values[f"vllm:generation_tokens_total{{{label}}}"]) == 6
+    queries, hits = (float(values[f"vllm:prefix_cache_{name}_total{{{label}}}"]) for name in ("queries", "hits"))
+    assert 0 < hits < queries
+    assert float(values[f'vllm:prompt_tokens_by_source_total{{{label},source="local_cache_hit"}}']) == hits
+    assert float(values[f'vllm:request_success_total{{engine="0",finished_reason="length",model_name="{MODEL}"}}']) == 2
+    assert float(values[f"vllm:time_to_first_token_seconds_count{{{label}}}"]) == 2
+    assert float(values[f"vllm:inter_token_latency_seconds_count{{{label}}}"]) == 4
+    info = next(line for line in values if line.startswith("vllm:cache_config_info"))
+    for part in ('block_size="16"', 'engine="0"', 'num_gpu_blocks="10000"', 'kv_cache_size_tokens="160000"'):
+        assert part in info
+    assert float(values["process_start_time_seconds"]) > 1e9
+
+
+async def replay(endpoint: str, first: int) -> list[tuple[int, Any]]:
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(endpoint)
+        await dealer.send_multipart([b"", first.to_bytes(8, "big")])
+        batches = []
+        while True:
+            empty, topic, seq, payload = await dealer.recv_multipart()
+            assert (empty, topic) == (b"", b"")
+            if seq == b"\xff" * 8:
+                assert payload == b""
+                return batches
+            batches.append((int.from_bytes(seq, "big"), msgspec.msgpack.decode(payload)))
+
+
+async def test_kv_events_and_their_replay(emulate: Starter, http: aiohttp.ClientSession) -> None:
+    engine = await emulate()
+    async with http.get(f"{engine.url}/kv_event_sources") as response:
+        source = (await response.json())["0"]
+    assert source["enable_kv_cache_events"] is True
+    assert source["topic"] == ""
+    with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as live:
+        live.setsockopt(zmq.LINGER, 0)
+        live.subscribe(b"")
+        live.connect(source["endpoint"])
+        ids = TOKENIZER.encode(words_of("k", 40, TOKENIZER.words))
+        body = {"prompt": ids, "max_tokens": 30, "ignore_eos": True, "cache_salt": "salt", "session_id": "s1"}
+        _, answer = await post(http, f"{engine.url}/v1/completions", body)
+        batches = await replay(source["replay_endpoint"], 0)
+        # PUB drops what comes before the subscription, so ask until something comes.
+        received = asyncio.ensure_future(live.recv_multipart())
+        number = 0
+        while not received.done():
+            number += 1
+            await post(http, f"{engine.url}/v1/completions", {"prompt": [number % 200] * 20, "max_tokens": 1})
+        topic, seq, payload = received.result()
+    assert topic == b""
+    assert dict(await replay(source["replay_endpoint"], 0))[int.from_bytes(seq, "big")] == msgspec.msgpack.decode(
+        payload
+    )
+    assert [seq for seq, _ in batches] == list(range(len(batches)))
+    assert all(batch[2] == 0 for _, batch in batches)
+    events = [event for _, batch in batches for event in batch[1]]
+    assert {event["type"] for event in events} == {"BlockStored"}
+    tokens = [*ids, *TOKENIZER.encode(answer["choices"][0]["text"])]
+    assert [token for event in events for token in event["token_ids"]] == tokens[: 69 // 16 * 16]
+    hashes = [value for event in events for value in event["block_hashes"]]
+    assert [event["parent_block_hash"] for event in events] == [None, *hashes[1:3]]
+    assert events[0]["extra_keys"] == [["salt"], None]
+    assert {(event["medium"], event["block_size"], event["group_idx"], event["session_id"]) for event in events} == {
+        ("GPU", 16, 0, "s1")
+    }
+    assert [seq for seq, _ in await replay(source["replay_endpoint"], 2)][:1] == [2]
+
+
+async def test_eviction_and_reset_are_told(emulate: Starter, http: aiohttp.ClientSession) -> None:
+    engine = await emulate(kv_blocks=8, max_model_len=128)
+    for token in (300, 400, 500):
+        await post(http, f"{engine.url}/v1/completions", {"prompt": [token] * 64, "max_tokens": 1})
+    async with http.post(f"{engine.url}/reset_prefix_cache") as response:
+        assert response.status == 200
+    await post(http, f"{engine.url}/v1/completions", {"prompt": [600] * 64, "max_tokens": 1})
+    events = [event for _, batch in await replay(engine.replay_endpoint, 0) for event in batch[1]]
+    known: set[int] = set()
+    for event in events:
+        if event["type"] == "BlockStored":
+            known.update(event["block_hashes"])
+        elif event["type"] == "BlockRemoved":
+            known.difference_update(event["block_hashes"])
+        else:
+            known.clear()
+    assert {event["type"] for event in events} == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
+    assert known == set(engine.model.cache.cached_hashes())
+    assert len(known) == 4
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_a_client_that_leaves_frees_the_engine(
+    emulate: Starter, http: aiohttp.ClientSession, streamed: bool
+) -> None:
+    engine = await emulate(speedup=1.0)
+    body = chat("x", max_tokens=50_000, ignore_eos=True, stream=streamed)
+    asking = asyncio.create_task(stream(http, f"{engine.url}/v1/chat/completions", body))
+    await settled(lambda: engine.model.num_running == 1)
+    asking.cancel()
+    await settled(lambda: not engine.model.has_work)
+    assert engine.model.kv_usage == 0
+
+
+async def test_prefill_on_one_instance_and_decode_on_another(emulate: Starter, http: aiohttp.ClientSession) -> None:
+    first, second = await emulate(), await emulate()
+    prompt = words_of("pd", 200, TOKENIZER.words)
+    async with http.get(f"{first.url}/query") as response:
+        engine_id = (await response.json())["0"]["engine_id"]
+    remote = {
+        "do_remote_prefill": True,
+        "remote_engine_id": engine_id,
+        "remote_bootstrap_addr": first.url,
+        "transfer_id": "t1",
+    }
+    body = chat(prompt, max_tokens=5, ignore_eos=True)
+    url = "/v1/chat/completions"
+    # Decode is dispatched first, and waits.
+    decoding = asyncio.create_task(post(http, second.url + url, body | {"kv_transfer_params": remote}))
+    await asyncio.sleep(0)
+    given = {"do_remote_decode": True, "transfer_id": "t1"}
+    status, prefilled = await post(http, first.url + url, body | {"max_tokens": 1, "kv_transfer_params": given})
+    assert (status, prefilled["kv_transfer_params"]) == (200, None)
+    status, answer = await decoding
+    length = answer["usage"]["prompt_tokens"]
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == length - 1
+    assert second.model.counters.external_kv_transfer == length - 1
+    assert second.model.counters.local_compute == 1
+    alone = await post(http, first.url + url, body)
+    assert alone[1]["choices"][0]["message"] == answer["choices"][0]["message"]
+    wrong = body | {"kv_transfer_params": remote | {"remote_engine_id": "other"}}
+    assert (await post(http, second.url + url, wrong))[0] == 500
+    missing = body | {"kv_transfer_params": {"do_remote_prefill": True, "transfer_id": "t2"}}
+    assert (await post(http, second.url + url, missing))[0] == 500
+
+
+async def test_two_hundred_streams_at_once(emulate: Starter) -> None:
+    engine = await emulate(speedup=10.0)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as http:
+        bodies = [
+            chat(words_of(str(number), 200, TOKENIZER.words), max_tokens=60, ignore_eos=True, stream=True)
+            | {"stream_options": {"include_usage": True}}
+            for number in range(200)
+        ]
+        answers = await asyncio.gather(*(stream(http, f"{engine.url}/v1/chat/completions", body) for body in bodies))
+    assert [chunks[-2]["usage"]["completion_tokens"] for chunks in answers] == [60] * 200
+    assert engine.model.kv_usage == 0
+
+
+async def test_the_process_serves_and_ends_on_sigterm() -> None:
+    code = "from lab.emulator import EmulateSettings, run; run(EmulateSettings(port=0))"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE, env=os.environ | {"PYTHONPATH": os.getcwd()}
+    )
+    try:
+        assert process.stdout
+        line = (await process.stdout.readline()).decode()
+        assert line.startswith("emulated engine http://127.0.0.1:")
+        async with aiohttp.ClientSession() as http, http.get(f"{line.split()[-1]}/health") as response:
+            assert response.status == 200
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
