@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import urllib.error
 import urllib.request
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
+from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2
 from services.common.auth import bearer
 from services.common.settings import Tokens
 from services.doctor import Finding, examine
@@ -185,9 +186,7 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
     )
     console.print(f"policy {decision.policy.name} {json_format.MessageToDict(decision.policy.settings)}")
     for step in decision.steps:
-        kind = (
-            step.DESCRIPTOR.fields_by_name["kind"].enum_type.values_by_number[step.kind].name.removeprefix("STEP_KIND_")
-        )
+        kind = placement_pb2.StepKind.Name(step.kind).removeprefix("STEP_KIND_")
         console.print(f"step {step.index}: {kind} on {step.instance.instance_id} ({step.reason})")
     chosen = decision.steps[-1].instance.instance_id if decision.steps else ""
     table = _table(
@@ -236,7 +235,7 @@ def _dry_run(gateway: str, prompt: Path, model: str, session: str) -> fleet_pb2.
 
 def _http(url: str, body: bytes | None = None, headers: dict[str, str] | None = None) -> Any:
     request = urllib.request.Request(url, data=body, headers=headers or {})
-    if key := Tokens().of("client"):
+    if key := os.environ.get("POINTSMAN_API_KEY"):
         request.add_header("Authorization", f"Bearer {key}")
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
@@ -253,7 +252,7 @@ def _call(router: str, method: Callable[..., Any]) -> Any:
         try:
             return method(fleet, timeout=TIMEOUT_S, metadata=bearer(Tokens().of("operator")))
         except grpc.RpcError as error:
-            _fail(f"router {router}: {error.code().name}: {error.details()}")  # type: ignore[attr-defined]
+            _fail(f"router {router}: {error.code().name}: {error.details()}")
 
 
 def _table(*columns: str) -> Table:

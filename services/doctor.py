@@ -51,7 +51,7 @@ def examine(router: str, gateway: str, redis_url: str, token: str) -> list[Findi
                 fleet_pb2.ListInstancesRequest(), timeout=TIMEOUT_S, metadata=bearer(token)
             )
         except grpc.RpcError as error:
-            code, details = error.code().name, error.details()  # type: ignore[attr-defined]
+            code, details = error.code().name, error.details()
             advice = "is it running, and is POINTSMAN_OPERATOR_TOKEN (or POINTSMAN_TOKEN_DIR) its operator's token?"
             findings.append(Finding(Finding.FAIL, "router", f"{router}: {code}: {details}", advice))
         else:

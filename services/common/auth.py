@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -25,8 +25,8 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("/pointsman.router.v1.FleetService/", ("gateway", "operator")),
 )
 
-Handler = grpc.RpcMethodHandler[Any, Any]
-Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]"
 
 
 def may_call(method: str, role: str | None) -> bool:
@@ -47,7 +47,7 @@ def role_of(tokens: Mapping[str, str], authorization: str) -> str | None:
     return found
 
 
-class TokenInterceptor(grpc.aio.ServerInterceptor[Any, Any]):
+class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Refuses calls without the right role: UNAUTHENTICATED without a valid token, PERMISSION_DENIED with another role's."""
 
     def __init__(self, tokens: Tokens) -> None:

