@@ -1,0 +1,236 @@
+"""One instance during one incarnation: its shadow, the feed that fills it, its file, and a reporter per router."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+import msgspec
+import structlog
+import zmq.asyncio
+
+from pointsman.agent.v1 import agent_pb2 as pb
+from services.agent.events import EventFeed, EventSource
+from services.agent.persist import State, StateFile, capture, revive
+from services.agent.reporter import Metadata, Reporter
+from services.agent.shadow import Shadow
+
+log = structlog.get_logger()
+
+# Saving may take a fiftieth of the time, however big the shadow is.
+SAVE_SHARE = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What all instances of an agent share."""
+
+    channels: Mapping[str, grpc.aio.Channel]
+    metadata: Metadata
+    zmq: zmq.asyncio.Context
+    agent_id: str
+    state_dir: Path
+    bookmark_interval_s: float
+    save_interval_s: float
+
+
+class InstanceWatch:
+    """Reports one instance from `start` to `stop`.
+
+    `instance.incarnation` may be empty, to take the process's name or a made-up one. `process` is the engine's identity, empty
+    when it does not tell one. `witnessed` says that this agent saw the incarnation
+    begin, so that no router can know it yet. `ended` is set, with `end_reason`, when the KV events show that the incarnation is
+    over or something here failed: the owner then stops this object and starts another.
+    """
+
+    def __init__(
+        self,
+        around: Surroundings,
+        instance: pb.Instance,
+        source: EventSource | None,
+        *,
+        process: str,
+        capacity_blocks: int,
+        witnessed: bool,
+    ) -> None:
+        self.instance = instance
+        self.source = source
+        self.ended = asyncio.Event()
+        self.end_reason = ""
+        self.reporters: list[Reporter] = []
+        self._around = around
+        self._process = process
+        self._capacity_blocks = capacity_blocks
+        self._witnessed = witnessed
+        self._file = StateFile(around.state_dir, instance.instance_id)
+        self.shadow = Shadow(instance.model, capacity_blocks=capacity_blocks)
+        self.feed: EventFeed | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._saving: asyncio.Future[None] | None = None
+        self._saved: tuple[int, int] | None = None
+        self._load: tuple[pb.Load, float] | None = None
+        self._log = log.bind(instance=instance.instance_id)
+
+    async def start(self) -> None:
+        """Restore, subscribe, catch up, then report."""
+        if not self.instance.incarnation:
+            self.instance.incarnation = self._process or new_incarnation("")
+        if self.source is not None:
+            await self._follow(self.source)
+        self._log.info(
+            "instance_found",
+            incarnation=self.instance.incarnation,
+            model=self.instance.model,
+            block_size=self.instance.block_size,
+            prefix_mode=pb.PrefixMode.Name(self.instance.prefix_mode),
+            prefix_reason=self.instance.prefix_reason,
+            keys=self.shadow.key_count,
+            seq=self.shadow.latest_seq,
+        )
+        self.reporters = [
+            Reporter(
+                router,
+                channel,
+                self._around.metadata,
+                self.shadow,
+                self.instance,
+                self._around.agent_id,
+                self._around.bookmark_interval_s,
+            )
+            for router, channel in self._around.channels.items()
+        ]
+        if self._load is not None:
+            self.loaded(*self._load)
+        if self.feed is not None:
+            self._tasks = [asyncio.create_task(self._run_feed(self.feed)), asyncio.create_task(self._save_often())]
+        for task in (*self._tasks, *(reporter.task for reporter in self.reporters)):
+            task.add_done_callback(self._task_done)
+
+    async def stop(self, goodbye: str = "") -> None:
+        """End everything. Without a reason the engine lives on: the state is saved so that the next agent goes on here."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(reporter.stop(goodbye) for reporter in self.reporters), return_exceptions=True)
+        if self._saving is not None:
+            # A save that is under way must not land after the last one.
+            await asyncio.wait([self._saving])
+        if self.feed is not None:
+            if not goodbye:
+                self._file.save(self._capture(self.feed, clean=True))
+            self.feed.close()
+        if goodbye:
+            self._log.info("instance_gone", incarnation=self.instance.incarnation, reason=goodbye)
+
+    def loaded(self, load: pb.Load, taken_at: float) -> None:
+        """A new load sample, as of `taken_at`."""
+        self._load = (load, taken_at)
+        for reporter in self.reporters:
+            reporter.load(load, taken_at)
+
+    def describe(self, instance: pb.Instance) -> None:
+        """The fixed properties changed: tell all routers."""
+        self.instance = instance
+        for reporter in self.reporters:
+            reporter.describe(instance)
+
+    async def _follow(self, source: EventSource) -> None:
+        """Set up shadow and feed, from the file if it is this lifetime's and the publisher confirms it."""
+        state = await asyncio.to_thread(self._restorable)
+        if state is not None:
+            self.shadow = revive(state, capacity_blocks=self._capacity_blocks)
+            self.instance.incarnation = state.incarnation
+            # From here on routers may hear more than the file knows.
+            state.clean = False
+            await asyncio.to_thread(self._file.save, state)
+        elif not self._witnessed:
+            # Routers may know this incarnation from an agent whose file is lost; its sequence must not be met again.
+            self.shadow.latest_seq = int(time.time()) << 20
+        self.feed = EventFeed(
+            self._around.zmq,
+            source,
+            self.shadow,
+            self._changed,
+            applied=state.applied if state is not None else -1,
+            applied_digest=state.applied_digest if state is not None else 0,
+        )
+        if not await self.feed.start():
+            self._log.warning("state_of_another_lifetime", incarnation=self.instance.incarnation)
+            self.feed.close()
+            self.instance.incarnation = new_incarnation(self._process)
+            seq = self.shadow.latest_seq + 1
+            self.shadow = Shadow(self.instance.model, capacity_blocks=self._capacity_blocks, latest_seq=seq)
+            self.feed = EventFeed(self._around.zmq, source, self.shadow, self._changed)
+            await self.feed.start()
+        self._changed()
+
+    def _restorable(self) -> State | None:
+        """The saved state, if it was this incarnation's. A damaged file is logged and forgotten."""
+        try:
+            state = self._file.load()
+        except msgspec.MsgspecError as error:
+            self._log.warning("state_damaged", path=str(self._file.path), reason=str(error))
+            return None
+        if state is None or self._witnessed:
+            return None
+        if state.process != self._process or state.model != self.instance.model:
+            return None
+        return state
+
+    def _changed(self) -> None:
+        if self.shadow.unusable and self.instance.prefix_mode != pb.PREFIX_MODE_NONE:
+            self.instance.prefix_mode = pb.PREFIX_MODE_NONE
+            self.instance.prefix_reason = self.shadow.unusable
+            self._log.warning("prefix_unknown", reason=self.shadow.unusable)
+            for reporter in self.reporters:
+                reporter.describe(self.instance)
+        for reporter in self.reporters:
+            reporter.changed()
+
+    async def _run_feed(self, feed: EventFeed) -> None:
+        await feed.run()
+        self.end_reason = "its KV events started over"
+        self.ended.set()
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        self._log.error("instance_task_failed", task=task.get_name(), exc_info=error)
+        self.end_reason = f"{type(error).__name__} in its agent"
+        self.ended.set()
+
+    async def _save_often(self) -> None:
+        assert self.feed is not None
+        while True:
+            await asyncio.sleep(max(self._around.save_interval_s, SAVE_SHARE * self._file.last_save_s))
+            position = (self.feed.applied, self.shadow.latest_seq)
+            if position == self._saved:
+                continue
+            state = self._capture(self.feed, clean=False)
+            self._saving = asyncio.ensure_future(asyncio.to_thread(self._file.save, state))
+            try:
+                await asyncio.shield(self._saving)
+            except OSError as error:
+                self._log.error("state_not_saved", path=str(self._file.path), reason=str(error))
+            else:
+                self._saved = position
+
+    def _capture(self, feed: EventFeed, *, clean: bool) -> State:
+        return capture(
+            self.shadow,
+            clean=clean,
+            process=self._process,
+            incarnation=self.instance.incarnation,
+            applied=feed.applied,
+            applied_digest=feed.applied_digest,
+        )
+
+
+def new_incarnation(process: str) -> str:
+    """A name for a lifetime that the process's own identity does not tell from an earlier one."""
+    return f"{process or 'anonymous'}-{secrets.token_hex(4)}"

@@ -1,0 +1,105 @@
+"""The shadow on disk, so that an agent restarts beside a running engine without forgetting what it holds.
+
+A file is one msgpack map, written to a temporary name and renamed. `clean` says that the agent that wrote it said nothing
+more to any router afterwards; only then may the sequence of deltas go on where it stopped. Otherwise it jumps ahead, and
+routers ask for a snapshot.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from array import array
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import quote
+
+import msgspec
+
+from services.agent.kv_events import BlockHash
+from services.agent.shadow import Place, Shadow
+
+FORMAT = 2
+# More deltas than an agent can send between two saves.
+SEQ_JUMP = 1 << 32
+
+Entry = tuple[BlockHash, bytes, list[tuple[Place, int]]]
+
+
+class State(msgspec.Struct, array_like=False):
+    """What is kept of one instance.
+
+    `process` is the engine's identity, empty when it does not tell one; `applied` the last KV-event batch in the shadow and
+    `applied_digest` the XXH3-64 of its payload (0 when unknown); `latest_seq` the last delta. A block is (engine hash, its
+    keys as native u64, [(place, references)]).
+    """
+
+    format: int
+    clean: bool
+    process: str
+    incarnation: str
+    model: str
+    applied: int
+    applied_digest: int
+    latest_seq: int
+    blocks: list[Entry]
+
+
+def capture(shadow: Shadow, *, clean: bool, process: str, incarnation: str, applied: int, applied_digest: int) -> State:
+    """A copy of the shadow and where it stands, independent of what happens to it later."""
+    blocks: list[Entry] = [
+        (name, array("Q", block.keys).tobytes(), list(block.refs.items())) for name, block in shadow.blocks.items()
+    ]
+    return State(FORMAT, clean, process, incarnation, shadow.model, applied, applied_digest, shadow.latest_seq, blocks)
+
+
+def revive(state: State, *, capacity_blocks: int) -> Shadow:
+    """The shadow that `state` was captured from."""
+    latest_seq = state.latest_seq if state.clean else state.latest_seq + SEQ_JUMP
+    shadow = Shadow(state.model, capacity_blocks=capacity_blocks, latest_seq=latest_seq)
+    shadow.restore(_entries(state.blocks))
+    return shadow
+
+
+def _entries(blocks: list[Entry]) -> Iterable[tuple[BlockHash, tuple[int, ...], dict[Place, int]]]:
+    for name, packed, refs in blocks:
+        keys = array("Q")
+        keys.frombytes(packed)
+        yield name, tuple(keys), dict(refs)
+
+
+class StateFile:
+    """One instance's file under `folder`."""
+
+    def __init__(self, folder: Path, instance_id: str) -> None:
+        self.path = folder / f"{quote(instance_id, safe='')}.shadow"
+        self.last_save_s = 0.0
+        """How long the last save took, in seconds."""
+
+    def save(self, state: State) -> None:
+        """Replace the file in one step. Raises OSError."""
+        began = time.monotonic()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.path.with_suffix(f".{os.getpid()}.tmp")
+        with beside.open("wb") as file:
+            file.write(msgspec.msgpack.encode(state))
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(self.path)
+        self.last_save_s = time.monotonic() - began
+
+    def load(self) -> State | None:
+        """The last state saved; None when there is none or it was written by another version of this format.
+
+        Raises OSError, and msgspec.MsgspecError for a file that is damaged.
+        """
+        if not self.path.is_file():
+            return None
+        raw = self.path.read_bytes()
+        if msgspec.msgpack.decode(raw, type=_Header).format != FORMAT:
+            return None
+        return msgspec.msgpack.decode(raw, type=State)
+
+
+class _Header(msgspec.Struct):
+    format: int

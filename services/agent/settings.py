@@ -1,0 +1,63 @@
+"""The agent's settings: flags, or environment variables with the prefix POINTSMAN_AGENT_."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, SecretStr, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from services.agent.target import parse_target
+
+
+class AgentSettings(BaseSettings):
+    """Lists are given by repeating the flag; in the environment as JSON or separated by spaces."""
+
+    model_config = SettingsConfigDict(env_prefix="POINTSMAN_AGENT_")
+
+    engines: Annotated[list[str], NoDecode] = Field(
+        default_factory=list,
+        description="base URL of an engine, with options as a query: events, replay, topic (ZMQ; asked from the engine when "
+        "not given), advertise (URL for gateways), gpus (indices on this node)",
+    )
+    routers: Annotated[list[str], NoDecode] = Field(
+        default_factory=list, description="HOST:PORT of each router replica"
+    )
+    state_dir: Path = Field(Path(".state/agent"), description="folder that survives the agent: shadows of its engines")
+    scrape_interval_s: float = Field(1.0, ge=0.05, le=60, description="time between two looks at an engine, in seconds")
+    bookmark_interval_s: float = Field(5.0, ge=0.1, le=600, description="time between two bookmarks, in seconds")
+    save_interval_s: float = Field(
+        5.0, ge=0.1, le=600, description="least time between two saves of a shadow, in seconds"
+    )
+    metrics_listen: str = Field("127.0.0.1:9101", description="HOST:PORT of /metrics and /health; empty for none")
+    engine_api_key: SecretStr = Field(SecretStr(""), description="what engines started with --api-key ask for")
+    log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error")
+
+    @field_validator("engines", "routers", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        return json.loads(value) if value.lstrip().startswith("[") else value.split()
+
+    @field_validator("engines")
+    @classmethod
+    def _engines_parse(cls, value: list[str]) -> list[str]:
+        if not value:
+            raise ValueError("at least one engine is needed")
+        addresses = [parse_target(text).instance_id(None) for text in value]
+        if len(set(addresses)) < len(addresses):
+            raise ValueError("two engines have the same advertised address")
+        return value
+
+    @field_validator("routers")
+    @classmethod
+    def _routers_parse(cls, value: list[str]) -> list[str]:
+        if not value:
+            raise ValueError("at least one router is needed")
+        for text in value:
+            if not text.rpartition(":")[2].isdigit():
+                raise ValueError(f"not HOST:PORT: {text!r}")
+        return value

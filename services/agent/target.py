@@ -1,0 +1,84 @@
+"""An engine's address with its options, as the settings give it. Pure.
+
+`http://127.0.0.1:8000?events=tcp://127.0.0.1:5557&replay=tcp://127.0.0.1:5558&topic=kv&advertise=http://10.0.0.7:8000&gpus=0,1`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, urlsplit, urlunsplit
+
+_OPTIONS = frozenset({"events", "replay", "topic", "advertise", "gpus"})
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What to watch. `url` is where the agent reaches the engine, `advertise` where gateways do, both without a trailing
+    slash. `events` and `replay` are ZMQ addresses to connect to, empty to ask the engine. `gpus` are indices on this node,
+    None when not given."""
+
+    url: str
+    advertise: str
+    events: str = ""
+    replay: str = ""
+    topic: str = ""
+    gpus: tuple[int, ...] | None = None
+
+    @property
+    def host(self) -> str:
+        """Host of `url`, as a ZMQ address needs it."""
+        host = urlsplit(self.url).hostname or ""
+        return f"[{host}]" if ":" in host else host
+
+    def instance_id(self, rank: int | None) -> str:
+        """The fleet-wide name: host:port of the advertised URL, and the rank where there are several."""
+        parts = urlsplit(self.advertise)
+        host = parts.hostname or ""
+        name = f"{f'[{host}]' if ':' in host else host}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
+        return name if rank is None else f"{name}/{rank}"
+
+
+def parse_target(text: str) -> Target:
+    """Read an engine's URL and options. Raises ValueError that names what is wrong."""
+    parts = urlsplit(text)
+    url = _base(text, urlunsplit((parts.scheme, parts.netloc, parts.path, "", "")))
+    options = dict(parse_qsl(parts.query, strict_parsing=bool(parts.query)))
+    if unknown := set(options) - _OPTIONS:
+        raise ValueError(f"unknown option {', '.join(sorted(unknown))} of engine {url}")
+    if "replay" in options and "events" not in options:
+        raise ValueError(f"engine {url} has a replay address without an events address")
+    gpus = options.get("gpus")
+    return Target(
+        url=url,
+        advertise=_base(text, options["advertise"]) if "advertise" in options else url,
+        events=options.get("events", ""),
+        replay=options.get("replay", ""),
+        topic=options.get("topic", ""),
+        gpus=None if gpus is None else tuple(int(index) for index in gpus.split(",") if index),
+    )
+
+
+def connect_address(endpoint: str | None, host: str) -> str:
+    """The address at which a subscriber reaches `endpoint` of an engine on `host`: wildcards become the host."""
+    if not endpoint:
+        return ""
+    for wildcard in ("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:", "tcp://:::"):
+        if endpoint.startswith(wildcard):
+            return f"tcp://{host}:{endpoint.removeprefix(wildcard)}"
+    return endpoint
+
+
+def offset_port(endpoint: str, rank: int) -> str:
+    """`endpoint` of data-parallel rank `rank`: its port plus the rank, as vLLM counts."""
+    if not rank or not endpoint.startswith("tcp://"):
+        return endpoint
+    base, _, port = endpoint.rpartition(":")
+    return f"{base}:{int(port) + rank}"
+
+
+def _base(text: str, url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"not an engine URL: {text!r}")
+    parts.port  # noqa: B018 - raises ValueError for a port that is none
+    return url.rstrip("/")

@@ -1,0 +1,253 @@
+"""One engine address: who answers there, what it is, how it does; one InstanceWatch per data-parallel rank."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+
+import structlog
+
+from pointsman.agent.v1 import agent_pb2 as pb
+from services.agent.gpu import GpuSampler
+from services.agent.identity import Identity, Seen
+from services.agent.instance import InstanceWatch, Surroundings, new_incarnation
+from services.agent.metrics import Sample, Scrape
+from services.agent.probe import EngineProbe, Models, ProbeError, Sources
+from services.agent.target import Target
+
+log = structlog.get_logger()
+
+# One failed look can be a busy engine; two in a row are worth a word to the routers.
+UNHEALTHY_AFTER = 2
+# An engine that is silent for so long is said goodbye to; until then it stays listed, and its keys stay known.
+GONE_AFTER_S = 60.0
+# Looks at an engine that does not answer come at least so often, in seconds.
+SLOWEST_LOOK_S = 5.0
+# Models and adapters are asked for again after so long: adapters come and go at run time.
+DESCRIBE_EVERY_S = 15.0
+
+
+class EngineWatch:
+    """Watches one address until its task is cancelled. `gpus` are the indices whose samples its instances carry."""
+
+    def __init__(
+        self,
+        target: Target,
+        around: Surroundings,
+        *,
+        scrape_interval_s: float,
+        api_key: str,
+        gpus: tuple[int, ...],
+        sampler: GpuSampler,
+    ) -> None:
+        self.target = target
+        self.instances: dict[int, InstanceWatch] = {}
+        """By data-parallel rank (the `engine` label)."""
+        self.healthy = False
+        self.trouble = "not looked at yet"
+        """Why nothing is reported, or why it is unhealthy; empty when all is well."""
+        self.refused = False
+        """Whether the address was found to be a load balancer."""
+        self.scrapes = 0
+        self.scrape_failures = 0
+        self._around = around
+        self._interval = scrape_interval_s
+        self._api_key = api_key
+        self._gpus = gpus
+        self._sampler = sampler
+        self._identity = Identity()
+        self._failures = 0
+        self._last_answer = time.monotonic()
+        self._last_loads: dict[int, pb.Load] = {}
+        self._described_at = 0.0
+        self._log = log.bind(engine=target.url)
+
+    async def run(self) -> None:
+        """Look, and look again. Ends by cancellation, which saves and keeps what the instances know."""
+        timeout_s = max(2.0, 2 * self._interval)
+        try:
+            async with EngineProbe(self.target, timeout_s=timeout_s, api_key=self._api_key) as probe:
+                while True:
+                    began = time.monotonic()
+                    await self._look(probe)
+                    pause = (
+                        self._interval if self._failures == 0 else min(SLOWEST_LOOK_S, self._interval * self._failures)
+                    )
+                    await self._rest(began + pause - time.monotonic())
+        finally:
+            await self._stop("")
+
+    async def _rest(self, seconds: float) -> None:
+        """Until the next look; sooner when an instance's events say that it is over."""
+        if seconds <= 0:
+            await asyncio.sleep(0)
+            return
+        waits = [asyncio.ensure_future(instance.ended.wait()) for instance in self.instances.values()]
+        if not waits:
+            await asyncio.sleep(seconds)
+            return
+        try:
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _look(self, probe: EngineProbe) -> None:
+        try:
+            scrape = await probe.scrape()
+            taken_at = time.monotonic()
+            self.scrapes += 1
+            await self._settle(probe, scrape)
+        except ProbeError as error:
+            await self._fail(str(error))
+            return
+        if self.refused:
+            return
+        if self._failures >= UNHEALTHY_AFTER:
+            self._log.info("engine_answers_again", failures=self._failures)
+        self._failures = 0
+        self._last_answer = taken_at
+        self.healthy = True
+        self.trouble = ""
+        gpus = await asyncio.to_thread(self._sampler.sample, self._gpus) if self._gpus else []
+        for rank, instance in self.instances.items():
+            if (sample := scrape.ranks.get(rank)) is not None:
+                load = self._last_loads[rank] = _load(sample, gpus)
+                instance.loaded(load, taken_at)
+
+    async def _settle(self, probe: EngineProbe, scrape: Scrape) -> None:
+        """Make `instances` those of the process that answered."""
+        tokens = sum(sample.generation_tokens for sample in scrape.ranks.values())
+        queries = sum(sample.prefix_cache_queries for sample in scrape.ranks.values())
+        seen = self._identity.observe(scrape.process_start, tokens, queries)
+        if seen is Seen.ALTERNATING:
+            self.trouble = (
+                "the address answers for several processes (a load balancer?): give each engine's own address"
+            )
+            if not self.refused:
+                self._log.error("engine_refused", reason=self.trouble)
+                await self._stop(self.trouble)
+            self.refused, self.healthy = True, False
+            return
+        self.refused = False
+        over = [instance.end_reason for instance in self.instances.values() if instance.ended.is_set()]
+        if seen is Seen.NEW and self.instances:
+            await self._stop("another process answers")
+            await self._begin(probe, scrape, witnessed=True)
+        elif over:
+            await self._stop(over[0])
+            await self._begin(probe, scrape, witnessed=True, same_process=True)
+        elif set(self.instances) != set(scrape.ranks):
+            await self._stop("its data-parallel ranks changed" if self.instances else "")
+            await self._begin(probe, scrape, witnessed=False)
+        elif time.monotonic() - self._described_at >= DESCRIBE_EVERY_S:
+            await self._describe_again(probe)
+
+    async def _begin(self, probe: EngineProbe, scrape: Scrape, *, witnessed: bool, same_process: bool = False) -> None:
+        ranks = sorted(scrape.ranks)
+        models = await probe.models()
+        version = await probe.version()
+        sources = await probe.sources(ranks)
+        self._described_at = time.monotonic()
+        process = "" if self._identity.anonymous else self._identity.current
+        for rank in ranks:
+            sample = scrape.ranks[rank]
+            if not sample.cache_config:
+                raise ProbeError("no vllm:cache_config_info in /metrics")
+            instance = self._instance(rank if len(ranks) > 1 else None, sample, models, version)
+            instance.incarnation = new_incarnation(process) if same_process else process
+            source = sources.by_rank.get(rank)
+            if reason := _no_prefix(sample, sources, rank):
+                instance.prefix_mode, instance.prefix_reason, source = pb.PREFIX_MODE_NONE, reason, None
+            watch = InstanceWatch(
+                self._around,
+                instance,
+                source,
+                process=process,
+                capacity_blocks=sample.kv_blocks,
+                witnessed=witnessed,
+            )
+            self.instances[rank] = watch
+            await watch.start()
+
+    def _instance(self, rank: int | None, sample: Sample, models: Models, version: str) -> pb.Instance:
+        return pb.Instance(
+            instance_id=self.target.instance_id(rank),
+            url=self.target.advertise,
+            model=models.served_names[0],
+            served_names=models.served_names,
+            lora_names=models.lora_names,
+            model_root=models.root,
+            block_size=sample.block_size,
+            kv_capacity_tokens=sample.kv_capacity_tokens,
+            max_model_len=models.max_model_len,
+            data_parallel_rank=rank,
+            prefix_mode=pb.PREFIX_MODE_EXACT,
+            engine_version=version,
+            node=socket.gethostname(),
+        )
+
+    async def _describe_again(self, probe: EngineProbe) -> None:
+        models = await probe.models()
+        self._described_at = time.monotonic()
+        for instance in self.instances.values():
+            before = instance.instance
+            if tuple(before.lora_names) == models.lora_names and tuple(before.served_names) == models.served_names:
+                continue
+            after = pb.Instance()
+            after.CopyFrom(before)
+            # The pool's name stays: it is part of every key.
+            after.served_names[:] = models.served_names
+            after.lora_names[:] = models.lora_names
+            self._log.info("engine_models_changed", lora_names=models.lora_names)
+            instance.describe(after)
+
+    async def _fail(self, reason: str) -> None:
+        self.scrape_failures += 1
+        self._failures += 1
+        self._identity.unreachable()
+        if self._failures == UNHEALTHY_AFTER:
+            self._log.warning("engine_unreachable", reason=reason)
+        self.trouble = reason
+        if self._failures < UNHEALTHY_AFTER:
+            return
+        self.healthy = False
+        if self.instances and time.monotonic() - self._last_answer > GONE_AFTER_S:
+            await self._stop("the engine stopped answering")
+            return
+        for rank, instance in self.instances.items():
+            load = pb.Load()
+            load.CopyFrom(self._last_loads.get(rank, pb.Load()))
+            load.healthy = False
+            instance.loaded(load, self._last_answer)
+
+    async def _stop(self, goodbye: str) -> None:
+        instances, self.instances = self.instances, {}
+        self._last_loads.clear()
+        await asyncio.gather(*(instance.stop(goodbye) for instance in instances.values()))
+
+
+def _no_prefix(sample: Sample, sources: Sources, rank: int) -> str:
+    """Why the keys of a rank cannot be known; empty when they can."""
+    if sample.cache_config.get("enable_prefix_caching") == "False":
+        return "the engine runs without prefix caching"
+    if sources.reason:
+        return sources.reason
+    return "" if rank in sources.by_rank else f"the engine publishes no KV events for rank {rank}"
+
+
+def _load(sample: Sample, gpus: list[pb.Gpu]) -> pb.Load:
+    return pb.Load(
+        running=int(sample.running),
+        waiting=int(sample.waiting),
+        kv_usage=sample.kv_usage,
+        generation_tokens=int(sample.generation_tokens),
+        prefix_cache_queries=int(sample.prefix_cache_queries),
+        prefix_cache_hits=int(sample.prefix_cache_hits),
+        external_prefix_cache_queries=int(sample.external_prefix_cache_queries),
+        external_prefix_cache_hits=int(sample.external_prefix_cache_hits),
+        preemptions=int(sample.preemptions),
+        healthy=True,
+        gpus=gpus,
+    )
