@@ -1,0 +1,330 @@
+"""A router and engines for gateway tests: real sockets, scripted behaviour, everything that reached them kept for inspection."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+from aiohttp import web
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placement_pb2_grpc
+from services.common.channel import SERVER_OPTIONS
+from services.common.keys import KEY_SCHEME
+from services.gateway.dialect import Kind, parse
+from services.gateway.main import serving
+from services.gateway.settings import GatewaySettings
+from services.gateway.tokens import ModelTokenizer
+
+MODEL = "tiny"
+
+CHATML = """{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+    {{- '# Tools' }}
+    {%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' + message.content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n<tool_call>' + call.function.name + ' ' }}{{- call.function.arguments | tojson }}{{- '</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif not (message.role == 'system' and loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+
+def make_tokenizer(folder: Path, template: str = CHATML) -> Path:
+    """A byte-level BPE tokenizer with ChatML special tokens, as a model folder would hold it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|im_start|>", "<|im_end|>", "<s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["set the points so that each train takes the right track"] * 3, trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"chat_template": template, "bos_token": {"content": "<s>"}, "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@dataclass
+class FakeEngine:
+    """An engine that answers a scripted text. `mode` is one of ok, 500, 400, hang, cut (dies mid-stream), refuse_late."""
+
+    tokenizer: ModelTokenizer
+    mode: str = "ok"
+    words: tuple[str, ...] = ("The ", "points ", "are ", "set.")
+    url: str = ""
+    token_shift: int = 0
+    hold: asyncio.Event | None = None  # a stream waits here after its first word
+    requests: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
+    aborted: int = 0
+    open: int = 0
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if "messages" in body:
+            ids = self.tokenizer.chat(body)
+        else:
+            ids = self.tokenizer.text(body["prompt"], add_special_tokens=body.get("add_special_tokens", True))
+        return web.json_response({"tokens": [one + self.token_shift for one in ids], "count": len(ids)})
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        body = json.loads(raw)
+        self.requests.append((request.path, body, dict(request.headers)))
+        if self.mode == "500":
+            return web.Response(status=500, text="boom at 10.0.0.7")
+        if self.mode == "400":
+            return web.json_response({"error": {"message": "no", "type": "BadRequestError", "code": 400}}, status=400)
+        self.open += 1
+        try:
+            if self.mode == "hang":
+                await asyncio.sleep(3600)
+            count = len(self.tokenizer.prompt(parse(Kind(request.path), raw)).ids)
+            usage = {
+                "prompt_tokens": count,
+                "completion_tokens": len(self.words),
+                "total_tokens": count + len(self.words),
+                "prompt_tokens_details": {"cached_tokens": 16},
+            }
+            if not body.get("stream"):
+                choice = {"index": 0, "text": "".join(self.words), "finish_reason": "stop"}
+                if request.path == Kind.CHAT.value:
+                    message = {"role": "assistant", "content": choice.pop("text")}
+                    choice |= {"message": message}
+                return web.json_response(
+                    {"id": "x", "object": "o", "created": 0, "model": MODEL, "choices": [choice], "usage": usage}
+                )
+            return await self._stream(request, body, usage)
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        finally:
+            self.open -= 1
+
+    async def _stream(self, request: web.Request, body: dict[str, Any], usage: dict[str, Any]) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8", "Server": "secret"})
+        await answer.prepare(request)
+
+        async def event(data: dict[str, Any]) -> None:
+            head = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": MODEL}
+            await answer.write(b"data: " + json.dumps(head | data).encode() + b"\n\n")
+
+        for at, word in enumerate(self.words):
+            delta = {"index": 0, "delta": {"content": word}, "text": word, "finish_reason": None}
+            await event({"choices": [delta]})
+            if at == 0 and self.hold is not None:
+                await self.hold.wait()
+            if at == 0 and self.mode == "cut":
+                assert request.transport is not None
+                request.transport.close()
+                return answer
+        if (body.get("stream_options") or {}).get("include_usage"):
+            await event({"choices": [], "usage": usage})
+        await answer.write(b"data: [DONE]\n\n")
+        return answer
+
+    @asynccontextmanager
+    async def serve(self) -> AsyncIterator[FakeEngine]:
+        app = web.Application(client_max_size=64 << 20)
+        app.router.add_post("/tokenize", self.tokenize)
+        app.router.add_post(Kind.CHAT.value, self.generate)
+        app.router.add_post(Kind.COMPLETION.value, self.generate)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+
+
+Placer = Callable[[placement_pb2.PlacementRequest], placement_pb2.Placement | placement_pb2.Refusal | None]
+
+
+class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.FleetServiceServicer):
+    """Places on the first instance that is not excluded; `placer` replaces that. Keeps every message by kind."""
+
+    def __init__(self, pools: list[placement_pb2.Pool]) -> None:
+        self.pools = pools
+        self.placer: Placer = self.first
+        self.next_steps: list[placement_pb2.Placement] = []
+        self.hellos: list[placement_pb2.GatewayHello] = []
+        self.places: list[placement_pb2.PlacementRequest] = []
+        self.first_tokens: list[str] = []
+        self.step_dones: list[placement_pb2.StepDone] = []
+        self.finished: list[placement_pb2.Finished] = []
+        self.explained: list[placement_pb2.PlacementRequest] = []
+        self.metadata: dict[str, str] = {}
+        self.address = ""
+        self.changed = asyncio.Condition()
+        self._server: grpc.aio.Server | None = None
+
+    def first(self, request: placement_pb2.PlacementRequest) -> placement_pb2.Placement | placement_pb2.Refusal:
+        pool = next(
+            (one for one in self.pools if request.model in (one.model, *one.served_names, *one.lora_names)), None
+        )
+        ready = [one for one in pool.instances if one.instance_id not in request.exclude] if pool else []
+        if not ready:
+            return refusal(request, 14, "no instance")
+        return serve(request, ready[0])
+
+    async def Session(self, requests: AsyncIterator[placement_pb2.SessionRequest], context: Any) -> AsyncIterator[Any]:
+        self.metadata = dict(context.invocation_metadata())
+        outbox: asyncio.Queue[placement_pb2.SessionResponse] = asyncio.Queue()
+
+        async def read() -> None:
+            async for message in requests:
+                await self._take(message, outbox)
+
+        reader = asyncio.create_task(read())
+        try:
+            while True:
+                yield await outbox.get()
+        finally:
+            reader.cancel()
+
+    async def _take(self, message: placement_pb2.SessionRequest, outbox: asyncio.Queue[Any]) -> None:
+        answer: Any = None
+        match message.WhichOneof("kind"):
+            case "hello":
+                self.hellos.append(message.hello)
+                welcome = placement_pb2.GatewayWelcome(router_id="fake", epoch=1, key_scheme=KEY_SCHEME)
+                await outbox.put(placement_pb2.SessionResponse(welcome=welcome))
+                await outbox.put(placement_pb2.SessionResponse(fleet=placement_pb2.Fleet(pools=self.pools)))
+            case "place":
+                self.places.append(message.place)
+                answer = self.placer(message.place)
+            case "step_done":
+                self.step_dones.append(message.step_done)
+                answer = self.next_steps.pop(0)
+                answer.request_id = message.step_done.request_id
+            case "first_token":
+                self.first_tokens.append(message.first_token.request_id)
+            case "finished":
+                self.finished.append(message.finished)
+        if isinstance(answer, placement_pb2.Placement):
+            await outbox.put(placement_pb2.SessionResponse(placement=answer))
+        elif answer is not None:
+            await outbox.put(placement_pb2.SessionResponse(refusal=answer))
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def Explain(self, request: fleet_pb2.ExplainRequest, context: Any) -> fleet_pb2.ExplainResponse:
+        self.explained.append(request.request)
+        decision = fleet_pb2.Decision(decision_id="d-1", reason="affinity", input_tokens=request.request.input_tokens)
+        return fleet_pb2.ExplainResponse(decision=decision)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait until `holds`, looking after every message; the test's own timeout ends a wait that never comes true."""
+        async with self.changed:
+            await self.changed.wait_for(holds)
+
+    async def start(self, port: int = 0) -> None:
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        placement_pb2_grpc.add_PlacementServiceServicer_to_server(self, self._server)
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(self, self._server)
+        bound = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        self.address = f"127.0.0.1:{bound}"
+        await self._server.start()
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(None)
+            self._server = None
+
+
+def serve(request: placement_pb2.PlacementRequest, instance: placement_pb2.InstanceRef) -> placement_pb2.Placement:
+    step = placement_pb2.Step(kind=placement_pb2.STEP_KIND_SERVE, instance=instance, reason="test")
+    return placement_pb2.Placement(
+        request_id=request.request_id, decision_id=f"d-{request.request_id}", step=step, last=True
+    )
+
+
+def refusal(request: placement_pb2.PlacementRequest, code: int, message: str, wait_s: int = 0) -> placement_pb2.Refusal:
+    answer = placement_pb2.Refusal(request_id=request.request_id, code=code, message=message)
+    if wait_s:
+        answer.retry_after.FromSeconds(wait_s)
+    return answer
+
+
+@dataclass
+class Stack:
+    """A gateway over one fake router and some fake engines."""
+
+    url: str
+    router: FakeRouter
+    engines: list[FakeEngine]
+    gateway: Any
+
+
+@asynccontextmanager
+async def stack(folder: Path, engines: int = 2, *, ready: bool = True, **settings: Any) -> AsyncIterator[Stack]:
+    """Everything running, the tokenizer checked (unless `ready` is False)."""
+    tokenizer = ModelTokenizer.load(make_tokenizer(folder / "model"))
+    servers = [FakeEngine(tokenizer) for _ in range(engines)]
+    contexts = [server.serve() for server in servers]
+    for context in contexts:
+        await context.__aenter__()
+    refs = [
+        placement_pb2.InstanceRef(instance_id=f"i{at}", url=server.url, incarnation="1")
+        for at, server in enumerate(servers)
+    ]
+    pool = placement_pb2.Pool(
+        model=MODEL,
+        served_names=["tiny-alias"],
+        lora_names=["tiny-lora"],
+        model_root=str(folder / "model"),
+        max_model_len=4096,
+        instances=refs,
+    )
+    router = FakeRouter([pool])
+    await router.start()
+    given = {"listen": "127.0.0.1:0", "routers": [router.address], "drain_s": 0.5, "router_grace_s": 0.2} | settings
+    try:
+        async with serving(GatewaySettings(**given)) as (gateway, url):
+            if ready:
+                await until_ready(gateway)
+            yield Stack(url, router, servers, gateway)
+    finally:
+        await router.stop()
+        for context in contexts:
+            await context.__aexit__(None, None, None)
+
+
+async def until(holds: Callable[[], object]) -> None:
+    """Poll until `holds`, for what nobody tells us of; the test's own timeout ends a wait that never comes true."""
+    while not holds():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+async def until_ready(gateway: Any) -> None:
+    """Until the self-check has come to an end for every pool."""
+    await until(gateway.pools.states)
+    for state in gateway.pools.states():
+        if state.task is not None:
+            await state.task

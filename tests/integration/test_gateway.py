@@ -1,0 +1,296 @@
+"""The gateway over real sockets: answers, errors, and one report for each placed attempt."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import openai
+import pytest
+
+from pointsman.router.v1 import placement_pb2
+from services.common.keys import prompt_keys
+from tests.integration.gateway_fakes import MODEL, Stack, refusal, stack, until
+
+CHAT = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "set the points so that each train takes the right track"}],
+}
+
+
+@pytest.fixture
+async def up(tmp_path: Path) -> AsyncIterator[Stack]:
+    async with stack(tmp_path) as running:
+        yield running
+
+
+async def post(up: Stack, path: str, **kwargs: object) -> tuple[int, dict[str, object], dict[str, str]]:
+    async with aiohttp.ClientSession() as http, http.post(up.url + path, **kwargs) as answer:  # type: ignore[arg-type]
+        raw = await answer.read()
+        return answer.status, json.loads(raw), dict(answer.headers)
+
+
+def outcomes(up: Stack) -> list[int]:
+    return [one.outcome for one in up.router.finished]
+
+
+async def test_an_openai_client_gets_the_engines_answer_and_the_router_its_reports(up: Stack) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{up.url}/v1", api_key="none") as client:
+        raw = await client.chat.completions.with_raw_response.create(**CHAT)
+        answer = raw.parse()
+    assert answer.choices[0].message.content == "The points are set."
+    await up.router.until(lambda: len(up.router.finished) == 1)
+    (place,), (done,) = up.router.places, up.router.finished
+    ids = up.engines[0].tokenizer.chat(CHAT)
+    assert place.input_tokens == len(ids) == done.prompt_tokens
+    assert list(place.keys) == prompt_keys(ids, MODEL)
+    assert place.tenant == "default"
+    assert raw.headers["X-Pointsman-Decision"] == f"d-{place.request_id}"
+    assert raw.headers["X-Pointsman-Instance"] == "i0"
+    assert up.router.first_tokens == [place.request_id]
+    assert (done.outcome, done.cached_tokens, done.output_tokens, done.http_status) == (
+        placement_pb2.OUTCOME_OK,
+        16,
+        4,
+        200,
+    )
+    assert 0 < done.timings.placed_ms <= done.timings.sent_ms <= done.timings.first_token_ms <= done.timings.done_ms
+
+
+async def test_a_stream_reaches_an_openai_client_piece_by_piece(up: Stack) -> None:
+    up.engines[0].hold = asyncio.Event()
+    async with openai.AsyncOpenAI(base_url=f"{up.url}/v1", api_key="none") as client:
+        stream = await client.chat.completions.create(**CHAT, stream=True, stream_options={"include_usage": True})
+        first = await anext(stream)
+        assert first.choices[0].delta.content == "The "
+        await up.router.until(lambda: len(up.router.first_tokens) == 1)
+        assert up.router.finished == []
+        up.engines[0].hold.set()
+        rest = [chunk async for chunk in stream]
+    assert rest[-1].usage is not None
+    await up.router.until(lambda: len(up.router.finished) == 1)
+    done = up.router.finished[0]
+    assert (done.outcome, done.cached_tokens, done.output_tokens) == (placement_pb2.OUTCOME_OK, 16, 4)
+
+
+async def test_completions_take_text_and_token_ids(up: Stack) -> None:
+    for prompt in ("each train", [5, 6, 7] * 20, ["each train", "the right track"]):
+        status, answer, _ = await post(up, "/v1/completions", json={"model": "tiny-alias", "prompt": prompt})
+        assert status == 200, answer
+    assert up.router.places[1].input_tokens == 60
+    assert list(up.router.places[1].keys) == prompt_keys([5, 6, 7] * 20, MODEL)
+
+
+async def test_a_lora_has_keys_of_its_own(up: Stack) -> None:
+    status, _, _ = await post(up, "/v1/chat/completions", json=CHAT | {"model": "tiny-lora"})
+    assert status == 200
+    assert list(up.router.places[0].keys) == prompt_keys(up.engines[0].tokenizer.chat(CHAT), MODEL, "tiny-lora")
+
+
+async def test_a_client_that_leaves_frees_the_engine_and_the_reservation(up: Stack) -> None:
+    up.engines[0].hold = asyncio.Event()
+    async with aiohttp.ClientSession() as http:
+        answer = await http.post(f"{up.url}/v1/chat/completions", json=CHAT | {"stream": True})
+        assert (await answer.content.readline()).startswith(b"data: ")
+        answer.close()
+    await up.router.until(lambda: len(up.router.finished) == 1)
+    assert outcomes(up) == [placement_pb2.OUTCOME_CANCELLED]
+    await until(lambda: not up.engines[0].open)
+    assert up.engines[0].aborted == 1
+    assert up.gateway.router.inflight() == {}
+
+
+async def test_a_client_that_leaves_before_the_placement_is_told_to_the_router(up: Stack) -> None:
+    up.router.placer = lambda request: None
+    async with aiohttp.ClientSession() as http:
+        waiting = asyncio.create_task(http.post(f"{up.url}/v1/chat/completions", json=CHAT))
+        await up.router.until(lambda: len(up.router.places) == 1)
+        waiting.cancel()
+    await up.router.until(lambda: len(up.router.finished) == 1)
+    assert outcomes(up) == [placement_pb2.OUTCOME_CANCELLED]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_failing_instance_is_left_for_another(up: Stack, stream: bool) -> None:
+    up.engines[0].mode = "500"
+    async with openai.AsyncOpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0) as client:
+        answer = await client.chat.completions.with_raw_response.create(**CHAT, stream=stream)
+    assert answer.headers["X-Pointsman-Instance"] == "i1"
+    await up.router.until(lambda: len(up.router.finished) == 2)
+    first, second = up.router.places
+    assert second.request_id == f"{first.request_id}.1"
+    assert list(second.exclude) == ["i0"]
+    assert outcomes(up) == [placement_pb2.OUTCOME_FAILED, placement_pb2.OUTCOME_OK]
+    assert up.router.finished[0].http_status == 500
+
+
+async def test_a_refused_connection_is_left_for_another_and_no_address_shows(up: Stack) -> None:
+    for ref in up.router.pools[0].instances:
+        ref.url = "http://127.0.0.1:1"
+    status, answer, _ = await post(up, "/v1/chat/completions", json=CHAT)
+    assert status == 502
+    assert "127.0.0.1" not in json.dumps(answer)
+    await up.router.until(lambda: len(up.router.finished) == 2)
+    assert outcomes(up) == [placement_pb2.OUTCOME_FAILED] * 2
+    assert "127.0.0.1" not in "".join(one.error for one in up.router.finished)
+
+
+async def test_an_instance_that_dies_while_it_answers_ends_the_stream_with_an_error(up: Stack) -> None:
+    up.engines[0].mode = "cut"
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{up.url}/v1/chat/completions", json=CHAT | {"stream": True}) as answer,
+    ):
+        body = await answer.read()
+    assert b"[DONE]" not in body
+    assert json.loads(body.strip().splitlines()[-1].removeprefix(b"data: "))["error"]["code"] == "instance_failed"
+    await up.router.until(lambda: len(up.router.finished) == 1)
+    assert outcomes(up) == [placement_pb2.OUTCOME_FAILED]
+
+
+async def test_the_engines_own_refusal_is_passed_on(up: Stack) -> None:
+    up.engines[0].mode = "400"
+    status, answer, _ = await post(up, "/v1/chat/completions", json=CHAT)
+    assert (status, answer["error"]["message"]) == (400, "no")  # type: ignore[index]
+    await up.router.until(lambda: len(up.router.finished) == 1)
+    assert outcomes(up) == [placement_pb2.OUTCOME_REJECTED]
+
+
+JSON = {"Content-Type": "application/json"}
+BAD = [
+    ("malformed", b'{"model": ', JSON, 400, "invalid_json"),
+    ("unknown model", json.dumps(CHAT | {"model": "other"}).encode(), JSON, 404, "model_not_found"),
+    ("negative max_tokens", json.dumps(CHAT | {"max_tokens": -1}).encode(), JSON, 400, "invalid_value"),
+    ("content type", json.dumps(CHAT).encode(), {"Content-Type": "text/plain"}, 415, "unsupported_media_type"),
+    ("no room for output", json.dumps(CHAT | {"max_tokens": 4096}).encode(), JSON, 400, "context_length_exceeded"),
+    (
+        "over-long prompt",
+        json.dumps(CHAT | {"messages": [{"role": "user", "content": "ab " * 9000}]}).encode(),
+        JSON,
+        400,
+        "context_length_exceeded",
+    ),
+    ("body over the limit", b" " * 100_001, JSON, 413, "body_too_large"),
+]
+
+
+async def test_bad_input_is_refused_with_nothing_placed(tmp_path: Path) -> None:
+    async with stack(tmp_path, max_body_bytes=100_000) as up:
+        for name, body, headers, status, code in BAD:
+            got, answer, _ = await post(up, "/v1/chat/completions", data=body, headers=headers)
+            assert (got, answer["error"]["code"]) == (status, code), name  # type: ignore[index]
+            assert answer["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+        assert (await post(up, "/collective_rpc", json={}))[0] == 404
+        async with aiohttp.ClientSession() as http, http.get(f"{up.url}/v1/chat/completions") as answer:
+            assert (answer.status, answer.headers["Allow"]) == (405, "POST")
+            assert "error" in await answer.json()
+        assert up.router.places == []
+        assert all(engine.requests == [] for engine in up.engines)
+
+
+async def test_refusals_become_http_errors_with_retry_after(up: Stack) -> None:
+    for code, wait, status in ((14, 0, 503), (8, 7, 429), (5, 0, 404)):
+        up.router.placer = lambda request, code=code, wait=wait: refusal(request, code, "no", wait)  # type: ignore[misc]
+        got, _, headers = await post(up, "/v1/chat/completions", json=CHAT)
+        assert got == status
+        assert headers.get("Retry-After") == {14: "1", 8: "7", 5: None}[code]
+    assert up.router.finished == []
+    assert all(engine.requests == [] for engine in up.engines)
+
+
+async def test_what_a_client_may_not_set_never_reaches_an_engine(up: Stack) -> None:
+    evil = {"do_remote_prefill": True}
+    body = CHAT | {
+        "kv_transfer_params": evil,
+        "ec_transfer_params": evil,
+        "priority": -5,
+        "cache_salt": "mine",
+        "vllm_xargs": {"kv_transfer_params": "x", "kv_cache_report_mode": "full", "mine": 1},
+        "top_k": 3,
+    }
+    headers = {"X-Vllm-Priority": "-5", "X-data-parallel-rank": "3", "X-Session-ID": "abc", "traceparent": "00-1-2-01"}
+    status, _, _ = await post(up, "/v1/chat/completions", json=body, headers=headers)
+    assert status == 200
+    ((_, seen, seen_headers),) = up.engines[0].requests
+    assert seen == CHAT | {"vllm_xargs": {"mine": 1}, "top_k": 3}
+    lower = {name.lower(): value for name, value in seen_headers.items()}
+    assert "x-vllm-priority" not in lower
+    assert "x-data-parallel-rank" not in lower
+    assert (lower["x-session-id"], lower["traceparent"]) == ("abc", "00-1-2-01")
+    assert list(up.router.places[0].keys) == prompt_keys(up.engines[0].tokenizer.chat(CHAT), MODEL)
+
+
+async def test_a_clean_body_is_forwarded_as_it_came(up: Stack) -> None:
+    raw = b'{ "messages":[{"role":"user","content":"\\u00fc"}],  "model":"tiny" }'
+    seen: list[bytes] = []
+    original = up.gateway._upstream.post
+
+    async def spy(target: object, path: str, payload: bytes, headers: object) -> object:
+        seen.append(payload)
+        return await original(target, path, payload, headers)
+
+    up.gateway._upstream.post = spy
+    status, _, _ = await post(up, "/v1/chat/completions", data=raw, headers=JSON)
+    assert (status, seen) == (200, [raw])
+
+
+async def test_turns_of_a_chat_continue_its_session(up: Stack) -> None:
+    messages = list(CHAT["messages"])
+    await post(up, "/v1/chat/completions", json=CHAT)
+    messages += [{"role": "assistant", "content": "The points are set."}, {"role": "user", "content": "Again."}]
+    await post(up, "/v1/chat/completions", json=CHAT | {"messages": messages})
+    await post(
+        up, "/v1/chat/completions", json=CHAT | {"messages": [{"role": "user", "content": "something else " * 9}]}
+    )
+    await post(up, "/v1/chat/completions", json=CHAT | {"session_id": "body"}, headers={"X-Session-ID": "header"})
+    first, second, third, named = [one.session_id for one in up.router.places]
+    assert first == second != third
+    assert named == "header"
+    assert up.engines[0].requests[0][2]["X-Session-ID"] == first
+
+
+async def test_a_dry_run_explains_and_sends_nothing(up: Stack) -> None:
+    status, answer, _ = await post(up, "/v1/chat/completions", json=CHAT, headers={"X-Pointsman-Dry-Run": "1"})
+    assert (status, answer["decision"]["decision_id"]) == (200, "d-1")  # type: ignore[index]
+    assert up.router.explained[0].input_tokens == len(up.engines[0].tokenizer.chat(CHAT))
+    assert up.router.places == []
+    assert all(engine.requests == [] for engine in up.engines)
+
+
+async def test_models_health_and_metrics_tell_what_is_there(up: Stack) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{up.url}/v1", api_key="none") as client:
+        assert [model.id async for model in client.models.list()] == ["tiny", "tiny-alias", "tiny-lora"]
+    await post(up, "/v1/chat/completions", json=CHAT)
+    async with aiohttp.ClientSession() as http:
+        async with http.get(f"{up.url}/health") as answer:
+            assert (answer.status, (await answer.json())["status"]) == (200, "ok")
+        async with http.get(f"{up.url}/metrics") as answer:
+            text = await answer.text()
+    assert 'pointsman_gateway_tokenizer_exact{model="tiny"} 1.0' in text
+    assert 'pointsman_gateway_requests_total{model="tiny",route="/v1/chat/completions",status="200"} 1.0' in text
+    assert "pointsman_gateway_open_requests 0.0" in text
+
+
+async def test_a_prefill_step_comes_before_the_serve_step(up: Stack) -> None:
+    p, d = up.router.pools[0].instances
+    p.data_parallel_rank = 2
+
+    def offload(request: placement_pb2.PlacementRequest) -> placement_pb2.Placement:
+        step = placement_pb2.Step(kind=placement_pb2.STEP_KIND_PREFILL, instance=p, prefix_tokens=16)
+        return placement_pb2.Placement(request_id=request.request_id, decision_id="d", step=step)
+
+    up.router.placer = offload
+    after = placement_pb2.Step(index=1, kind=placement_pb2.STEP_KIND_SERVE, instance=d, kv_source=p)
+    up.router.next_steps = [placement_pb2.Placement(decision_id="d", step=after, last=True)]
+    status, _, headers = await post(up, "/v1/chat/completions", json=CHAT)
+    assert (status, headers["X-Pointsman-Instance"]) == (200, "i1")
+    ((path, body, sent),) = up.engines[0].requests
+    assert path == "/v1/completions"
+    assert body["prompt"] == up.engines[0].tokenizer.chat(CHAT)[:16]
+    assert (body["max_tokens"], body["stream"], sent["X-data-parallel-rank"]) == (1, False, "2")
+    await up.router.until(lambda: len(up.router.finished) == 1)
+    assert [(done.step_index, done.ok) for done in up.router.step_dones] == [(0, True)]
+    assert outcomes(up) == [placement_pb2.OUTCOME_OK]

@@ -1,0 +1,203 @@
+"""The gateway when something is missing: the router, the tokenizer, the instances, a client's key."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from pointsman.router.v1 import placement_pb2
+from services.gateway.main import serving
+from services.gateway.pools import Exactness
+from services.gateway.settings import GatewaySettings
+from tests.integration.gateway_fakes import MODEL, FakeRouter, make_tokenizer, stack, until
+from tests.integration.test_gateway import CHAT, post
+
+
+async def test_without_its_router_it_places_by_itself_and_tells_the_router_that_returns(tmp_path: Path) -> None:
+    async with stack(tmp_path) as up:
+        port = int(up.router.address.rpartition(":")[2])
+        for engine in up.engines:
+            engine.hold = asyncio.Event()
+        async with aiohttp.ClientSession() as http:
+            open_before = await http.post(f"{up.url}/v1/chat/completions", json=CHAT | {"stream": True})
+            await open_before.content.readline()
+            await up.router.stop()
+            # Least in flight: i0 is busy, so the next one goes to i1.
+            await until(lambda: not up.gateway.router.connected)
+            degraded = await http.post(f"{up.url}/v1/chat/completions", json=CHAT | {"stream": True})
+            assert degraded.headers["X-Pointsman-Degraded"] == "1"
+            assert degraded.headers["X-Pointsman-Instance"] == "i1"
+            await degraded.content.readline()
+            back = FakeRouter(up.router.pools)
+            await back.start(port)
+            try:
+                await back.until(lambda: len(back.hellos) == 1)
+                told = {one.instance_id: one for one in back.hellos[0].open_streams}
+                assert set(told) == {"i0", "i1"}
+                assert told["i0"].phase == placement_pb2.PHASE_DECODE
+                assert told["i0"].generated_tokens == 1
+                assert told["i0"].request.input_tokens > 0
+                assert list(told["i0"].request.keys) == []
+                for engine in up.engines:
+                    engine.hold.set()  # type: ignore[union-attr]
+                for answer in (open_before, degraded):
+                    assert (await answer.read()).endswith(b"[DONE]\n\n")
+                await back.until(lambda: len(back.finished) == 2)
+                assert {one.request_id for one in back.finished} == {one.request.request_id for one in told.values()}
+                status, _, headers = await post(up, "/v1/chat/completions", json=CHAT)
+                assert status == 200
+                assert "X-Pointsman-Degraded" not in headers
+            finally:
+                await back.stop()
+
+
+async def test_a_request_that_waits_for_its_step_is_asked_again_of_the_router_that_returns(tmp_path: Path) -> None:
+    async with stack(tmp_path, router_grace_s=20.0) as up:
+        up.router.placer = lambda request: None
+        asked = asyncio.create_task(post(up, "/v1/chat/completions", json=CHAT))
+        await up.router.until(lambda: len(up.router.places) == 1)
+        port = int(up.router.address.rpartition(":")[2])
+        await up.router.stop()
+        back = FakeRouter(up.router.pools)
+        await back.start(port)
+        try:
+            status, _, headers = await asked
+            assert status == 200
+            assert "X-Pointsman-Degraded" not in headers
+            assert back.places[0].request_id == up.router.places[0].request_id
+            assert list(back.hellos[0].open_streams) == []
+        finally:
+            await back.stop()
+
+
+async def test_the_next_router_is_tried_when_the_first_is_away(tmp_path: Path) -> None:
+    router = FakeRouter([])
+    await router.start()
+    try:
+        settings = GatewaySettings(listen="127.0.0.1:0", routers=["127.0.0.1:1", router.address])
+        async with serving(settings):
+            await router.until(lambda: len(router.hellos) == 1)
+    finally:
+        await router.stop()
+
+
+async def test_with_nothing_there_it_says_so(tmp_path: Path) -> None:
+    settings = GatewaySettings(listen="127.0.0.1:0", routers=["127.0.0.1:1"])
+    async with serving(settings) as (_, url), aiohttp.ClientSession() as http:
+        async with http.get(f"{url}/health") as answer:
+            assert answer.status == 503
+            assert "no session with a router" in (await answer.json())["missing"]
+        async with http.post(f"{url}/v1/chat/completions", json=CHAT) as answer:
+            assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+
+
+async def test_other_tokens_than_the_engines_are_not_used(tmp_path: Path) -> None:
+    async with stack(tmp_path) as up:
+        for engine in up.engines:
+            engine.token_shift = 1
+        pool = up.router.pools[0]
+        for ref in pool.instances:
+            ref.incarnation = "2"
+        up.gateway.pools.update(placement_pb2.Fleet(pools=[pool]))
+        (state,) = up.gateway.pools.states()
+        await state.task
+        assert (state.exactness, state.reason) == (Exactness.INEXACT, "text probe 0 (add_special_tokens=true) differs")
+        status, _, _ = await post(up, "/v1/chat/completions", json=CHAT)
+        assert status == 200
+        place = up.router.places[0]
+        assert list(place.keys) == []
+        assert place.input_tokens == pytest.approx(len(json.dumps(CHAT)) / 4, abs=1)
+        async with aiohttp.ClientSession() as http, http.get(f"{up.url}/health") as answer:
+            body = await answer.json()
+            assert (answer.status, body["status"], body["models"][MODEL]["tokenizer"]) == (200, "degraded", "inexact")
+
+
+async def test_without_a_tokenizer_it_places_without_keys(tmp_path: Path) -> None:
+    async with stack(tmp_path, tokenizers=[f"{MODEL}={tmp_path / 'nowhere'}"]) as up:
+        (state,) = up.gateway.pools.states()
+        assert state.exactness is Exactness.INEXACT
+        assert (await post(up, "/v1/chat/completions", json=CHAT))[0] == 200
+        assert list(up.router.places[0].keys) == []
+
+
+async def test_counts_that_disagree_three_times_in_a_row_lead_to_another_check(tmp_path: Path) -> None:
+    async with stack(tmp_path) as up:
+        (state,) = up.gateway.pools.states()
+        pools = up.gateway.pools
+        for ours, theirs in ((5, 5), (5, 6), (5, 6), (5, 5), (5, 6), (5, 6)):
+            pools.counted(state, ours, theirs)
+        assert state.verified
+        make_tokenizer(tmp_path / "model", "{{ messages[0].content }}")
+        pools.counted(state, 5, 6)
+        assert not state.verified
+        await state.task
+        assert state.exactness is Exactness.EXACT
+
+
+async def test_only_known_keys_may_call_and_name_the_tenant(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# who may\nred:secret-1\nblue:secret-2\n")
+    async with stack(tmp_path, api_keys_file=keys) as up:
+        for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret-1"}):
+            status, answer, _ = await post(up, "/v1/chat/completions", json=CHAT, headers=header)
+            assert (status, answer["error"]["code"]) == (401, "invalid_api_key")  # type: ignore[index]
+        for key in ("secret-1", "secret-2"):
+            header = {"Authorization": f"Bearer {key}", "X-Session-ID": "same"}
+            assert (await post(up, "/v1/chat/completions", json=CHAT, headers=header))[0] == 200
+        assert [(one.tenant, one.session_id) for one in up.router.places] == [("red", "same"), ("blue", "same")]
+        sent = [headers for _, _, headers in up.engines[0].requests]
+        assert [one["X-Session-ID"] for one in sent] == ["red/same", "blue/same"]
+        assert all("Authorization" not in one for one in sent)
+
+
+async def test_the_routers_token_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POINTSMAN_GATEWAY_TOKEN", "s3cret")
+    async with stack(tmp_path) as up:
+        assert up.router.metadata["authorization"] == "Bearer s3cret"
+
+
+async def test_sigterm_lets_an_open_stream_end(tmp_path: Path) -> None:
+    async with stack(tmp_path) as up:
+        up.engines[0].hold = asyncio.Event()
+        environment = os.environ | {
+            "POINTSMAN_GATEWAY_LISTEN": "127.0.0.1:0",
+            "POINTSMAN_GATEWAY_ROUTERS": up.router.address,
+            "POINTSMAN_GATEWAY_DRAIN_S": "20",
+        }
+        code = "import services.gateway.main as m; m.run(m.GatewaySettings())"
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", code, env=environment, stderr=asyncio.subprocess.PIPE
+        )
+        try:
+            assert process.stderr is not None
+            url = ""
+            while not url:
+                line = json.loads(await process.stderr.readline())
+                url = line.get("url", "")
+            async with aiohttp.ClientSession() as http:
+                while True:
+                    async with http.get(f"{url}/health") as answer:
+                        if answer.status == 200:
+                            break
+                    await asyncio.sleep(0.05)
+                stream = await http.post(f"{url}/v1/chat/completions", json=CHAT | {"stream": True})
+                await stream.content.readline()
+                process.send_signal(signal.SIGTERM)
+                while b"drains" not in await process.stderr.readline():
+                    pass
+                up.engines[0].hold.set()
+                assert (await stream.read()).endswith(b"[DONE]\n\n")
+            assert await process.wait() == 0
+            await up.router.until(lambda: len(up.router.finished) == 1)
+            assert up.router.finished[0].outcome == placement_pb2.OUTCOME_OK
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
