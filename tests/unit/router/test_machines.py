@@ -1,0 +1,256 @@
+"""Hypothesis machines: the index against sets, the protocol over a bad network, the state under any order of events."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from services.common.keys import KEY_SCHEME, digest_of
+from services.router import events as ev
+from services.router.domain import Load, Phase
+from services.router.prefix_index import PrefixIndex
+from services.router.sync import Bookmark, Delta, InstanceSync, KeyMessage, SnapshotBegin, SnapshotChunk, SnapshotEnd
+from tests.unit.router.builders import info, request, state
+
+OWNERS = st.sampled_from([f"i{n}" for n in range(12)])
+KEYS = st.lists(st.integers(0, 30), max_size=8, unique=True)
+MACHINE = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """PrefixIndex equals a dict of sets, through drops and sweeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex()
+        self.model: dict[str, set[int]] = {}
+
+    @rule(owner=OWNERS, keys=KEYS)
+    def add(self, owner: str, keys: list[int]) -> None:
+        held = self.model.setdefault(owner, set())
+        assert self.index.add(owner, keys) == len(set(keys) - held)
+        held.update(keys)
+
+    @rule(owner=OWNERS, keys=KEYS)
+    def remove(self, owner: str, keys: list[int]) -> None:
+        held = self.model.get(owner, set())
+        assert self.index.remove(owner, keys) == len(held & set(keys))
+        held.difference_update(keys)
+
+    @rule(owner=OWNERS)
+    def drop(self, owner: str) -> None:
+        self.index.drop(owner)
+        self.model.pop(owner, None)
+
+    @rule(keys=KEYS, owners=st.lists(OWNERS, unique=True))
+    def look_up(self, keys: list[int], owners: list[str]) -> None:
+        found = self.index.leading_blocks(keys, owners)
+        for owner in owners:
+            held = self.model.get(owner, set())
+            expected = next((place for place, key in enumerate(keys) if key not in held), len(keys))
+            assert found[owner] == expected
+
+    @invariant()
+    def consistent(self) -> None:
+        self.index.check_invariants()
+        for owner, held in self.model.items():
+            assert self.index.keys_of(owner) == held
+
+
+class SyncMachine(RuleBasedStateMachine):
+    """A shadow reports over a link that loses, doubles and swaps messages. While the copy calls itself live, it holds the
+    shadow's keys as of its seq; after quiescence it equals the shadow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shadow: set[int] = set()
+        self.seq = 0
+        self.history: dict[int, frozenset[int]] = {0: frozenset()}
+        self.link: deque[KeyMessage] = deque()
+        self.index = PrefixIndex()
+        self.sync = InstanceSync("a", self.index)
+        self.resync_asked = True
+
+    @rule(added=KEYS, removed=KEYS, cleared=st.booleans())
+    def change(self, added: list[int], removed: list[int], cleared: bool) -> None:
+        base = set() if cleared else self.shadow
+        new = [key for key in added if key not in base]
+        gone = [key for key in removed if key in base and key not in new]
+        self.shadow = (base - set(gone)) | set(new)
+        self.seq += 1
+        self.history[self.seq] = frozenset(self.shadow)
+        self.link.append(Delta(self.seq, 1, new, gone, cleared))
+
+    @rule()
+    def bookmark(self) -> None:
+        self.link.append(Bookmark(self.seq, len(self.shadow), digest_of(1, self.shadow)))
+
+    @rule()
+    def lose(self) -> None:
+        if self.link:
+            self.link.popleft()
+
+    @rule()
+    def double(self) -> None:
+        if self.link:
+            self.link.appendleft(self.link[0])
+
+    @rule()
+    def swap(self) -> None:
+        if len(self.link) > 1:
+            self.link[0], self.link[1] = self.link[1], self.link[0]
+
+    @rule(count=st.integers(1, 10))
+    def deliver(self, count: int) -> None:
+        for _ in range(min(count, len(self.link))):
+            if self.sync.handle(self.link.popleft()):
+                self.resync_asked = True
+
+    @rule()
+    def answer_resync(self) -> None:
+        if self.resync_asked:
+            self.resync_asked = False
+            self._snapshot()
+
+    def _snapshot(self) -> None:
+        keys = sorted(self.shadow)
+        half = len(keys) // 2
+        self.link.extend(
+            [
+                SnapshotBegin(self.seq),
+                SnapshotChunk(1, keys[:half]),
+                SnapshotChunk(1, keys[half:]),
+                SnapshotEnd(self.seq, len(keys), digest_of(1, keys)),
+            ]
+        )
+
+    @invariant()
+    def live_means_equal(self) -> None:
+        if self.sync.live:
+            assert self.index.keys_of("a") == self.history[self.sync.seq]
+
+    def teardown(self) -> None:
+        self.bookmark()
+        self.deliver(len(self.link))
+        if not self.sync.live:
+            self._snapshot()
+            self.deliver(len(self.link))
+        assert self.sync.live
+        assert self.index.keys_of("a") == self.shadow
+
+
+REQUESTS = st.sampled_from([f"r{n}" for n in range(8)])
+GATEWAYS = st.sampled_from(["g1", "g2"])
+INSTANCES = st.sampled_from(["a", "b", "c"])
+
+
+class StateMachine(RuleBasedStateMachine):
+    """Any order of events leaves the state consistent, and every counter at 0 once all requests have ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = state(gateway_lease_s=5.0, place_lease_s=5.0, lost_instance_s=5.0, affinity_ttl_s=20.0)
+        self.now = 0.0
+        self.stream = 0
+        self.stream_of: dict[str, int] = {}
+
+    def handle(self, event: ev.Event) -> list[ev.Effect]:
+        return self.router.handle(event, self.now)
+
+    @rule(name=INSTANCES, incarnation=st.sampled_from("12"), size=st.sampled_from([16, 32, 24]))
+    def agent_hello(self, name: str, incarnation: str, size: int) -> None:
+        self.stream += 1
+        known = info(name, incarnation=incarnation, block_size=size)
+        self.handle(ev.AgentHello(self.stream, known, KEY_SCHEME, 1, 0))
+        if size != 24:
+            self.stream_of[name] = self.stream
+
+    @rule(name=INSTANCES, healthy=st.booleans())
+    def load(self, name: str, healthy: bool) -> None:
+        self.handle(ev.LoadReported(self.stream_of.get(name, 0), name, Load(self.now, healthy=healthy)))
+
+    @rule(name=INSTANCES, keys=KEYS, seq=st.integers(0, 3))
+    def keys(self, name: str, keys: list[int], seq: int) -> None:
+        stream = self.stream_of.get(name, 0)
+        for message in (
+            SnapshotBegin(seq),
+            SnapshotChunk(1, keys),
+            SnapshotEnd(seq, len(keys), digest_of(1, keys)),
+            Delta(seq + 1, 1, [99]),
+            Delta(seq + 3, 1, [98]),
+        ):
+            self.handle(ev.KeysReported(stream, name, message))
+
+    @rule(name=INSTANCES, goodbye=st.booleans())
+    def agent_ends(self, name: str, goodbye: bool) -> None:
+        stream = self.stream_of.get(name, 0)
+        self.handle(ev.AgentGoodbye(stream, name) if goodbye else ev.AgentLost(stream, name))
+
+    @rule(name=INSTANCES, resume=st.booleans())
+    def drain(self, name: str, resume: bool) -> None:
+        self.handle(ev.Drain(name, resume))
+
+    @rule(request_id=REQUESTS, gateway=st.one_of(GATEWAYS, st.just("")), tokens=st.integers(0, 50_000), keys=KEYS)
+    def place(self, request_id: str, gateway: str, tokens: int, keys: list[int]) -> None:
+        asked = request(request_id, tokens=tokens, keys=tuple(keys), session_id=f"s{tokens % 3}")
+        effects = self.handle(ev.PlaceRequested(asked, gateway))
+        answers = [effect for effect in effects if isinstance(effect, ev.Placed | ev.Refused)]
+        assert len(answers) == 1
+
+    @rule(request_id=REQUESTS)
+    def first_token(self, request_id: str) -> None:
+        self.handle(ev.FirstToken(request_id))
+
+    @rule(request_id=REQUESTS, ok=st.booleans(), index=st.integers(0, 2))
+    def step_done(self, request_id: str, ok: bool, index: int) -> None:
+        self.handle(ev.StepDone(request_id, index, ok))
+
+    @rule(request_id=REQUESTS, outcome=st.sampled_from(["OK", "CANCELLED", "FAILED"]))
+    def finish(self, request_id: str, outcome: str) -> None:
+        self.handle(ev.Finished(request_id, outcome))
+        assert self.router.reservations.get(request_id) is None
+
+    @rule(gateway=GATEWAYS, announced=st.lists(REQUESTS, unique=True, max_size=3), phase=st.sampled_from(Phase))
+    def gateway_hello(self, gateway: str, announced: list[str], phase: Phase) -> None:
+        streams = tuple(ev.OpenStream(request(name, tokens=10), "a", phase, 3) for name in announced)
+        self.handle(ev.GatewayHello(gateway, streams))
+
+    @rule(gateway=GATEWAYS)
+    def gateway_lost(self, gateway: str) -> None:
+        self.handle(ev.GatewayLost(gateway))
+
+    @rule(seconds=st.floats(0, 10))
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        self.handle(ev.Tick())
+
+    @rule()
+    def restore(self) -> None:
+        kept = ev.Restored(tuple(self.router.reservations), dict(self.router.affinity.items()))
+        self.handle(kept)
+
+    @invariant()
+    def consistent(self) -> None:
+        self.router.check_invariants()
+
+    def teardown(self) -> None:
+        for gateway in ("g1", "g2"):
+            self.handle(ev.GatewayHello(gateway))
+        self.now += 100.0
+        self.handle(ev.Tick())
+        assert len(self.router.reservations) == 0
+        for name in "abc":
+            counters = self.router.reservations.counters(name)
+            assert (counters.num_requests, counters.pending_prefill_tokens) == (0, 0)
+            assert (counters.ongoing_decode_tokens, counters.ongoing_tokens) == (0, 0)
+
+
+IndexMachine.TestCase.settings = MACHINE
+SyncMachine.TestCase.settings = MACHINE
+StateMachine.TestCase.settings = MACHINE
+TestIndex = IndexMachine.TestCase
+TestSync = SyncMachine.TestCase
+TestState = StateMachine.TestCase

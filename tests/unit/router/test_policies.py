@@ -1,0 +1,128 @@
+"""Policies on small views with scores computed by hand."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from services.router.domain import FleetView, PlacementRequest, route_class
+from services.router.policy.base import SettingError, decide
+from services.router.policy.registry import POLICIES, make_policy
+from tests.unit.router.builders import candidate, request, view
+
+
+def choose(name: str, seen: FleetView, asked: PlacementRequest | None = None, **settings: float) -> tuple[str, str]:
+    decision = decide(make_policy(name, settings), asked or request(tokens=100), "m", seen, random.Random(0), "d")
+    return decision.instance_id, decision.ruling.reason
+
+
+def test_unified_scores_work_times_requests() -> None:
+    # a: (0 + 100 + 0.01 * 1000) * max(0, 1) = 110; b: (50 + 20) * 2 = 140; c: (10 + 90) * 1 = 100
+    seen = view(
+        candidate("a", new=100, ongoing_decode_tokens=1_000),
+        candidate("b", new=20, cached=80, pending_prefill_tokens=50, num_requests=2),
+        candidate("c", new=90, cached=10, pending_prefill_tokens=10, num_requests=1),
+    )
+    decision = decide(make_policy("unified"), request(tokens=100), "m", seen, random.Random(0), "d")
+    assert decision.ruling.scores == {"a": 110.0, "b": 140.0, "c": 100.0}
+    assert (decision.instance_id, decision.ruling.reason) == ("c", "lmetric_fallback")
+    assert (decision.runner_up, decision.margin) == ("a", 10.0)
+
+
+def test_unified_keeps_a_session_with_its_owner_even_where_another_scores_better() -> None:
+    seen = view(
+        candidate("a", new=40, cached=60, pending_prefill_tokens=500, num_requests=1),
+        candidate("b", new=100, num_requests=1),
+        owner="a",
+    )
+    assert choose("unified", seen) == ("a", "affinity")
+
+
+@pytest.mark.parametrize(
+    ("cached", "owner_requests", "other_requests", "stays"),
+    [
+        (51, 1, 1, True),
+        (50, 1, 1, False),  # exactly half is not more than half
+        (90, 13, 7, True),  # 13 <= 10 * 1.3
+        (90, 14, 6, False),  # 14 > 10 * 1.3
+        (90, 1, 0, False),  # 1 > 0.5 * 1.3
+    ],
+)
+def test_unified_gate(cached: int, owner_requests: int, other_requests: int, stays: bool) -> None:
+    seen = view(
+        candidate("a", new=100 - cached, cached=cached, num_requests=owner_requests, pending_prefill_tokens=10_000),
+        candidate("b", new=100, num_requests=other_requests),
+        owner="a",
+    )
+    assert choose("unified", seen) == (("a", "affinity") if stays else ("b", "lmetric_fallback"))
+
+
+def test_unified_ties_break_by_new_tokens_then_requests_then_turn() -> None:
+    cold = (candidate("a"), candidate("b"), candidate("c"))
+    assert [choose("unified", view(*cold, turn=turn))[0] for turn in range(4)] == ["a", "b", "c", "a"]
+    # Equal scores of 0: an idle instance before a busy one with the prompt fully cached.
+    tied = (candidate("a", new=0, cached=100, num_requests=1), candidate("b", new=0, cached=100))
+    assert choose("unified", view(*tied))[0] == "b"
+
+
+def test_excluded_candidates_are_never_chosen() -> None:
+    seen = view(candidate("a", excluded="draining"), candidate("b", num_requests=50), owner="a")
+    for name in POLICIES:
+        assert choose(name, seen)[0] == "b"
+
+
+def test_baselines() -> None:
+    seen = view(
+        candidate("a", num_requests=2),
+        candidate("b", num_requests=1),
+        candidate("c", num_requests=1),
+        owner="a",
+        turn=2,
+    )
+    assert choose("round_robin", seen) == ("c", "round_robin")
+    assert choose("least_requests", seen) == ("c", "least_requests")
+    assert choose("sticky", seen) == ("a", "affinity")
+    assert choose("sticky", view(*seen.candidates, owner="gone", turn=1)) == ("b", "least_requests")
+    assert {choose("random", seen)[0] for _ in range(3)} == {choose("random", seen)[0]}  # seeded: always the same
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "field"),
+    [
+        ("nothing", {}, "name"),
+        ("unified", {"weight": 1}, "settings.weight"),
+        ("unified", {"decode_weight": -0.1}, "settings.decode_weight"),
+        ("unified", {"decode_weight": "0.1"}, "settings.decode_weight"),
+        ("unified", {"affinity_ratio": True}, "settings.affinity_ratio"),
+    ],
+)
+def test_wrong_settings_name_the_field(name: str, settings: dict[str, object], field: str) -> None:
+    with pytest.raises(SettingError) as error:
+        make_policy(name, settings)
+    assert error.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("new", "total", "expected"),
+    [
+        (20_000, 130_000, "HEAVY"),
+        (19_999, 40_001, "WARM"),
+        (19_999, 39_998, "MEDIUM"),
+        (4_999, 4_999, "WARM"),
+        (5_000, 5_000, "MEDIUM"),
+    ],
+)
+def test_route_class(new: int, total: int, expected: str) -> None:
+    assert route_class(new, total) == expected
+
+
+def test_equal_inputs_have_equal_digests() -> None:
+    seen = view(candidate("a"), candidate("b"))
+    digests = {
+        decide(make_policy("unified"), request(name, tokens=100), "m", seen, random.Random(0), name).inputs_digest
+        for name in ("r1", "r2")
+    }
+    assert len(digests) == 1
+    other = decide(make_policy("unified"), request(tokens=101), "m", seen, random.Random(0), "d").inputs_digest
+    assert other not in digests
