@@ -16,9 +16,11 @@ for name in agent gateway operator redis-password; do
 done
 # Clients of the gateway: lines TENANT:KEY. Add a line for each tenant.
 [ -s "$1/api-keys" ] || echo "default:sk-$(head -c 32 /dev/urandom | base64 | tr -d '+/=\n')" > "$1/api-keys"
+# The password that goes with the user list below, where the router finds Redis under the name `redis`.
+printf 'redis://pointsman:%s@redis:6379/0' "$(cat "$1/redis-password")" > "$1/redis-url"
 digest=$(sha256sum < "$1/redis-password" | cut -d ' ' -f 1)
 # The health check's ping needs no password; everything else needs the user pointsman, and that one is no administrator.
 printf '%s\n%s\n' \
   'user default on nopass resetkeys resetchannels -@all +ping' \
-  "user pointsman on #$digest ~pointsman:* &pointsman:* -@all +@read +@write +@string +@hash +@list +@set +@sortedset +@stream +@pubsub +@transaction +@scripting +@connection +time +info +wait -@dangerous +info" \
+  "user pointsman on #$digest resetkeys resetchannels ~pointsman:* &pointsman:* -@all +@read +@write +@pubsub +@transaction +@scripting +@connection +time -@dangerous +info" \
   > "$1/redis-users.acl"

@@ -1,0 +1,84 @@
+"""The Dockerfiles, the health probe inside the image, and the script that runs all checks."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc.aio
+import pytest
+from aiohttp import web
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from tools import check_deploy
+
+PROBE = check_deploy.DEPLOY / "docker/probe.py"
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "engine.Dockerfile"])
+def test_dockerfile_is_sound(name: str) -> None:
+    assert check_deploy.check_dockerfile(check_deploy.DEPLOY / "docker" / name) == []
+
+
+def test_dockerfile_mistakes_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "Dockerfile"
+    file.write_text("FROM python:latest\nCOPY requirements/nothing.lock x\n")
+    problems = check_deploy.check_dockerfile(file)
+    assert any("DL3007" in line for line in problems)
+    assert "COPY requirements/nothing.lock: no such file here" in problems
+
+
+def test_missing_tool_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(check_deploy, "BIN", tmp_path)
+    assert "is missing" in check_deploy.check_dockerfile(check_deploy.DEPLOY / "docker/Dockerfile")[0]
+    assert "is missing" in check_deploy.check_compose(check_deploy.DEPLOY / "compose/compose.yaml")[0]
+
+
+async def probe(*arguments: str) -> tuple[int | None, str]:
+    process = await asyncio.create_subprocess_exec(sys.executable, str(PROBE), *arguments, stderr=subprocess.PIPE)
+    _, stderr = await process.communicate()
+    return process.returncode, stderr.decode()
+
+
+async def test_grpc_probe() -> None:
+    server = grpc.aio.server()
+    servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+        assert await probe("grpc", address) == (0, "")
+        await servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        assert await probe("grpc", address) == (1, f"{address}: NOT_SERVING\n")
+    finally:
+        await server.stop(None)
+    status, reason = await probe("grpc", address)
+    assert status == 1
+    assert "UNAVAILABLE" in reason
+
+
+async def test_http_probe() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=int(request.match_info["status"]))
+
+    app = web.Application()
+    app.router.add_get("/{status}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        assert await probe("http", f"{url}/200") == (0, "")
+        status, reason = await probe("http", f"{url}/503")
+        assert status == 1
+        assert "503" in reason
+    finally:
+        await runner.cleanup()
+    assert (await probe("http", url))[0] == 1
+
+
+async def test_probe_says_how_it_is_used() -> None:
+    assert (await probe("tcp", "127.0.0.1:1"))[0] == 2

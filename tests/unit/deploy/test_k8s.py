@@ -1,0 +1,164 @@
+"""The manifests pass, and each kind of mistake in a copy of them is refused with a line that names it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tools import check_deploy
+from tools.deploycheck import k8s
+
+Objects = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def rendered() -> Objects:
+    return check_deploy.render(check_deploy.DEPLOY / "k8s/base")
+
+
+def find(objects: Objects, kind: str, name: str) -> dict[str, Any]:
+    """The object `name` of `kind`; generated names carry a hash."""
+    return next(o for o in objects if o["kind"] == kind and o["metadata"]["name"].split("-")[0] == name)
+
+
+def pod(objects: Objects, kind: str, name: str) -> dict[str, Any]:
+    spec: dict[str, Any] = find(objects, kind, name)["spec"]["template"]["spec"]
+    return spec
+
+
+def test_manifests_are_sound(rendered: Objects) -> None:
+    assert [line for item in rendered for line in check_deploy.schema_problems(item)] == []
+    assert k8s.check(rendered) == []
+
+
+def rename_target_port(objects: Objects) -> None:
+    find(objects, "Service", "gateway")["spec"]["ports"][0]["targetPort"] = "https"
+
+
+def select_nobody(objects: Objects) -> None:
+    find(objects, "Service", "redis")["spec"]["selector"] = {"app.kubernetes.io/name": "valkey"}
+
+
+def drop_secret(objects: Objects) -> None:
+    objects.remove(find(objects, "Secret", "tokens"))
+
+
+def ask_for_unknown_key(objects: Objects) -> None:
+    pod(objects, "Deployment", "gateway")["volumes"][0]["secret"]["items"][0]["key"] = "admin"
+
+
+def leave_out_a_token(objects: Objects) -> None:
+    pod(objects, "Deployment", "router")["volumes"][0]["secret"]["items"].pop()
+
+
+def drop_config(objects: Objects) -> None:
+    objects.remove(find(objects, "ConfigMap", "engine"))
+
+
+def misspell_setting(objects: Objects) -> None:
+    data = find(objects, "ConfigMap", "gateway")["data"]
+    data["POINTSMAN_GATEWAY_DRAIN_SECONDS"] = data.pop("POINTSMAN_GATEWAY_DRAIN_S")
+
+
+def set_bad_value(objects: Objects) -> None:
+    find(objects, "ConfigMap", "router")["data"]["POINTSMAN_ROUTER_LOG_LEVEL"] = "loud"
+
+
+def dial_wrong_port(objects: Objects) -> None:
+    find(objects, "ConfigMap", "agent")["data"]["POINTSMAN_AGENT_ROUTERS"] = '["router:50052"]'
+
+
+def listen_elsewhere(objects: Objects) -> None:
+    find(objects, "ConfigMap", "gateway")["data"]["POINTSMAN_GATEWAY_LISTEN"] = "0.0.0.0:8081"
+
+
+def probe_wrong_port(objects: Objects) -> None:
+    pod(objects, "Deployment", "router")["containers"][0]["readinessProbe"]["grpc"]["port"] = 50050
+
+
+def use_undefined_variable(objects: Objects) -> None:
+    pod(objects, "StatefulSet", "vllm")["containers"][0]["args"].append("--quantization=$(QUANTIZATION)")
+
+
+def run_as_root(objects: Objects) -> None:
+    pod(objects, "StatefulSet", "vllm")["securityContext"]["runAsNonRoot"] = False
+
+
+def keep_capabilities(objects: Objects) -> None:
+    del pod(objects, "StatefulSet", "redis")["containers"][0]["securityContext"]["capabilities"]
+
+
+def write_to_root(objects: Objects) -> None:
+    pod(objects, "Deployment", "gateway")["containers"][0]["securityContext"]["readOnlyRootFilesystem"] = False
+
+
+def link_services(objects: Objects) -> None:
+    del pod(objects, "StatefulSet", "vllm")["enableServiceLinks"]
+
+
+def use_latest(objects: Objects) -> None:
+    pod(objects, "StatefulSet", "redis")["containers"][0]["image"] = "redis:latest"
+
+
+def ask_for_nothing(objects: Objects) -> None:
+    del pod(objects, "Deployment", "router")["containers"][0]["resources"]["requests"]["memory"]
+
+
+def mount_unknown_volume(objects: Objects) -> None:
+    pod(objects, "StatefulSet", "redis")["containers"][0]["volumeMounts"][0]["name"] = "disk"
+
+
+def open_unknown_port(objects: Objects) -> None:
+    find(objects, "NetworkPolicy", "vllm")["spec"]["ingress"][0]["ports"][0]["port"] = "grpc"
+
+
+def lose_governing_service(objects: Objects) -> None:
+    find(objects, "Service", "vllm")["spec"]["clusterIP"] = "10.0.0.1"
+
+
+def define_twice(objects: Objects) -> None:
+    objects.append(copy.deepcopy(find(objects, "Service", "redis")))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "expected"),
+    [
+        (rename_target_port, "Service/gateway: targetPort https is not a port of Deployment/gateway"),
+        (select_nobody, "Service/redis: its selector matches 0 workloads"),
+        (drop_secret, "no Secret tokens-"),
+        (ask_for_unknown_key, "has no key admin"),
+        (leave_out_a_token, "Deployment/router/router: no token file operator is mounted"),
+        (drop_config, "StatefulSet/vllm/vllm: no ConfigMap engine-"),
+        (misspell_setting, "`pointsman gateway` does not read POINTSMAN_GATEWAY_DRAIN_SECONDS"),
+        (set_bad_value, "Deployment/router/router: POINTSMAN_ROUTER_LOG_LEVEL: "),
+        (dial_wrong_port, "POINTSMAN_AGENT_ROUTERS: nothing here serves router:50052"),
+        (listen_elsewhere, "POINTSMAN_GATEWAY_LISTEN listens on 8081, which is not one of its ports"),
+        (probe_wrong_port, "Deployment/router/router: readinessProbe: port 50050 is not one of its ports"),
+        (use_undefined_variable, "StatefulSet/vllm/vllm: $(QUANTIZATION) is not in its environment"),
+        (run_as_root, "StatefulSet/vllm: runAsNonRoot must be true"),
+        (keep_capabilities, "StatefulSet/redis/redis: all capabilities must be dropped"),
+        (write_to_root, "Deployment/gateway/gateway: readOnlyRootFilesystem must be true"),
+        (link_services, "StatefulSet/vllm: enableServiceLinks must be false"),
+        (use_latest, "StatefulSet/redis/redis: image redis needs a tag other than latest"),
+        (ask_for_nothing, "Deployment/router/router: resources.requests.memory is not said"),
+        (mount_unknown_volume, "StatefulSet/redis/redis: no volume disk"),
+        (open_unknown_port, "NetworkPolicy/vllm: port grpc is not a port of what it selects"),
+        (lose_governing_service, "StatefulSet/vllm: serviceName vllm is no headless Service"),
+        (define_twice, "Service/redis: defined 2 times"),
+    ],
+)
+def test_mistake_is_refused(rendered: Objects, mistake: Callable[[Objects], None], expected: str) -> None:
+    broken = copy.deepcopy(rendered)
+    mistake(broken)
+    problems = k8s.check(broken)
+    assert any(expected in line for line in problems), problems
+    assert all("\n" not in line for line in problems)
+
+
+def test_schema_refuses_an_unknown_field(rendered: Objects) -> None:
+    broken = copy.deepcopy(find(rendered, "Deployment", "router"))
+    broken["spec"]["template"]["spec"]["containers"][0]["readinessprobe"] = {}
+    assert len(check_deploy.schema_problems(broken)) == 1

@@ -1,0 +1,130 @@
+"""make-secrets.sh, and the Redis user list that it makes, on a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import stat
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import redis.asyncio
+from redis.exceptions import AuthenticationError, NoPermissionError
+
+from services.router import events as ev
+from services.router.io.store import RedisStore
+from tools.check_deploy import make_secrets
+
+REDIS_SERVER = Path(sys.executable).parent / "redis-server"
+
+
+def test_secrets_are_random_and_kept(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert make_secrets(first) == make_secrets(second)
+    before = {file.name: file.read_text() for file in first.iterdir()}
+    assert all(len(before[name]) >= 40 for name in ("agent", "gateway", "operator", "redis-password", "api-keys"))
+    assert len({before[name] for name in ("agent", "gateway", "operator", "redis-password")}) == 4
+    assert all(before[name] != (second / name).read_text() for name in before)
+    make_secrets(first)
+    assert {file.name: file.read_text() for file in first.iterdir()} == before
+
+
+def test_rotation_changes_one_secret_and_what_follows_from_it(tmp_path: Path) -> None:
+    folder = tmp_path / "secrets"
+    make_secrets(folder)
+    before = {file.name: file.read_text() for file in folder.iterdir()}
+    (folder / "redis-password").unlink()
+    make_secrets(folder)
+    changed = {file.name for file in folder.iterdir() if file.read_text() != before[file.name]}
+    assert changed == {"redis-password", "redis-url", "redis-users.acl"}
+
+
+def test_folder_is_closed_and_password_is_not_in_the_user_list(tmp_path: Path) -> None:
+    folder = tmp_path / "secrets"
+    make_secrets(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert (folder / "redis-password").read_text() not in (folder / "redis-users.acl").read_text()
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Wait for another process to come to a state; the test's own timeout ends it."""
+    while not await condition():  # noqa: ASYNC110 - there is no event to wait for
+        await asyncio.sleep(0.02)
+
+
+async def answers(url: str) -> bool:
+    """Whether a Redis answers."""
+    try:
+        async with redis.asyncio.Redis.from_url(url) as client:
+            return bool(await client.ping())
+    except redis.exceptions.ConnectionError:
+        return False
+
+
+@pytest.fixture
+async def redis_url(tmp_path: Path) -> AsyncIterator[tuple[str, str]]:
+    """(URL with the user and password that the router is given, URL without)."""
+    make_secrets(tmp_path / "secrets")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = await asyncio.create_subprocess_exec(
+        str(REDIS_SERVER), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path),
+        "--aclfile", str(tmp_path / "secrets/redis-users.acl"),
+    )  # fmt: skip
+    try:
+        bare = f"redis://127.0.0.1:{port}/0"
+
+        async def up() -> bool:
+            assert server.returncode is None, "redis-server ended: see its output"
+            return await answers(bare)
+
+        await until(up)
+        url = (tmp_path / "secrets/redis-url").read_text().replace("@redis:6379", f"@127.0.0.1:{port}")
+        yield url, bare
+    finally:
+        if server.returncode is None:
+            server.kill()
+        await server.wait()
+
+
+async def test_strangers_may_only_ping(redis_url: tuple[str, str]) -> None:
+    async with redis.asyncio.Redis.from_url(redis_url[1]) as stranger:
+        assert await stranger.ping()
+        with pytest.raises(NoPermissionError):
+            await stranger.get("pointsman:{default}:owner")
+    wrong = redis_url[0].replace("@", "x@", 1)
+    async with redis.asyncio.Redis.from_url(wrong) as stranger:
+        with pytest.raises(AuthenticationError):
+            await stranger.ping()
+
+
+async def test_router_may_keep_its_state_and_is_no_administrator(redis_url: tuple[str, str]) -> None:
+    events: list[object] = []
+    store = RedisStore(
+        redis_url[0], router_id="a", fleet="default", lease_s=2.0, affinity_ttl_s=60.0, on_event=events.append,
+        snapshot=list,
+    )  # fmt: skip
+    running = asyncio.create_task(store.run())
+    try:
+        async with redis.asyncio.Redis.from_url(redis_url[0], decode_responses=True) as client:
+
+            async def owns() -> bool:
+                return store.epoch > 0
+
+            async def kept() -> bool:
+                return await client.hget("pointsman:{default}:affinity", "session") == "engine:8000"
+
+            await until(owns)
+            store.record([ev.OwnerSet("session", "engine:8000")])
+            await until(kept)
+            for command in (["FLUSHALL"], ["CONFIG", "GET", "*"], ["KEYS", "*"], ["ACL", "LIST"]):
+                with pytest.raises(NoPermissionError):
+                    await client.execute_command(*command)
+            with pytest.raises(NoPermissionError):
+                await client.get("somebody-else")
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert not any(isinstance(event, ev.StoreState) for event in events), "the store was refused something"

@@ -1,0 +1,130 @@
+"""Checks everything under deploy/ that can be checked without a Docker engine or a cluster.
+
+    .venv/bin/python tools/check_deploy.py
+
+Renders the kustomization with throw-away secrets, validates every object against the Kubernetes schemas, the compose
+file against the Compose schema, holds environment variables against the settings classes, and lints the Dockerfiles.
+One line for each problem; exit status 1 when there is one. A tool that is missing is a problem.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate  # type: ignore[import-untyped]
+import yaml
+
+from tools.deploycheck import compose, k8s
+from tools.deploycheck.kubectl import KubectlMissing, ensure_kubectl
+
+ROOT = Path(__file__).resolve().parent.parent
+DEPLOY = ROOT / "deploy"
+BIN = Path(sys.executable).parent
+KUBERNETES = "1.33"
+
+
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    """The finished command with its output as text. A program that is not there has status 127 and says so."""
+    try:
+        return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return subprocess.CompletedProcess([], 127, "", f"{command[0]} is missing: install the dev dependencies")
+
+
+def make_secrets(folder: Path) -> set[str]:
+    """Throw-away secrets in `folder`, made as the README says; returns the files' names."""
+    made = run(DEPLOY / "make-secrets.sh", folder)
+    if made.returncode:
+        raise RuntimeError(f"make-secrets.sh: {made.stderr.strip()}")
+    return {file.name for file in folder.iterdir()}
+
+
+def render(base: Path) -> list[dict[str, Any]]:
+    """The objects of deploy/k8s/base as kustomize renders them. Raises KubectlMissing and RuntimeError."""
+    kubectl = ensure_kubectl()
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "base")
+        shutil.copytree(base, copy, ignore=shutil.ignore_patterns("secrets"))
+        make_secrets(copy / "secrets")
+        rendered = run(kubectl, "kustomize", copy)
+    if rendered.returncode:
+        raise RuntimeError(" ".join(rendered.stderr.split()))
+    return [item for item in yaml.safe_load_all(rendered.stdout) if item]
+
+
+def check_k8s(base: Path) -> list[str]:
+    """Problems of the Kubernetes manifests."""
+    try:
+        objects = render(base)
+    except (KubectlMissing, RuntimeError) as error:
+        return [f"kustomize: {error}"]
+    problems = [line for item in objects for line in schema_problems(item)]
+    return problems or k8s.check(objects)
+
+
+def schema_problems(item: dict[str, Any]) -> list[str]:
+    """Problems of one object with the schema of its kind; unknown fields and unknown kinds are problems."""
+    name = f"{item.get('kind')}/{item.get('metadata', {}).get('name')}"
+    try:
+        kubernetes_validate.validate(item, KUBERNETES, strict=True)
+    except kubernetes_validate.ValidationError as error:
+        return [f"{name}: {'.'.join(map(str, error.path))}: {error.message}"]
+    except kubernetes_validate.SchemaNotFoundError as error:
+        return [f"{name}: {error.message}"]
+    return []
+
+
+def check_compose(file: Path) -> list[str]:
+    """Problems of the compose file."""
+    schema = run(
+        BIN / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", "--output-format", "json", file
+    )  # fmt: skip
+    if schema.returncode:
+        try:
+            found = json.loads(schema.stdout)
+        except ValueError:
+            return [" ".join((schema.stderr or schema.stdout).split())]
+        errors = [*found.get("errors", []), *found.get("parse_errors", [])]
+        return [f"{e.get('path', '')}: {' '.join(str(e.get('message', e)).split())}" for e in errors]
+    with tempfile.TemporaryDirectory() as folder:
+        made = make_secrets(Path(folder, "secrets"))
+    return compose.check(yaml.safe_load(file.read_text()), file.with_name(".env.example").read_text(), made)
+
+
+def check_dockerfile(file: Path) -> list[str]:
+    """Problems of a Dockerfile: what hadolint says, and sources that are not in the repository."""
+    lint = run(BIN / "hadolint", "--no-color", "--format", "json", file)
+    if lint.returncode == 127:
+        return [lint.stderr]
+    problems = [f"line {e['line']}: {e['code']} {e['message']}" for e in json.loads(lint.stdout or "[]")]
+    if lint.returncode and not problems:
+        problems.append(lint.stderr.strip())
+    for sources in re.findall(r"^COPY (?!--)(.+) \S+$", file.read_text(), re.MULTILINE):
+        problems += [f"COPY {source}: no such file here" for source in sources.split() if not (ROOT / source).exists()]
+    return problems
+
+
+def main() -> int:
+    """Run all checks; returns the exit status."""
+    checks = {"deploy/k8s/base": check_k8s(DEPLOY / "k8s/base")}
+    compose_file = DEPLOY / "compose/compose.yaml"
+    checks[str(compose_file.relative_to(ROOT))] = check_compose(compose_file)
+    for file in sorted((DEPLOY / "docker").glob("*Dockerfile")):
+        checks[str(file.relative_to(ROOT))] = check_dockerfile(file)
+    for what, problems in checks.items():
+        for problem in problems:
+            print(f"{what}: {problem}", file=sys.stderr)
+    bad = sum(map(len, checks.values()))
+    print(f"deploy: {len(checks)} parts checked, {bad} problems")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

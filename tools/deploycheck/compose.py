@@ -1,0 +1,154 @@
+"""Cross-checks of the compose file: variables, references between services, and the rules of this project. Pure: the
+parsed file and the text of .env.example in, problems out. The schema is checked by check-jsonschema."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from tools.deploycheck import env as services
+
+Object = dict[str, Any]
+# ${NAME}, ${NAME:-default} and so on; $$ is a dollar.
+VARIABLE = re.compile(r"\$(?:(?P<escaped>\$)|\{(?P<name>\w+)(?::?-(?P<default>[^}]*))?\})")
+# Read by Compose itself.
+OWN_VARIABLES = {"COMPOSE_PROFILES"}
+
+
+def example_env(text: str) -> tuple[dict[str, str], list[str]]:
+    """(variables of an .env file, problems): each must have a comment in the lines above it."""
+    variables: dict[str, str] = {}
+    problems = []
+    explained = False
+    for line in text.splitlines():
+        if line.startswith("#"):
+            explained = True
+        elif not line.strip():
+            explained = False
+        else:
+            name, _, value = line.partition("=")
+            variables[name] = value
+            if not explained:
+                problems.append(f".env.example: {name} is not explained")
+    return variables, problems
+
+
+def interpolate(value: Any, variables: dict[str, str]) -> Any:
+    """`value` with ${...} replaced as Compose does."""
+    if isinstance(value, str):
+        return VARIABLE.sub(lambda m: "$" if m["escaped"] else variables.get(m["name"]) or m["default"] or "", value)
+    if isinstance(value, list):
+        return [interpolate(item, variables) for item in value]
+    if isinstance(value, dict):
+        return {key: interpolate(item, variables) for key, item in value.items()}
+    return value
+
+
+def check(raw: Object, example: str, secret_files: set[str]) -> list[str]:
+    """All problems of a compose file. `secret_files` are the names of files that make-secrets.sh makes."""
+    variables, problems = example_env(example)
+    problems += _variables(raw, variables)
+    project = interpolate(raw, variables)
+    for name, service in project["services"].items():
+        problems += _references(name, service, project)
+        problems += _rules(name, service)
+        if _command(service) and str(service.get("image", "")).startswith("pointsman:"):
+            problems += _told(name, service, project)
+    for name, secret in project.get("secrets", {}).items():
+        folder, _, file = secret["file"].rpartition("/")
+        if folder != "./secrets" or file not in secret_files:
+            problems.append(f"secret {name}: make-secrets.sh does not make {secret['file']}")
+    used: dict[str, set[str]] = {key: set() for key in ("secrets", "networks", "volumes")}
+    for service in project["services"].values():
+        used["secrets"] |= {_source(s) for s in service.get("secrets", [])}
+        used["networks"] |= set(service.get("networks", []))
+        used["volumes"] |= {str(v).split(":")[0] for v in service.get("volumes", [])}
+    for kind, names in used.items():
+        problems += [f"{kind}: {name} is used by no service" for name in project.get(kind, {}) if name not in names]
+    return problems
+
+
+def _variables(raw: Object, example: dict[str, str]) -> Iterator[str]:
+    seen = set()
+    for match in VARIABLE.finditer(_text(raw)):
+        name = match["name"]
+        if name is None:
+            continue
+        seen.add(name)
+        if name not in example:
+            yield f"variable {name} is not in .env.example"
+        elif (match["default"] or "") != example[name]:
+            yield f"variable {name}: the default is {match['default'] or ''!r}, .env.example says {example[name]!r}"
+    for name in sorted(set(example) - seen - OWN_VARIABLES):
+        yield f".env.example: {name} is used nowhere"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return "\n".join(map(_text, value.values()))
+    return "\n".join(map(_text, value)) if isinstance(value, list) else str(value)
+
+
+def _references(name: str, service: Object, project: Object) -> Iterator[str]:
+    for network in service.get("networks", []):
+        if network not in project.get("networks", {}):
+            yield f"{name}: no network {network}"
+    for secret in service.get("secrets", []):
+        if _source(secret) not in project.get("secrets", {}):
+            yield f"{name}: no secret {_source(secret)}"
+    for volume in service.get("volumes", []):
+        source = volume.split(":")[0]
+        if not source.startswith((".", "/")) and source not in project.get("volumes", {}):
+            yield f"{name}: no volume {source}"
+    for other, how in service.get("depends_on", {}).items():
+        target = project["services"].get(other)
+        if target is None:
+            yield f"{name}: depends on {other}, which is no service"
+        elif how["condition"] == "service_healthy" and "healthcheck" not in target:
+            yield f"{name}: waits for the health of {other}, which has no health check"
+        elif target.get("profiles") and set(service.get("profiles", [])) - set(target["profiles"]):
+            yield f"{name}: depends on {other}, which not all of its profiles start"
+
+
+def _rules(name: str, service: Object) -> Iterator[str]:
+    image, _, tag = str(service.get("image", "")).rpartition(":")
+    if not image or tag == "latest":
+        yield f"{name}: the image needs a tag other than latest"
+    if service.get("restart") not in ("unless-stopped", "always"):
+        yield f"{name}: no restart policy"
+    if service.get("cap_drop") != ["ALL"] or "no-new-privileges:true" not in service.get("security_opt", []):
+        yield f"{name}: all capabilities must be dropped, and no new privileges given"
+    if "healthcheck" not in service:
+        yield f"{name}: no health check"
+    if not service.get("networks"):
+        yield f"{name}: it must name its networks, or it is on the default one with everybody"
+    for port in service.get("ports", []):
+        if str(port).count(":") < 2:
+            yield f"{name}: port {port} is published on every interface"
+
+
+def _told(name: str, service: Object, project: Object) -> list[str]:
+    command = _command(service)[0]
+    files = {f"/run/secrets/{s['target'] if isinstance(s, dict) else s}" for s in service.get("secrets", [])}
+    env = {key: str(value) for key, value in service.get("environment", {}).items()}
+    # Variables that the entry point sets from files.
+    late = set(re.findall(r"\b(POINTSMAN_\w+)=", " ".join(service.get("entrypoint", []))))
+    told = services.Told(name, command, env, frozenset(files), frozenset(late))
+    problems = services.check(told)
+    for variable, host, port in services.dialled(told) if not problems else ():
+        target = project["services"].get(host)
+        if target is None:
+            problems.append(f"{name}: {variable}: {host} is no service")
+        elif not set(target["networks"]) & set(service["networks"]):
+            problems.append(f"{name}: {variable}: {host}:{port} is on no network of this service")
+    return problems
+
+
+def _command(service: Object) -> list[str]:
+    command = service.get("command", [])
+    return command if isinstance(command, list) else str(command).split()
+
+
+def _source(secret: Any) -> str:
+    return str(secret["source"] if isinstance(secret, dict) else secret)

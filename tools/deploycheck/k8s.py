@@ -1,0 +1,281 @@
+"""Cross-checks between the objects of a rendered kustomization: names, ports, selectors, references, and the rules of
+this project for containers. Pure: objects in, problems out."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tools.deploycheck import env as services
+
+Object = dict[str, Any]
+WORKLOADS = ("Deployment", "StatefulSet", "DaemonSet")
+# Containers that may write to their own file system, and why.
+WRITABLE = {"vllm": "compiled kernels go to the home folder"}
+
+
+@dataclass(frozen=True)
+class Container:
+    """A container with its pod template and the objects that it may refer to."""
+
+    where: str
+    spec: Object
+    pod: Object
+    claims: frozenset[str]
+
+
+def check(objects: list[Object]) -> list[str]:
+    """All problems of a rendered kustomization."""
+    problems = list(_names(objects))
+    for workload in _workloads(objects):
+        problems += _workload(workload, objects)
+        for container in containers(workload):
+            problems += _container(container, objects)
+    for service in _of(objects, "Service"):
+        problems += _service(service, objects)
+    for policy in _of(objects, "NetworkPolicy"):
+        problems += _network_policy(policy, objects)
+    return problems
+
+
+def containers(workload: Object) -> Iterator[Container]:
+    """The containers of a workload, init containers included."""
+    pod = workload["spec"]["template"]["spec"]
+    claims = frozenset(_name(claim) for claim in workload["spec"].get("volumeClaimTemplates", []))
+    for spec in [*pod.get("initContainers", []), *pod["containers"]]:
+        yield Container(f"{_id(workload)}/{spec['name']}", spec, pod, claims)
+
+
+def _names(objects: list[Object]) -> Iterator[str]:
+    for (kind, name), count in Counter((o["kind"], _name(o)) for o in objects).items():
+        if count > 1:
+            yield f"{kind}/{name}: defined {count} times"
+    namespaces = {_name(o) for o in _of(objects, "Namespace")}
+    for o in objects:
+        if o["kind"] != "Namespace" and o["metadata"].get("namespace") not in namespaces:
+            yield f"{_id(o)}: namespace {o['metadata'].get('namespace')} is not made here"
+
+
+def _workload(workload: Object, objects: list[Object]) -> Iterator[str]:
+    where, spec = _id(workload), workload["spec"]
+    pod, labels = spec["template"]["spec"], spec["template"]["metadata"]["labels"]
+    if not _selects(spec["selector"]["matchLabels"], labels):
+        yield f"{where}: its selector does not match its own pods"
+    if workload["kind"] == "StatefulSet":
+        governing = [s for s in _of(objects, "Service") if _name(s) == spec["serviceName"]]
+        if not governing or governing[0]["spec"].get("clusterIP") != "None":
+            yield f"{where}: serviceName {spec['serviceName']} is no headless Service"
+    for key in ("automountServiceAccountToken", "enableServiceLinks"):
+        if pod.get(key) is not False:
+            yield f"{where}: {key} must be false"
+    if pod.get("securityContext", {}).get("runAsNonRoot") is not True:
+        yield f"{where}: runAsNonRoot must be true"
+    if pod.get("securityContext", {}).get("seccompProfile", {}).get("type") != "RuntimeDefault":
+        yield f"{where}: seccompProfile must be RuntimeDefault"
+    if "terminationGracePeriodSeconds" not in pod:
+        yield f"{where}: terminationGracePeriodSeconds is not said"
+    mounted = {mount["name"] for c in containers(workload) for mount in c.spec.get("volumeMounts", [])}
+    for volume in pod.get("volumes", []):
+        if volume["name"] not in mounted:
+            yield f"{where}: volume {volume['name']} is mounted nowhere"
+        for kind, key in (("Secret", "secret"), ("ConfigMap", "configMap")):
+            if key in volume:
+                source = volume[key]
+                name = source.get("secretName", source.get("name"))
+                data = _data(objects, kind, name)
+                if data is None:
+                    yield f"{where}: volume {volume['name']}: no {kind} {name}"
+                for item in source.get("items", []):
+                    if data is not None and item["key"] not in data:
+                        yield f"{where}: volume {volume['name']}: {kind} {name} has no key {item['key']}"
+    yield from _unprobed(workload)
+
+
+def _unprobed(workload: Object) -> Iterator[str]:
+    for container in containers(workload):
+        for probe in ("readinessProbe", "livenessProbe"):
+            if probe not in container.spec:
+                yield f"{container.where}: no {probe}"
+
+
+def _container(container: Container, objects: list[Object]) -> list[str]:
+    problems = [*_locked(container), *_ports(container), *_mounts(container)]
+    env, secret, env_problems = environment(container, objects)
+    problems += env_problems
+    words = [*container.spec.get("command", []), *container.spec.get("args", [])]
+    defined = {*env, *secret}
+    for variable in sorted({v for word in words for v in re.findall(r"\$\((\w+)\)", word)} - defined):
+        problems.append(f"{container.where}: $({variable}) is not in its environment")
+    if container.spec["image"].split(":")[0] == "pointsman":
+        problems += _told(container, env, secret, objects)
+    return problems
+
+
+def _locked(container: Container) -> Iterator[str]:
+    spec = container.spec
+    image, _, tag = spec["image"].partition(":")
+    if not tag or tag == "latest":
+        yield f"{container.where}: image {image} needs a tag other than latest"
+    context = spec.get("securityContext", {})
+    if context.get("allowPrivilegeEscalation") is not False:
+        yield f"{container.where}: allowPrivilegeEscalation must be false"
+    if context.get("capabilities", {}).get("drop") != ["ALL"]:
+        yield f"{container.where}: all capabilities must be dropped"
+    if context.get("readOnlyRootFilesystem") is not True and spec["name"] not in WRITABLE:
+        yield f"{container.where}: readOnlyRootFilesystem must be true"
+    resources = spec.get("resources", {})
+    for kind, what in (("requests", "cpu"), ("requests", "memory"), ("limits", "memory")):
+        if what not in resources.get(kind, {}):
+            yield f"{container.where}: resources.{kind}.{what} is not said"
+
+
+def _ports(container: Container) -> Iterator[str]:
+    ports = {p.get("name"): p["containerPort"] for p in container.spec.get("ports", [])}
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        for action in ("grpc", "httpGet", "tcpSocket"):
+            port = container.spec.get(probe, {}).get(action, {}).get("port")
+            if port is not None and port not in ports and port not in ports.values():
+                yield f"{container.where}: {probe}: port {port} is not one of its ports"
+
+
+def _mounts(container: Container) -> Iterator[str]:
+    volumes = {v["name"] for v in container.pod.get("volumes", [])} | container.claims
+    for mount in container.spec.get("volumeMounts", []):
+        if mount["name"] not in volumes:
+            yield f"{container.where}: no volume {mount['name']}"
+
+
+def environment(container: Container, objects: list[Object]) -> tuple[dict[str, str], set[str], list[str]]:
+    """(variables with their values expanded, variables that come from secrets or from the pod, problems)."""
+    env: dict[str, str] = {}
+    unknown: set[str] = set()
+    problems = []
+    for source in container.spec.get("envFrom", []):
+        for kind, key in (("ConfigMap", "configMapRef"), ("Secret", "secretRef")):
+            if key in source:
+                data = _data(objects, kind, source[key]["name"])
+                if data is None:
+                    problems.append(f"{container.where}: no {kind} {source[key]['name']}")
+                elif kind == "Secret":
+                    unknown |= set(data)
+                else:
+                    env.update(data)
+    for entry in container.spec.get("env", []):
+        name = entry["name"]
+        if "value" in entry:
+            problems += [
+                f"{container.where}: {name}: $({variable}) is not defined before it"
+                for variable in re.findall(r"\$\((\w+)\)", entry["value"])
+                if variable not in env and variable not in unknown
+            ]
+            env[name] = re.sub(r"\$\((\w+)\)", lambda m: env.get(m[1], m[1].lower().replace("_", "-")), entry["value"])
+            continue
+        unknown.add(name)
+        for kind, key in (("ConfigMap", "configMapKeyRef"), ("Secret", "secretKeyRef")):
+            reference = entry["valueFrom"].get(key)
+            if reference and not reference.get("optional"):
+                data = _data(objects, kind, reference["name"])
+                if data is None or reference["key"] not in data:
+                    problems.append(
+                        f"{container.where}: {name}: no key {reference['key']} in {kind} {reference['name']}"
+                    )
+    return env, unknown, problems
+
+
+def _told(container: Container, env: dict[str, str], secret: set[str], objects: list[Object]) -> list[str]:
+    command = container.spec["args"][0]
+    told = services.Told(container.where, command, env, frozenset(_files(container, objects)), frozenset(secret))
+    problems = services.check(told)
+    ports = {p["containerPort"] for p in container.spec.get("ports", [])}
+    for variable, port in services.listens(told):
+        if port not in ports:
+            problems.append(f"{container.where}: {variable} listens on {port}, which is not one of its ports")
+    offered = {
+        (_name(s), port["port"]) for s in _of(objects, "Service") for port in s["spec"]["ports"]
+    }  # fmt: skip
+    beside = {p["containerPort"] for c in container.pod["containers"] for p in c.get("ports", [])}
+    for variable, host, port in services.dialled(told) if not problems else ():
+        if host in ("127.0.0.1", "localhost"):
+            reachable = port in beside
+        else:
+            # NAME, or for one pod of a headless Service POD.NAME.NAMESPACE.svc.
+            reachable = any((part, port) in offered for part in host.split(".")[:2])
+        if not reachable:
+            problems.append(f"{container.where}: {variable}: nothing here serves {host}:{port}")
+    return problems
+
+
+def _files(container: Container, objects: list[Object]) -> Iterator[str]:
+    volumes = {v["name"]: v for v in container.pod.get("volumes", [])}
+    for mount in container.spec.get("volumeMounts", []):
+        source = volumes.get(mount["name"], {}).get("secret")
+        if source:
+            items = [i["path"] for i in source.get("items", [])] or _data(objects, "Secret", source["secretName"]) or []
+            yield from (f"{mount['mountPath']}/{path}" for path in items)
+
+
+def _service(service: Object, objects: list[Object]) -> Iterator[str]:
+    where, spec = _id(service), service["spec"]
+    served = [w for w in _workloads(objects) if _selects(spec["selector"], w["spec"]["template"]["metadata"]["labels"])]
+    if len(served) != 1:
+        yield f"{where}: its selector matches {len(served)} workloads"
+        return
+    ports = _port_names(served[0])
+    for port in spec["ports"]:
+        target = port.get("targetPort", port["port"])
+        if target not in ports:
+            yield f"{where}: targetPort {target} is not a port of {_id(served[0])}"
+
+
+def _network_policy(policy: Object, objects: list[Object]) -> Iterator[str]:
+    where, spec = _id(policy), policy["spec"]
+    chosen = [w for w in _workloads(objects) if _matches(spec["podSelector"], w)]
+    if not chosen:
+        yield f"{where}: selects no workload"
+    ports = {port for workload in chosen for port in _port_names(workload)}
+    for rule in spec.get("ingress", []):
+        for port in rule.get("ports", []):
+            if port["port"] not in ports:
+                yield f"{where}: port {port['port']} is not a port of what it selects"
+        for peer in rule.get("from", []):
+            if "podSelector" in peer and not any(_matches(peer["podSelector"], w) for w in _workloads(objects)):
+                yield f"{where}: a peer selects no workload"
+
+
+def _port_names(workload: Object) -> set[str | int]:
+    ports = [port for container in containers(workload) for port in container.spec.get("ports", [])]
+    return {port["name"] for port in ports if "name" in port} | {port["containerPort"] for port in ports}
+
+
+def _matches(selector: Object, workload: Object) -> bool:
+    return _selects(selector.get("matchLabels", {}), workload["spec"]["template"]["metadata"]["labels"])
+
+
+def _selects(selector: dict[str, str], labels: dict[str, str]) -> bool:
+    return selector.items() <= labels.items()
+
+
+def _of(objects: list[Object], kind: str) -> list[Object]:
+    return [o for o in objects if o["kind"] == kind]
+
+
+def _workloads(objects: list[Object]) -> list[Object]:
+    return [o for o in objects if o["kind"] in WORKLOADS]
+
+
+def _data(objects: list[Object], kind: str, name: str) -> dict[str, str] | None:
+    for o in _of(objects, kind):
+        if _name(o) == name:
+            return {**o.get("data", {}), **o.get("stringData", {})}
+    return None
+
+
+def _name(o: Object) -> str:
+    return str(o["metadata"]["name"])
+
+
+def _id(o: Object) -> str:
+    return f"{o['kind']}/{_name(o)}"
