@@ -72,7 +72,9 @@ class SyncMachine(RuleBasedStateMachine):
         self.link: deque[KeyMessage] = deque()
         self.index = PrefixIndex()
         self.sync = InstanceSync("a", self.index)
-        self.resync_asked = True
+        self.resync_asked = False
+        self._snapshot()
+        self.deliver(len(self.link))
 
     @rule(added=KEYS, removed=KEYS, cleared=st.booleans())
     def change(self, added: list[int], removed: list[int], cleared: bool) -> None:
@@ -103,7 +105,11 @@ class SyncMachine(RuleBasedStateMachine):
         if len(self.link) > 1:
             self.link[0], self.link[1] = self.link[1], self.link[0]
 
-    @rule(count=st.integers(1, 10))
+    @rule()
+    def deliver_all(self) -> None:
+        self.deliver(len(self.link))
+
+    @rule(count=st.integers(1, 4))
     def deliver(self, count: int) -> None:
         for _ in range(min(count, len(self.link))):
             if self.sync.handle(self.link.popleft()):
@@ -249,7 +255,7 @@ class StateMachine(RuleBasedStateMachine):
 
 
 IndexMachine.TestCase.settings = MACHINE
-SyncMachine.TestCase.settings = MACHINE
+SyncMachine.TestCase.settings = settings(MACHINE, max_examples=200)
 StateMachine.TestCase.settings = MACHINE
 TestIndex = IndexMachine.TestCase
 TestSync = SyncMachine.TestCase
