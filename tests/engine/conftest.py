@@ -1,0 +1,72 @@
+"""Fixtures of the tests on real vLLM: a model, two engines and one control plane, shared by the whole session."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+pytest.register_assert_rewrite("tests.engine.servers", "tests.engine.stack", "tests.engine.talk")
+
+from tests.engine.servers import ENGINE_PYTHON, Engine, EngineSpec, start_engines, stop_engines  # noqa: E402
+from tests.engine.stack import ControlPlane  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def engine_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the model, the logs and the agent's state live."""
+    return tmp_path_factory.mktemp("engine")
+
+
+@pytest.fixture(scope="session")
+def model_folder(engine_folder: Path) -> Path:
+    """A folder with the small random model of tests/engine/model.py."""
+    if not ENGINE_PYTHON.exists():
+        pytest.fail(f"{ENGINE_PYTHON} is missing: `make test` makes it (requirements/engine.lock)", pytrace=False)
+    folder = engine_folder / "model"
+    maker = Path(__file__).with_name("model.py")
+    subprocess.run([ENGINE_PYTHON, maker, folder], check=True, stdout=subprocess.DEVNULL, timeout=60)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def engines(model_folder: Path, engine_folder: Path) -> Iterator[list[Engine]]:
+    """Two real vLLM servers of one model.
+
+    They differ where instances of one pool may: block size, KV capacity, and how their event ports come about.
+    """
+    specs = (
+        EngineSpec("a", core=0, block_size=32, fixed_event_ports=False),
+        EngineSpec("b", core=1, block_size=64, kv_capacity_tokens=8_192),
+    )
+    engines = start_engines(specs, model_folder, engine_folder)
+    yield engines
+    stop_engines(engines)
+
+
+@pytest.fixture(scope="session")
+def running_plane(engines: list[Engine], engine_folder: Path) -> Iterator[ControlPlane]:
+    """The control plane before the two engines."""
+    plane = ControlPlane(engines, engine_folder)
+    plane.start()
+    yield plane
+    plane.stop()
+
+
+@pytest.fixture
+def plane(running_plane: ControlPlane) -> Iterator[ControlPlane]:
+    """The control plane, idle and in step with its engines before each test, and idle again after it."""
+    running_plane.wait_settled()
+    running_plane.wait_idle()
+    yield running_plane
+    running_plane.wait_idle()
+
+
+@pytest.fixture
+def client(plane: ControlPlane) -> Iterator[openai.OpenAI]:
+    """The official client, pointed at the gateway."""
+    with plane.client() as client:
+        yield client

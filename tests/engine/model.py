@@ -1,0 +1,184 @@
+"""A small random Qwen3 model, made here: no downloads, the same bytes for the same seed.
+
+The folder that `make_model` writes is what a real vLLM server loads: config, byte-level BPE tokenizer with a ChatML template,
+weights. Three properties make it fit for tests about prefix caches:
+
+- Greedy answers depend on the whole context and do not fall into a loop (embeddings of unit scale, peaked attention).
+- Answers consist of whole words, each one token with its leading space, so that an answer sent back in the next turn becomes
+  the very tokens that were generated, and a prompt of n `words` has n tokens.
+- The model never stops by itself: an answer is as long as max_tokens says.
+
+Run by the engine's Python, which has safetensors: `python model.py FOLDER`. Only the weights need numpy and safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+SEED = 7
+HIDDEN = 256
+LAYERS = 4
+HEADS = 4
+KV_HEADS = 2
+HEAD_DIM = 64
+INTERMEDIATE = 512
+MAX_POSITION = 16_384
+VOCAB = 1_024
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+# Qwen's own split, so that the gateway's tokenizer meets what it meets in production (digits one by one, contractions).
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+CHAT_TEMPLATE = """\
+{%- if tools %}
+<|im_start|>system
+# Tools
+{%- for tool in tools %}
+{{ tool | tojson }}
+{%- endfor %}
+<|im_end|>
+{% endif -%}
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\n' }}
+{%- endif %}
+"""
+
+
+def vocabulary() -> list[str]:
+    """The 300 made-up words that prompts and answers consist of; each is one token when a space precedes it."""
+    heads = ("ba", "de", "ki", "lo", "mu", "na", "po", "ra", "se", "ti")
+    middles = ("l", "nd", "r")
+    tails = ("a", "e", "i", "o", "u", "an", "en", "is", "or", "um")
+    return [head + middle + tail for head in heads for middle in middles for tail in tails]
+
+
+def words(count: int, seed: int) -> str:
+    """A text of `count` words that are `count` tokens (it begins with a space). Another seed gives another text."""
+    rng = random.Random(seed)
+    return "".join(" " + rng.choice(vocabulary()) for _ in range(count))
+
+
+def make_tokenizer(folder: Path) -> int:
+    """Train the tokenizer and write tokenizer.json and tokenizer_config.json. Returns the number of tokens it knows."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(
+        ["".join(f" {word}" for word in vocabulary()), "system\nuser\nassistant\n"] * 3, trainer
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": MAX_POSITION,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
+    return int(tokenizer.get_vocab_size())
+
+
+def make_config(folder: Path) -> None:
+    """Write config.json and generation_config.json."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "dtype": "float32",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
+        "max_position_embeddings": MAX_POSITION,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "vocab_size": VOCAB,
+        "eos_token_id": SPECIAL.index("<|im_end|>"),
+        "pad_token_id": SPECIAL.index("<|endoftext|>"),
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    generation = {"eos_token_id": [SPECIAL.index("<|im_end|>")]}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+
+
+def make_weights(folder: Path, seed: int) -> None:
+    """Write model.safetensors: float32, random, seeded. Rows of the output head that stand for no whole word are zero."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    rng = np.random.default_rng(seed)
+    weights: dict[str, Any] = {}
+
+    def matrix(name: str, rows: int, columns: int, gain: float = 1.0) -> None:
+        """Entries of scale gain / sqrt(columns): a unit input gives an output of scale `gain`."""
+        weights[name] = (rng.standard_normal((rows, columns)) * (gain / columns**0.5)).astype(np.float32)
+
+    def scale(name: str, size: int, value: float = 1.0) -> None:
+        weights[name] = np.full(size, value, dtype=np.float32)
+
+    matrix("model.embed_tokens.weight", VOCAB, HIDDEN, gain=HIDDEN**0.5)
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}."
+        scale(prefix + "input_layernorm.weight", HIDDEN)
+        matrix(prefix + "self_attn.q_proj.weight", HEADS * HEAD_DIM, HIDDEN)
+        matrix(prefix + "self_attn.k_proj.weight", KV_HEADS * HEAD_DIM, HIDDEN)
+        matrix(prefix + "self_attn.v_proj.weight", KV_HEADS * HEAD_DIM, HIDDEN)
+        matrix(prefix + "self_attn.o_proj.weight", HIDDEN, HEADS * HEAD_DIM, gain=3.0)
+        # Scores have the spread of value^2: peaked enough that single earlier tokens matter, however long the context.
+        scale(prefix + "self_attn.q_norm.weight", HEAD_DIM, 1.7)
+        scale(prefix + "self_attn.k_norm.weight", HEAD_DIM, 1.7)
+        scale(prefix + "post_attention_layernorm.weight", HIDDEN)
+        matrix(prefix + "mlp.gate_proj.weight", INTERMEDIATE, HIDDEN)
+        matrix(prefix + "mlp.up_proj.weight", INTERMEDIATE, HIDDEN)
+        matrix(prefix + "mlp.down_proj.weight", HIDDEN, INTERMEDIATE, gain=2.0)
+    scale("model.norm.weight", HIDDEN)
+    matrix("lm_head.weight", VOCAB, HIDDEN, gain=4.0)
+    spoken = np.zeros(VOCAB, dtype=bool)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for word in vocabulary():
+        (token,) = tokenizer.encode(" " + word, add_special_tokens=False).ids
+        spoken[token] = True
+    weights["lm_head.weight"][~spoken] = 0.0
+    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+
+
+def make_model(folder: Path, seed: int = SEED) -> Path:
+    """Write the whole model into `folder` (made when missing) and return it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    known = make_tokenizer(folder)
+    if known > VOCAB:
+        raise ValueError(f"the tokenizer has {known} tokens, the model {VOCAB}")
+    make_config(folder)
+    make_weights(folder, seed)
+    return folder
+
+
+if __name__ == "__main__":
+    print(make_model(Path(sys.argv[1])))

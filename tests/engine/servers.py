@@ -1,0 +1,211 @@
+"""Real vLLM servers on CPU, and what tests ask them directly, past all of Pointsman."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from tests.engine.processes import Process, free_port
+from tests.engine.web import Reply, ask
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ENGINE_PYTHON = REPOSITORY / ".venv-engine/bin/python"
+SERVED_NAME = "tiny"
+KV_BYTES_PER_TOKEN = (
+    4 * 2 * 2 * 64 * 4
+)  # layers x (K, V) x KV heads x head_dim x float32, as tests/engine/model.py makes it
+START_WITHIN_S = 240.0
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What one server is started with. `core` is the CPU core that its threads are bound to.
+
+    Unless `fixed_event_ports`, the engine chooses the ports of its KV events, new ones at every start.
+    """
+
+    name: str
+    core: int
+    block_size: int = 32
+    kv_capacity_tokens: int = 32_768
+    max_model_len: int = 4_096
+    fixed_event_ports: bool = True
+    extra_args: Sequence[str] = ()
+
+
+@dataclass
+class Engine:
+    """A vLLM server: its process and plain questions to it. All times in seconds."""
+
+    spec: EngineSpec
+    model: Path
+    folder: Path
+    port: int = field(default_factory=free_port)
+    process: Process = field(init=False)
+
+    def __post_init__(self) -> None:
+        spec = self.spec
+        events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            # "*" makes the engine bind; with port 0 it binds VLLM_HOST_IP.
+            "endpoint": f"tcp://*:{free_port() if spec.fixed_event_ports else 0}",
+            "replay_endpoint": f"tcp://*:{free_port() if spec.fixed_event_ports else 0}",
+        }
+        flags = {
+            "--model": self.model,
+            "--served-model-name": SERVED_NAME,
+            "--host": "127.0.0.1",
+            "--port": self.port,
+            # bfloat16 attention uses AMX, which dies by SIGILL in some virtual machines.
+            "--dtype": "float32",
+            "--distributed-executor-backend": "uni",
+            "--kv-cache-memory-bytes": spec.kv_capacity_tokens * KV_BYTES_PER_TOKEN,
+            "--block-size": spec.block_size,
+            "--max-model-len": spec.max_model_len,
+            "--kv-events-config": json.dumps(events),
+        }
+        self.process = Process(
+            name=f"engine {spec.name}",
+            argv=[
+                str(ENGINE_PYTHON),
+                "-m",
+                "vllm.entrypoints.openai.api_server",
+                *(str(part) for flag in flags.items() for part in flag),
+                "--enforce-eager",
+                "--enable-prompt-tokens-details",
+                *spec.extra_args,
+            ],
+            env={
+                "HF_HUB_OFFLINE": "1",
+                "VLLM_NO_USAGE_STATS": "1",
+                "VLLM_HOST_IP": "127.0.0.1",
+                "VLLM_CPU_OMP_THREADS_BIND": str(spec.core),
+            },
+            log=self.folder / f"engine-{spec.name}.log",
+        )
+
+    @property
+    def instance_id(self) -> str:
+        """The id that an agent gives it: HOST:PORT."""
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """Base address without a trailing slash."""
+        return f"http://{self.instance_id}"
+
+    def start(self) -> None:
+        """Start the server; wait_ready() tells when it answers."""
+        self.process.start()
+
+    def wait_ready(self) -> None:
+        """Wait until /health answers. Raises ProcessFailure with the log's end."""
+        self.process.wait_ready(self.healthy, within_s=START_WITHIN_S)
+
+    def healthy(self) -> bool:
+        """Whether GET /health answers 200 now."""
+        try:
+            return self.ask("/health").status == 200
+        except OSError:
+            return False
+
+    def ask(self, path: str, body: Any = None) -> Reply:
+        """GET, or POST `body` as JSON. OSError when nobody answers."""
+        return ask(self.url + path, body)
+
+    def tokenize(self, body: dict[str, Any]) -> list[int]:
+        """Token ids by the engine's own tokenizer; `body` has prompt or messages."""
+        reply = self.ask("/tokenize", {"model": SERVED_NAME, **body})
+        assert reply.status == 200, reply.text
+        tokens: list[int] = reply.json()["tokens"]
+        return tokens
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that carry `labels`. KeyError when there is none."""
+        text = self.ask("/metrics").text
+        found = [
+            float(value)
+            for sample, pairs, value in re.findall(r"^([\w:]+)(?:\{(.*)\})? (\S+)$", text, re.MULTILINE)
+            if sample == name and all(f'{key}="{wanted}"' in pairs for key, wanted in labels.items())
+        ]
+        if not found:
+            raise KeyError(f"{name} {labels}")
+        return sum(found)
+
+    def running(self) -> int:
+        """Requests in the engine, running or waiting."""
+        return int(self.metric("vllm:num_requests_running") + self.metric("vllm:num_requests_waiting"))
+
+    def cached_blocks(self) -> set[int]:
+        """Hashes of the blocks in the prefix cache now, counted from the engine's whole event history.
+
+        This is the tests' own oracle for what agents should know. AssertionError when the engine has forgotten the beginning.
+        """
+        endpoint = self.ask("/kv_event_sources").json()["0"]["replay_endpoint"].replace("*", "127.0.0.1")
+        held: Counter[int] = Counter()
+        for event in _replay(endpoint):
+            match event["type"]:
+                case "BlockStored":
+                    held.update(event["block_hashes"])
+                case "BlockRemoved":
+                    held.subtract(event["block_hashes"])
+                case "AllBlocksCleared":
+                    held.clear()
+                case other:
+                    raise AssertionError(f"unknown KV event {other}")
+        return {block for block, count in held.items() if count > 0}
+
+    def cached_keys(self) -> int:
+        """How many of Pointsman's 16-token keys the prefix cache holds now."""
+        return len(self.cached_blocks()) * self.spec.block_size // 16
+
+
+def start_engines(specs: Sequence[EngineSpec], model: Path, folder: Path) -> list[Engine]:
+    """Start servers side by side and wait for all of them. On failure none is left."""
+    engines = [Engine(spec, model, folder) for spec in specs]
+    try:
+        for engine in engines:
+            engine.start()
+        for engine in engines:
+            engine.wait_ready()
+    except BaseException:
+        stop_engines(engines)
+        raise
+    return engines
+
+
+def stop_engines(engines: Sequence[Engine]) -> None:
+    """End all that run."""
+    for engine in engines:
+        if engine.process.alive:
+            engine.process.kill()
+
+
+def _replay(endpoint: str) -> list[dict[str, Any]]:
+    """All KV events from the engine's start on. The publisher looks at its replay socket ten times a second."""
+    events: list[dict[str, Any]] = []
+    expected = 0
+    deadline = time.monotonic() + 10
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(endpoint)
+        socket.send_multipart([b"", (0).to_bytes(8, "big")])
+        while True:
+            left_ms = int((deadline - time.monotonic()) * 1_000)
+            assert socket.poll(max(left_ms, 0)), f"{endpoint} ended no replay within 10 s"
+            *_, sequence, payload = socket.recv_multipart()
+            if sequence == b"\xff" * 8:
+                return events
+            assert int.from_bytes(sequence, "big") == expected, "the engine forgot a part of its history"
+            expected += 1
+            events += msgspec.msgpack.decode(payload)[1]

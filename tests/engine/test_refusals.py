@@ -1,0 +1,134 @@
+"""Bad input gets an OpenAI-style error with the right status, and leaves no trace; the router answers from a shell."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.engine.servers import SERVED_NAME, Engine
+from tests.engine.stack import ControlPlane, counters
+from tests.engine.talk import chat, fresh_words, user
+from tests.engine.web import ask
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+JSON = "application/json"
+
+
+def _body(**fields: Any) -> bytes:
+    return json.dumps({"model": SERVED_NAME, "messages": [{"role": "user", "content": "hi"}], **fields}).encode()
+
+
+BAD = {
+    "malformed": (_body()[:-1], JSON, 400),
+    "not an object": (b"[1, 2]", JSON, 400),
+    "not text": (b"\xff\xfe\x00", JSON, 400),
+    "empty": (b"", JSON, 400),
+    "no messages": (json.dumps({"model": SERVED_NAME}).encode(), JSON, 400),
+    "negative max_tokens": (_body(max_tokens=-1), JSON, 400),
+    "max_tokens in words": (_body(max_tokens="many"), JSON, 400),
+    "wrong temperature": (_body(temperature="hot"), JSON, 400),
+    "unknown model": (_body(model="gpt-9"), JSON, 404),
+    "wrong content type": (_body(), "text/plain", 415),
+    "too long a prompt": (_body(messages=[{"role": "user", "content": fresh_words(4_200)}]), JSON, 400),
+    "too long with its answer": (_body(max_tokens=4_096), JSON, 400),
+    "over the limit": (b" " * (33 << 20), JSON, 413),
+}
+
+
+@pytest.mark.parametrize(("body", "content_type", "status"), BAD.values(), ids=BAD.keys())
+def test_bad_input_is_refused_and_leaves_no_trace(
+    plane: ControlPlane, engines: list[Engine], body: bytes, content_type: str, status: int
+) -> None:
+    before = _traces(plane, engines)
+    answer = ask(plane.gateway_url + "/v1/chat/completions", body, headers={"Content-Type": content_type})
+    assert answer.status == status, answer.text
+    error = answer.json()["error"]
+    assert isinstance(error["message"], str)
+    assert error["message"]
+    assert error["type"]
+    assert not any(port in answer.text for port in (str(engine.port) for engine in engines)), "an internal address"
+    assert _traces(plane, engines) == before
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/collective_rpc", 404),
+        ("POST", "/reset_prefix_cache", 404),
+        ("POST", "/tokenize", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("POST", "/v1/models", 405),
+    ],
+)
+def test_other_paths_and_methods_stay_closed(plane: ControlPlane, method: str, path: str, status: int) -> None:
+    answer = ask(plane.gateway_url + path, {} if method == "POST" else None, method=method)
+    assert answer.status == status, answer.text
+    assert answer.json()["error"]["message"]
+
+
+def test_the_official_client_sees_its_own_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.chat.completions.create(model="gpt-9", messages=[{"role": "user", "content": "hi"}])
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as negative:
+        chat(client, [user("hi")], max_tokens=-1)
+    assert negative.value.param == "max_tokens"
+    with pytest.raises(openai.BadRequestError) as long:
+        chat(client, [user(fresh_words(4_200))])
+    assert long.value.code == "context_length_exceeded"
+
+
+def test_what_only_the_engine_refuses_is_passed_on_and_released(
+    client: openai.OpenAI, plane: ControlPlane, engines: list[Engine]
+) -> None:
+    with pytest.raises(openai.BadRequestError):
+        chat(client, [user(fresh_words(40))], extra_body={"structured_outputs": {"regex": "("}})
+    plane.wait_idle()
+    assert plane.finished_decision(plane.newest_decision().decision_id).outcome == "REJECTED"
+    assert all(engine.healthy() for engine in engines)
+
+
+def test_reflection_lists_the_services_and_answers_calls(plane: ControlPlane, engines: list[Engine]) -> None:
+    """What the README tells people to type, with buf instead of grpcurl."""
+    services = _buf_curl(plane, "--list-services", f"http://{plane.router_address}").split()
+    assert {
+        "pointsman.agent.v1.AgentService",
+        "pointsman.router.v1.PlacementService",
+        "pointsman.router.v1.FleetService",
+        "grpc.health.v1.Health",
+    } <= set(services)
+    url = f"http://{plane.router_address}/pointsman.router.v1.FleetService/ListInstances"
+    listed = json.loads(_buf_curl(plane, url))["instances"]
+    assert {status["instance"]["instanceId"] for status in listed} == {engine.instance_id for engine in engines}
+    assert {status["state"] for status in listed} == {"INSTANCE_STATE_READY"}
+
+
+def test_the_router_refuses_callers_without_a_token(plane: ControlPlane) -> None:
+    url = f"http://{plane.router_address}/pointsman.router.v1.FleetService/ListInstances"
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        _buf_curl(plane, url, token="wrong")
+    assert "unauthenticated" in refused.value.stderr
+
+
+def _buf_curl(plane: ControlPlane, *arguments: str, token: str | None = None) -> str:
+    buf = Path(sys.executable).with_name("buf")
+    authorization = f"authorization: Bearer {token or plane.tokens['operator']}"
+    command = [str(buf), "curl", "--protocol", "grpc", "--http2-prior-knowledge", "-H", authorization, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def _traces(plane: ControlPlane, engines: list[Engine]) -> dict[str, object]:
+    """All that a placed request would change."""
+    return {
+        "decision": plane.newest_decision().decision_id,
+        "counters": [counters(plane.instance(engine)) for engine in engines],
+        "sessions": [plane.instance(engine).sessions for engine in engines],
+        "prompts": [engine.metric("vllm:prompt_tokens_total") for engine in engines],
+    }
