@@ -94,7 +94,8 @@ class ModelTokenizer:
 def locate(place: str) -> Path:
     """The folder for a path, or for a hub id that the local cache holds (nothing is downloaded). Raises TokenizerMissing."""
     folder = Path(place)
-    if folder.is_dir():
+    # Path("") is the working directory, which nobody meant.
+    if place and folder.is_dir():
         return folder
     if not place or folder.is_absolute() or place.count("/") > 1:
         raise TokenizerMissing(f"no folder {place!r}")

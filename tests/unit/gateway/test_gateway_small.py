@@ -1,0 +1,98 @@
+"""The gateway's smaller parts: usage in answers, client keys, settings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from services.gateway.answer import TAIL_BYTES, Tail, Usage, usage_of
+from services.gateway.auth import ApiKeys
+from services.gateway.settings import GatewaySettings
+
+USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
+
+
+def stream(*events: object, done: bool = True) -> bytes:
+    text = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+    return (text + ("data: [DONE]\n\n" if done else "")).encode()
+
+
+@given(st.lists(st.integers(1, 400), max_size=60), st.integers(0, 50))
+def test_usage_is_found_however_the_stream_is_cut(cuts: list[int], words: int) -> None:
+    whole = stream(
+        *({"choices": [{"delta": {"content": "w" * 300}}]} for _ in range(words)), {"choices": [], "usage": USAGE}
+    )
+    tail, at = Tail(), 0
+    for cut in [*cuts, len(whole)]:
+        if piece := whole[at : at + cut]:
+            tail.add(piece)
+        at += cut
+    assert tail.summary() == (True, Usage(7, 4, 3), "")
+    assert tail._size <= TAIL_BYTES + max([*cuts, len(whole)])
+
+
+def test_an_early_end_and_an_engines_own_error_are_seen() -> None:
+    tail = Tail()
+    tail.add(stream({"choices": []}, done=False))
+    assert tail.summary()[0] is False
+    tail.add(stream({"error": {"message": "dead"}}))
+    assert tail.summary() == (True, Usage(), "the engine reported an error")
+    assert tail.events == 3
+    assert Tail().summary() == (False, Usage(), "")
+
+
+def test_usage_of_a_whole_answer() -> None:
+    assert usage_of(json.dumps({"usage": USAGE}).encode()) == Usage(7, 4, 3)
+    for odd in (b"", b"[]", b"{", b'{"usage": 3}', b'{"usage": {"prompt_tokens": "7", "completion_tokens": -1}}'):
+        assert usage_of(odd) == Usage()
+
+
+def test_keys_name_tenants(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# comment\n\nred: k1 \nblue:k:2\n")
+    keys = ApiKeys.load(file)
+    assert [keys.tenant_of(f"Bearer {key}") for key in ("k1", "k:2", "k2", "")] == ["red", "blue", None, None]
+    assert keys.tenant_of("k1") is None
+    assert keys.tenant_of("bearer k1") == "red"
+    assert ApiKeys().tenant_of("") == "default"
+    file.write_text("")
+    assert ApiKeys.load(file).tenant_of("Bearer ") is None
+
+
+@pytest.mark.parametrize("text", ["secret", "red:", ":secret", "a:secret\nb:secret"])
+def test_a_bad_keys_file_is_refused_without_showing_the_key(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"keys:\d") as refused:
+        ApiKeys.load(file)
+    assert "secret" not in str(refused.value)
+
+
+def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POINTSMAN_GATEWAY_ROUTERS", "a:1, b:2")
+    monkeypatch.setenv("POINTSMAN_GATEWAY_TOKENIZERS", "m=/models/m,org/n=org/n")
+    read = GatewaySettings()
+    assert read.routers == ["a:1", "b:2"]
+    assert read.tokenizer_paths() == {"m": "/models/m", "org/n": "org/n"}
+    assert read.gateway_id != GatewaySettings().gateway_id
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"listen": "8080"},
+        {"listen": "h:99999"},
+        {"routers": []},
+        {"routers": ["x"]},
+        {"tokenizers": ["m"]},
+        {"max_body_bytes": 0},
+    ],
+)
+def test_wrong_settings_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        GatewaySettings(**wrong)  # type: ignore[arg-type]
