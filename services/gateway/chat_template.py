@@ -154,7 +154,12 @@ def _part(part: str | dict[str, Any], as_dict: bool) -> Any:
     if isinstance(part, str):
         return {"type": "text", "text": part} if as_dict else part
     kind = part.get("type")
-    if kind not in TEXT_PARTS or part.get("uuid") is not None or any(name in part for name in _MEDIA_FIELDS):
+    if (
+        not isinstance(kind, str)
+        or kind not in TEXT_PARTS
+        or part.get("uuid") is not None
+        or any(name in part for name in _MEDIA_FIELDS)
+    ):
         raise Unrenderable("a content part that is not text")
     text = part.get(kind if kind in ("refusal", "thinking") else "text")
     if text is None:

@@ -62,7 +62,8 @@ def test_arguments_of_tool_calls_become_objects() -> None:
         ("{% for m in messages %}{% for p in m['content'] | list %}{{ p.text }}{% endfor %}{% endfor %}", True),
         ("{% for m in messages %}{% set c = m.content %}{% for p in c %}{{ p.text }}{% endfor %}{% endfor %}", True),
         (
-            "{% macro r(x) %}{% for p in x %}{{ p }}{% endfor %}{% endmacro %}{% for m in messages %}{{ r(m.content) }}{% endfor %}",
+            "{% macro r(x) %}{% for p in x %}{{ p }}{% endfor %}{% endmacro %}"
+            "{% for m in messages %}{{ r(m.content) }}{% endfor %}",
             True,
         ),
         (
