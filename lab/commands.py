@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import typer
 
+from lab.analysis import analyze
 from lab.emulator import EmulateSettings
 from lab.emulator import run as run_emulator
+from lab.replay import ReplaySettings
+from lab.replay import run as run_replay
 from services.common.settings import add_settings_command
 
 
 def add_lab_commands(app: typer.Typer) -> None:
     """Register the lab's commands on `app`."""
     add_settings_command(app, "emulate", EmulateSettings, run_emulator, help_="Run an emulated vLLM server.")
+    add_settings_command(app, "replay", ReplaySettings, run_replay, help_="Replay a trace against a live gateway.")
+    app.command("analyze")(analyze)

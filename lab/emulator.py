@@ -30,7 +30,7 @@ log = structlog.get_logger()
 class EmulateSettings(BaseSettings):
     """One emulated engine. Names follow vLLM's flags where there is one."""
 
-    model_config = SettingsConfigDict(env_prefix="POINTSMAN_EMULATE_", protected_namespaces=())
+    model_config = SettingsConfigDict(env_prefix="POINTSMAN_EMULATE_")
 
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 picks a free one, told on stdout")
