@@ -1,0 +1,304 @@
+"""The shadow against a model that keeps every physical block in a list and recomputes everything."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from services.agent.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event, decode_batch
+from services.agent.shadow import Delta, Shadow, Tier
+from services.common.keys import digest_of, extend_keys, prompt_keys, root_key
+
+MODEL = "tiny"
+BLOCK = 32
+PER_BLOCK = BLOCK // 16
+
+
+def tokens_of(path: tuple[int, ...]) -> list[int]:
+    """A prompt of one block per letter; equal letters at different depths are equal tokens under different prefixes."""
+    return [letter * 1000 + at for letter in path for at in range(BLOCK)]
+
+
+def hash_of(path: tuple[int, ...]) -> int:
+    return hash(path) & (1 << 64) - 1
+
+
+def store(path: tuple[int, ...], first: int = 0, medium: str | None = "GPU", **more: object) -> BlockStored:
+    """The event for blocks `first`.. of the chain `path`."""
+    return BlockStored(
+        block_hashes=[hash_of(path[: at + 1]) for at in range(first, len(path))],
+        parent_block_hash=hash_of(path[:first]) if first else None,
+        token_ids=tokens_of(path)[first * BLOCK :],
+        block_size=BLOCK,
+        medium=medium,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+class Replica:
+    """What a router makes of the deltas: it insists that they are exact."""
+
+    def __init__(self) -> None:
+        self.pairs: set[tuple[int, int]] = set()
+        self.seq = 0
+
+    def take(self, delta: Delta) -> None:
+        assert delta.seq == self.seq + 1
+        self.seq = delta.seq
+        if delta.cleared:
+            assert self.pairs, "a clear that clears nothing"
+            self.pairs.clear()
+        for key in delta.added:
+            assert (delta.tier, key) not in self.pairs
+            self.pairs.add((delta.tier, key))
+        for key in delta.removed:
+            self.pairs.remove((delta.tier, key))
+        assert delta.cleared or delta.added or delta.removed
+
+    def follow(self, shadow: Shadow) -> None:
+        while self.seq < shadow.latest_seq:
+            self.take(shadow.delta(self.seq + 1))
+
+
+def pairs_of(shadow: Shadow) -> set[tuple[int, int]]:
+    return {(tier, key) for tier in Tier for key in shadow.keys(tier)}
+
+
+PATHS = st.lists(st.integers(1, 2), min_size=1, max_size=4).map(tuple)
+MEDIA = st.sampled_from(["GPU", None, "CPU", "STORAGE"])
+TIERS = {"GPU": Tier.DEVICE, None: Tier.DEVICE, "CPU": Tier.HOST, "STORAGE": Tier.STORAGE}
+
+
+class ShadowMachine(RuleBasedStateMachine):
+    """Random events in batches of one to many; after every batch everything must agree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shadow = Shadow(MODEL, ring=1000)
+        self.replica = Replica()
+        self.held: Counter[tuple[tuple[int, ...], str]] = Counter()
+        self.batch: list[Event] = []
+
+    def knows(self, path: tuple[int, ...]) -> bool:
+        return any(held == path for held, _ in +self.held)
+
+    @rule(path=PATHS, first=st.integers(0, 3), medium=MEDIA)
+    def store(self, path: tuple[int, ...], first: int, medium: str | None) -> None:
+        first = min(first, len(path) - 1)
+        self.batch.append(store(path, first, medium))
+        known = first == 0 or self.knows(path[:first])
+        for at in range(first, len(path)):
+            known = known or self.knows(path[: at + 1])
+            if known:
+                self.held[path[: at + 1], medium or "GPU"] += 1
+
+    @rule(path=PATHS, medium=MEDIA)
+    def placeholder(self, path: tuple[int, ...], medium: str | None) -> None:
+        self.batch.append(BlockStored(block_hashes=[hash_of(path)], medium=medium))
+        if self.knows(path):
+            self.held[path, medium or "GPU"] += 1
+
+    @rule(path=PATHS, medium=MEDIA)
+    def remove(self, path: tuple[int, ...], medium: str | None) -> None:
+        self.batch.append(BlockRemoved(block_hashes=[hash_of(path)], medium=medium))
+        if self.held[path, medium or "GPU"]:
+            self.held[path, medium or "GPU"] -= 1
+
+    @rule()
+    def clear(self) -> None:
+        self.batch.append(AllBlocksCleared())
+        self.held.clear()
+
+    @rule()
+    def send(self) -> None:
+        changed = self.shadow.apply(self.batch)
+        self.batch = []
+        assert changed == (self.replica.seq < self.shadow.latest_seq)
+
+    @rule()
+    def gap(self) -> None:
+        self.send()
+        self.shadow.clear()
+        self.held.clear()
+
+    @invariant()
+    def agrees(self) -> None:
+        if self.batch:
+            return
+        self.replica.follow(self.shadow)
+        expected = {
+            (TIERS[medium], key)
+            for path, medium in +self.held
+            for key in prompt_keys(tokens_of(path), MODEL)[-PER_BLOCK:]
+        }
+        assert pairs_of(self.shadow) == expected
+        assert self.replica.pairs == expected
+        assert self.shadow.key_count == len(expected)
+        digest = 0
+        for tier, key in expected:
+            digest ^= digest_of(tier, [key])
+        assert self.shadow.digest == digest
+        self.shadow.check()
+
+
+ShadowMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestShadowMachine = ShadowMachine.TestCase
+
+
+@pytest.fixture
+def shadow() -> Shadow:
+    return Shadow(MODEL)
+
+
+def test_the_first_delta_has_number_one_and_one_batch_makes_one_delta_per_tier(shadow: Shadow) -> None:
+    assert (shadow.oldest_seq, shadow.latest_seq) == (1, 0)
+    shadow.apply([store((1, 2)), store((3,)), store((1,), medium="CPU")])
+    assert [(shadow.delta(seq).tier, len(shadow.delta(seq).added)) for seq in (1, 2)] == [
+        (Tier.DEVICE, 3 * PER_BLOCK),
+        (Tier.HOST, PER_BLOCK),
+    ]
+    assert shadow.latest_seq == 2
+
+
+def test_a_block_stored_and_removed_in_one_batch_says_nothing(shadow: Shadow) -> None:
+    assert not shadow.apply([store((1,)), BlockRemoved(block_hashes=[hash_of((1,))], medium="GPU")])
+    assert shadow.latest_seq == 0
+
+
+def test_two_physical_blocks_need_two_removals(shadow: Shadow) -> None:
+    gone = BlockRemoved(block_hashes=[hash_of((1,))], medium="GPU")
+    shadow.apply([store((1,)), store((1,))])
+    assert not shadow.apply([gone])
+    assert shadow.apply([gone])
+    assert shadow.key_count == 0
+
+
+def test_more_references_than_blocks_make_the_first_removal_win() -> None:
+    shadow = Shadow(MODEL, capacity_blocks=2)
+    shadow.apply([store((1,)), store((1,)), store((1,))])
+    assert shadow.uncertain
+    shadow.apply([BlockRemoved(block_hashes=[hash_of((1,))], medium="GPU")])
+    assert shadow.key_count == 0
+    shadow.check()
+
+
+def test_an_unknown_parent_and_all_below_it_are_left_out(shadow: Shadow) -> None:
+    assert not shadow.apply([store((1, 2, 3), first=1), store((1, 2, 3, 4), first=3)])
+    assert shadow.counts.orphans == 3
+    assert shadow.blocks == {}
+
+
+def test_removing_what_is_unknown_is_counted_and_nothing_else(shadow: Shadow) -> None:
+    shadow.apply([store((1,))])
+    assert not shadow.apply(
+        [BlockRemoved(block_hashes=[5], medium="GPU"), BlockRemoved(block_hashes=[hash_of((1,))], medium="CPU")]
+    )
+    assert shadow.counts.unknown_removed == 2
+
+
+def test_several_groups_end_the_keys(shadow: Shadow) -> None:
+    shadow.apply([store((1,))])
+    assert shadow.apply([store((2,), group_idx=1), store((3,))])
+    assert "several KV cache groups" in shadow.unusable
+    assert shadow.key_count == 0
+    assert shadow.delta(2).cleared
+    assert not shadow.apply([store((1,))])
+
+
+def test_a_sliding_window_ends_the_keys(shadow: Shadow) -> None:
+    shadow.apply([store((1,), kv_cache_spec_kind="sliding_window")])
+    assert "sliding_window" in shadow.unusable
+
+
+def test_salt_and_adapter_enter_the_root(shadow: Shadow) -> None:
+    shadow.apply(
+        [
+            store((1, 2), extra_keys=[["salt"], None]),
+            store((3,), lora_name="sql", extra_keys=[["sql"]]),
+            store((4, 5), lora_name="sql", extra_keys=[["sql", "salt"], ["sql"]]),
+        ]
+    )
+    expected = (
+        set(prompt_keys(tokens_of((1, 2)), MODEL, cache_salt="salt"))
+        | set(prompt_keys(tokens_of((3,)), MODEL, lora="sql"))
+        | set(prompt_keys(tokens_of((4, 5)), MODEL, "sql", "salt"))
+    )
+    assert set(shadow.keys(Tier.DEVICE)) == expected
+
+
+def test_images_make_other_keys_from_their_block_on(shadow: Shadow) -> None:
+    shadow.apply([store((1, 2, 3), extra_keys=[["salt"], [["image", 4]], None])])
+    first = extend_keys(root_key(MODEL, "", "salt"), tokens_of((1,)))
+    second = extend_keys(first[-1], tokens_of((2,)), msgspec.msgpack.encode([["image", 4]]))
+    third = extend_keys(second[-1], tokens_of((3,)))
+    assert set(shadow.keys(Tier.DEVICE)) == {*first, *second, *third}
+
+
+@pytest.mark.parametrize("size", [0, 8, 24])
+def test_blocks_that_are_no_multiple_of_a_key_are_left_out(shadow: Shadow, size: int) -> None:
+    shadow.apply([BlockStored(block_hashes=[1], token_ids=list(range(max(size, 1))), block_size=size)])
+    assert shadow.key_count == 0
+    assert shadow.counts.malformed == 1
+
+
+def test_masked_blocks_are_left_out(shadow: Shadow) -> None:
+    """With sliding windows vLLM names fewer hashes than the tokens have blocks: which are whose cannot be told."""
+    event = store((1, 2, 3))
+    event.block_hashes.pop(1)
+    shadow.apply([event])
+    assert shadow.counts.malformed == 2
+
+
+def test_token_ids_that_no_u32_holds_are_left_out(shadow: Shadow) -> None:
+    shadow.apply([BlockStored(block_hashes=[1], token_ids=[-1] * BLOCK, block_size=BLOCK)])
+    assert shadow.counts.malformed == 1
+    shadow.check()
+
+
+def test_the_ring_is_bounded(shadow: Shadow) -> None:
+    shadow = Shadow(MODEL, ring=3)
+    for letter in range(1, 6):
+        shadow.apply([store((letter,))])
+    assert (shadow.oldest_seq, shadow.latest_seq) == (3, 5)
+    with pytest.raises(LookupError):
+        shadow.delta(2)
+    with pytest.raises(LookupError):
+        shadow.delta(6)
+
+
+def test_the_wire_format_is_vllms() -> None:
+    """As vllm 0.32 encodes it: maps tagged `type`, defaults left out, fields unknown here ignored."""
+    payload = msgspec.msgpack.encode(
+        [
+            1.5,
+            [
+                {
+                    "type": "BlockStored",
+                    "block_hashes": [2**64 - 1, b"raw"],
+                    "parent_block_hash": None,
+                    "token_ids": list(range(64)),
+                    "block_size": 32,
+                    "lora_id": None,
+                    "medium": "GPU",
+                    "lora_name": None,
+                    "group_idx": 0,
+                    "kv_cache_spec_kind": "full_attention",
+                    "session_id": "s",
+                    "tomorrow": 1,
+                },
+                {"type": "BlockRemoved", "block_hashes": [b"raw"], "medium": "GPU", "group_idx": 0},
+                {"type": "AllBlocksCleared"},
+            ],
+            0,
+        ]
+    )
+    batch = decode_batch(payload)
+    assert [type(event) for event in batch.events] == [BlockStored, BlockRemoved, AllBlocksCleared]
+    shadow = Shadow(MODEL)
+    shadow.apply(batch.events[:2])
+    assert list(shadow.keys(Tier.DEVICE)) == prompt_keys(list(range(32)), MODEL)
