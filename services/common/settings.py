@@ -60,8 +60,12 @@ def add_settings_command(
 
 def _flag_type(field: FieldInfo) -> Any:
     default = "" if field.is_required() else str(field.get_default(call_default_factory=True))
-    text = f"{field.description or ''} [default: {default}]" if default else field.description
-    kind = list[str] | None if str(field.annotation).startswith("list") else str | None
+    text = f"{field.description} (default: {default})" if default else field.description
+    kind: Any = str | None
+    if field.annotation is bool:
+        kind = bool | None
+    elif str(field.annotation).startswith("list"):
+        kind = list[str] | None
     return Annotated[kind, typer.Option(help=text, show_default=False)]
 
 
