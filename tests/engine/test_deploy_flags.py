@@ -1,0 +1,53 @@
+"""The flags with which deploy/ starts vLLM are flags that this vLLM has."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+
+import yaml
+
+from tests.engine.servers import ENGINE_PYTHON
+from tools import check_deploy
+from tools.deploycheck import compose, k8s
+
+# Runs in the engine's environment: command lines in as JSON, what vLLM made of them out.
+PARSE = """
+import json, sys
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parsed = []
+for words in json.load(sys.stdin):
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+    validate_parsed_serve_args(args)
+    events = args.kv_events_config
+    parsed.append([events.enable_kv_cache_events, events.replay_endpoint, args.enable_prompt_tokens_details])
+print("parsed", json.dumps(parsed))
+"""
+
+
+def compose_flags() -> list[str]:
+    folder = check_deploy.DEPLOY / "compose"
+    variables, _ = compose.example_env((folder / ".env.example").read_text())
+    project = compose.interpolate(yaml.safe_load((folder / "compose.yaml").read_text()), variables)
+    flags: list[str] = project["services"]["vllm"]["command"]
+    return flags
+
+
+def k8s_flags() -> list[str]:
+    objects = check_deploy.render(check_deploy.DEPLOY / "k8s/base")
+    workload = next(o for o in objects if o["kind"] == "StatefulSet" and o["metadata"]["name"] == "vllm")
+    engine = next(c for c in k8s.containers(workload) if c.spec["name"] == "vllm")
+    env, _, _ = k8s.environment(engine, objects)
+    return [re.sub(r"\$\((\w+)\)", lambda m: env[m[1]], word) for word in engine.spec["args"]]
+
+
+def test_vllm_takes_the_flags_of_deploy() -> None:
+    done = subprocess.run(
+        [ENGINE_PYTHON, "-c", PARSE], input=json.dumps([compose_flags(), k8s_flags()]), capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    parsed = json.loads(done.stdout.rpartition("parsed ")[2])
+    assert parsed == [[True, "tcp://*:5558", True], [True, "ipc:///run/kv/replay", True]]
