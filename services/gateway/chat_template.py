@@ -197,7 +197,13 @@ def _tool_calls(calls: object) -> Message:
                 arguments = json.loads(arguments)
             except (ValueError, RecursionError):
                 arguments = {}
-        done.append({**call, "function": {**function, "arguments": arguments if isinstance(arguments, dict) else {}}})
+        # The engine's own types leave out what they do not know and put the rest in this order.
+        known: Message = {name: call[name] for name in ("id",) if name in call}
+        known["function"] = {
+            "arguments": arguments if isinstance(arguments, dict) else {},
+            "name": function.get("name"),
+        }
+        done.append(known | {name: call[name] for name in ("type",) if name in call})
     return {"tool_calls": done} if done else {}
 
 

@@ -41,7 +41,11 @@ class GatewaySettings(BaseSettings):
     @field_validator("routers", "tokenizers", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
-        return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+        # A flag may be given several times, with commas too.
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            return value
+        return [part.strip() for text in texts for part in text.split(",") if part.strip()]
 
     @field_validator("routers")
     @classmethod

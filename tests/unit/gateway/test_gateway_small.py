@@ -79,6 +79,7 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     read = GatewaySettings()
     assert read.routers == ["a:1", "b:2"]
     assert read.tokenizer_paths() == {"m": "/models/m", "org/n": "org/n"}
+    assert GatewaySettings(routers=["a:1,b:2", "c:3"]).routers == ["a:1", "b:2", "c:3"]
     assert read.gateway_id != GatewaySettings().gateway_id
 
 

@@ -54,6 +54,14 @@ def test_arguments_of_tool_calls_become_objects() -> None:
     assert [call(""), call("not json"), call("[1]"), call(None)] == ["{}"] * 4
 
 
+def test_tool_calls_are_written_in_the_engines_order() -> None:
+    tool_call = {"type": "function", "x": 1, "function": {"name": "f", "arguments": '{"k": 1}'}, "id": "1"}
+    text = template("{{ messages[0].tool_calls | tojson }}").render(
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [tool_call]}]}
+    )
+    assert text == '[{"id": "1", "function": {"arguments": {"k": 1}, "name": "f"}, "type": "function"}]'
+
+
 @pytest.mark.parametrize(
     ("source", "as_dicts"),
     [
