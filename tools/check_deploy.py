@@ -27,7 +27,8 @@ from tools.deploycheck.kubectl import KubectlMissing, ensure_kubectl
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
 BIN = Path(sys.executable).parent
-KUBERNETES = "1.33"
+# The oldest that the README promises, and the newest whose schemas the pinned validator has.
+KUBERNETES = ("1.29", "1.37")
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
@@ -72,12 +73,13 @@ def check_k8s(base: Path) -> list[str]:
 def schema_problems(item: dict[str, Any]) -> list[str]:
     """Problems of one object with the schema of its kind; unknown fields and unknown kinds are problems."""
     name = f"{item.get('kind')}/{item.get('metadata', {}).get('name')}"
-    try:
-        kubernetes_validate.validate(item, KUBERNETES, strict=True)
-    except kubernetes_validate.ValidationError as error:
-        return [f"{name}: {'.'.join(map(str, error.path))}: {error.message}"]
-    except kubernetes_validate.SchemaNotFoundError as error:
-        return [f"{name}: {error.message}"]
+    for version in KUBERNETES:
+        try:
+            kubernetes_validate.validate(item, version, strict=True)
+        except kubernetes_validate.ValidationError as error:
+            return [f"{name}: {'.'.join(map(str, error.path))}: {error.message} (Kubernetes {version})"]
+        except kubernetes_validate.SchemaNotFoundError as error:
+            return [f"{name}: {error.message}"]
     return []
 
 
