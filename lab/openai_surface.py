@@ -74,9 +74,16 @@ def chat_tokens(body: Mapping[str, Any], tokenizer: ChatTokenizer) -> list[int]:
     extra = body.get("chat_template_kwargs") or {}
     if not isinstance(extra, dict):
         raise ApiError(400, "chat_template_kwargs must be an object", "chat_template_kwargs")
-    options = {"add_generation_prompt": body.get("add_generation_prompt", True), **extra}
+    tools = body.get("tools")
+    if not (tools is None or isinstance(tools, list)):
+        raise ApiError(400, "tools must be a list", "tools")
+    extra = {
+        **extra,
+        "add_generation_prompt": body.get("add_generation_prompt") is not False,
+        "continue_final_message": body.get("continue_final_message") is True,
+    }
     try:
-        return tokenizer.encode(tokenizer.render(messages, body.get("tools"), **options))
+        return tokenizer.encode(tokenizer.render(messages, tools, **extra))
     except ChatError as error:
         raise ApiError(400, str(error), "messages") from error
 

@@ -16,6 +16,9 @@ from tokenizers import Tokenizer
 DATA_DIR = Path(__file__).parent / "data"
 TOKENIZER_DIR = DATA_DIR / "tokenizer"
 
+# Where transformers' apply_chat_template cuts a prompt whose last message is to be continued.
+CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+
 
 class ChatError(ValueError):
     """A chat that the template cannot render; the message is fit for the client."""
@@ -58,19 +61,26 @@ class ChatTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **extra: Any,
     ) -> str:
         """The prompt's text. Content parts of type text are joined by newlines, as vLLM does for templates of plain strings.
 
         Raises ChatError for a message without a role, a part that is no text, or what the template itself refuses.
         """
+        if add_generation_prompt and continue_final_message:
+            raise ChatError("add_generation_prompt and continue_final_message exclude each other")
         plain = [_flatten(message) for message in messages]
+        if continue_final_message:
+            plain[-1]["content"] += CONTINUE_TAG
+        shown = [_flatten_tool(tool) for tool in tools] if tools is not None else None
         try:
-            return self._template.render(
-                messages=plain, tools=tools, add_generation_prompt=add_generation_prompt, **extra
+            text = self._template.render(
+                messages=plain, tools=shown, add_generation_prompt=add_generation_prompt, **extra
             )
         except (jinja2.TemplateError, TypeError) as error:
             raise ChatError(f"the chat template refused the messages: {error}") from error
+        return text[: text.rindex(CONTINUE_TAG)] if continue_final_message else text
 
     @cached_property
     def words(self) -> tuple[str, ...]:
@@ -110,15 +120,29 @@ def _flatten(message: Mapping[str, Any]) -> dict[str, Any]:
         flat["content"] = ""
     elif not isinstance(content, str):
         raise ChatError("content must be a string or a list of parts")
-    for call in flat.get("tool_calls") or ():
-        function = call.get("function", {}) if isinstance(call, Mapping) else {}
-        if isinstance(function.get("arguments"), str):
-            # vLLM hands templates parsed arguments, as transformers documents them.
-            try:
-                function = dict(function, arguments=json.loads(function["arguments"]))
-            except ValueError as error:
-                raise ChatError(f"tool call arguments are no JSON: {error}") from error
-            flat["tool_calls"] = [
-                dict(other, function=function) if other is call else other for other in flat["tool_calls"]
-            ]
+    if calls := flat.pop("tool_calls", None):
+        flat["tool_calls"] = [_flatten_call(call) for call in calls]
     return flat
+
+
+def _flatten_call(call: Any) -> dict[str, Any]:
+    """Arguments as an object: vLLM parses them for the template, and takes an empty one for what it cannot parse."""
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        raise ChatError("only tool calls of type function are supported")
+    arguments = call["function"].get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = {}
+    return {**call, "function": {**call["function"], "arguments": arguments if isinstance(arguments, dict) else {}}}
+
+
+def _flatten_tool(tool: Any) -> dict[str, Any]:
+    """A tool with the fields and their order that vLLM's request model gives it."""
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise ChatError("only tools of type function are supported")
+    known = {name: function.get(name) for name in ("name", "description", "parameters")}
+    strict = {"strict": function["strict"]} if function.get("strict") is not None else {}
+    return {"type": "function", "function": known | strict}
