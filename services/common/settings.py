@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from pydantic import Field, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 S = TypeVar("S", bound=BaseSettings)
 
@@ -48,6 +48,9 @@ def add_settings_command(
         except ValidationError as invalid:
             for error in invalid.errors(include_url=False, include_input=False):
                 typer.echo(f"pointsman {name}: {'.'.join(map(str, error['loc']))}: {error['msg']}", err=True)
+            raise typer.Exit(2) from None
+        except SettingsError as unreadable:
+            typer.echo(f"pointsman {name}: {unreadable}", err=True)
             raise typer.Exit(2) from None
         run(loaded)
 
