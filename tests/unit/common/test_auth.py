@@ -1,0 +1,243 @@
+"""Who may call what: the matrix, the tokens, and a real server that refuses."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
+from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placement_pb2_grpc
+from services.common.auth import ROLES, TokenInterceptor, bearer, is_loopback, may_call, role_of
+from services.common.channel import SERVER_OPTIONS, open_channel
+from services.common.settings import Tokens
+
+TOKENS = {"agent": "a-token", "gateway": "g-token", "operator": "o-token"}
+EVERYBODY = {None, *ROLES}
+FLEET = "/pointsman.router.v1.FleetService/"
+
+# Who may call each method. A method that is added to a proto must be added here.
+ALLOWED: dict[str, set[str | None]] = {
+    "/pointsman.agent.v1.AgentService/Report": {"agent"},
+    "/pointsman.router.v1.PlacementService/Session": {"gateway", "operator"},
+    "/pointsman.router.v1.PlacementService/Place": {"gateway", "operator"},
+    "/pointsman.router.v1.PlacementService/Finish": {"gateway", "operator"},
+    FLEET + "ListInstances": {"gateway", "operator"},
+    FLEET + "GetInstance": {"gateway", "operator"},
+    FLEET + "Drain": {"operator"},
+    FLEET + "SetPolicy": {"operator"},
+    FLEET + "ListDecisions": {"gateway", "operator"},
+    FLEET + "WatchDecisions": {"gateway", "operator"},
+    FLEET + "GetDecision": {"gateway", "operator"},
+    FLEET + "Explain": {"gateway", "operator"},
+    FLEET + "WhatIf": {"gateway", "operator"},
+    "/grpc.health.v1.Health/Check": set(EVERYBODY),
+    "/grpc.health.v1.Health/Watch": set(EVERYBODY),
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": set(EVERYBODY),
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": set(EVERYBODY),
+    "/grpc.channelz.v1.Channelz/GetServers": set(),
+    "/pointsman.router.v1.AdminService/Anything": set(),
+    "": set(),
+}
+
+
+def test_the_matrix_knows_every_method() -> None:
+    services = [
+        service
+        for file in (agent_pb2, placement_pb2, fleet_pb2)
+        for service in file.DESCRIPTOR.services_by_name.values()
+    ]
+    methods = {f"/{service.full_name}/{method.name}" for service in services for method in service.methods}
+    assert methods == {name for name in ALLOWED if name.startswith("/pointsman.")} - {
+        "/pointsman.router.v1.AdminService/Anything"
+    }
+
+
+@pytest.mark.parametrize("method", ALLOWED)
+def test_may_call(method: str) -> None:
+    assert {role for role in EVERYBODY if may_call(method, role)} == ALLOWED[method]
+
+
+def test_no_role_has_no_name() -> None:
+    assert not may_call("/pointsman.agent.v1.AgentService/Report", "")
+
+
+@pytest.mark.parametrize(
+    ("header", "role"),
+    [
+        ("Bearer a-token", "agent"),
+        ("bearer o-token", "operator"),
+        ("Bearer g-token", "gateway"),
+        ("Bearer x-token", None),
+        ("Bearer a-toke", None),
+        ("Bearer a-token2", None),
+        ("Bearer ", None),
+        ("Bearer", None),
+        ("Basic a-token", None),
+        ("a-token", None),
+        ("Bearer  a-token", None),
+        ("", None),
+    ],
+)
+def test_role_of(header: str, role: str | None) -> None:
+    assert role_of(TOKENS, header) == role
+
+
+@given(st.text(max_size=20))
+def test_an_empty_token_is_nobodys(presented: str) -> None:
+    assert role_of(dict.fromkeys(ROLES, ""), f"Bearer {presented}") is None
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_bearer_is_what_role_of_reads(role: str) -> None:
+    ((name, value),) = bearer(TOKENS[role])
+    assert name == "authorization"
+    assert role_of(TOKENS, value) == role
+    assert bearer("") == ()
+
+
+@pytest.mark.parametrize(
+    ("listen", "loopback"),
+    [
+        ("127.0.0.1:50051", True),
+        ("127.8.9.1:0", True),
+        ("[::1]:50051", True),
+        ("localhost:50051", True),
+        ("0.0.0.0:50051", False),
+        ("[::]:50051", False),
+        ("10.0.0.7:50051", False),
+        (":50051", False),
+        ("router:50051", False),
+    ],
+)
+def test_is_loopback(listen: str, loopback: bool) -> None:
+    assert is_loopback(listen) is loopback
+
+
+class Agents(agent_pb2_grpc.AgentServiceServicer):
+    async def Report(self, request_iterator, context):  # type: ignore[no-untyped-def,override]
+        async for _ in request_iterator:
+            yield agent_pb2.ReportResponse(welcome=agent_pb2.Welcome(router_id="test"))
+
+
+class Placements(placement_pb2_grpc.PlacementServiceServicer):
+    async def Place(self, request, context):  # type: ignore[no-untyped-def,override]
+        return placement_pb2.PlaceResponse()
+
+
+class Fleet(fleet_pb2_grpc.FleetServiceServicer):
+    async def Drain(self, request, context):  # type: ignore[no-untyped-def,override]
+        return fleet_pb2.DrainResponse()
+
+    async def WatchDecisions(self, request, context):  # type: ignore[no-untyped-def,override]
+        yield fleet_pb2.WatchDecisionsResponse()
+
+
+@dataclass
+class Door:
+    """A server and one way of each kind to knock."""
+
+    channel: grpc.aio.Channel
+
+    async def knock(self, what: str, token: str) -> grpc.StatusCode:
+        """The status with which the call of `what` ends."""
+        with_ = {"metadata": bearer(token), "timeout": 10}
+        fleet = fleet_pb2_grpc.FleetServiceStub(self.channel)
+        try:
+            match what:
+                case "report":
+                    call = agent_pb2_grpc.AgentServiceStub(self.channel).Report(**with_)  # type: ignore[arg-type]
+                    await call.write(agent_pb2.ReportRequest())
+                    await call.done_writing()
+                    answers = [answer async for answer in call]
+                    assert len(answers) == 1
+                case "place":
+                    stub = placement_pb2_grpc.PlacementServiceStub(self.channel)
+                    await stub.Place(placement_pb2.PlaceRequest(), **with_)  # type: ignore[arg-type]
+                case "drain":
+                    await fleet.Drain(fleet_pb2.DrainRequest(), **with_)  # type: ignore[arg-type]
+                case "watch":
+                    request = fleet_pb2.WatchDecisionsRequest()
+                    answers = [a async for a in fleet.WatchDecisions(request, **with_)]  # type: ignore[arg-type]
+                    assert len(answers) == 1
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        except grpc.aio.UsageError:
+            return await call.code()
+        return grpc.StatusCode.OK
+
+
+async def serve(tokens: Tokens) -> tuple[grpc.aio.Server, Door]:
+    server = grpc.aio.server(interceptors=[TokenInterceptor(tokens)], options=SERVER_OPTIONS)
+    agent_pb2_grpc.add_AgentServiceServicer_to_server(Agents(), server)  # type: ignore[no-untyped-call]
+    placement_pb2_grpc.add_PlacementServiceServicer_to_server(Placements(), server)  # type: ignore[no-untyped-call]
+    fleet_pb2_grpc.add_FleetServiceServicer_to_server(Fleet(), server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    return server, Door(open_channel(f"127.0.0.1:{port}"))
+
+
+@pytest.fixture
+async def door(tmp_path: Path) -> AsyncIterator[Door]:
+    for role, token in TOKENS.items():
+        (tmp_path / role).write_text(f"{token}\n")
+    server, door = await serve(Tokens(token_dir=tmp_path))
+    yield door
+    await door.channel.close()
+    await server.stop(None)
+
+
+OK, DENIED, UNKNOWN = grpc.StatusCode.OK, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("what", ["report", "place", "drain", "watch"])
+async def test_nobody_and_strangers_are_unauthenticated(door: Door, what: str) -> None:
+    assert await door.knock(what, "") is UNKNOWN
+    assert await door.knock(what, "x-token") is UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("what", "statuses"),
+    [
+        ("report", {"agent": OK, "gateway": DENIED, "operator": DENIED}),
+        ("place", {"agent": DENIED, "gateway": OK, "operator": OK}),
+        ("drain", {"agent": DENIED, "gateway": DENIED, "operator": OK}),
+        ("watch", {"agent": DENIED, "gateway": OK, "operator": OK}),
+    ],
+)
+async def test_each_role_has_its_own_doors(door: Door, what: str, statuses: dict[str, grpc.StatusCode]) -> None:
+    assert {role: await door.knock(what, token) for role, token in TOKENS.items()} == statuses
+
+
+async def test_refusal_names_the_role_and_the_method_and_no_token(door: Door) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await fleet_pb2_grpc.FleetServiceStub(door.channel).Drain(
+            fleet_pb2.DrainRequest(), metadata=bearer(TOKENS["gateway"])
+        )
+    assert refused.value.details() == "role gateway may not call /pointsman.router.v1.FleetService/Drain"
+
+
+async def test_without_tokens_every_door_is_open() -> None:
+    tokens = Tokens()
+    assert TokenInterceptor(tokens).open
+    server, door = await serve(tokens)
+    try:
+        assert [await door.knock(what, "") for what in ("report", "place", "drain", "watch")] == [OK] * 4
+    finally:
+        await door.channel.close()
+        await server.stop(None)
+
+
+async def test_one_token_closes_all_doors() -> None:
+    server, door = await serve(Tokens(agent_token="a-token"))
+    try:
+        assert await door.knock("report", "a-token") is OK
+        assert await door.knock("drain", "") is UNKNOWN
+    finally:
+        await door.channel.close()
+        await server.stop(None)

@@ -1,0 +1,147 @@
+"""Settings come from flags, environment and secret files, in that order of weight."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+from typer.testing import CliRunner, Result
+
+from services.common.settings import Tokens, add_settings_command
+
+
+class TrackSettings(BaseSettings):
+    """One field of each kind that services have."""
+
+    model_config = SettingsConfigDict(env_prefix="POINTSMAN_TRACK_")
+
+    listen: str = Field("127.0.0.1:1", description="where")
+    routers: list[str] = Field(default_factory=list, description="who")
+    wait_s: float = Field(1.5, gt=0, description="how long")
+    insecure: bool = Field(False, description="whether")
+    file: Path | None = Field(None, description="which")
+    password: SecretStr = Field(SecretStr(""), description="what nobody sees")
+
+
+class Line:
+    """A command line with one command, and what it ran with."""
+
+    def __init__(self) -> None:
+        self.ran: list[TrackSettings] = []
+        self.app = typer.Typer()
+        add_settings_command(self.app, "track", TrackSettings, self.ran.append, help_="Lay a track.")
+        self.app.command("other")(lambda: None)  # With one command alone typer takes no command's name.
+
+    def __call__(self, *words: str) -> Result:
+        return CliRunner().invoke(self.app, ["track", *words])
+
+
+@pytest.fixture
+def line(monkeypatch: pytest.MonkeyPatch) -> Line:
+    for field in TrackSettings.model_fields:
+        monkeypatch.delenv(f"POINTSMAN_TRACK_{field.upper()}", raising=False)
+    return Line()
+
+
+def test_defaults(line: Line) -> None:
+    assert line().exit_code == 0
+    assert line.ran == [TrackSettings()]
+
+
+def test_flags(line: Line) -> None:
+    done = line(
+        "--listen", "0.0.0.0:2", "--routers", "a:1", "--routers", "b:2", "--wait-s", "2", "--insecure", "--file", "x"
+    )
+    assert done.exit_code == 0, done.output
+    (ran,) = line.ran
+    assert (ran.listen, ran.routers, ran.wait_s, ran.insecure, ran.file) == (
+        "0.0.0.0:2",
+        ["a:1", "b:2"],
+        2.0,
+        True,
+        Path("x"),
+    )
+
+
+def test_environment_and_flags_that_win(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POINTSMAN_TRACK_ROUTERS", '["a:1"]')
+    monkeypatch.setenv("POINTSMAN_TRACK_WAIT_S", "3")
+    monkeypatch.setenv("POINTSMAN_TRACK_INSECURE", "true")
+    assert line("--wait-s", "4", "--no-insecure").exit_code == 0
+    (ran,) = line.ran
+    assert (ran.routers, ran.wait_s, ran.insecure) == (["a:1"], 4.0, False)
+
+
+def test_no_flag_leaves_the_environment(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POINTSMAN_TRACK_INSECURE", "true")
+    assert line().exit_code == 0
+    assert line.ran[0].insecure
+
+
+@pytest.mark.parametrize(("words", "field"), [(["--wait-s", "0"], "wait_s"), (["--wait-s", "soon"], "wait_s")])
+def test_bad_flag_ends_with_the_fields_name(line: Line, words: list[str], field: str) -> None:
+    done = line(*words)
+    assert done.exit_code == 2
+    assert f"pointsman track: {field}: " in done.output
+    assert line.ran == []
+
+
+def test_bad_environment_ends_with_the_fields_name_and_no_value(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POINTSMAN_TRACK_WAIT_S", "s3cret")
+    done = line()
+    assert done.exit_code == 2
+    assert "wait_s" in done.output
+    assert "s3cret" not in done.output
+
+
+def test_unparsable_list_in_the_environment_ends_with_status_2(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POINTSMAN_TRACK_ROUTERS", "a:1")
+    done = line()
+    assert done.exit_code == 2
+    assert "routers" in done.output
+
+
+def test_help_names_every_field_and_its_default(line: Line) -> None:
+    text = (
+        CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}).invoke(line.app, ["track", "--help"]).output
+    )
+    for field in TrackSettings.model_fields:
+        assert f"--{field.replace('_', '-')}" in text
+    assert "1.5" in text
+
+
+def test_secrets_are_not_shown(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POINTSMAN_TRACK_PASSWORD", "s3cret")
+    assert line().exit_code == 0
+    assert "s3cret" not in repr(line.ran[0])
+    assert line.ran[0].password.get_secret_value() == "s3cret"
+
+
+def test_token_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POINTSMAN_AGENT_TOKEN", "from-env")
+    tokens = Tokens()
+    assert tokens.of("agent") == "from-env"
+    assert tokens.of("gateway") == ""
+    assert "from-env" not in repr(tokens)
+
+
+def test_token_file_wins_and_loses_its_newline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "agent").write_text("from-file\n")
+    monkeypatch.setenv("POINTSMAN_TOKEN_DIR", str(tmp_path))
+    monkeypatch.setenv("POINTSMAN_AGENT_TOKEN", "from-env")
+    monkeypatch.setenv("POINTSMAN_OPERATOR_TOKEN", "operator-env")
+    tokens = Tokens()
+    assert tokens.of("agent") == "from-file"
+    assert tokens.of("operator") == "operator-env"
+    assert tokens.of("gateway") == ""
+
+
+def test_rotated_token_file_is_read_again(tmp_path: Path) -> None:
+    tokens = Tokens(token_dir=tmp_path)
+    (tmp_path / "gateway").write_text("old")
+    assert tokens.of("gateway") == "old"
+    (tmp_path / "gateway").write_text("new")
+    assert tokens.of("gateway") == "new"
