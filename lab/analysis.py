@@ -25,6 +25,11 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
     return found | {"mean": round(float(np.mean(values)), 6), "count": len(values)}
 
 
+def make_console() -> Console:
+    """A console on stdout; wide enough for the tables when that is no terminal, where rich would assume 80 columns."""
+    return Console() if Console().is_terminal else Console(width=140)
+
+
 def summarise(records: Sequence[RequestRecord]) -> dict[str, Any]:
     """A run's summary; JSON-ready. Latencies (s) and tokens are those of complete answers, failures are only counted.
 
@@ -118,7 +123,7 @@ def compare(console: Console, summaries: dict[str, dict[str, Any]]) -> None:
 
 def analyze(folders: Annotated[list[Path], typer.Argument(help="bundles of runs")]) -> None:
     """Summarise the bundles of replays and simulations; several also side by side."""
-    console = Console()
+    console = make_console()
     summaries: dict[str, dict[str, Any]] = {}
     for folder in folders:
         try:

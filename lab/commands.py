@@ -5,6 +5,8 @@ from __future__ import annotations
 import typer
 
 from lab.analysis import analyze
+from lab.demo import DemoSettings
+from lab.demo import run as run_demo
 from lab.emulator import EmulateSettings
 from lab.emulator import run as run_emulator
 from lab.replay import ReplaySettings
@@ -17,3 +19,6 @@ def add_lab_commands(app: typer.Typer) -> None:
     add_settings_command(app, "emulate", EmulateSettings, run_emulator, help_="Run an emulated vLLM server.")
     add_settings_command(app, "replay", ReplaySettings, run_replay, help_="Replay a trace against a live gateway.")
     app.command("analyze")(analyze)
+    add_settings_command(
+        app, "demo", DemoSettings, run_demo, help_="Show it all on this machine, with emulated engines."
+    )

@@ -13,9 +13,8 @@ import msgspec
 import typer
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
-from rich.console import Console
 
-from lab.analysis import print_summary, summarise
+from lab.analysis import make_console, print_summary, summarise
 from lab.bundle import RequestRecord, write_bundle
 from lab.chats import ChatMaker
 from lab.text import TOKENIZER_DIR, ChatTokenizer
@@ -52,7 +51,7 @@ class ReplayError(RuntimeError):
 
 def run(settings: ReplaySettings) -> None:
     """Replay, write the bundle and print its summary. Exits with 2 when it cannot begin, with 1 when a request failed."""
-    console = Console()
+    console = make_console()
 
     def tell(record: RequestRecord) -> None:
         if not record.ok:
