@@ -58,11 +58,16 @@ def running_plane(engines: list[Engine], engine_folder: Path) -> Iterator[Contro
 
 @pytest.fixture
 def plane(running_plane: ControlPlane) -> Iterator[ControlPlane]:
-    """The control plane, idle and in step with its engines before each test, and idle again after it."""
+    """The control plane, idle and in step with its engines before each test, and idle again after it.
+
+    A test also fails when a part of the control plane logged a traceback meanwhile: an error that nobody handled.
+    """
     running_plane.wait_settled()
     running_plane.wait_idle()
+    before = running_plane.tracebacks()
     yield running_plane
     running_plane.wait_idle()
+    assert running_plane.tracebacks() == before
 
 
 @pytest.fixture

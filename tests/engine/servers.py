@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,6 +114,19 @@ class Engine:
     def wait_ready(self) -> None:
         """Wait until /health answers. Raises ProcessFailure with the log's end."""
         self.process.wait_ready(self.healthy, within_s=START_WITHIN_S)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The engine's core stands still inside the block, while its HTTP server answers: open streams stay open."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        assert children, "the HTTP server has no engine process"
+        for child in children:
+            os.kill(int(child), signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for child in children:
+                os.kill(int(child), signal.SIGCONT)
 
     def healthy(self) -> bool:
         """Whether GET /health answers 200 now."""

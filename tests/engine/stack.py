@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import shutil
 import socket
@@ -19,12 +20,17 @@ from google.protobuf.json_format import MessageToDict
 
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 from services.common.auth import bearer
+from services.common.channel import CHANNEL_OPTIONS
 from tests.engine.processes import Process, free_port, until
 from tests.engine.servers import REPOSITORY, Engine
 from tests.engine.web import ask
 
-READY_WITHIN_S = 30.0
+READY_WITHIN_S = 60.0
 SETTLE_WITHIN_S = 15.0
+CALL_WITHIN_S = 30.0
+
+# What ListInstances calls an instance whose keys are complete. An operator's drain hides READY.
+IN_STEP = (fleet_pb2.INSTANCE_STATE_READY, fleet_pb2.INSTANCE_STATE_DRAINING)
 
 
 @dataclass
@@ -77,7 +83,7 @@ class ControlPlane:
             {"--listen": f"127.0.0.1:{self.gateway_port}", "--routers": self.router_address},
             roles=("gateway",),
         )
-        self._channel = grpc.insecure_channel(self.router_address)
+        self._channel = grpc.insecure_channel(self.router_address, options=CHANNEL_OPTIONS)
 
     @property
     def router_address(self) -> str:
@@ -123,6 +129,16 @@ class ControlPlane:
         """All processes, clients before what they depend on."""
         return (self.gateway, self.agent, self.router, self.redis)
 
+    def tracebacks(self) -> list[str]:
+        """Every traceback in the logs so far: the part's name and what was raised, as far as the log tells."""
+        return [
+            f"{part.name}: {found}"
+            for part in self.parts
+            for found in re.findall(
+                r"Traceback \(most recent.*(?:\n[ \t].*)*(?:\n.+)?", part.log.read_text(errors="replace")
+            )
+        ]
+
     # -- the router's answers ---------------------------------------------------------------------------------------------
 
     @property
@@ -138,7 +154,7 @@ class ControlPlane:
     def instances(self) -> dict[str, fleet_pb2.InstanceStatus]:
         """What ListInstances answers now, by instance id."""
         answer = self.fleet.ListInstances(
-            fleet_pb2.ListInstancesRequest(), timeout=10, metadata=self.metadata, wait_for_ready=True
+            fleet_pb2.ListInstancesRequest(), timeout=CALL_WITHIN_S, metadata=self.metadata, wait_for_ready=True
         )
         return {status.instance.instance_id: status for status in answer.instances}
 
@@ -149,7 +165,7 @@ class ControlPlane:
     def decision(self, decision_id: str) -> fleet_pb2.Decision:
         """What GetDecision answers for a decision or request id."""
         request = fleet_pb2.GetDecisionRequest(decision_id=decision_id)
-        return self.fleet.GetDecision(request, timeout=10, metadata=self.metadata).decision
+        return self.fleet.GetDecision(request, timeout=CALL_WITHIN_S, metadata=self.metadata).decision
 
     def finished_decision(self, decision_id: str) -> fleet_pb2.Decision:
         """The same, once its request has ended: gateways report ends after the client's last byte."""
@@ -163,7 +179,7 @@ class ControlPlane:
     def newest_decision(self) -> fleet_pb2.Decision:
         """The newest decision, without candidates; an empty one before the first."""
         request = fleet_pb2.ListDecisionsRequest(page_size=1)
-        decisions = self.fleet.ListDecisions(request, timeout=10, metadata=self.metadata).decisions
+        decisions = self.fleet.ListDecisions(request, timeout=CALL_WITHIN_S, metadata=self.metadata).decisions
         return decisions[0] if decisions else fleet_pb2.Decision()
 
     @contextmanager
@@ -179,7 +195,7 @@ class ControlPlane:
 
     def _drain(self, engine: Engine, *, resume: bool) -> None:
         request = fleet_pb2.DrainRequest(instance_id=engine.instance_id, resume=resume)
-        self.fleet.Drain(request, timeout=10, metadata=self.metadata)
+        self.fleet.Drain(request, timeout=CALL_WITHIN_S, metadata=self.metadata)
 
     # -- waiting -----------------------------------------------------------------------------------------------------------
 
@@ -194,7 +210,7 @@ class ControlPlane:
             def settled(engine: Engine = engine, cached: int = cached) -> bool:
                 self._assert_alive()
                 status = self._find(engine)
-                return status is not None and status.state == fleet_pb2.INSTANCE_STATE_READY and status.keys == cached
+                return status is not None and status.state in IN_STEP and status.keys == cached
 
             try:
                 until(settled, within_s=READY_WITHIN_S, what=f"{engine.instance_id} ready with {cached} keys")

@@ -116,12 +116,16 @@ class OpenAnswer:
     decision_id: str
     instance_id: str
 
-    def read(self, number: int) -> str:
-        """The text of the next `number` chunks that carry some."""
+    def read(self, tokens: int) -> str:
+        """The text that comes next, of `tokens` tokens at least: an engine may put several into one chunk."""
         text = ""
-        for _ in range(number):
-            text += next(chunk.choices[0].delta.content for chunk in self.chunks if _has_text(chunk)) or ""
+        while len(text.split()) < tokens:
+            text += _text_of(next(self.chunks))
         return text
+
+    def read_all(self) -> str:
+        """The text that is still to come. openai.APIError when the stream ends with an error."""
+        return "".join(map(_text_of, self.chunks))
 
 
 @contextmanager
@@ -140,8 +144,8 @@ def open_chat(
         )
 
 
-def _has_text(chunk: ChatCompletionChunk) -> bool:
-    return bool(chunk.choices and chunk.choices[0].delta.content)
+def _text_of(chunk: ChatCompletionChunk) -> str:
+    return (chunk.choices[0].delta.content or "") if chunk.choices else ""
 
 
 def _chat_arguments(messages: list[Message], session: str, max_tokens: int, more: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletionChunk
 
 from tests.engine.processes import until
 from tests.engine.servers import SERVED_NAME, Engine
@@ -36,12 +37,12 @@ def test_a_streamed_answer_equals_the_engines_own(
 ) -> None:
     messages = [user(fresh_words(100))]
     options: dict[str, Any] = {"stream_options": {"include_usage": True}} if usage_asked_for else {}
-    with client_of(engines[0].url) as direct:
-        own = [_without_ids(chunk) for chunk in _all_chunks(direct, messages, options)]
-    through = [_without_ids(chunk) for chunk in _all_chunks(client, messages, options)]
-    # Equal chunk by chunk: nothing is merged, added (usage that was not asked for) or lost. Only cache counts may differ.
+    with client_of(engines[0].url) as direct, open_chat(direct, messages, max_tokens=30, **options) as answer:
+        own = _gist(list(answer.chunks))
+    with open_chat(client, messages, max_tokens=30, **options) as answer:
+        through = _gist(list(answer.chunks))
     assert through == own
-    assert any(chunk["usage"] for chunk in through) == usage_asked_for
+    assert bool(through["usage"]) == usage_asked_for
 
 
 @pytest.mark.parametrize("as_tokens", [False, True])
@@ -116,16 +117,16 @@ def test_many_leaving_clients_leave_nothing_behind(
 ) -> None:
     """Some leave at once, some after a few tokens, some stay to the end, all at the same time."""
     before = _generated(engines)
-    for _ in range(6):
+    for _ in range(4):
         with (
             open_chat(client, [user(fresh_words(40))], max_tokens=2_000),
             open_chat(client, [user(fresh_words(40))], max_tokens=2_000) as second,
             open_chat(client, [user(fresh_words(40))], max_tokens=4) as third,
         ):
             second.read(3)
-            assert len(third.read(4).split()) == 4
+            assert len(third.read_all().split()) == 4
     plane.wait_idle()
-    assert _generated(engines) - before < 6 * 2_000
+    assert _generated(engines) - before < 4 * 2_000
 
 
 def test_kv_transfer_params_of_a_client_never_reach_an_engine(client: openai.OpenAI, engines: list[Engine]) -> None:
@@ -184,20 +185,16 @@ def test_a_dry_run_names_the_place_and_sends_nothing(
     assert (plane.newest_decision().decision_id, _generated(engines)) == (newest, generated)
 
 
-def _all_chunks(client: openai.OpenAI, messages: list[dict[str, str]], options: dict[str, Any]) -> list[object]:
-    with open_chat(client, messages, max_tokens=30, **options) as answer:
-        return list(answer.chunks)
-
-
-def _without_ids(chunk: object) -> dict[str, object]:
-    """A chunk less what differs between two runs of one request."""
-    plain: dict[str, object] = chunk.model_dump()  # type: ignore[attr-defined]
-    for name in ("id", "created"):
-        plain.pop(name)
-    usage = plain["usage"]
-    if isinstance(usage, dict):
-        usage.pop("prompt_tokens_details")
-    return plain
+def _gist(chunks: list[ChatCompletionChunk]) -> dict[str, object]:
+    """A streamed answer less what differs between two runs of one request: ids, cache counts, tokens per chunk."""
+    return {
+        "first": chunks[0].model_dump(exclude={"id", "created"}),
+        "text": "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices),
+        "finish": [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1],
+        "without choices": sum(not chunk.choices for chunk in chunks),
+        "usage": [chunk.usage.model_dump(exclude={"prompt_tokens_details"}) for chunk in chunks if chunk.usage],
+        "fields": {frozenset(chunk.model_dump(exclude_unset=True)) for chunk in chunks},
+    }
 
 
 def _generated(engines: list[Engine]) -> float:

@@ -146,16 +146,16 @@ def test_sessions_side_by_side_keep_their_instances_and_counts(plane: ControlPla
     """Two sessions of four turns, always both at once."""
     dialogues = {"side-1": [user(fresh_words(200))], "side-2": [user(fresh_words(200))]}
     homes: dict[str, str] = {}
+    with_usage = {"stream_options": {"include_usage": True}}
     for turn in range(4):
         known = {}
         with (
-            open_chat(client, dialogues["side-1"], session="side-1", max_tokens=60) as one,
-            open_chat(client, dialogues["side-2"], session="side-2", max_tokens=60) as two,
+            open_chat(client, dialogues["side-1"], session="side-1", max_tokens=60, **with_usage) as one,
+            open_chat(client, dialogues["side-2"], session="side-2", max_tokens=60, **with_usage) as two,
         ):
             for session, answer in (("side-1", one), ("side-2", two)):
-                dialogues[session] += [assistant(answer.read(60)), user(fresh_words(30))]
+                dialogues[session] += [assistant(answer.read_all()), user(fresh_words(30))]
                 assert homes.setdefault(session, answer.instance_id) == answer.instance_id
-                assert list(answer.chunks)[-1].choices[0].finish_reason == "length"
                 known[session] = answer.decision_id
         for decision_id in known.values():
             decision = plane.finished_decision(decision_id)
