@@ -71,7 +71,8 @@ def make_tokenizer(folder: Path, template: str = CHATML) -> Path:
 
 @dataclass
 class FakeEngine:
-    """An engine that answers a scripted text. `mode` is one of ok, 500, 400, hang, cut (dies mid-stream), refuse_late."""
+    """An engine that answers a scripted text. `mode` is one of ok, 500, 400, hang, cut (dies mid-stream),
+    short (ends a stream without [DONE])."""
 
     tokenizer: ModelTokenizer
     mode: str = "ok"
@@ -138,6 +139,8 @@ class FakeEngine:
             await event({"choices": [delta]})
             if at == 0 and self.hold is not None:
                 await self.hold.wait()
+            if at == 0 and self.mode == "short":
+                return answer
             if at == 0 and self.mode == "cut":
                 assert request.transport is not None
                 request.transport.close()

@@ -138,8 +138,9 @@ async def test_a_refused_connection_is_left_for_another_and_no_address_shows(up:
     assert "127.0.0.1" not in "".join(one.error for one in up.router.finished)
 
 
-async def test_an_instance_that_dies_while_it_answers_ends_the_stream_with_an_error(up: Stack) -> None:
-    up.engines[0].mode = "cut"
+@pytest.mark.parametrize("mode", ["cut", "short"])
+async def test_an_instance_that_dies_while_it_answers_ends_the_stream_with_an_error(up: Stack, mode: str) -> None:
+    up.engines[0].mode = mode
     async with (
         aiohttp.ClientSession() as http,
         http.post(f"{up.url}/v1/chat/completions", json=CHAT | {"stream": True}) as answer,
