@@ -33,7 +33,8 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="print JSON instead of a 
 ROUTER = "127.0.0.1:50051"
 GATEWAY = "http://127.0.0.1:8080"
 
-console = Console()
+# Piped into a file or a pager, tables must not be folded to the 80 columns that rich then assumes.
+console = Console(width=None if sys.stdout.isatty() else 180)
 
 
 def add_ask_commands(app: typer.Typer) -> None:
