@@ -172,8 +172,11 @@ async def test_profile_emulated_answers_requests(stack: Stack) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as agent:
             await fleet.ListInstances(request, metadata=bearer(stack.secret("agent")))
         assert agent.value.code() is grpc.StatusCode.PERMISSION_DENIED
-        listed = await fleet.ListInstances(request, metadata=bearer(stack.secret("operator")))
-    assert [i.state for i in listed.instances] == [fleet_pb2.INSTANCE_STATE_READY] * 2
+        # An instance answers before its keys are complete, so this may take a moment more.
+        states: list[int] = []
+        while states != [fleet_pb2.INSTANCE_STATE_READY] * 2:
+            listed = await fleet.ListInstances(request, metadata=bearer(stack.secret("operator")))
+            states = [instance.state for instance in listed.instances]
 
     password = stack.secret("redis-password")
     for log in stack.folder.glob("*.log"):
