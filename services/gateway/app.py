@@ -104,8 +104,11 @@ class Gateway:
         except web.HTTPException as error:
             status = error.status
             answer = _http_error(error)
-        except (asyncio.CancelledError, ConnectionResetError):
+        except asyncio.CancelledError:
             raise
+        except ConnectionResetError:
+            # Nobody will read this: aiohttp would log what a handler raises as a fault of ours.
+            answer = web.Response(status=status)
         except Exception:
             status = 500
             log.exception("a fault in the gateway", route=route)
