@@ -206,8 +206,10 @@ class InstanceWatch:
 
     async def _save_often(self) -> None:
         assert self.feed is not None
+        cost_s = 0.0
         while True:
-            await asyncio.sleep(max(self._around.save_interval_s, SAVE_SHARE * self._file.last_save_s))
+            await asyncio.sleep(max(self._around.save_interval_s, SAVE_SHARE * cost_s))
+            began = time.monotonic()
             position = (self.feed.applied, self.shadow.latest_seq)
             if position == self._saved:
                 continue
@@ -219,6 +221,7 @@ class InstanceWatch:
                 self._log.error("state_not_saved", path=str(self._file.path), reason=str(error))
             else:
                 self._saved = position
+            cost_s = time.monotonic() - began
 
     def _capture(self, feed: EventFeed, *, clean: bool) -> State:
         return capture(

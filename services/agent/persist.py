@@ -8,7 +8,6 @@ routers ask for a snapshot.
 from __future__ import annotations
 
 import os
-import time
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
@@ -73,12 +72,9 @@ class StateFile:
 
     def __init__(self, folder: Path, instance_id: str) -> None:
         self.path = folder / f"{quote(instance_id, safe='')}.shadow"
-        self.last_save_s = 0.0
-        """How long the last save took, in seconds."""
 
     def save(self, state: State) -> None:
         """Replace the file in one step. Raises OSError."""
-        began = time.monotonic()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         beside = self.path.with_suffix(f".{os.getpid()}.tmp")
         with beside.open("wb") as file:
@@ -86,7 +82,6 @@ class StateFile:
             file.flush()
             os.fsync(file.fileno())
         beside.replace(self.path)
-        self.last_save_s = time.monotonic() - began
 
     def load(self) -> State | None:
         """The last state saved; None when there is none or it was written by another version of this format.

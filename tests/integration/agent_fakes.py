@@ -64,7 +64,7 @@ class FakeEngine:
         self._seq, self.buffer = 0, []
         self._pub = self.context.socket(zmq.PUB)
         self._pub.linger = 0
-        self._pub_port = self._pub.bind_to_random_port("tcp://127.0.0.1")
+        self.events_port = self._pub.bind_to_random_port("tcp://127.0.0.1")
         self._router = self.context.socket(zmq.ROUTER)
         self._router.linger = 0
         self._router.sndhwm = 0
@@ -139,7 +139,7 @@ class FakeEngine:
         source: dict[str, Any] = {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
-            "endpoint": f"tcp://*:{self._pub_port}",
+            "endpoint": f"tcp://*:{self.events_port}",
             "replay_endpoint": f"tcp://*:{self._router_port}" if self.replay_port else None,
             "buffer_steps": 10_000,
             "topic": "",

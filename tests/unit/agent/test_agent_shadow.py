@@ -70,8 +70,14 @@ def pairs_of(shadow: Shadow) -> set[tuple[int, int]]:
 
 
 PATHS = st.lists(st.integers(1, 2), min_size=1, max_size=4).map(tuple)
-MEDIA = st.sampled_from(["GPU", None, "CPU", "STORAGE"])
-TIERS = {"GPU": Tier.DEVICE, None: Tier.DEVICE, "CPU": Tier.HOST, "STORAGE": Tier.STORAGE}
+# (medium, ownership): two owners in one tier hold the same keys apart from each other.
+PLACES = st.sampled_from([("GPU", None), (None, None), ("CPU", None), ("cpu", "a"), ("STORAGE", "a"), ("STORAGE", "b")])
+TIERS = {"GPU": Tier.DEVICE, "CPU": Tier.HOST, "STORAGE": Tier.STORAGE}
+Place = tuple[str | None, str | None]
+
+
+def held_at(path: tuple[int, ...], place: Place) -> tuple[tuple[int, ...], str, str | None]:
+    return path, (place[0] or "GPU").upper(), place[1]
 
 
 class ShadowMachine(RuleBasedStateMachine):
@@ -81,33 +87,33 @@ class ShadowMachine(RuleBasedStateMachine):
         super().__init__()
         self.shadow = Shadow(MODEL, ring=1000)
         self.replica = Replica()
-        self.held: Counter[tuple[tuple[int, ...], str]] = Counter()
+        self.held: Counter[tuple[tuple[int, ...], str, str | None]] = Counter()
         self.batch: list[Event] = []
 
     def knows(self, path: tuple[int, ...]) -> bool:
-        return any(held == path for held, _ in +self.held)
+        return any(held == path for held, _, _ in +self.held)
 
-    @rule(path=PATHS, first=st.integers(0, 3), medium=MEDIA)
-    def store(self, path: tuple[int, ...], first: int, medium: str | None) -> None:
+    @rule(path=PATHS, first=st.integers(0, 3), place=PLACES)
+    def store(self, path: tuple[int, ...], first: int, place: Place) -> None:
         first = min(first, len(path) - 1)
-        self.batch.append(store(path, first, medium))
+        self.batch.append(store(path, first, place[0], ownership=place[1]))
         known = first == 0 or self.knows(path[:first])
         for at in range(first, len(path)):
             known = known or self.knows(path[: at + 1])
             if known:
-                self.held[path[: at + 1], medium or "GPU"] += 1
+                self.held[held_at(path[: at + 1], place)] += 1
 
-    @rule(path=PATHS, medium=MEDIA)
-    def placeholder(self, path: tuple[int, ...], medium: str | None) -> None:
-        self.batch.append(BlockStored(block_hashes=[hash_of(path)], medium=medium))
+    @rule(path=PATHS, place=PLACES)
+    def placeholder(self, path: tuple[int, ...], place: Place) -> None:
+        self.batch.append(BlockStored(block_hashes=[hash_of(path)], medium=place[0], ownership=place[1]))
         if self.knows(path):
-            self.held[path, medium or "GPU"] += 1
+            self.held[held_at(path, place)] += 1
 
-    @rule(path=PATHS, medium=MEDIA)
-    def remove(self, path: tuple[int, ...], medium: str | None) -> None:
-        self.batch.append(BlockRemoved(block_hashes=[hash_of(path)], medium=medium))
-        if self.held[path, medium or "GPU"]:
-            self.held[path, medium or "GPU"] -= 1
+    @rule(path=PATHS, place=PLACES)
+    def remove(self, path: tuple[int, ...], place: Place) -> None:
+        self.batch.append(BlockRemoved(block_hashes=[hash_of(path)], medium=place[0], ownership=place[1]))
+        if self.held[held_at(path, place)]:
+            self.held[held_at(path, place)] -= 1
 
     @rule()
     def clear(self) -> None:
@@ -133,7 +139,7 @@ class ShadowMachine(RuleBasedStateMachine):
         self.replica.follow(self.shadow)
         expected = {
             (TIERS[medium], key)
-            for path, medium in +self.held
+            for path, medium, _ in +self.held
             for key in prompt_keys(tokens_of(path), MODEL)[-PER_BLOCK:]
         }
         assert pairs_of(self.shadow) == expected
