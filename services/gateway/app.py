@@ -138,6 +138,7 @@ class Gateway:
                 state.pool.model: {
                     "instances": len(state.pool.instances),
                     "tokenizer": state.exactness.value,
+                    "exact": state.exactness is Exactness.EXACT,
                     "reason": state.reason,
                 }
                 for state in states
@@ -164,7 +165,10 @@ class Gateway:
         tenant = self._tenant(request)
         if request.content_type != "application/json":
             raise DialectError(415, "Content-Type must be application/json.", code="unsupported_media_type")
-        raw = await request.read()
+        try:
+            raw = await request.read()
+        except web.RequestPayloadError:
+            raise DialectError(400, "The request body cannot be decoded.", code="invalid_body") from None
         received = time.monotonic()
         call = parse(kind, raw, client_cache_salt=self._settings.client_cache_salt)
         for name in call.stripped:

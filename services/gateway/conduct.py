@@ -109,6 +109,16 @@ class Conductor:
         except (ConnectionResetError, asyncio.CancelledError):
             self._handle(ch.ClientGone())
             raise
+        except DialectError:
+            raise
+        except Exception:
+            if self._stream is None:
+                raise
+            # The head is sent: an error answer would only be more bytes of this one. A connection that breaks is understood.
+            log.exception("a fault in the gateway, in the middle of a stream", request_id=self._job.request_id)
+            if self._request.transport is not None:
+                self._request.transport.close()
+            return self._stream
         finally:
             # Reached with an open attempt only by a fault of our own: the router must hear of the end all the same.
             self._handle(ch.ClientGone())
@@ -243,7 +253,7 @@ class Conductor:
         if not self._times.placed:
             self._times.placed = time.monotonic()
         self._tools.router.placed(self._placed[step.attempt_id], step.target.instance_id, step.cached_tokens)
-        self._tools.telemetry.open.set(sum(self._tools.router.inflight().values()))
+        self._tools.telemetry.open.set(self._tools.router.open_count)
 
     # Upstream.
 
@@ -333,7 +343,7 @@ class Conductor:
         self._tools.router.finished(finished)
         telemetry = self._tools.telemetry
         telemetry.outcomes.labels(effect.outcome.name.lower()).inc()
-        telemetry.open.set(sum(self._tools.router.inflight().values()))
+        telemetry.open.set(self._tools.router.open_count)
         if effect.outcome is ch.Outcome.OK:
             telemetry.total.observe(now - job.received)
             if job.ids is not None and usage.prompt is not None:

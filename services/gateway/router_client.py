@@ -73,6 +73,11 @@ class RouterClient:
         """Open requests by instance id."""
         return Counter(stream.instance_id for stream in self._open.values())
 
+    @property
+    def open_count(self) -> int:
+        """How many requests are placed and not finished."""
+        return len(self._open)
+
     async def start(self) -> None:
         """Begin dialling; returns at once."""
         self._lost_at = time.monotonic()
@@ -213,7 +218,8 @@ class RouterClient:
             # grpc-stubs types the synchronous call only.
             open_session: Any = placement_pb2_grpc.PlacementServiceStub(channel).Session
             call = open_session(metadata=self._metadata)
-            # From here on reports queue up behind the hello: what ends between hello and welcome is not lost.
+            # From here on reports queue up behind the hello: what ends between hello and welcome is not lost. A request placed
+            # locally in between is not announced; the router undercounts it until it ends, which is harmless.
             outbox = self._outbox = asyncio.Queue()
             hello = placement_pb2.GatewayHello(gateway_id=self._gateway_id, open_streams=self._open.values())
             outbox.put_nowait(placement_pb2.SessionRequest(hello=hello))

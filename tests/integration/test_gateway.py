@@ -184,6 +184,9 @@ async def test_bad_input_is_refused_with_nothing_placed(tmp_path: Path) -> None:
             got, answer, _ = await post(up, "/v1/chat/completions", data=body, headers=headers)
             assert (got, answer["error"]["code"]) == (status, code), name  # type: ignore[index]
             assert answer["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+        zipped = JSON | {"Content-Encoding": "gzip"}
+        got, answer, _ = await post(up, "/v1/chat/completions", data=b"no gzip", headers=zipped)
+        assert got == 400, answer
         assert (await post(up, "/collective_rpc", json={}))[0] == 404
         async with aiohttp.ClientSession() as http, http.get(f"{up.url}/v1/chat/completions") as answer:
             assert (answer.status, answer.headers["Allow"]) == (405, "POST")
@@ -267,7 +270,9 @@ async def test_models_health_and_metrics_tell_what_is_there(up: Stack) -> None:
     await post(up, "/v1/chat/completions", json=CHAT)
     async with aiohttp.ClientSession() as http:
         async with http.get(f"{up.url}/health") as answer:
-            assert (answer.status, (await answer.json())["status"]) == (200, "ok")
+            body = await answer.json()
+            assert (answer.status, body["status"]) == (200, "ok")
+            assert body["models"][MODEL]["exact"] is True
         async with http.get(f"{up.url}/metrics") as answer:
             text = await answer.text()
     assert 'pointsman_gateway_tokenizer_exact{model="tiny"} 1.0' in text
