@@ -264,14 +264,14 @@ class FakeRouter(agent_pb2_grpc.AgentServiceServicer):
 class RunningAgent:
     """An agent in this process, by its own `serve`."""
 
-    def __init__(self, engines: list[str], routers: list[str], state_dir: Path) -> None:
+    def __init__(self, engines: list[str], routers: list[str], state_dir: Path, save_interval_s: float) -> None:
         self.settings = AgentSettings(
             engines=engines,
             routers=routers,
             state_dir=state_dir,
             scrape_interval_s=0.05,
             bookmark_interval_s=0.1,
-            save_interval_s=0.1,
+            save_interval_s=save_interval_s,
             metrics_listen="",
         )
         self._stop = asyncio.Event()
@@ -281,15 +281,13 @@ class RunningAgent:
         self._stop.set()
         await self.task
 
-    async def kill(self) -> None:
-        """End it without the last save, as far as one process can."""
-        self.task.cancel()
-        await asyncio.wait([self.task])
-
 
 @asynccontextmanager
-async def running(engine: str, routers: list[str], state_dir: Path) -> AsyncIterator[RunningAgent]:
-    agent = RunningAgent([engine], routers, state_dir)
+async def running(
+    engine: str, routers: list[str], state_dir: Path, *, save_interval_s: float = 0.1
+) -> AsyncIterator[RunningAgent]:
+    """An agent beside one engine; stopped in order at the end."""
+    agent = RunningAgent([engine], routers, state_dir, save_interval_s)
     try:
         yield agent
     finally:

@@ -12,8 +12,9 @@ import zmq.asyncio
 
 from pointsman.agent.v1 import agent_pb2 as pb
 from services.agent.kv_events import BlockRemoved
+from services.agent.persist import StateFile
 from services.common.keys import prompt_keys
-from tests.integration.agent_fakes import FakeEngine, FakeRouter, RunningAgent, running, until
+from tests.integration.agent_fakes import FakeEngine, FakeRouter, running, until
 from tests.unit.agent.test_agent_shadow import hash_of, store, tokens_of
 
 
@@ -315,16 +316,30 @@ async def test_each_rank_is_an_instance(context: zmq.asyncio.Context, router: Fa
         await engine.stop()
 
 
-async def test_an_engine_that_is_not_up_yet_is_waited_for(router: FakeRouter, tmp_path: Path) -> None:
-    context = zmq.asyncio.Context()
+async def test_a_restored_file_is_clean_no_more(engine: FakeEngine, router: FakeRouter, tmp_path: Path) -> None:
+    """Else an agent that dies before its first save would let its successor reuse numbers that routers have seen."""
+    name = name_of(engine)
+    file = StateFile(tmp_path, name)
+    cleans = []
+    await engine.publish(store((1,)))
+    for agent in range(2):
+        async with running(engine.url, [router.address], tmp_path, save_interval_s=600):
+            await until(lambda agent=agent: len(router.streams) == agent + 1, "hello")
+            await until(lambda: router.keys(name) == keys_of((1,)), "the keys")
+            state = file.load()
+            cleans.append(state and state.clean)
+        state = file.load()
+        cleans.append(state and state.clean)
+    assert cleans == [None, True, False, True]
+
+
+async def test_an_engine_that_is_not_up_yet_is_waited_for(
+    context: zmq.asyncio.Context, router: FakeRouter, tmp_path: Path
+) -> None:
     engine = FakeEngine(context)
     await engine.start()
     await engine.stop()
-    agent = RunningAgent([engine.url], [router.address], tmp_path)
-    try:
+    async with running(engine.url, [router.address], tmp_path):
         await engine.start()
         await until(lambda: len(router.streams) == 1, "hello")
-    finally:
-        await agent.stop()
-        await engine.stop()
-        context.destroy(linger=0)
+    await engine.stop()
