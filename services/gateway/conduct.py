@@ -96,6 +96,7 @@ class Conductor:
         self._first_piece = b""
         self._stream: web.StreamResponse | None = None
         self._failure: ch.Fail | None = None
+        self._tried = ""  # the instance of the last step, which a new attempt has already forgotten
         self._broken = False
 
     async def run(self) -> web.StreamResponse:
@@ -252,6 +253,7 @@ class Conductor:
     def _note_step(self, step: ch.StepGiven) -> None:
         if not self._times.placed:
             self._times.placed = time.monotonic()
+        self._tried = step.target.instance_id
         self._tools.router.placed(self._placed[step.attempt_id], step.target.instance_id, step.cached_tokens)
         self._tools.telemetry.open.set(self._tools.router.open_count)
 
@@ -349,10 +351,8 @@ class Conductor:
             if job.ids is not None and usage.prompt is not None:
                 self._tools.pools.counted(job.state, len(job.ids), usage.prompt)
         if effect.outcome is ch.Outcome.FAILED:
-            step = self._machine.step
-            instance = step.target.instance_id if step else ""
             log.warning(
-                "attempt failed", request_id=effect.attempt_id, instance=instance, error=effect.error, status=status
+                "attempt failed", request_id=effect.attempt_id, instance=self._tried, error=effect.error, status=status
             )
         # What comes next is another attempt, with times and usage of its own.
         self._times, self._usage = _Times(), Usage()

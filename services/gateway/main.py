@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import structlog
 import uvloop
 from aiohttp import web
 
+from services.common.auth import is_loopback
 from services.common.logs import configure_logs
 from services.gateway.app import Gateway
 from services.gateway.settings import GatewaySettings
@@ -45,8 +46,16 @@ async def _serve(settings: GatewaySettings) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with serving(settings) as (_, url):
-        log.info("gateway serves", url=url, gateway_id=settings.gateway_id, keys=settings.api_keys_file is not None)
+    async with AsyncExitStack() as stack:
+        try:
+            _, url = await stack.enter_async_context(serving(settings))
+        except (OSError, ValueError) as error:
+            # An address that is taken, a keys file that cannot be used: for the operator to read, not to debug.
+            raise SystemExit(f"pointsman gateway: {error}") from None
+        keys = settings.api_keys_file is not None
+        log.info("gateway serves", url=url, gateway_id=settings.gateway_id, keys=keys)
+        if not keys and not is_loopback(settings.listen):
+            log.warning("everyone who reaches this address may call; set api_keys_file to change that")
         await stop.wait()
         log.info("gateway drains", drain_s=settings.drain_s)
 

@@ -182,6 +182,7 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
         self.step_dones: list[placement_pb2.StepDone] = []
         self.finished: list[placement_pb2.Finished] = []
         self.explained: list[placement_pb2.PlacementRequest] = []
+        self.reserved: set[str] = set()  # as a router keeps it: announced or placed, and not finished
         self.metadata: dict[str, str] = {}
         self.address = ""
         self.changed = asyncio.Condition()
@@ -216,12 +217,15 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
         match message.WhichOneof("kind"):
             case "hello":
                 self.hellos.append(message.hello)
+                self.reserved = {one.request.request_id for one in message.hello.open_streams}
                 welcome = placement_pb2.GatewayWelcome(router_id="fake", epoch=1, key_scheme=KEY_SCHEME)
                 await outbox.put(placement_pb2.SessionResponse(welcome=welcome))
                 await outbox.put(placement_pb2.SessionResponse(fleet=placement_pb2.Fleet(pools=self.pools)))
             case "place":
                 self.places.append(message.place)
                 answer = self.placer(message.place)
+                if isinstance(answer, placement_pb2.Placement):
+                    self.reserved.add(message.place.request_id)
             case "step_done":
                 self.step_dones.append(message.step_done)
                 answer = self.next_steps.pop(0)
@@ -230,6 +234,7 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
                 self.first_tokens.append(message.first_token.request_id)
             case "finished":
                 self.finished.append(message.finished)
+                self.reserved.discard(message.finished.request_id)
         if isinstance(answer, placement_pb2.Placement):
             await outbox.put(placement_pb2.SessionResponse(placement=answer))
         elif answer is not None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -163,18 +164,19 @@ async def test_the_routers_token_is_shown(tmp_path: Path, monkeypatch: pytest.Mo
         assert up.router.metadata["authorization"] == "Bearer s3cret"
 
 
+async def gateway_process(environment: dict[str, str]) -> asyncio.subprocess.Process:
+    """A gateway as a process of its own, its log readable from stderr."""
+    variables = {f"POINTSMAN_GATEWAY_{name}": value for name, value in environment.items()}
+    code = "import services.gateway.main as m; m.run(m.GatewaySettings())"
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, env=os.environ | variables, stderr=asyncio.subprocess.PIPE
+    )
+
+
 async def test_sigterm_lets_an_open_stream_end(tmp_path: Path) -> None:
     async with stack(tmp_path) as up:
         up.engines[0].hold = asyncio.Event()
-        environment = os.environ | {
-            "POINTSMAN_GATEWAY_LISTEN": "127.0.0.1:0",
-            "POINTSMAN_GATEWAY_ROUTERS": up.router.address,
-            "POINTSMAN_GATEWAY_DRAIN_S": "20",
-        }
-        code = "import services.gateway.main as m; m.run(m.GatewaySettings())"
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", code, env=environment, stderr=asyncio.subprocess.PIPE
-        )
+        process = await gateway_process({"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address, "DRAIN_S": "20"})
         try:
             assert process.stderr is not None
             url = ""
@@ -201,3 +203,32 @@ async def test_sigterm_lets_an_open_stream_end(tmp_path: Path) -> None:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+
+
+async def test_a_stream_that_outlives_the_drain_is_cancelled_and_told(tmp_path: Path) -> None:
+    async with aiohttp.ClientSession() as http:
+        async with stack(tmp_path, drain_s=0.2) as up:
+            up.engines[0].hold = asyncio.Event()
+            stream = await http.post(f"{up.url}/v1/chat/completions", json=CHAT | {"stream": True})
+            await stream.content.readline()
+            router = up.router
+            engine = up.engines[0]
+        assert [one.outcome for one in router.finished] == [placement_pb2.OUTCOME_CANCELLED]
+        assert engine.open == 0
+        stream.close()
+
+
+async def test_what_hinders_the_start_is_said_in_one_line(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        for setting, value, said in (
+            ("LISTEN", f"127.0.0.1:{taken.getsockname()[1]}", b"address already in use"),
+            ("API_KEYS_FILE", str(tmp_path / "keys"), b"No such file"),
+        ):
+            process = await gateway_process({"LISTEN": "127.0.0.1:0", setting: value})
+            _, text = await process.communicate()
+            assert process.returncode == 1
+            assert text.startswith(b"pointsman gateway: ")
+            assert said in text
+            assert len(text.splitlines()) == 1
