@@ -39,7 +39,7 @@ Call = grpc.aio.StreamStreamCall[pb.ReportRequest, pb.ReportResponse]
 
 @dataclass(slots=True)
 class ReporterCounts:
-    """Streams opened, snapshots sent and resyncs asked for since the reporter began."""
+    """Streams opened, snapshots begun on streams that have ended, and resyncs asked for, since the reporter began."""
 
     streams: int = 0
     snapshots: int = 0
@@ -79,6 +79,11 @@ class Reporter:
         self._again = False
         self._log = log.bind(instance=instance.instance_id, router=router)
         self.task = asyncio.create_task(self._run(), name=f"report {instance.instance_id} to {router}")
+
+    @property
+    def snapshots(self) -> int:
+        """Snapshots begun so far, those of the open stream included."""
+        return self.counts.snapshots + (self._machine.snapshots if self._machine is not None else 0)
 
     def changed(self) -> None:
         """There may be something to say."""
@@ -122,7 +127,7 @@ class Reporter:
                 retry_s = await self._after_failure(call, slower_s)
             finally:
                 self.connected = False
-                self._machine = None
+                self.counts.snapshots, self._machine = self.snapshots, None
                 call.cancel()
             await _wait(self._stopping, retry_s * random.uniform(0.8, 1.0))
 
@@ -160,7 +165,6 @@ class Reporter:
                     if until <= time.monotonic():
                         raise TimeoutError
                 await _wait(self._wake, until - time.monotonic())
-            self.counts.snapshots += machine.snapshots
             if reading.done():
                 await reading
                 return

@@ -82,8 +82,9 @@ class AgentCollector(Collector):
         for name, instance in self._named():
             for reporter in instance.reporters:
                 connected.add_metric([name, reporter.router], float(reporter.connected))
-                for kind in ("streams", "snapshots", "resyncs"):
-                    events.add_metric([name, reporter.router, kind], getattr(reporter.counts, kind))
+                events.add_metric([name, reporter.router, "streams"], reporter.counts.streams)
+                events.add_metric([name, reporter.router, "snapshots"], reporter.snapshots)
+                events.add_metric([name, reporter.router, "resyncs"], reporter.counts.resyncs)
         yield from (connected, events)
 
     def _named(self) -> Iterable[tuple[str, InstanceWatch]]:

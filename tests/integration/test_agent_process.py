@@ -67,6 +67,7 @@ async def test_the_command_reports_serves_its_figures_and_saves_when_asked_to_en
                 health = await answer.json()
         assert f'pointsman_agent_keys{{instance="{name}",tier="device"}} 4.0' in page
         assert f'pointsman_agent_report_connected{{instance="{name}",router="{router.address}"}} 1.0' in page
+        assert f'kind="snapshots",router="{router.address}"}} 1.0' in page
         assert f'pointsman_agent_engine_up{{engine="{engine.url}"}} 1.0' in page
         assert health["engines"][0]["instances"][0]["routers"] == {router.address: "connected"}
         process.send_signal(signal.SIGTERM)
