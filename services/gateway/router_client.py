@@ -28,6 +28,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 _EOF: Any = vars(grpc.aio)["EOF"]  # grpc-stubs does not know it
 
 Step = placement_pb2.Placement | placement_pb2.Refusal
+_Outbox = asyncio.Queue[placement_pb2.SessionRequest | None]  # None: nothing follows
 
 
 class RouterAway(Exception):
@@ -58,11 +59,12 @@ class RouterClient:
         self._on_connected = on_connected
         self._open: dict[str, placement_pb2.OpenStream] = {}
         self._waiting: dict[str, asyncio.Future[Step]] = {}
-        self._outbox: asyncio.Queue[placement_pb2.SessionRequest] | None = None
+        self._outbox: _Outbox | None = None
         self._channel: grpc.aio.Channel | None = None
         self._up = asyncio.Event()
         self._lost_at = 0.0
         self._task: asyncio.Task[None] | None = None
+        self._closing = False
 
     @property
     def connected(self) -> bool:
@@ -84,13 +86,15 @@ class RouterClient:
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """Send what is still to be told, then hang up."""
+        """Send what is still to be told, and hang up when the router has read it (or after FLUSH_S)."""
+        self._closing = True
+        if self._task is None:
+            return
         if self._outbox is not None and self.connected:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._outbox.join(), FLUSH_S)
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            self._outbox.put_nowait(None)
+            await asyncio.wait({self._task}, timeout=FLUSH_S)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
 
     async def first_step(self, request: placement_pb2.PlacementRequest, within_s: float) -> Step:
         """The first step of `request`, or its refusal. A session that breaks meanwhile is waited for during the grace, and the
@@ -178,7 +182,7 @@ class RouterClient:
 
     async def _run(self) -> None:
         at, pause, said = 0, FIRST_PAUSE_S, ""
-        while True:
+        while not self._closing:
             address = self._routers[at % len(self._routers)]
             at += 1
             try:
@@ -189,6 +193,8 @@ class RouterClient:
             except TimeoutError:
                 why = "no welcome in time"
             welcomed = self._lose()
+            if self._closing:
+                return
             if welcomed:
                 pause = FIRST_PAUSE_S
             if welcomed or why != said:
@@ -220,7 +226,8 @@ class RouterClient:
             call = open_session(metadata=self._metadata)
             # From here on reports queue up behind the hello: what ends between hello and welcome is not lost. A request placed
             # locally in between is not announced; the router undercounts it until it ends, which is harmless.
-            outbox = self._outbox = asyncio.Queue()
+            outbox: _Outbox = asyncio.Queue()
+            self._outbox = outbox
             hello = placement_pb2.GatewayHello(gateway_id=self._gateway_id, open_streams=self._open.values())
             outbox.put_nowait(placement_pb2.SessionRequest(hello=hello))
             writer = asyncio.create_task(self._write(call, outbox))
@@ -246,11 +253,10 @@ class RouterClient:
                 call.cancel()
 
     @staticmethod
-    async def _write(call: Any, outbox: asyncio.Queue[placement_pb2.SessionRequest]) -> None:
-        while True:
-            message = await outbox.get()
+    async def _write(call: Any, outbox: _Outbox) -> None:
+        while (message := await outbox.get()) is not None:
             await call.write(message)
-            outbox.task_done()
+        await call.done_writing()
 
     def _receive(self, message: placement_pb2.SessionResponse) -> None:
         match message.WhichOneof("kind"):

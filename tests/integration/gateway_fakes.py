@@ -199,16 +199,17 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
 
     async def Session(self, requests: AsyncIterator[placement_pb2.SessionRequest], context: Any) -> AsyncIterator[Any]:
         self.metadata = dict(context.invocation_metadata())
-        outbox: asyncio.Queue[placement_pb2.SessionResponse] = asyncio.Queue()
+        outbox: asyncio.Queue[placement_pb2.SessionResponse | None] = asyncio.Queue()
 
         async def read() -> None:
             async for message in requests:
                 await self._take(message, outbox)
+            await outbox.put(None)
 
         reader = asyncio.create_task(read())
         try:
-            while True:
-                yield await outbox.get()
+            while (answer := await outbox.get()) is not None:
+                yield answer
         finally:
             reader.cancel()
 
