@@ -22,7 +22,7 @@ from services.gateway import choreography
 from services.gateway.auth import DEFAULT_TENANT, ApiKeys
 from services.gateway.chat_template import Unrenderable
 from services.gateway.conduct import Conductor, Job, Tools
-from services.gateway.dialect import Call, DialectError, Kind, parse
+from services.gateway.dialect import Call, DialectError, Kind, estimated_tokens, parse
 from services.gateway.pools import Exactness, Pools, PoolState
 from services.gateway.router_client import RouterAway, RouterClient
 from services.gateway.sessions import Sessions, bounded_id
@@ -196,7 +196,7 @@ class Gateway:
         tokenizer = state.usable
         ids: list[int] | None = None
         keys: list[int] = []
-        count = _estimate(call)
+        count = estimated_tokens(call)
         if tokenizer is not None:
             try:
                 ids, keys, longest = await self._tokens(call, tokenizer, state.pool.model, lora)
@@ -276,16 +276,6 @@ def _check_length(call: Call, longest: int, limit: int) -> None:
             param="messages" if call.kind is Kind.CHAT else "prompt",
             code="context_length_exceeded",
         )
-
-
-def _estimate(call: Call) -> int:
-    """About how many tokens a prompt has, where nobody can tell: a quarter of its text, or its ids when it brings them."""
-    prompt: Any = call.body.get("prompt") if call.kind is Kind.COMPLETION else None
-    if isinstance(prompt, list):
-        prompt = prompt if isinstance(prompt[0], int) else prompt[0]
-    if isinstance(prompt, list):
-        return len(prompt)
-    return max(1, len(prompt if isinstance(prompt, str) else call.payload) // 4)
 
 
 def _json(body: dict[str, Any], status: int = 200) -> web.Response:

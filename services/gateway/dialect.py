@@ -19,6 +19,8 @@ FORBIDDEN_XARGS = ("kv_transfer_params", "ec_transfer_params", "kv_cache_report_
 # Requests with these are answered by the engine as ever; only their tokens cannot be told from outside it.
 OPAQUE_FIELDS = ("prompt_embeds", "truncate_prompt_tokens", "chat_template", "mm_processor_kwargs", "prompt_logprobs")
 
+_MEDIA = ("image", "audio", "video", "input_audio", "input_image", "prompt_embeds", "file")
+
 
 class Kind(enum.Enum):
     """Which of the two generating routes a body came by; the value is the path upstream."""
@@ -112,6 +114,27 @@ def parse(kind: Kind, raw: bytes, *, client_cache_salt: bool = False) -> Call:
         payload=msgspec.json.encode(body) if stripped else raw,
         stripped=stripped,
     )
+
+
+def estimated_tokens(call: Call) -> int:
+    """About how many tokens a prompt has, where nobody can tell: a quarter of its text's length, or its ids where it brings
+    them (of several prompts the first). At least 1. Media count nothing: their bytes say little about their tokens."""
+    if call.kind is Kind.COMPLETION:
+        prompt = call.body.get("prompt")
+        if isinstance(prompt, list) and not isinstance(prompt[0], int):
+            prompt = prompt[0]
+        return max(1, len(prompt) if isinstance(prompt, list) else len(prompt or "") // 4)
+    length = 0
+    rest: list[Any] = [call.body["messages"], call.body.get("tools")]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, str):
+            length += len(value)
+        elif isinstance(value, list):
+            rest += value
+        elif isinstance(value, dict):
+            rest += [inner for name, inner in value.items() if not name.startswith(_MEDIA)]
+    return max(1, length // 4)
 
 
 def _strip(body: dict[str, Any], client_cache_salt: bool) -> tuple[str, ...]:

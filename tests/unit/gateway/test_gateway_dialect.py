@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.dialect import FORBIDDEN_FIELDS, FORBIDDEN_XARGS, DialectError, Kind, error_event, parse
+from services.gateway.dialect import (
+    FORBIDDEN_FIELDS,
+    FORBIDDEN_XARGS,
+    DialectError,
+    Kind,
+    error_event,
+    estimated_tokens,
+    parse,
+)
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": "m", "prompt": "hi"}
@@ -52,6 +60,7 @@ def parsed_or_refused(kind: Kind, raw: bytes) -> None:
     assert call.payload is raw or call.stripped
     assert call.model
     assert call.max_output_tokens >= 0
+    assert estimated_tokens(call) >= 1
 
 
 @given(st.sampled_from(Kind), JSON)
@@ -164,3 +173,14 @@ def test_an_error_event_is_one_sse_event() -> None:
     assert event.startswith(b"data: ")
     assert event.endswith(b"\n\n")
     assert json.loads(event[6:])["error"]["message"] == "gone"
+
+
+def test_an_estimate_counts_text_and_no_media() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:" + "x" * 10_000}}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "t" * 400}, image]}]
+    assert 100 <= estimated_tokens(parse(Kind.CHAT, json.dumps(CHAT | {"messages": messages}).encode())) < 110
+
+    def of(prompt: object) -> int:
+        return estimated_tokens(parse(Kind.COMPLETION, json.dumps(TEXT | {"prompt": prompt}).encode()))
+
+    assert [of("abcdefgh"), of("a"), of([1, 2, 3]), of([[1, 2], [1]]), of(["abcdefgh", "a"])] == [2, 1, 3, 2, 2]
