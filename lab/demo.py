@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import selectors
 import shutil
 import signal
@@ -30,7 +31,7 @@ from rich.table import Table
 from lab.analysis import make_console, print_summary, summarise
 from lab.bundle import RequestRecord, write_bundle
 from lab.replay import ReplayError, ReplaySettings, config_of, replay
-from lab.traces import TINY_TRACE, TraceError
+from lab.traces import TINY_TRACE, TraceError, load_trace
 
 START_S = 60.0
 STOP_S = 40.0
@@ -70,6 +71,7 @@ def run_demo(settings: DemoSettings) -> int:
     folder = Path(tempfile.mkdtemp(prefix="pointsman-demo-"))
     status = 1
     try:
+        load_trace(settings.trace)
         with _Processes(folder) as processes:
             status = _run(settings, console, processes, folder)
     except (DemoError, TraceError, ReplayError) as error:
@@ -125,18 +127,14 @@ def _tell_why(
     if not placed:
         return
     asked = (reused or placed)[-1]
-    pointsman = "pointsman"
     explain = ["explain", asked.decision, "--router", router]
-    console.print(
-        f"\n[bold]Why did {asked.session} turn {asked.turn} go there?[/bold]  $ {pointsman} {' '.join(explain)}"
-    )
+    console.print(f"\n[bold]Why did {asked.session} turn {asked.turn} go there?[/bold]")
+    console.print(f"$ pointsman {' '.join(explain)}", highlight=False)
     console.file.flush()
-    subprocess.run([sys.executable, "-m", "services.cli", *explain], check=False, timeout=30)
-    console.print(
-        "\n[bold]Ask more[/bold] (the fleet must run: make demo KEEP=true)"
-        if not settings.keep
-        else "\n[bold]Ask more[/bold]"
-    )
+    environment = os.environ | {"COLUMNS": str(console.width)}
+    subprocess.run([sys.executable, "-m", "services.cli", *explain], check=False, timeout=30, env=environment)
+    hint = "" if settings.keep else " of a fleet that runs on (POINTSMAN_DEMO_KEEP=true make demo)"
+    console.print(f"\n[bold]Ask more[/bold]{hint}:", highlight=False)
     for command in (
         f"instances --router {router}",
         f"decisions --router {router} --session {asked.session}",
@@ -144,7 +142,7 @@ def _tell_why(
         f"explain --prompt README.md --gateway http://{listen} --router {router}",
         f"analyze {settings.out}",
     ):
-        console.print(f"  {pointsman} {command}", highlight=False, soft_wrap=True)
+        console.print(f"  pointsman {command}", highlight=False, soft_wrap=True)
 
 
 class _Processes:

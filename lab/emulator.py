@@ -107,7 +107,8 @@ async def start(settings: EmulateSettings, profile: Profile | None = None) -> Em
     transfers = Transfers(uuid.uuid4().hex, model.profile, settings.speedup)
     app = EngineApp(settings.model, int(started_at), tokenizer, model, loop, metrics, publisher.source, transfers)
     # Without cancellation a request whose client has gone would keep its blocks until its last token.
-    runner = web.AppRunner(app.make(), handler_cancellation=True, access_log=None, shutdown_timeout=0.0)
+    # A stopped engine breaks its streams at once; to aiohttp a timeout of 0 would mean to wait for them for ever.
+    runner = web.AppRunner(app.make(), handler_cancellation=True, access_log=None, shutdown_timeout=0.01)
     try:
         await runner.setup()
         site = web.TCPSite(runner, settings.host, settings.port, reuse_address=True)

@@ -106,6 +106,7 @@ class EngineLoop:
             elif now - yielded > YIELD_EVERY_S:
                 await asyncio.sleep(0)
                 yielded = now
+            self._model.finish_step()
             self._deliver(result, time.monotonic())
 
     def _deliver(self, result: StepResult, now: float) -> None:

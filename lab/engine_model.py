@@ -172,7 +172,7 @@ class _Sequence:
 
 
 class EngineModel:
-    """One engine. submit, abort, reset_prefix_cache and step are the only methods that change it."""
+    """One engine. submit, abort, reset_prefix_cache, step and finish_step are the only methods that change it."""
 
     def __init__(self, config: EngineConfig | None = None, profile: Profile | None = None) -> None:
         self.config = config or EngineConfig()
@@ -183,6 +183,7 @@ class EngineModel:
         self._running: list[_Sequence] = []
         self._sequences: OrderedDict[str, _Sequence] = OrderedDict()
         self._pending: list[Event] = []
+        self._finishing: list[_Sequence] = []
 
     @property
     def has_work(self) -> bool:
@@ -251,9 +252,22 @@ class EngineModel:
         self._pending.append(AllCleared())
         return True
 
+    def finish_step(self) -> None:
+        """Let go of the requests that the last step finished; to be called at its end (step() does, when nobody has).
+
+        Until then they count as running and hold their blocks, as they do in an engine whose step is not over.
+        """
+        for sequence in self._finishing:
+            if self._sequences.get(sequence.request.request_id) is sequence:
+                del self._sequences[sequence.request.request_id]
+                self._running.remove(sequence)
+                self._release(sequence)
+        self._finishing.clear()
+
     def step(self, now: float) -> StepResult:
         """Run one step that starts at `now` (s). With nothing to do it takes no time and has no events."""
         del now  # Costs do not depend on it; callers of a discrete-event loop read better with it.
+        self.finish_step()
         events: list[Event] = self._pending
         self._pending = []
         if not self._sequences:
@@ -389,9 +403,7 @@ class EngineModel:
         events.append(TokenGenerated(request.request_id, index, token))
         if stops or length + 1 >= sequence.end:
             events.append(Finished(request.request_id, "stop" if stops else "length"))
-            self._running.remove(sequence)
-            del self._sequences[request.request_id]
-            self._release(sequence)
+            self._finishing.append(sequence)
 
     def _count_prompt(self, sequence: _Sequence) -> None:
         counters, length, cached = self.counters, len(sequence.request.prompt), sequence.cached or 0

@@ -48,6 +48,7 @@ def run_out(model: EngineModel, limit: int = 10_000) -> list[StepResult]:
     while model.has_work:
         steps.append(model.step(now))
         now += steps[-1].duration_s
+        model.finish_step()
         model.cache.check()
         assert len(steps) < limit, "the engine does not come to an end"
     return steps
@@ -216,6 +217,21 @@ def test_abort_frees_everything_at_once() -> None:
     assert not model.abort("a", 0.0)
     assert model.kv_usage == 0
     assert not model.has_work
+
+
+def test_a_request_holds_its_blocks_until_its_last_step_is_over() -> None:
+    model = engine()
+    for name in ("a", "b"):
+        model.submit(ask(name, list(range(64)), max_tokens=1), 0.0)
+        assert events_of([model.step(0.0)], Finished) == [Finished(name, "length")]
+        assert (model.num_running, model.has_work) == (1, True)
+        assert model.kv_usage == 4 / 64
+        if name == "a":
+            model.finish_step()
+        else:
+            assert model.abort(name, 0.0)
+        assert (model.num_running, model.has_work, model.kv_usage) == (0, False, 0.0)
+        model.cache.check()
 
 
 def test_kv_from_another_instance_leaves_one_token_to_compute() -> None:

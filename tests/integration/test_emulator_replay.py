@@ -1,0 +1,196 @@
+"""Replays against a live emulated engine, and the whole demo."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import typer
+
+from lab.bundle import RequestRecord, read_records
+from lab.emulator import Emulated, EmulateSettings, start
+from lab.generate import generate
+from lab.replay import ReplayError, ReplaySettings, config_of, replay, run
+from lab.traces import TraceError, by_session, load_trace, save_trace
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[Emulated]:
+    running = await start(EmulateSettings(port=0, speedup=20.0))
+    yield running
+    await running.stop()
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    save_trace(tmp_path / "trace.jsonl", generate(4, 2.0, seed=11))
+    return tmp_path / "trace.jsonl"
+
+
+def settings(trace: Path, url: str, **more: Any) -> ReplaySettings:
+    fast = {"time_scale": 0.001, "token_scale": 1 / 32}
+    return ReplaySettings(**(fast | {"trace": trace, "url": url, "out": trace.parent / "run"} | more))
+
+
+async def test_a_replay_records_what_every_request_got(engine: Emulated, trace: Path) -> None:
+    told: list[RequestRecord] = []
+    records = await replay(settings(trace, engine.url), told.append)
+    assert told == records
+    assert all(record.ok for record in records)
+    turns: dict[str, list[RequestRecord]] = {}
+    for record in records:
+        turns.setdefault(record.session, []).append(record)
+    for session, done in turns.items():
+        assert [record.turn for record in done] == list(range(1, len(done) + 1)), session
+        # Every later turn finds at least the blocks of the turn before it.
+        for before, after in pairwise(done):
+            assert before.prompt_tokens
+            assert after.cached_tokens
+            assert after.cached_tokens > before.prompt_tokens - 48
+            assert after.t_send >= before.t_send + before.e2e_s
+    assert all(record.ttft_s is not None and 0 < record.ttft_s <= record.e2e_s for record in records)
+    again = await replay(settings(trace, engine.url, timing="think", max_sessions=1))
+    assert [(one.session, one.turn) for one in again] == [
+        (session, number + 1) for session in turns_in_order(trace) for number in range(len(turns[session]))
+    ]
+
+
+def turns_in_order(trace: Path) -> list[str]:
+    return list(by_session(load_trace(trace)))
+
+
+async def test_failures_are_recorded_and_the_session_goes_on(engine: Emulated, trace: Path) -> None:
+    records = await replay(settings(trace, engine.url, model="other"))
+    assert len(records) == len(load_trace(trace))
+    assert {(record.status, record.ok) for record in records} == {(404, False)}
+    assert "does not exist" in records[0].error
+
+
+async def test_an_engine_that_dies_leaves_records(trace: Path) -> None:
+    engine = await start(EmulateSettings(port=0, speedup=0.05))
+    replaying = asyncio.create_task(replay(settings(trace, engine.url, sessions=1)))
+    while not engine.model.num_running:  # noqa: ASYNC110 (the model is plain state, it has nothing to await)
+        await asyncio.sleep(0.005)
+    await engine.stop()
+    records = await replaying
+    assert records
+    assert not any(record.ok for record in records)
+    assert all(record.error for record in records)
+
+
+async def test_a_replay_that_cannot_begin_says_why(engine: Emulated, trace: Path, tmp_path: Path) -> None:
+    with pytest.raises(ReplayError, match=r"127\.0\.0\.1:1/v1/models"):
+        await replay(settings(trace, "http://127.0.0.1:1"))
+    with pytest.raises(TraceError, match=r"none\.jsonl"):
+        await replay(settings(tmp_path / "none.jsonl", engine.url))
+    save_trace(trace, [msgspec.structs.replace(request, think_ms=None) for request in load_trace(trace)])
+    with pytest.raises(TraceError, match="think_ms"):
+        await replay(settings(trace, engine.url, timing="think"))
+
+
+def test_the_command_writes_a_bundle_and_exits_by_what_happened(trace: Path) -> None:
+    async def serve(ready: asyncio.Event, done: asyncio.Event, urls: list[str]) -> None:
+        engine = await start(EmulateSettings(port=0, speedup=20.0))
+        urls.append(engine.url)
+        ready.set()
+        await done.wait()
+        await engine.stop()
+
+    async def main() -> None:
+        ready, done, urls = asyncio.Event(), asyncio.Event(), list[str]()
+        serving = asyncio.create_task(serve(ready, done, urls))
+        await ready.wait()
+        asked = settings(trace, urls[0], api_key="secret")
+        # The command has a loop of its own, so it runs beside this one.
+        await asyncio.to_thread(run, asked)
+        assert all(record.ok for record in read_records(asked.out))
+        config = json.loads((asked.out / "config.json").read_text())
+        assert config | {"git_commit": ""} == config_of(asked) | {"git_commit": ""}
+        assert "secret" not in (asked.out / "config.json").read_text()
+        with pytest.raises(typer.Exit) as failed:
+            await asyncio.to_thread(run, settings(trace, urls[0], model="other"))
+        assert failed.value.exit_code == 1
+        done.set()
+        await serving
+
+    asyncio.run(main())
+    with pytest.raises(typer.Exit) as refused:
+        run(settings(trace, "http://127.0.0.1:1"))
+    assert refused.value.exit_code == 2
+
+
+async def demo(*arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "services.cli", "demo", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        process_group=0,
+    )
+
+
+def descendants(pid: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if parent == pid:
+                found += [int(entry.name), *descendants(int(entry.name))]
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_the_demo_runs_and_leaves_nothing_behind(tmp_path: Path, trace: Path) -> None:
+    out = tmp_path / "demo"
+    process = await demo(
+        *("--engines", "2", "--trace", str(trace), "--time-scale", "0.05", "--out", str(out)),
+        *("--listen-port", "18600", "--router-port", "18700"),
+    )
+    try:
+        assert process.stdout
+        lines: list[str] = []
+        children: set[int] = set()
+        async for line in process.stdout:
+            lines.append(line.decode())
+            children.update(descendants(process.pid))
+        assert await process.wait() == 0, "".join(lines)
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+            await process.wait()
+    text = "".join(lines)
+    records = read_records(out)
+    assert all(record.ok and record.instance and record.decision for record in records)
+    assert len({record.instance for record in records}) == 2
+    assert any(record.cached_tokens for record in records)
+    assert f"{len(records)} requests of 4 sessions" in text
+    assert f"pointsman explain {records[-1].decision}" in text
+    assert len(children) >= 6
+    assert not {pid for pid in children if alive(pid)}
+
+
+async def test_a_demo_that_cannot_run_fails_and_says_so(tmp_path: Path) -> None:
+    process = await demo("--engines", "1", "--trace", str(tmp_path / "none.jsonl"))
+    assert process.stdout
+    text = (await process.stdout.read()).decode()
+    assert await process.wait() == 1
+    assert "none.jsonl" in text
