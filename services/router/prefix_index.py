@@ -79,7 +79,12 @@ class PrefixIndex:
             self._sweep()
 
     def leading_blocks(self, keys: Sequence[int], owners: Iterable[str]) -> dict[str, int]:
-        """For each of `owners`: how many of `keys`, counted from the first, it holds without a hole."""
+        """For each of `owners`: how many of `keys`, counted from the first, it holds.
+
+        Keys are chained, so whoever holds one holds those before it: each owner's end is found by bisection, all owners together
+        on one mask, in O(distinct ends x log keys) look-ups. Where an engine evicted a block and kept its successor, the end of
+        one of the runs is found; the engine's own report of cached tokens tells the difference afterwards.
+        """
         blocks = dict.fromkeys(owners, 0)
         alive = 0
         for owner in blocks:
@@ -87,16 +92,19 @@ class PrefixIndex:
             if slot is not None:
                 alive |= 1 << slot
         mask_of = self._mask_of
-        reached = 0
-        for key in keys:
-            if not alive:
-                break
-            kept = alive & mask_of.get(key, 0)
-            if kept != alive:
-                self._record(blocks, alive & ~kept, reached)
-                alive = kept
-            reached += 1
-        self._record(blocks, alive, reached)
+        # Each entry: owners that hold keys[:low], and do not hold keys[high] unless that is the end.
+        spans = [(0, len(keys), alive)] if alive else []
+        while spans:
+            low, high, mask = spans.pop()
+            if low == high:
+                self._record(blocks, mask, low)
+                continue
+            middle = (low + high) // 2
+            holding = mask & mask_of.get(keys[middle], 0)
+            if holding:
+                spans.append((middle + 1, high, holding))
+            if lacking := mask ^ holding:
+                spans.append((low, middle, lacking))
         return blocks
 
     def keys_of(self, owner: str) -> set[int]:

@@ -50,8 +50,18 @@ class IndexMachine(RuleBasedStateMachine):
         found = self.index.leading_blocks(keys, owners)
         for owner in owners:
             held = self.model.get(owner, set())
-            expected = next((place for place, key in enumerate(keys) if key not in held), len(keys))
-            assert found[owner] == expected
+            end = found[owner]
+            assert end == 0 or keys[end - 1] in held
+            assert end == len(keys) or keys[end] not in held
+            run = next((place for place, key in enumerate(keys) if key not in held), len(keys))
+            if not held & set(keys[run:]):
+                assert end == run  # without holes: exact
+
+    @rule(owner=OWNERS, count=st.integers(0, 31), asked=st.integers(0, 31))
+    def look_up_a_chain(self, owner: str, count: int, asked: int) -> None:
+        self.drop(owner)
+        self.add(owner, list(range(count)))
+        assert self.index.leading_blocks(range(asked), [owner]) == {owner: min(count, asked)}
 
     @invariant()
     def consistent(self) -> None:
