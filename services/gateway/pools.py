@@ -121,7 +121,7 @@ class Pools:
         wanted = {(one.url, one.incarnation) for one in state.pool.instances}
         state.verified &= wanted
         if (wanted - state.verified) and (state.task is None or state.task.done()):
-            state.task = asyncio.create_task(self._check(state))
+            state.task = asyncio.create_task(self._check_or_say(state))
         self._publish(state)
 
     def _publish(self, state: PoolState) -> None:
@@ -136,6 +136,14 @@ class Pools:
             log.info("tokenizer equals the engine's", model=state.pool.model)
         else:
             log.warning("placing without block keys", model=state.pool.model, reason=reason)
+
+    async def _check_or_say(self, state: PoolState) -> None:
+        try:
+            await self._check(state)
+        except Exception as error:
+            # Nobody awaits this task: unsaid, a fault would leave the model "checking" for ever.
+            log.exception("a fault in the tokenizer check", model=state.pool.model)
+            self._judge(state, Exactness.INEXACT, f"the check failed: {type(error).__name__}")
 
     async def _check(self, state: PoolState) -> None:
         """Until every instance is verified, or one is found to differ."""

@@ -192,6 +192,10 @@ class RouterClient:
                 why = f"{error.code().name}: {error.details()}"
             except TimeoutError:
                 why = "no welcome in time"
+            except Exception as error:
+                # This task is the gateway's only tie to the fleet: a fault ends the session, never the task.
+                log.exception("a fault in the session with the router", router=address)
+                why = f"fault: {type(error).__name__}"
             welcomed = self._lose()
             if self._closing:
                 return

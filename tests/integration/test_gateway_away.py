@@ -128,6 +128,32 @@ async def test_without_a_tokenizer_it_places_without_keys(tmp_path: Path) -> Non
         assert list(up.router.places[0].keys) == []
 
 
+async def test_a_fault_in_a_check_or_a_session_does_not_stop_the_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: object) -> str:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("services.gateway.pools.differs", broken)
+    async with stack(tmp_path) as up:
+        (state,) = up.gateway.pools.states()
+        assert (state.exactness, state.reason) == (Exactness.INEXACT, "the check failed: ZeroDivisionError")
+        update, calls = up.gateway.router._on_fleet, []
+
+        def once(fleet: placement_pb2.Fleet) -> None:
+            calls.append(fleet)
+            if len(calls) == 1:
+                raise ZeroDivisionError
+            update(fleet)
+
+        monkeypatch.setattr(up.gateway.router, "_on_fleet", once)
+        port = int(up.router.address.rpartition(":")[2])
+        await up.router.stop()
+        await up.router.start(port)
+        await until(lambda: len(calls) == 2)
+        assert (await post(up, "/v1/chat/completions", json=CHAT))[0] == 200
+
+
 async def test_counts_that_disagree_three_times_in_a_row_lead_to_another_check(tmp_path: Path) -> None:
     async with stack(tmp_path) as up:
         (state,) = up.gateway.pools.states()
