@@ -33,7 +33,8 @@ AGENT_SERVICE = agent_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name
 PLACEMENT_SERVICE = placement_pb2.DESCRIPTOR.services_by_name["PlacementService"].full_name
 FLEET_SERVICE = fleet_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name
 
-SHUTDOWN_GRACE_S = 2.0
+# Reports and sessions never end by themselves; unary calls take milliseconds.
+SHUTDOWN_GRACE_S = 0.3
 
 
 class RouterServer:
@@ -122,7 +123,11 @@ def run(settings: RouterSettings) -> None:
 
 async def _run(settings: RouterSettings) -> None:
     server = RouterServer(settings, Tokens())
-    await server.start()
+    try:
+        await server.start()
+    except BaseException:
+        await server.stop()
+        raise
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
