@@ -80,7 +80,7 @@ def _draw(rng: random.Random, median: float, shape: SessionShape) -> int:
 
 def make_tiny(path: Path = TINY_TRACE) -> None:
     """Write the trace that ships with the lab."""
-    save_trace(path, generate(sessions=16, span_s=30.0, seed=7))
+    save_trace(path, generate(sessions=16, span_s=30.0, seed=7, shape=SessionShape(agents=4)))
 
 
 if __name__ == "__main__":
