@@ -34,8 +34,8 @@ env-engine: .venv-engine/.installed  ## a real vLLM, CPU build (.venv-engine)
 		-r requirements/engine.lock -r requirements/engine-build.lock
 	@touch $@
 
-demo: env  ## four emulated engines, the whole control plane, a short agentic replay (KEEP=true leaves it running)
-	$(BIN)/pointsman demo $(if $(filter true,$(KEEP)),--keep)
+demo: env  ## four emulated engines, the whole control plane, a short agentic replay
+	$(BIN)/pointsman demo
 
 test: env env-engine  ## all tests, those on a real vLLM included
 	$(BIN)/pytest
