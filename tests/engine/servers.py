@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -27,6 +28,9 @@ KV_BYTES_PER_TOKEN = (
     4 * 2 * 2 * 64 * 4
 )  # layers x (K, V) x KV heads x head_dim x float32, as tests/engine/model.py makes it
 START_WITHIN_S = 240.0
+
+# A name for 16 tokens and all that precedes them.
+Piece = bytes
 
 
 @dataclass(frozen=True)
@@ -162,28 +166,28 @@ class Engine:
         """Requests in the engine, running or waiting."""
         return int(self.metric("vllm:num_requests_running") + self.metric("vllm:num_requests_waiting"))
 
-    def cached_blocks(self) -> set[int]:
-        """Hashes of the blocks in the prefix cache now, counted from the engine's whole event history.
+    def cached_keys(self) -> int:
+        """How many different 16-token pieces of prompt (each with all that precedes it) the prefix cache holds now.
 
-        This is the tests' own oracle for what agents should know. AssertionError when the engine has forgotten the beginning.
+        Counted from the engine's whole event history, without Pointsman's keys: the tests' oracle for what agents should
+        know. Blocks that differ only in their second half share the pieces of their first. AssertionError when the engine
+        has forgotten the beginning of its history.
         """
         endpoint = self.ask("/kv_event_sources").json()["0"]["replay_endpoint"].replace("*", "127.0.0.1")
         held: Counter[int] = Counter()
+        pieces: dict[int, list[Piece]] = {}
         for event in _replay(endpoint):
             match event["type"]:
                 case "BlockStored":
                     held.update(event["block_hashes"])
+                    _cut(event, pieces)
                 case "BlockRemoved":
                     held.subtract(event["block_hashes"])
                 case "AllBlocksCleared":
                     held.clear()
                 case other:
                     raise AssertionError(f"unknown KV event {other}")
-        return {block for block, count in held.items() if count > 0}
-
-    def cached_keys(self) -> int:
-        """How many of Pointsman's 16-token keys the prefix cache holds now."""
-        return len(self.cached_blocks()) * self.spec.block_size // 16
+        return len({piece for block, count in held.items() if count > 0 for piece in pieces[block]})
 
 
 def start_engines(specs: Sequence[EngineSpec], model: Path, folder: Path) -> list[Engine]:
@@ -205,6 +209,20 @@ def stop_engines(engines: Sequence[Engine]) -> None:
     for engine in engines:
         if engine.process.alive:
             engine.process.kill()
+
+
+def _cut(event: dict[str, Any], pieces: dict[int, list[Piece]]) -> None:
+    """Add the pieces of a BlockStored event's blocks to `pieces`, by block hash."""
+    size = event["block_size"]
+    parent = event["parent_block_hash"]
+    before = pieces[parent][-1] if parent is not None else b""
+    for index, block in enumerate(event["block_hashes"]):
+        extra = event["extra_keys"][index] if event.get("extra_keys") else None
+        pieces[block] = []
+        for start in range(index * size, (index + 1) * size, 16):
+            piece = repr((before, extra, event["token_ids"][start : start + 16])).encode()
+            before = hashlib.sha256(piece).digest()
+            pieces[block].append(before)
 
 
 def _replay(endpoint: str) -> list[dict[str, Any]]:

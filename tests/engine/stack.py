@@ -25,7 +25,7 @@ from tests.engine.processes import Process, free_port, until
 from tests.engine.servers import REPOSITORY, Engine
 from tests.engine.web import ask
 
-READY_WITHIN_S = 60.0
+READY_WITHIN_S = 40.0
 SETTLE_WITHIN_S = 15.0
 CALL_WITHIN_S = 30.0
 
@@ -64,6 +64,7 @@ class ControlPlane:
                 "--listen": self.router_address,
                 "--redis-url": f"redis://127.0.0.1:{self.redis_port}/0",
                 "--metrics-listen": f"127.0.0.1:{free_port()}",
+                "--gateway-lease-s": 5,
             },
             roles=("agent", "gateway", "operator"),
         )
@@ -105,10 +106,10 @@ class ControlPlane:
         try:
             self.redis.start()
             self.redis.wait_ready(self._redis_answers, within_s=READY_WITHIN_S)
-            for part in (self.router, self.agent, self.gateway):
-                part.start()
+            self.router.start()
+            self.agent.start()
+            self.start_gateway()
             self.wait_settled()
-            self.gateway.wait_ready(self._gateway_healthy, within_s=READY_WITHIN_S)
         except AssertionError as failed:
             tails = "\n".join(part.tail(25) for part in self.parts if part.log.exists())
             self.stop()
@@ -116,6 +117,11 @@ class ControlPlane:
         except BaseException:
             self.stop()
             raise
+
+    def start_gateway(self) -> None:
+        """Start the gateway and wait until it serves. Raises ProcessFailure."""
+        self.gateway.start()
+        self.gateway.wait_ready(self._gateway_healthy, within_s=READY_WITHIN_S)
 
     def stop(self) -> None:
         """End all parts that run, clients first."""

@@ -149,9 +149,11 @@ def test_sessions_side_by_side_keep_their_instances_and_counts(plane: ControlPla
     with_usage = {"stream_options": {"include_usage": True}}
     for turn in range(4):
         known = {}
+        # The first answers are long enough for both streams to be open at once, so that the sessions part.
+        tokens = 40 if turn else 400
         with (
-            open_chat(client, dialogues["side-1"], session="side-1", max_tokens=60, **with_usage) as one,
-            open_chat(client, dialogues["side-2"], session="side-2", max_tokens=60, **with_usage) as two,
+            open_chat(client, dialogues["side-1"], session="side-1", max_tokens=tokens, **with_usage) as one,
+            open_chat(client, dialogues["side-2"], session="side-2", max_tokens=tokens, **with_usage) as two,
         ):
             for session, answer in (("side-1", one), ("side-2", two)):
                 dialogues[session] += [assistant(answer.read_all()), user(fresh_words(30))]

@@ -85,6 +85,16 @@ def test_the_official_client_sees_its_own_errors(client: openai.OpenAI) -> None:
     assert long.value.code == "context_length_exceeded"
 
 
+def test_no_instance_is_said_with_a_time_to_try_again(
+    client: openai.OpenAI, plane: ControlPlane, engines: list[Engine]
+) -> None:
+    with plane.draining(*engines), pytest.raises(openai.InternalServerError) as refused:
+        chat(client, [user("hi")], max_tokens=1)
+    assert refused.value.status_code == 503
+    assert int(refused.value.response.headers["Retry-After"]) > 0
+    assert chat(client, [user("hi")], max_tokens=1).finish_reason == "length"
+
+
 def test_what_only_the_engine_refuses_is_passed_on_and_released(
     client: openai.OpenAI, plane: ControlPlane, engines: list[Engine]
 ) -> None:

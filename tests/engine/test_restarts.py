@@ -76,6 +76,18 @@ def test_a_router_restarts_beside_agents_gateways_and_open_streams(
     assert_agree(plane, second, 448)
 
 
+def test_a_killed_gateway_leaves_no_load_behind(plane: ControlPlane, client: openai.OpenAI) -> None:
+    """The engine sees the connection end; the router waits for the gateway's lease to end."""
+    with open_chat(client, [user(fresh_words(100))], max_tokens=3_500) as cut:
+        cut.read(3)
+        plane.gateway.kill()
+        plane.wait_idle()
+        with pytest.raises(openai.APIConnectionError):
+            chat(client, [user("hi")], max_tokens=1)
+    plane.start_gateway()
+    assert chat(client, [user("hi")], max_tokens=1).finish_reason == "length"
+
+
 def test_a_killed_engine_is_left_noticed_and_taken_back_empty(
     plane: ControlPlane, client: openai.OpenAI, engines: list[Engine]
 ) -> None:
