@@ -11,7 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lab.bundle import BundleError, RequestRecord, read_records
+from lab.bundle import BundleError, read_records
+from lab.records import RequestRecord
 
 PERCENTILES = (50, 90, 99)
 

@@ -10,39 +10,11 @@ from typing import Any
 
 import msgspec
 
+from lab.records import RequestRecord
+
 
 class BundleError(ValueError):
     """A folder that is no bundle; the message names file, line and field."""
-
-
-class RequestRecord(msgspec.Struct, kw_only=True):
-    """One replayed request. Times in s: t_send from the replay's start, ttft_s and e2e_s from the sending."""
-
-    session: str
-    turn: int
-    instance: str = ""
-    decision: str = ""
-    # The HTTP status, 0 when there was none; `error` is empty for a complete answer.
-    status: int = 0
-    error: str = ""
-    t_send: float = 0.0
-    ttft_s: float | None = None
-    e2e_s: float = 0.0
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
-    output_tokens: int | None = None
-
-    @property
-    def ok(self) -> bool:
-        """Whether the whole answer came."""
-        return self.status == 200 and not self.error
-
-    @property
-    def tpot_s(self) -> float | None:
-        """Seconds per output token after the first; None for fewer than two tokens."""
-        if self.ttft_s is None or self.output_tokens is None or self.output_tokens < 2:
-            return None
-        return (self.e2e_s - self.ttft_s) / (self.output_tokens - 1)
 
 
 def write_bundle(

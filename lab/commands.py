@@ -11,6 +11,8 @@ from lab.emulator import EmulateSettings
 from lab.emulator import run as run_emulator
 from lab.replay import ReplaySettings
 from lab.replay import run as run_replay
+from lab.simulate import SimulateSettings
+from lab.simulate import run as run_simulation
 from services.common.settings import add_settings_command
 
 
@@ -18,6 +20,13 @@ def add_lab_commands(app: typer.Typer) -> None:
     """Register the lab's commands on `app`."""
     add_settings_command(app, "emulate", EmulateSettings, run_emulator, help_="Run an emulated vLLM server.")
     add_settings_command(app, "replay", ReplaySettings, run_replay, help_="Replay a trace against a live gateway.")
+    add_settings_command(
+        app,
+        "simulate",
+        SimulateSettings,
+        run_simulation,
+        help_="Play a trace over modelled instances, in virtual time.",
+    )
     app.command("analyze")(analyze)
     add_settings_command(
         app, "demo", DemoSettings, run_demo, help_="Show it all on this machine, with emulated engines."

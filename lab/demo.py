@@ -29,7 +29,8 @@ from rich.live import Live
 from rich.table import Table
 
 from lab.analysis import make_console, print_summary, summarise
-from lab.bundle import RequestRecord, write_bundle
+from lab.bundle import write_bundle
+from lab.records import RequestRecord
 from lab.replay import ReplayError, ReplaySettings, config_of, replay
 from lab.traces import TINY_TRACE, TraceError, load_trace
 

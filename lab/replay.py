@@ -15,8 +15,9 @@ from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from lab.analysis import make_console, print_summary, summarise
-from lab.bundle import RequestRecord, write_bundle
+from lab.bundle import write_bundle
 from lab.chats import ChatMaker
+from lab.records import RequestRecord
 from lab.text import TOKENIZER_DIR, ChatTokenizer
 from lab.traces import TINY_TRACE, TraceError, TraceRequest, by_session, load_trace
 

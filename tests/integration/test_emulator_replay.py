@@ -16,9 +16,10 @@ import msgspec
 import pytest
 import typer
 
-from lab.bundle import RequestRecord, read_records
+from lab.bundle import read_records
 from lab.emulator import Emulated, EmulateSettings, start
 from lab.generate import generate
+from lab.records import RequestRecord
 from lab.replay import ReplayError, ReplaySettings, config_of, replay, run
 from lab.traces import TraceError, by_session, load_trace, save_trace
 

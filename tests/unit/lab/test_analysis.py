@@ -10,7 +10,8 @@ import typer
 from typer.testing import CliRunner
 
 from lab.analysis import analyze, percentiles, summarise
-from lab.bundle import BundleError, RequestRecord, read_records, write_bundle
+from lab.bundle import BundleError, read_records, write_bundle
+from lab.records import RequestRecord
 
 
 def record(

@@ -1,0 +1,126 @@
+"""The simulator: virtual time by hand, and the router's own rules at work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from lab.analysis import summarise
+from lab.bundle import read_records
+from lab.engine_model import EngineConfig, Profile
+from lab.generate import generate
+from lab.records import RequestRecord
+from lab.simulate import SimulateSettings, run
+from lab.simulator import Simulation, SimulationError, Simulator, tokens_of
+from lab.traces import TraceRequest, save_trace, shared_prefix
+from services.router import events as ev
+from services.router.domain import PlacementRequest
+from services.router.policy.base import SettingError
+
+PLAIN = Profile(step_s=1.0, prefill_token_s=0.01, prefill_pair_s=0.0, decode_sequence_s=0.0, decode_kv_token_s=0.0)
+
+
+def ask(
+    session: str, turn: int, at_s: float, ids: list[int], length: int, output: int = 2, think_s: float = 0
+) -> TraceRequest:
+    return TraceRequest(
+        timestamp_ms=at_s * 1e3,
+        session_id=session,
+        turn=turn,
+        input_length=length,
+        output_length=output,
+        hash_ids=tuple(ids),
+        block_size=64,
+        think_ms=think_s * 1e3,
+    )
+
+
+def simulate(requests: list[TraceRequest], **asked: Any) -> list[RequestRecord]:
+    simulator = Simulator(requests, Simulation(**asked))
+    records = simulator.run()
+    simulator.router.check_invariants()
+    assert len(records) == len(requests)
+    assert len(simulator.router.reservations) == 0
+    return records
+
+
+def test_a_sessions_times_by_hand() -> None:
+    turns = [ask("a", 1, 5.0, [1], 100), ask("a", 2, 6.0, [1, 2], 130, think_s=3.0)]
+    first, second = simulate(turns, instances=1, profile=PLAIN)
+    # 100 new tokens, then a second one; turn 2 was due while turn 1 still ran, and finds its first 64 tokens.
+    assert (first.t_send, first.ttft_s, first.e2e_s) == pytest.approx((0.0, 2.0, 3.0))
+    assert (second.t_send, second.cached_tokens) == (pytest.approx(3.0), 64)
+    assert second.ttft_s == pytest.approx(1.66)
+    thought = simulate(turns, instances=1, profile=PLAIN, timing="think")[1]
+    assert thought.t_send == pytest.approx(6.0)
+
+
+def test_two_prompts_at_once_go_to_two_instances_and_a_session_comes_back() -> None:
+    turns = [ask("a", 1, 0.0, [1, 2], 128), ask("b", 1, 0.0, [3, 4], 128)]
+    turns += [ask("a", 2, 60.0, [1, 2, 5], 200), ask("b", 2, 60.0, [3, 4, 6], 200)]
+    records = {(record.session, record.turn): record for record in simulate(turns, instances=2)}
+    assert records["a", 1].instance != records["b", 1].instance
+    for session in "ab":
+        assert records[session, 2].instance == records[session, 1].instance
+        assert records[session, 2].cached_tokens == 128
+
+
+def test_a_run_is_repeatable_and_affinity_beats_round_robin() -> None:
+    requests = generate(20, 30.0, seed=5)
+    unified = simulate(requests, instances=4)
+    assert unified == simulate(requests, instances=4)
+    spread = simulate(requests, instances=4, policy="round_robin")
+    assert summarise(unified)["hit_ratio"] > summarise(spread)["hit_ratio"] + 0.1
+    assert summarise(unified)["failed"] == summarise(spread)["failed"] == 0
+
+
+def test_what_the_router_predicts_is_what_the_engine_finds() -> None:
+    # One request at a time, so that nothing is evicted or stored between decision and admission.
+    requests = [ask(f"s{number}", 1, 100.0 * number, [number % 3, 7 + number % 2], 128) for number in range(12)]
+    simulator = Simulator(requests, Simulation(instances=3))
+    records = simulator.run()
+    for record in records:
+        again = PlacementRequest(f"{record.session}#1", "simulated", 128)
+        [placed] = simulator.router.handle(ev.PlaceRequested(again, "sim"), 2_000.0)
+        assert isinstance(placed, ev.Placed)
+        assert (placed.decision.decision_id, placed.decision.cached_tokens) == (record.decision, record.cached_tokens)
+    assert sum(record.cached_tokens or 0 for record in records) > 0
+
+
+def test_an_over_long_prompt_fails_alone() -> None:
+    engine = EngineConfig(kv_blocks=100, max_model_len=200)
+    records = simulate([ask("a", 1, 0.0, [], 500), ask("a", 2, 1.0, [], 50)], engine=engine)
+    assert [(record.status, record.ok) for record in records] == [(400, False), (200, True)]
+
+
+def test_tokens_are_shared_where_ids_are() -> None:
+    one, two = tokens_of(ask("a", 1, 0, [1, 2], 150)), tokens_of(ask("b", 1, 0, [1, 3], 150))
+    assert (len(one), shared_prefix(one, two)) == (150, 64)
+    assert shared_prefix(one, tokens_of(ask("a", 2, 0, [1, 2], 150))) == 128
+
+
+def test_what_cannot_be_simulated_is_refused() -> None:
+    requests = [ask("a", 1, 0.0, [], 10)]
+    with pytest.raises(SettingError, match="nonsense"):
+        Simulator(requests, Simulation(policy="nonsense"))
+    with pytest.raises(SimulationError, match="block_size"):
+        Simulator(requests, Simulation(engine=EngineConfig(block_size=32)))
+
+
+def test_the_command_writes_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_trace(tmp_path / "t.jsonl", generate(3, 5.0, seed=1))
+    run(SimulateSettings(trace=tmp_path / "t.jsonl", out=tmp_path / "run"))
+    assert all(record.ok for record in read_records(tmp_path / "run"))
+    for wrong in (
+        {"trace": tmp_path / "none"},
+        {"policy": "nonsense"},
+        {"policy_settings": "[]"},
+        {"policy_settings": "{"},
+    ):
+        with pytest.raises(typer.Exit) as refused:
+            run(SimulateSettings(**({"trace": tmp_path / "t.jsonl", "out": tmp_path / "run"} | wrong)))
+        assert refused.value.exit_code == 2
+    assert "nonsense" in capsys.readouterr().err
