@@ -23,6 +23,7 @@ from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2
 from services.common.auth import bearer
 from services.common.settings import Tokens
 from services.doctor import Finding, examine
+from services.router.policy.base import bounds
 from services.router.policy.registry import POLICIES
 
 TIMEOUT_S = 10.0
@@ -74,7 +75,7 @@ def instances(router: RouterFlag = ROUTER, model: str = "", as_json: JsonFlag = 
         )
     console.print(table)
     console.print(
-        f"policy {answer.policy.name} {json_format.MessageToDict(answer.policy.settings)}  router {answer.router_id}"
+        f"policy {answer.policy.name} {_settings(answer.policy)}  router {answer.router_id}"
     )
 
 
@@ -144,8 +145,7 @@ def policies() -> None:
         console.print(f"[bold]{name}[/bold]")
         console.print(f"  {(kind.__doc__ or '').strip()}", highlight=False)
         for one in dataclasses.fields(kind):
-            low, high = one.metadata["low"], one.metadata["high"]
-            console.print(f"  {one.name} = {one.default} ({low:g} to {high:g}): {one.metadata['doc']}", highlight=False)
+            console.print(f"  {one.name} = {one.default} ({bounds(one)}): {one.metadata['doc']}", highlight=False)
 
 
 def drain(
@@ -185,7 +185,7 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
         f"{decision.route_class}, {decision.mode}, reason [bold]{decision.reason}[/bold]"
         + (" (degraded)" if decision.degraded else "")
     )
-    console.print(f"policy {decision.policy.name} {json_format.MessageToDict(decision.policy.settings)}")
+    console.print(f"policy {decision.policy.name} {_settings(decision.policy)}")
     for step in decision.steps:
         kind = placement_pb2.StepKind.Name(step.kind).removeprefix("STEP_KIND_")
         console.print(f"step {step.index}: {kind} on {step.instance.instance_id} ({step.reason})")
@@ -209,6 +209,8 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
             note,
         )
     console.print(table)
+    if decision.figures:
+        console.print("compared " + ", ".join(f"{name} {value:,.3g}" for name, value in sorted(decision.figures.items())))
     if decision.runner_up:
         console.print(f"runner-up {decision.runner_up}, margin {decision.margin:,.0f}")
     if decision.HasField("finished"):
@@ -218,6 +220,11 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
             f"the engine said: {said} cached; TTFT {done.timings.first_token_ms:,.1f} ms, "
             f"done after {done.timings.done_ms:,.1f} ms, HTTP {done.http_status}"
         )
+
+
+def _settings(policy: fleet_pb2.Policy) -> str:
+    settings = json_format.MessageToDict(policy.settings)
+    return ", ".join(f"{name}={value}" for name, value in sorted(settings.items()))
 
 
 def _dry_run(gateway: str, prompt: Path, model: str, session: str) -> fleet_pb2.Decision:

@@ -112,6 +112,8 @@ class Candidate:
     """One instance as one decision saw it: its load, and how much of this prompt it has cached, in tokens.
 
     `excluded` says why it must not be chosen; empty when it may. `report_age_s` is None before the first report.
+    `recent_migrations` counts the OFFLOAD decisions whose answer was given to it within StateSettings.migration_window_s: a
+    request that still prefills elsewhere is in no other counter of it. `kv_capacity_tokens` is 0 when unknown.
     """
 
     instance_id: str
@@ -129,6 +131,8 @@ class Candidate:
     report_age_s: float | None
     exact: bool
     excluded: str = ""
+    recent_migrations: int = 0
+    kv_capacity_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +161,18 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """A policy's answer: the plan, the reason in a word, and the scores it compared (lower is better)."""
+    """A policy's answer: the plan, the reason in a word, and the scores it compared (lower is better).
+
+    A policy that may offload gives as `reason` why it did or did not (p_idle_d_busy, d_idle, ...); its steps then say by which
+    rule the instance was found (affinity, lmetric_fallback, offload, migrate). `figures` are what else it compared, by name
+    with the unit at the end (`gain_s`). `owner` becomes the session's owner; empty: the last step's instance.
+    """
 
     steps: tuple[Step, ...]
     reason: str
     scores: Mapping[str, float] = field(default_factory=dict)
+    figures: Mapping[str, float] = field(default_factory=dict)
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +207,15 @@ class Decision:
         """Where the answer comes from: the instance of the last step."""
         return self.ruling.steps[-1].instance_id
 
+    @property
+    def next_owner(self) -> str:
+        """The instance that owns the session from now on."""
+        return self.ruling.owner or self.instance_id
+
 
 def route_class(new_tokens: int, input_tokens: int) -> str:
     """HEAVY, WARM or MEDIUM, tested in that order: HEAVY from 20,000 new tokens; WARM above a cache ratio of 50 % or
-    below 5,000 new tokens. Source: the reference system's classes, on the chosen instance's cached tokens."""
+    below 5,000 new tokens. Source: the reference system's classes, on the cached tokens of the instance that prefills."""
     if new_tokens >= HEAVY_NEW_TOKENS:
         return "HEAVY"
     cached = input_tokens - new_tokens

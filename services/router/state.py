@@ -22,6 +22,7 @@ from services.router.domain import (
     StepKind,
 )
 from services.router.fleet import Fleet, InstanceRecord
+from services.router.migrations import Migrations
 from services.router.policy.base import Policy, decide
 from services.router.prefix_index import PrefixIndex
 from services.router.reservations import Reservation, Reservations
@@ -38,6 +39,7 @@ class StateSettings:
     place_lease_s: float = 600.0
     lost_instance_s: float = 30.0
     retry_after_s: float = 1.0
+    migration_window_s: float = 10.0
     remembered_requests: int = 20_000
 
 
@@ -53,6 +55,7 @@ class RouterState:
         self.fleet = Fleet(self.index)
         self.reservations = Reservations()
         self.affinity = Affinity(settings.affinity_ttl_s)
+        self.migrations = Migrations(settings.migration_window_s)
         self._rng = random.Random(seed)
         self._turn: dict[str, int] = {}
         self._decisions = 0
@@ -108,6 +111,7 @@ class RouterState:
         self.index.check_invariants()
         self.reservations.check_invariants()
         self.affinity.check_invariants()
+        self.migrations.check_invariants()
         for record in self.fleet.records():
             assert record.info.block_size % KEY_TOKENS == 0
 
@@ -215,8 +219,10 @@ class RouterState:
         effects: list[ev.Effect] = [ev.Decided(decision)]
         effects += self._reserve(decision, 0, event.gateway_id, lease_until)
         if session := request.session:
-            self.affinity.assign(session, decision.instance_id, now)
-            effects.append(ev.OwnerSet(session, decision.instance_id))
+            self.affinity.assign(session, decision.next_owner, now)
+            effects.append(ev.OwnerSet(session, decision.next_owner))
+        if decision.mode == "OFFLOAD":
+            self.migrations.record(decision.instance_id, now)
         self._placed[request.request_id] = decision
         while len(self._placed) > self.settings.remembered_requests + len(self.reservations):
             self._forget_oldest()
@@ -278,6 +284,7 @@ class RouterState:
     def _restored(self, event: ev.Restored, now: float) -> list[ev.Effect]:
         self.reservations = Reservations()
         self.affinity = Affinity(self.settings.affinity_ttl_s)
+        self.migrations = Migrations(self.settings.migration_window_s)
         self._placed.clear()
         for reservation in event.reservations:
             # Its gateway has not spoken to this replica yet: it gets the lease to do so.
@@ -296,6 +303,7 @@ class RouterState:
                 self.fleet.remove(record.info.instance_id)
                 effects.append(ev.FleetChanged())
         self.affinity.expire(now)
+        self.migrations.expire(now)
         return effects
 
     # ---- deciding ----
@@ -351,4 +359,6 @@ class RouterState:
             report_age_s=now - load.sampled_at if load else None,
             exact=record.credited,
             excluded=excluded or ("failed_before" if info.instance_id in request.exclude else ""),
+            recent_migrations=self.migrations.count(info.instance_id, now),
+            kv_capacity_tokens=info.kv_capacity_tokens,
         )

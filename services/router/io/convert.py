@@ -322,6 +322,8 @@ def _candidate(candidate: Candidate, score: float | None) -> fleet_pb2.Candidate
         score=score,
         excluded=candidate.excluded,
         exact=candidate.exact,
+        recent_migrations=candidate.recent_migrations,
+        kv_capacity_tokens=candidate.kv_capacity_tokens,
     )
 
 
@@ -351,6 +353,8 @@ def decision_to_wire(state: RouterState, logged: LoggedDecision, *, candidates: 
         degraded=decision.degraded,
         outcome=logged.outcome,
         decide_time=duration(logged.decide_s),
+        figures=ruling.figures,
+        next_owner=decision.next_owner if request.session else "",
     )
     if candidates:
         wire.candidates.extend(_candidate(one, ruling.scores.get(one.instance_id)) for one in decision.view.candidates)

@@ -56,6 +56,7 @@ class Router:
                 gateway_lease_s=settings.gateway_lease_s,
                 place_lease_s=settings.place_lease_s,
                 lost_instance_s=settings.lost_instance_s,
+                migration_window_s=settings.migration_window_s,
             ),
             router_id=settings.router_id,
         )

@@ -30,11 +30,14 @@ class RouterSettings(BaseSettings):
     owner_lease_s: float = Field(2.0, gt=0.1, le=60, description="a dead owner is replaced after this long")
     router_id: str = Field(default_factory=_router_id, description="unique for the process's life")
     policy: str = Field("unified", description="policy at start")
-    policy_settings: dict[str, float] = Field(default_factory=dict, description="JSON object of the policy's settings")
+    policy_settings: dict[str, float | bool | str] = Field(
+        default_factory=dict, description="JSON object of the policy's settings"
+    )
     affinity_ttl_s: float = Field(3_600.0, gt=0, description="a session keeps its owner this long after its last use")
     gateway_lease_s: float = Field(15.0, gt=0, description="reservations outlive their gateway's stream this long")
     place_lease_s: float = Field(600.0, gt=0, description="reservations made by the unary Place end after this long")
     lost_instance_s: float = Field(30.0, gt=0, description="an instance outlives its agent's stream this long")
+    migration_window_s: float = Field(10.0, ge=0, description="a migration weighs on its target this long")
     decision_log_size: int = Field(10_000, ge=1, description="decisions kept in memory")
     decision_log_file: Path | None = Field(
         None, description="append every decision to this file, one JSON object a line"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -37,6 +37,25 @@ def setting(default: float, low: float, high: float, doc: str) -> Any:
     return field(default=default, metadata={"low": low, "high": high, "doc": doc})
 
 
+def choice(default: str, options: tuple[str, ...], doc: str) -> Any:
+    """A setting that is one of a few words, checked by `make_policy`."""
+    return field(default=default, metadata={"options": options, "doc": doc})
+
+
+def switch(default: bool, doc: str) -> Any:
+    """A setting that is true or false, checked by `make_policy`."""
+    return field(default=default, metadata={"switch": True, "doc": doc})
+
+
+def bounds(one: Field[Any]) -> str:
+    """What a setting may be, for people: "0 to 1", "cost or heuristic", "true or false"."""
+    if options := one.metadata.get("options"):
+        return " or ".join(options)
+    if "switch" in one.metadata:
+        return "true or false"
+    return f"{one.metadata['low']:g} to {one.metadata['high']:g}"
+
+
 @dataclass(frozen=True)
 class Policy(ABC):
     """A pure function from request and view to a ruling; its dataclass fields are its settings."""
@@ -55,17 +74,29 @@ class Policy(ABC):
 def build(kind: type[Policy], settings: Mapping[str, object]) -> Policy:
     """An instance of `kind` with `settings` over its defaults. SettingError names what is unknown or out of range."""
     known: dict[str, Field[Any]] = {one.name: one for one in fields(kind)}
-    values: dict[str, float] = {}
+    values: dict[str, Any] = {}
     for name, value in settings.items():
         if name not in known:
             raise SettingError(f"settings.{name}", f"policy {kind.name} has no such setting")
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise SettingError(f"settings.{name}", "must be a number")
-        low, high = known[name].metadata["low"], known[name].metadata["high"]
-        if not low <= value <= high:
-            raise SettingError(f"settings.{name}", f"{value:g} is outside {low:g} to {high:g}")
-        values[name] = float(value)
+        values[name] = _checked(known[name], value)
     return kind(**values)
+
+
+def _checked(one: Field[Any], value: object) -> float | str | bool:
+    name = f"settings.{one.name}"
+    if options := one.metadata.get("options"):
+        if not isinstance(value, str) or value not in options:
+            raise SettingError(name, f"must be {bounds(one)}")
+        return value
+    if "switch" in one.metadata:
+        if not isinstance(value, bool):
+            raise SettingError(name, f"must be {bounds(one)}")
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise SettingError(name, "must be a number")
+    if not one.metadata["low"] <= value <= one.metadata["high"]:
+        raise SettingError(name, f"{value:g} is outside {bounds(one)}")
+    return float(value)
 
 
 def serve(candidate: Candidate, reason: str, scores: Mapping[str, float] | None = None) -> Ruling:
@@ -73,7 +104,37 @@ def serve(candidate: Candidate, reason: str, scores: Mapping[str, float] | None 
     return Ruling((Step(StepKind.SERVE, candidate.instance_id, reason),), reason, scores or {})
 
 
-def rotated(candidates: tuple[Candidate, ...], turn: int) -> Iterable[tuple[int, Candidate]]:
+def offload(
+    request: PlacementRequest,
+    prefill: Candidate,
+    decode: Candidate,
+    rule: str,
+    reason: str,
+    *,
+    scores: Mapping[str, float] | None = None,
+    figures: Mapping[str, float] | None = None,
+    owner: str = "",
+) -> Ruling:
+    """The ruling of two steps: PREFILL of the whole prompt on `prefill`, then SERVE on `decode` with its KV."""
+    steps = (
+        Step(StepKind.PREFILL, prefill.instance_id, rule, prefix_tokens=request.input_tokens),
+        Step(StepKind.SERVE, decode.instance_id, rule, kv_source=prefill.instance_id),
+    )
+    return Ruling(steps, reason, scores or {}, figures or {}, owner)
+
+
+def least(candidates: Sequence[Candidate], turn: int, key: Callable[[Candidate], Any]) -> Candidate:
+    """argmin of `key` (comparable), ties in turn. `candidates` must not be empty."""
+    return min(rotated(candidates, turn), key=lambda turned: (key(turned[1]), turned[0]))[1]
+
+
+def mean(values: Iterable[float]) -> float:
+    """Arithmetic mean; 0 of nothing."""
+    listed = list(values)
+    return sum(listed) / len(listed) if listed else 0.0
+
+
+def rotated(candidates: Sequence[Candidate], turn: int) -> Iterable[tuple[int, Candidate]]:
     """Candidates with their round-robin distance from `turn`: the last tie-break, needed because all scores are 0 when cold."""
     count = len(candidates)
     return (((index - turn) % count, candidate) for index, candidate in enumerate(candidates))
@@ -97,6 +158,8 @@ def decide(
         (score, instance_id) for instance_id, score in ruling.scores.items() if instance_id != chosen.instance_id
     )
     own = ruling.scores.get(chosen.instance_id)
+    # The class is that of the prefill's work, wherever the answer then comes from.
+    prefills = by_id[ruling.steps[0].instance_id]
     places = {step.instance_id for step in ruling.steps}
     return Decision(
         decision_id=decision_id,
@@ -105,7 +168,7 @@ def decide(
         view=view,
         policy=policy.ref(),
         ruling=ruling,
-        route_class=route_class(chosen.new_tokens, request.input_tokens),
+        route_class=route_class(prefills.new_tokens, request.input_tokens),
         mode="COLOCATED" if len(places) == 1 else "OFFLOAD",
         cached_tokens=chosen.cached_tokens,
         runner_up=others[0][1] if others else "",

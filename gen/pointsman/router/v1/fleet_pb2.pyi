@@ -374,6 +374,8 @@ class Candidate(_message.Message):
     SCORE_FIELD_NUMBER: _builtins.int
     EXCLUDED_FIELD_NUMBER: _builtins.int
     EXACT_FIELD_NUMBER: _builtins.int
+    RECENT_MIGRATIONS_FIELD_NUMBER: _builtins.int
+    KV_CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """instance_id of the instance."""
     incarnation: _builtins.str
@@ -404,6 +406,10 @@ class Candidate(_message.Message):
     """excluded says why it could not be chosen: "draining", "unhealthy", "failed_before"; empty when it could."""
     exact: _builtins.bool
     """exact is true when cached_tokens comes from the engine's own events."""
+    recent_migrations: _builtins.int
+    """recent_migrations: answers that decisions of the last seconds gave to it while another instance prefills."""
+    kv_capacity_tokens: _builtins.int
+    """kv_capacity_tokens that its KV cache holds; 0 when unknown."""
     @_builtins.property
     def report_age(self) -> _duration_pb2.Duration:
         """report_age of the figures reported."""
@@ -427,10 +433,12 @@ class Candidate(_message.Message):
         score: _builtins.float | None = ...,
         excluded: _builtins.str = ...,
         exact: _builtins.bool = ...,
+        recent_migrations: _builtins.int = ...,
+        kv_capacity_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "report_age", b"report_age", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "cached_tokens", b"cached_tokens", "exact", b"exact", "excluded", b"excluded", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_usage", b"kv_usage", "new_tokens", b"new_tokens", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "report_age", b"report_age", "running", b"running", "score", b"score", "state", b"state", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "cached_tokens", b"cached_tokens", "exact", b"exact", "excluded", b"excluded", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_usage", b"kv_usage", "new_tokens", b"new_tokens", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "recent_migrations", b"recent_migrations", "report_age", b"report_age", "running", b"running", "score", b"score", "state", b"state", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
     _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
@@ -443,6 +451,26 @@ class Decision(_message.Message):
     """Decision is a placement with everything it was decided on."""
 
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class FiguresEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     DECISION_ID_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -467,6 +495,8 @@ class Decision(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     DECIDE_TIME_FIELD_NUMBER: _builtins.int
+    FIGURES_FIELD_NUMBER: _builtins.int
+    NEXT_OWNER_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.str
     """decision_id of the decision."""
     request_id: _builtins.str
@@ -501,6 +531,8 @@ class Decision(_message.Message):
     """degraded: made while the shared store was away."""
     outcome: _builtins.str
     """outcome: OK, CANCELLED, REJECTED, FAILED, or OPEN while the request runs, DRY_RUN for Explain."""
+    next_owner: _builtins.str
+    """next_owner is the session's owner after the decision; empty without a session."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
         """time of the decision."""
@@ -524,6 +556,10 @@ class Decision(_message.Message):
     @_builtins.property
     def decide_time(self) -> _duration_pb2.Duration:
         """decide_time is the time that the decision took."""
+
+    @_builtins.property
+    def figures(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """figures that the policy compared besides the scores, by name with the unit at its end (gain_s)."""
 
     def __init__(
         self,
@@ -551,10 +587,12 @@ class Decision(_message.Message):
         outcome: _builtins.str = ...,
         finished: _placement_pb2.Finished | None = ...,
         decide_time: _duration_pb2.Duration | None = ...,
+        figures: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        next_owner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_margin", b"_margin", "decide_time", b"decide_time", "finished", b"finished", "margin", b"margin", "policy", b"policy", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_margin", b"_margin", "cached_tokens", b"cached_tokens", "candidates", b"candidates", "decide_time", b"decide_time", "decision_id", b"decision_id", "degraded", b"degraded", "finished", b"finished", "input_tokens", b"input_tokens", "inputs_digest", b"inputs_digest", "key_count", b"key_count", "margin", b"margin", "mode", b"mode", "model", b"model", "outcome", b"outcome", "policy", b"policy", "reason", b"reason", "request_id", b"request_id", "route_class", b"route_class", "runner_up", b"runner_up", "session_id", b"session_id", "session_owner", b"session_owner", "steps", b"steps", "tenant", b"tenant", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_margin", b"_margin", "cached_tokens", b"cached_tokens", "candidates", b"candidates", "decide_time", b"decide_time", "decision_id", b"decision_id", "degraded", b"degraded", "figures", b"figures", "finished", b"finished", "input_tokens", b"input_tokens", "inputs_digest", b"inputs_digest", "key_count", b"key_count", "margin", b"margin", "mode", b"mode", "model", b"model", "next_owner", b"next_owner", "outcome", b"outcome", "policy", b"policy", "reason", b"reason", "request_id", b"request_id", "route_class", b"route_class", "runner_up", b"runner_up", "session_id", b"session_id", "session_owner", b"session_owner", "steps", b"steps", "tenant", b"tenant", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__margin: _TypeAlias = _typing.Literal["margin"]  # noqa: Y015
     _WhichOneofArgType__margin: _TypeAlias = _typing.Literal["_margin", b"_margin"]  # noqa: Y015
