@@ -70,20 +70,21 @@ def run_demo(settings: DemoSettings) -> int:
     """Run the demo and end all its processes; 0 when every request was answered."""
     console = make_console()
     folder = Path(tempfile.mkdtemp(prefix="pointsman-demo-"))
-    status = 1
     try:
         load_trace(settings.trace)
         with _Processes(folder) as processes:
-            status = _run(settings, console, processes, folder)
+            return _run(settings, console, processes, folder)
     except (DemoError, TraceError, ReplayError) as error:
         console.print(f"[red]pointsman demo: {error}[/red]", highlight=False)
-        console.print(f"logs are in {folder}", highlight=False)
+        for log in sorted(folder.glob("*.log")):
+            if text := log.read_text(errors="replace").strip():
+                console.print(f"--- {log.name}\n{text[-2_000:]}", highlight=False, markup=False)
         return 1
     except KeyboardInterrupt:
         console.print("stopped")
-        status = 130
-    shutil.rmtree(folder)
-    return status
+        return 130
+    finally:
+        shutil.rmtree(folder)
 
 
 def _run(settings: DemoSettings, console: Console, processes: _Processes, folder: Path) -> int:
