@@ -12,7 +12,7 @@ BIN := .venv/bin
 ENGINE_BIN := .venv-engine/bin
 .DELETE_ON_ERROR:
 
-.PHONY: help demo up test test-fast check format protos lock clean env env-engine
+.PHONY: help demo bench test test-fast check format protos lock clean env env-engine
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -42,6 +42,9 @@ test: env env-engine  ## all tests, those on a real vLLM included
 
 test-fast: env  ## the tests that need no real vLLM
 	$(BIN)/pytest --ignore tests/engine
+
+bench: env  ## all benchmarks: a table, and bench/results.jsonl
+	$(BIN)/python -m bench
 
 check: env  ## style, types, layers, protos, deployment files
 	$(BIN)/ruff check .

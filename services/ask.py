@@ -74,9 +74,7 @@ def instances(router: RouterFlag = ROUTER, model: str = "", as_json: JsonFlag = 
             one.instance.incarnation[:12],
         )
     console.print(table)
-    console.print(
-        f"policy {answer.policy.name} {_settings(answer.policy)}  router {answer.router_id}"
-    )
+    console.print(f"policy {answer.policy.name} {_settings(answer.policy)}  router {answer.router_id}")
 
 
 def decisions(
@@ -210,7 +208,9 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
         )
     console.print(table)
     if decision.figures:
-        console.print("compared " + ", ".join(f"{name} {value:,.3g}" for name, value in sorted(decision.figures.items())))
+        console.print(
+            "compared " + ", ".join(f"{name} {value:,.3g}" for name, value in sorted(decision.figures.items()))
+        )
     if decision.runner_up:
         console.print(f"runner-up {decision.runner_up}, margin {decision.margin:,.0f}")
     if decision.HasField("finished"):

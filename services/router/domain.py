@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import msgspec
+
 WARM_CACHE_RATIO = 0.5
 WARM_NEW_TOKENS = 5_000
 HEAVY_NEW_TOKENS = 20_000
@@ -107,8 +109,7 @@ class PlacementRequest:
         return f"{self.tenant}/{self.session_id}" if self.session_id else ""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True, gc=False):
     """One instance as one decision saw it: its load, and how much of this prompt it has cached, in tokens.
 
     `excluded` says why it must not be chosen; empty when it may. `report_age_s` is None before the first report.

@@ -342,11 +342,12 @@ class RouterState:
         # An engine reuses whole blocks of its own size, and always computes the last token itself.
         reusable = min(blocks * KEY_TOKENS, max(request.input_tokens - 1, 0))
         cached = reusable // info.block_size * info.block_size
-        excluded = EXCLUDED_STATES.get(record.state, "")
+        state = record.state
+        excluded = EXCLUDED_STATES.get(state, "")
         return Candidate(
             instance_id=info.instance_id,
             incarnation=info.incarnation,
-            state=record.state,
+            state=state,
             cached_tokens=cached,
             new_tokens=request.input_tokens - cached,
             num_requests=counters.num_requests,

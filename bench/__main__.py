@@ -1,0 +1,39 @@
+"""Run the benchmarks: all, or those named."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.decide import decide, index
+from bench.figures import Figure
+from bench.place import place
+
+RESULTS = Path(__file__).parent / "results.jsonl"
+BENCHMARKS: dict[str, Callable[[], object]] = {one.__name__: one for one in (decide, index, place)}
+
+
+def main() -> None:
+    """Print a table; append to results.jsonl."""
+    table = Table("metric", "value", "unit", "baseline", "ratio", "note", box=None, pad_edge=False)
+    with RESULTS.open("a") as results:
+        for name in sys.argv[1:] or BENCHMARKS:
+            found = BENCHMARKS[name]()
+            figures: list[Figure] = asyncio.run(found) if inspect.iscoroutine(found) else found  # type: ignore[assignment]
+            for figure in figures:
+                results.write(json.dumps(figure.row()) + "\n")
+                ratio = "" if figure.ratio is None else f"{figure.ratio:.2f}"
+                baseline = "" if figure.baseline is None else f"{figure.baseline:,g}"
+                table.add_row(figure.metric, f"{figure.value:,.2f}", figure.unit, baseline, ratio, figure.note)
+    Console(width=180).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""The decision alone, and the index: CPU time and memory of the pure core."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import resource
+import time
+from pathlib import Path
+
+from bench.figures import Figure, percentile
+from bench.fleet import KEYS_PER_INSTANCE, PROMPT_TOKENS, filled, long_prompt
+from services.common.keys import digest_of
+from services.router import events as ev
+from services.router.domain import PlacementRequest
+from services.router.prefix_index import PrefixIndex
+from services.router.sync import Delta, InstanceSync, SnapshotBegin, SnapshotEnd
+
+GOAL_DECIDE_US = 150.0
+GOAL_INDEX_MB = 1_000.0
+GOAL_EVENTS_PER_S = 200_000.0
+ROUNDS = 400
+
+
+def decide() -> list[Figure]:
+    """CPU per decision with reservation, 130k-token prompt, full caches, on 8, 64 and 512 instances."""
+    keys = long_prompt()
+    figures = []
+    # Fewer keys on 512 instances, so that the case fits a small machine; a decision looks at the prompt's keys only.
+    for instances, count in ((8, KEYS_PER_INSTANCE), (64, KEYS_PER_INSTANCE), (512, 9_000)):
+        state = filled(instances, keys, count)
+        times = []
+        for number in range(ROUNDS):
+            request = PlacementRequest(f"r{number}", "m", PROMPT_TOKENS, keys, session_id=f"s{number % 50}")
+            started = time.process_time()
+            state.handle(ev.PlaceRequested(request, "g"), 1.0)
+            times.append((time.process_time() - started) * 1e6)
+            state.handle(ev.Finished(f"r{number}", "OK"), 1.0)
+        suffix = "" if instances == 64 else f"_{instances}"
+        goal = GOAL_DECIDE_US if instances == 64 else None
+        for name, share in (("", 0.5), ("_p99", 0.99)):
+            note = f"{instances} instances, 8,125 keys; CPU, with the reservation; baseline is the goal"
+            figures.append(Figure(f"decide_us{name}{suffix}", percentile(times, share), "us", goal, note))
+    return figures
+
+
+def index() -> list[Figure]:
+    """Memory of 4 M keys over 64 instances, and how fast key events are taken in."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        megabytes = pool.apply(_index_mb)
+    return [
+        Figure("index_mb", megabytes, "MB", GOAL_INDEX_MB, "4,000,000 keys over 64 instances; baseline is the goal"),
+        Figure(
+            "index_events_per_s",
+            _events_per_s(),
+            "keys/s",
+            GOAL_EVENTS_PER_S,
+            "deltas of 64 keys in and out; baseline is the goal",
+        ),
+    ]
+
+
+def _index_mb() -> float:
+    rng = random.Random(0)
+    before = _rss_mb()
+    kept = PrefixIndex()
+    for number in range(64):
+        kept.add(f"i{number}", (rng.getrandbits(64) for _ in range(KEYS_PER_INSTANCE)))
+    assert len(kept) == 64 * KEYS_PER_INSTANCE
+    return _rss_mb() - before
+
+
+def _rss_mb() -> float:
+    # Not ru_maxrss: a child begins with the high-water mark of the process that it came from.
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+
+def _events_per_s() -> float:
+    sync = InstanceSync("a", PrefixIndex())
+    sync.handle(SnapshotBegin(0))
+    sync.handle(SnapshotEnd(0, 0, digest_of(1, ())))
+    rng = random.Random(0)
+    batches = [[rng.getrandbits(64) for _ in range(64)] for _ in range(2_000)]
+    started = time.process_time()
+    for seq, batch in enumerate(batches):
+        old = batches[seq - 1_000] if seq >= 1_000 else []
+        assert not sync.handle(Delta(seq + 1, 1, batch, old))
+    spent = time.process_time() - started
+    return (len(batches) + len(batches) - 1_000) * 64 / spent

