@@ -23,6 +23,9 @@ log = structlog.get_logger()
 REPLAY_SILENCE_S = 5.0
 # With no event for so long, ask for what follows the last one: the tail of a broken connection leaves no gap to see.
 TAIL_CHECK_S = 5.0
+# The first of these checks comes sooner and the pause doubles from there: a subscription takes effect some time after the first
+# replay, and what an idle engine publishes in between shows in no later sequence number.
+FIRST_TAIL_CHECK_S = 0.2
 # ZeroMQ's default send queue is 1,000 messages and drops the rest, so one replay of 10,000 can need several questions.
 MAX_REPLAYS = 100
 # Other tasks get a turn after so many batches.
@@ -112,11 +115,13 @@ class EventFeed:
         """Follow the publisher; returns when it starts over, with the shadow cleared. Ends by cancellation otherwise."""
         assert self._sub is not None
         since_yield = 0
+        patience = FIRST_TAIL_CHECK_S
         while True:
             try:
-                async with asyncio.timeout(TAIL_CHECK_S):
+                async with asyncio.timeout(patience):
                     frames = await self._sub.recv_multipart()
             except TimeoutError:
+                patience = min(2 * patience, TAIL_CHECK_S)
                 if not await self._check_tail():
                     break
                 continue
