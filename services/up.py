@@ -47,7 +47,7 @@ def run_up(settings: UpSettings) -> None:
         base = f"http://{settings.listen}"
         missing = wait_ready(f"{base}/health", children)
         if missing:
-            typer.echo(f"pointsman up: not ready after {READY_TIMEOUT_S:.0f} s: {missing}", err=True)
+            typer.echo(f"pointsman up: {missing}", err=True)
             raise typer.Exit(1)
         typer.echo(f"OpenAI API   {base}/v1")
         typer.echo(f"router gRPC  {settings.router_listen}   (pointsman instances, decisions, explain)")
@@ -112,7 +112,7 @@ class Children:
 
 
 def wait_ready(url: str, children: Children) -> str:
-    """Poll a health address; returns "" when it answers 200, else what it last said."""
+    """Poll a health address; returns "" when it answers 200, else what went wrong."""
     until = time.monotonic() + READY_TIMEOUT_S
     last = "no answer"
     while time.monotonic() < until:
@@ -126,4 +126,4 @@ def wait_ready(url: str, children: Children) -> str:
         except OSError as error:
             last = str(error)
         time.sleep(0.2)
-    return last
+    return f"not ready after {READY_TIMEOUT_S:.0f} s: {last}"
