@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import os
 import sys
+import textwrap
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -141,7 +143,7 @@ def policies() -> None:
     """All policies with their settings, bounds and sources."""
     for name, kind in POLICIES.items():
         console.print(f"[bold]{name}[/bold]")
-        console.print(f"  {(kind.__doc__ or '').strip()}", highlight=False)
+        console.print(textwrap.indent(inspect.cleandoc(kind.__doc__ or ""), "  "), highlight=False, markup=False)
         for one in dataclasses.fields(kind):
             console.print(f"  {one.name} = {one.default} ({bounds(one)}): {one.metadata['doc']}", highlight=False)
 

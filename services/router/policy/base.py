@@ -34,7 +34,7 @@ class SettingError(ValueError):
 
 def setting(default: float, low: float, high: float, doc: str) -> Any:
     """A numeric setting of a policy with its bounds (inclusive), checked by `make_policy`."""
-    return field(default=default, metadata={"low": low, "high": high, "doc": doc})
+    return field(default=float(default), metadata={"low": low, "high": high, "doc": doc})
 
 
 def choice(default: str, options: tuple[str, ...], doc: str) -> Any:

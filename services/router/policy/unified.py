@@ -6,19 +6,25 @@ import random
 from dataclasses import dataclass
 from typing import ClassVar
 
-from services.router.domain import FleetView, PlacementRequest, Ruling
-from services.router.policy.base import Policy, rotated, serve, setting
+from services.router.domain import Candidate, FleetView, PlacementRequest, Ruling
+from services.router.policy.base import Policy, least, mean, serve, setting
 
 
 @dataclass(frozen=True)
 class Unified(Policy):
-    """Affinity gate, then LMetric with decode weight.
+    """Affinity gate, then LMetric with decode weight, both under a ceiling.
 
     1. The session's owner serves if it has cached more than `affinity_ratio` of the input and
        num_requests <= mean(num_requests) * overload_factor (reason `affinity`).
     2. Otherwise argmin of (pending_prefill + new + decode_weight * ongoing_decode) * max(num_requests, 1), in tokens;
        ties by new tokens, then num_requests, then round robin (reason `lmetric_fallback`).
-    Source: the reference system's unified policy with its revisions A (factor 1.3) and B' (weight 0.01 and the max).
+    Ceiling: an instance with num_requests > max(ceiling_min, ceiling_factor * mean of the other eligible instances) is passed
+    over in both. Without it an overloaded owner that has the whole prompt cached and nothing pending (score about 0, however
+    many requests it multiplies) fails the gate and is elected again by the fallback. The mean leaves the instance itself out,
+    or else of two instances none could ever be over twice the mean; with a factor of at least 1 the least loaded instance
+    is never passed over. When it changed the choice the reason is `ceiling_fallback`.
+    Source: the reference system's unified policy with its revisions A (factor 1.3) and B' (weight 0.01 and the max); the
+    ceiling answers its open question, with the reference's first overload factor (2.0).
     """
 
     name: ClassVar[str] = "unified"
@@ -26,10 +32,12 @@ class Unified(Policy):
     overload_factor: float = setting(1.3, 0.0, 1e6, "owner keeps its session up to this multiple of the mean requests")
     decode_weight: float = setting(0.01, 0.0, 1e6, "weight of a running decode's context token against a prefill token")
     affinity_ratio: float = setting(0.5, 0.0, 1.0, "share of the input that the owner must have cached")
+    ceiling_factor: float = setting(2.0, 1.0, 1e6, "passed over beyond this multiple of the others' mean requests ...")
+    ceiling_min: float = setting(16.0, 0.0, 1e6, "... and beyond this many requests")
 
     def rule(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> Ruling:
         eligible = view.eligible()
-        mean = sum(candidate.num_requests for candidate in eligible) / len(eligible)
+        below = self.below_ceiling(eligible)
         scores = {
             candidate.instance_id: (
                 candidate.pending_prefill_tokens
@@ -39,20 +47,29 @@ class Unified(Policy):
             * max(candidate.num_requests, 1)
             for candidate in eligible
         }
-        for candidate in eligible:
+        limit = mean(candidate.num_requests for candidate in eligible) * self.overload_factor
+        for candidate in below:
             if (
                 candidate.instance_id == view.session_owner
                 and candidate.cached_tokens > self.affinity_ratio * request.input_tokens
-                and candidate.num_requests <= mean * self.overload_factor
+                and candidate.num_requests <= limit
             ):
                 return serve(candidate, "affinity", scores)
-        _, best = min(
-            rotated(eligible, view.turn),
-            key=lambda turned: (
-                scores[turned[1].instance_id],
-                turned[1].new_tokens,
-                turned[1].num_requests,
-                turned[0],
-            ),
+
+        def rank(one: Candidate) -> tuple[float, int, int]:
+            return scores[one.instance_id], one.new_tokens, one.num_requests
+
+        best = least(below, view.turn, rank)
+        changed = len(below) < len(eligible) and least(eligible, view.turn, rank) not in below
+        return serve(best, "ceiling_fallback" if changed else "lmetric_fallback", scores)
+
+    def below_ceiling(self, eligible: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+        """Those that are not passed over; never empty when `eligible` is not."""
+        total, others = sum(candidate.num_requests for candidate in eligible), max(len(eligible) - 1, 1)
+        return tuple(
+            candidate
+            for candidate in eligible
+            if len(eligible) == 1
+            or candidate.num_requests
+            <= max(self.ceiling_min, self.ceiling_factor * (total - candidate.num_requests) / others)
         )
-        return serve(best, "lmetric_fallback", scores)
