@@ -1,4 +1,7 @@
-"""The questions people ask a running fleet: `pointsman instances`, `decisions`, `explain`, `policies`, `drain`, `doctor`."""
+"""The questions people ask a running fleet: `pointsman instances`, `decisions`, `explain`, `policies`, `drain`, `doctor`.
+
+`decisions replay` and `what-if` are in services.hindsight.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,7 @@ from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2
 from services.common.auth import bearer
 from services.common.settings import Tokens
 from services.doctor import Finding, examine
+from services.hindsight import replay, what_if
 from services.router.policy.base import bounds
 from services.router.policy.registry import POLICIES
 
@@ -42,8 +46,13 @@ console = Console(width=None if sys.stdout.isatty() else 180)
 
 def add_ask_commands(app: typer.Typer) -> None:
     """Register the commands of this module."""
-    for command in (instances, decisions, explain, policies, drain, doctor):
+    for command in (instances, explain, policies, drain, doctor):
         app.command()(command)
+    app.command("what-if")(what_if)
+    group = typer.Typer(invoke_without_command=True)
+    group.callback()(decisions)
+    group.command()(replay)
+    app.add_typer(group, name="decisions")
 
 
 def instances(router: RouterFlag = ROUTER, model: str = "", as_json: JsonFlag = False) -> None:
@@ -80,16 +89,24 @@ def instances(router: RouterFlag = ROUTER, model: str = "", as_json: JsonFlag = 
 
 
 def decisions(
+    context: typer.Context,
     router: RouterFlag = ROUTER,
     session: str = "",
     instance: str = "",
     route_class: str = "",
     reason: str = "",
+    since: Annotated[float | None, typer.Option(help="made at most so many seconds ago")] = None,
+    until: Annotated[float | None, typer.Option(help="made at least so many seconds ago")] = None,
     limit: Annotated[int, typer.Option("-n", "--limit", min=1, max=1000)] = 20,
     as_json: JsonFlag = False,
 ) -> None:
     """The newest decisions: where each request went and why."""
+    if context.invoked_subcommand is not None:
+        return
     wanted = fleet_pb2.DecisionFilter(session_id=session, instance_id=instance, route_class=route_class, reason=reason)
+    for bound, seconds in ((wanted.since, since), (wanted.until, until)):
+        if seconds is not None:
+            bound.FromNanoseconds(int(seconds * 1e9))
     request = fleet_pb2.ListDecisionsRequest(filter=wanted, page_size=limit)
     answer = _call(router, lambda fleet, **with_: fleet.ListDecisions(request, **with_))
     if as_json:

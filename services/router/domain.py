@@ -91,7 +91,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """What a placement is decided on. `keys` name the prompt's full 16-token blocks (services.common.keys)."""
+    """What a placement is decided on. `keys` name the prompt's full 16-token blocks (services.common.keys).
+
+    `age_s`: how long it has waited for its first step already. `deadline_s`: how much longer its gateway waits.
+    """
 
     request_id: str
     model: str
@@ -102,6 +105,7 @@ class PlacementRequest:
     max_output_tokens: int = 0
     exclude: tuple[str, ...] = ()
     deadline_s: float | None = None
+    age_s: float = 0.0
 
     @property
     def session(self) -> str:
@@ -162,11 +166,13 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """A policy's answer: the plan, the reason in a word, and the scores it compared (lower is better).
+    """A policy's answer: the plan, the reason in a word, and the scores it compared (lower is better; finite).
 
     A policy that may offload gives as `reason` why it did or did not (p_idle_d_busy, d_idle, ...); its steps then say by which
     rule the instance was found (affinity, lmetric_fallback, offload, migrate). `figures` are what else it compared, by name
     with the unit at the end (`gain_s`). `owner` becomes the session's owner; empty: the last step's instance.
+
+    Without steps it means: hold the request, for `hold_s` at most after it first came (0: as long as the router allows).
     """
 
     steps: tuple[Step, ...]
@@ -174,6 +180,7 @@ class Ruling:
     scores: Mapping[str, float] = field(default_factory=dict)
     figures: Mapping[str, float] = field(default_factory=dict)
     owner: str = ""
+    hold_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +193,10 @@ class PolicyRef:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A placement with everything it was decided on; deciding again on `request` and `view` gives the same ruling."""
+    """A placement with everything it was decided on; deciding again on `request` and `view` gives the same ruling.
+
+    `notes` are words on what else shaped it: `owner_draining`, `hold_expired`, ...
+    """
 
     decision_id: str
     request: PlacementRequest
@@ -202,11 +212,17 @@ class Decision:
     inputs_digest: int
     key_count: int
     degraded: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def instance_id(self) -> str:
-        """Where the answer comes from: the instance of the last step."""
-        return self.ruling.steps[-1].instance_id
+        """Where the answer comes from: the instance of the last step; empty for a decision to hold."""
+        return self.ruling.steps[-1].instance_id if self.ruling.steps else ""
+
+    @property
+    def held_s(self) -> float:
+        """How long the request had waited when this was decided."""
+        return self.request.age_s
 
     @property
     def next_owner(self) -> str:

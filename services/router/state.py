@@ -6,7 +6,6 @@ arrive together cannot both see the same free instance. `explain` and `what_if` 
 
 from __future__ import annotations
 
-import random
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
@@ -25,6 +24,7 @@ from services.router.fleet import Fleet, InstanceRecord
 from services.router.migrations import Migrations
 from services.router.policy.base import Policy, decide
 from services.router.prefix_index import PrefixIndex
+from services.router.replay import decide_again, rng_of
 from services.router.reservations import Reservation, Reservations
 
 EXCLUDED_STATES = {InstanceState.DRAINING: "draining", InstanceState.UNHEALTHY: "unhealthy"}
@@ -56,7 +56,8 @@ class RouterState:
         self.reservations = Reservations()
         self.affinity = Affinity(settings.affinity_ttl_s)
         self.migrations = Migrations(settings.migration_window_s)
-        self._rng = random.Random(seed)
+        # The seed is part of every decision's id, because a decision's randomness must follow from its id.
+        self._id_prefix = f"{router_id}.{seed}" if seed else router_id
         self._turn: dict[str, int] = {}
         self._decisions = 0
         self._placed: OrderedDict[str, Decision] = OrderedDict()
@@ -98,13 +99,12 @@ class RouterState:
 
     def explain(self, request: PlacementRequest, now: float, policy: Policy | None = None) -> Decision | ev.Refused:
         """What would be decided on `request` now, under `policy` (default: the one in force). Changes nothing."""
-        rng = random.Random()
-        rng.setstate(self._rng.getstate())
-        return self._decide(request, now, policy or self.policy, rng, "dry-run")
+        decision = self._decide(request, now, policy or self.policy)
+        return replace(decision, decision_id="dry-run") if isinstance(decision, Decision) else decision
 
     def what_if(self, decision: Decision, policy: Policy) -> Decision:
         """A recorded decision made again on its recorded view under `policy`. Changes nothing."""
-        return decide(policy, decision.request, decision.pool, decision.view, random.Random(0), decision.decision_id)
+        return decide_again(decision, policy)
 
     def check_invariants(self) -> None:
         """Raise AssertionError when anything in here contradicts itself. For tests: costs a pass over everything."""
@@ -207,11 +207,10 @@ class RouterState:
         if (known := self._placed.get(request.request_id)) is not None:
             open_one = self.reservations.get(request.request_id)
             return [self._placed_effect(known, open_one.step_index if open_one else 0)]
-        self._decisions += 1
-        decision_id = f"{self.router_id}-{self._decisions}"
-        decision = self._decide(request, now, self.policy, self._rng, decision_id)
+        decision = self._decide(request, now, self.policy)
         if isinstance(decision, ev.Refused):
             return [decision]
+        self._decisions += 1
         self._turn[decision.pool] = decision.view.turn + 1
         # The keys did their work; keeping them would pin megabytes for each remembered decision.
         decision = replace(decision, request=replace(request, keys=()))
@@ -308,9 +307,7 @@ class RouterState:
 
     # ---- deciding ----
 
-    def _decide(
-        self, request: PlacementRequest, now: float, policy: Policy, rng: random.Random, decision_id: str
-    ) -> Decision | ev.Refused:
+    def _decide(self, request: PlacementRequest, now: float, policy: Policy) -> Decision | ev.Refused:
         pool = self.fleet.pool_of(request.model)
         if not pool:
             return ev.Refused(request.request_id, "NOT_FOUND", f"no instance serves a model {request.model!r}")
@@ -322,7 +319,8 @@ class RouterState:
                 f"no instance of {pool!r} can take the request now",
                 self.settings.retry_after_s,
             )
-        return decide(policy, request, pool, view, rng, decision_id, degraded=self.degraded)
+        decision_id = f"{self._id_prefix}-{self._decisions + 1}"
+        return decide(policy, request, pool, view, rng_of(decision_id), decision_id, degraded=self.degraded)
 
     def _view(self, request: PlacementRequest, pool: str, now: float) -> FleetView:
         members = self.fleet.members(pool, request.model)

@@ -135,7 +135,14 @@ async def test_a_gateways_session_from_place_to_finish_and_the_questions_about_i
             fleet_pb2.WhatIfRequest(decision_id=decision.decision_id, policy=fleet_pb2.Policy(name="round_robin"))
         )
         assert (what_if.decided, what_if.changed) == (1, 1)
-        assert what_if.changes[0].cached_tokens_change == -96
+        assert what_if.changes[0].cached_tokens_change == what_if.cached_tokens_change == -96
+        assert what_if.held == 0
+        ages = fleet_pb2.DecisionFilter()
+        ages.until.FromSeconds(60)
+        assert not (await client.fleet.ListDecisions(fleet_pb2.ListDecisionsRequest(filter=ages))).decisions
+        ages.since.FromSeconds(120)
+        ages.until.FromSeconds(0)
+        assert (await client.fleet.ListDecisions(fleet_pb2.ListDecisionsRequest(filter=ages))).decisions
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await client.fleet.GetDecision(fleet_pb2.GetDecisionRequest(decision_id="nothing"))
         assert error.value.code() is grpc.StatusCode.NOT_FOUND
@@ -302,9 +309,9 @@ def test_a_router_without_tokens_refuses_to_listen_off_the_loopback() -> None:
     assert "refusing to listen on 0.0.0.0:0 without tokens" in ended.stderr
 
 
-async def test_every_decision_is_written_to_the_file(tmp_path: Path) -> None:
+async def test_every_decision_is_written_to_the_file_and_can_be_made_again_from_a_shell(tmp_path: Path) -> None:
     file = tmp_path / "decisions.jsonl"
-    async with running(decision_log_file=file) as (_, client):
+    async with running(decision_log_file=file) as (server, client):
         await Report(client).join("a")
         session = Session(client)
         await session.hello()
@@ -315,6 +322,13 @@ async def test_every_decision_is_written_to_the_file(tmp_path: Path) -> None:
             return len(file.read_text().splitlines()) == 2
 
         await eventually(written, "two lines")
+        router = ("--router", f"127.0.0.1:{server.port}")
+        assert "least_requests, 0 of 1 requests (0%)" in await _pointsman(
+            "what-if", "--policy", "least_requests", "--last", "5", *router
+        )
+        assert "unified" in await _pointsman("what-if", "r", "--policy", "unified", "--set", "decode_weight=0", *router)
+        assert "lmetric_fallback" in await _pointsman("decisions", "--since", "60", *router)
+    assert await _pointsman("decisions", "replay", str(file)) == "1 of 1 decisions are the same when made again\n"
     decided, closed = map(json.loads, file.read_text().splitlines())
     assert decided["decision"]["request"]["input_tokens"] == 40
     assert closed["decision_id"] == decided["decision"]["decision_id"]
@@ -330,6 +344,15 @@ async def test_a_shell_can_ask_through_reflection() -> None:
         url = f"http://127.0.0.1:{server.port}/pointsman.router.v1.FleetService/ListInstances"
         answer = json.loads(await _buf_curl(*base, "-d", "{}", url))
         assert answer["instances"][0]["instance"]["instanceId"] == "a"
+
+
+async def _pointsman(*arguments: str) -> str:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.cli", *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    out, err = await process.communicate()
+    assert process.returncode == 0, err.decode()
+    return out.decode()
 
 
 async def _buf_curl(*arguments: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from google.protobuf import duration_pb2, struct_pb2, timestamp_pb2
 
 from pointsman.agent.v1 import agent_pb2
@@ -36,6 +38,11 @@ def timestamp(unix_s: float) -> timestamp_pb2.Timestamp:
     """Unix seconds as a protobuf timestamp."""
     nanos = int(unix_s * 1e9)
     return timestamp_pb2.Timestamp(seconds=nanos // 1_000_000_000, nanos=nanos % 1_000_000_000)
+
+
+def _finite(value: float) -> float:
+    # The decision log is JSON, which has neither infinity nor NaN; a peer that sends them says nothing.
+    return value if math.isfinite(value) else 0.0
 
 
 # ---- agents ----
@@ -88,7 +95,7 @@ def load(wire: agent_pb2.Load, now: float) -> Load:
         sampled_at=now - wire.sample_age_ms / 1e3,
         running=wire.running,
         waiting=wire.waiting,
-        kv_usage=wire.kv_usage,
+        kv_usage=_finite(wire.kv_usage),
         generation_tokens=wire.generation_tokens,
         prefix_cache_queries=wire.prefix_cache_queries,
         prefix_cache_hits=wire.prefix_cache_hits,
@@ -146,10 +153,10 @@ def finished(wire: placement_pb2.Finished) -> ev.Finished:
         error=wire.error,
         http_status=wire.http_status,
         timings_ms={
-            "placed": timings.placed_ms,
-            "sent": timings.sent_ms,
-            "first_token": timings.first_token_ms,
-            "done": timings.done_ms,
+            "placed": _finite(timings.placed_ms),
+            "sent": _finite(timings.sent_ms),
+            "first_token": _finite(timings.first_token_ms),
+            "done": _finite(timings.done_ms),
         }
         if wire.HasField("timings")
         else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -38,7 +39,7 @@ class LoggedDecision:
 
 @dataclass(frozen=True, slots=True)
 class DecisionFilter:
-    """Which decisions to tell; empty fields match all. `since_unix_s` is a time."""
+    """Which decisions to tell; empty fields match all. `since_unix_s` and `until_unix_s` are times."""
 
     session_id: str = ""
     instance_id: str = ""
@@ -46,6 +47,7 @@ class DecisionFilter:
     reason: str = ""
     request_id: str = ""
     since_unix_s: float = 0.0
+    until_unix_s: float = math.inf
 
     def matches(self, logged: LoggedDecision) -> bool:
         """Whether a decision passes all fields."""
@@ -56,8 +58,39 @@ class DecisionFilter:
             and self.route_class in ("", decision.route_class)
             and self.reason in ("", decision.ruling.reason)
             and self.request_id in ("", decision.request.request_id)
-            and logged.unix_s >= self.since_unix_s
+            and self.since_unix_s <= logged.unix_s <= self.until_unix_s
         )
+
+
+class DecidedLine(msgspec.Struct, frozen=True, tag_field="event", tag="decided"):
+    """A line of the file: a decision with all that it takes to make it again, but its request's keys."""
+
+    unix_s: float
+    decide_s: float
+    decision: Decision
+
+
+class ClosedLine(msgspec.Struct, frozen=True, tag_field="event", tag="closed"):
+    """A line of the file: how a decision's request ended."""
+
+    unix_s: float
+    decision_id: str
+    finished: Finished
+
+
+class MalformedLine(ValueError):
+    """A line of a decision log that cannot be read; the message names file, line and reason."""
+
+
+def read_log(file: Path) -> Iterator[tuple[int, DecidedLine | ClosedLine]]:
+    """The lines of a decision log with their numbers, from 1. Raises MalformedLine, OSError."""
+    decoder = msgspec.json.Decoder(DecidedLine | ClosedLine)
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield number, decoder.decode(line)
+            except msgspec.DecodeError as error:
+                raise MalformedLine(f"{file}, line {number}: {error}") from None
 
 
 class DecisionLog:
@@ -84,13 +117,13 @@ class DecisionLog:
         if len(self._by_id) > self._size:
             _, oldest = self._by_id.popitem(last=False)
             self._by_request.pop(oldest.decision.request.request_id, None)
-        self._write({"event": "decided", "unix_s": unix_s, "decision": decision})
+        self._write(DecidedLine(unix_s, decide_s, decision))
         self._publish(logged)
         return logged
 
     def closed(self, decision_id: str, finished: Finished, unix_s: float) -> None:
         """Note how a decision's request ended; decisions that left the log are only written to the file."""
-        self._write({"event": "closed", "unix_s": unix_s, "decision_id": decision_id, "finished": finished})
+        self._write(ClosedLine(unix_s, decision_id, finished))
         if (logged := self._by_id.get(decision_id)) is not None:
             self._by_id[decision_id] = logged = replace(logged, finished=finished)
             self._publish(logged)
@@ -124,6 +157,6 @@ class DecisionLog:
                 queue.get_nowait()
             queue.put_nowait(logged)
 
-    def _write(self, line: dict[str, object]) -> None:
+    def _write(self, line: DecidedLine | ClosedLine) -> None:
         if self._file is not None:
             self._file.write(msgspec.json.encode(line) + b"\n")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import grpc
@@ -82,7 +84,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         self, request: fleet_pb2.WatchDecisionsRequest, context: Any
     ) -> AsyncIterator[fleet_pb2.WatchDecisionsResponse]:
         """Decisions as they are made and as they end."""
-        wanted = _filter(request.filter)
+        wanted = replace(_filter(request.filter), since_unix_s=0.0, until_unix_s=math.inf)
         queue = self._router.decisions.watch()
         try:
             while True:
@@ -128,6 +130,10 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         return fleet_pb2.WhatIfResponse(
             decided=len(pairs),
             changed=len(changed),
+            held=sum(not would.ruling.steps for _, would in changed),
+            cached_tokens_change=sum(
+                would.cached_tokens - was.cached_tokens for was, would in pairs if would.ruling.steps
+            ),
             changes=[
                 fleet_pb2.WhatIfResponse.Change(
                     decision_id=was.decision_id,
@@ -171,12 +177,13 @@ async def _not_found(context: Any, message: str) -> NoReturn:
 
 
 def _filter(wire: fleet_pb2.DecisionFilter) -> DecisionFilter:
-    since = wire.since.ToNanoseconds() / 1e9 if wire.HasField("since") else None
+    now = time.time()
     return DecisionFilter(
         session_id=wire.session_id,
         instance_id=wire.instance_id,
         route_class=wire.route_class,
         reason=wire.reason,
         request_id=wire.request_id,
-        since_unix_s=0.0 if since is None else time.time() - since,
+        since_unix_s=now - wire.since.ToNanoseconds() / 1e9 if wire.HasField("since") else 0.0,
+        until_unix_s=now - wire.until.ToNanoseconds() / 1e9 if wire.HasField("until") else math.inf,
     )

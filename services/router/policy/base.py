@@ -64,7 +64,7 @@ class Policy(ABC):
 
     @abstractmethod
     def rule(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> Ruling:
-        """Choose among `view.eligible()`, which is not empty. Must depend on nothing but its arguments."""
+        """Choose among `view.eligible()`, which is not empty, or `hold`. Must depend on nothing but its arguments."""
 
     def ref(self) -> PolicyRef:
         """Name and settings, as decisions record them."""
@@ -123,6 +123,12 @@ def offload(
     return Ruling(steps, reason, scores or {}, figures or {}, owner)
 
 
+def hold(reason: str, at_most_s: float = 0.0, scores: Mapping[str, float] | None = None) -> Ruling:
+    """The ruling to wait: the router asks again whenever something frees, for `at_most_s` (0: as long as it lets requests
+    wait) after the request first came."""
+    return Ruling((), reason, scores or {}, hold_s=at_most_s)
+
+
 def least(candidates: Sequence[Candidate], turn: int, key: Callable[[Candidate], Any]) -> Candidate:
     """argmin of `key` (comparable), ties in turn. `candidates` must not be empty."""
     return min(rotated(candidates, turn), key=lambda turned: (key(turned[1]), turned[0]))[1]
@@ -150,16 +156,21 @@ def decide(
     *,
     degraded: bool = False,
 ) -> Decision:
-    """Decide on one request. `view` must have at least one eligible candidate. Same arguments, same decision."""
+    """Decide on one request. `view` must have at least one eligible candidate. Same arguments, same decision.
+
+    A decision to hold has mode HELD and no steps; its class and cached tokens are those of the best cached candidate.
+    """
     ruling = policy.rule(request, view, rng)
     by_id = {candidate.instance_id: candidate for candidate in view.candidates}
-    chosen = by_id[ruling.steps[-1].instance_id]
+    if ruling.steps:
+        # The class is that of the prefill's work, wherever the answer then comes from.
+        prefills, chosen = by_id[ruling.steps[0].instance_id], by_id[ruling.steps[-1].instance_id]
+    else:
+        prefills = chosen = max(view.eligible(), key=lambda candidate: candidate.cached_tokens)
     others = sorted(
         (score, instance_id) for instance_id, score in ruling.scores.items() if instance_id != chosen.instance_id
     )
     own = ruling.scores.get(chosen.instance_id)
-    # The class is that of the prefill's work, wherever the answer then comes from.
-    prefills = by_id[ruling.steps[0].instance_id]
     places = {step.instance_id for step in ruling.steps}
     return Decision(
         decision_id=decision_id,
@@ -169,7 +180,7 @@ def decide(
         policy=policy.ref(),
         ruling=ruling,
         route_class=route_class(prefills.new_tokens, request.input_tokens),
-        mode="COLOCATED" if len(places) == 1 else "OFFLOAD",
+        mode="HELD" if not places else "COLOCATED" if len(places) == 1 else "OFFLOAD",
         cached_tokens=chosen.cached_tokens,
         runner_up=others[0][1] if others else "",
         margin=others[0][0] - own if others and own is not None else None,
@@ -189,6 +200,7 @@ def _digest(ref: PolicyRef, request: PlacementRequest, pool: str, view: FleetVie
         request.input_tokens,
         request.max_output_tokens,
         request.exclude,
+        request.age_s,
         view,
     )
     return xxh3_64_intdigest(msgspec.msgpack.encode(inputs))

@@ -612,6 +612,7 @@ class DecisionFilter(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     SINCE_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    UNTIL_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """session_id to match."""
     instance_id: _builtins.str
@@ -626,6 +627,10 @@ class DecisionFilter(_message.Message):
     def since(self) -> _duration_pb2.Duration:
         """since this long ago."""
 
+    @_builtins.property
+    def until(self) -> _duration_pb2.Duration:
+        """until this long ago."""
+
     def __init__(
         self,
         *,
@@ -635,10 +640,11 @@ class DecisionFilter(_message.Message):
         reason: _builtins.str = ...,
         since: _duration_pb2.Duration | None = ...,
         request_id: _builtins.str = ...,
+        until: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since", "until", b"until"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "reason", b"reason", "request_id", b"request_id", "route_class", b"route_class", "session_id", b"session_id", "since", b"since"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "reason", b"reason", "request_id", b"request_id", "route_class", b"route_class", "session_id", b"session_id", "since", b"since", "until", b"until"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -705,7 +711,7 @@ class WatchDecisionsRequest(_message.Message):
     FILTER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def filter(self) -> Global___DecisionFilter:
-        """filter to apply; since is ignored."""
+        """filter to apply; since and until are ignored."""
 
     def __init__(
         self,
@@ -898,7 +904,7 @@ class WhatIfResponse(_message.Message):
         from_instance_id: _builtins.str
         """from_instance_id where it went."""
         to_instance_id: _builtins.str
-        """to_instance_id where it would have gone."""
+        """to_instance_id where it would have gone; empty when it would have been held."""
         cached_tokens_change: _builtins.int
         """cached_tokens_change: would-be less recorded."""
         reason: _builtins.str
@@ -921,10 +927,16 @@ class WhatIfResponse(_message.Message):
     DECIDED_FIELD_NUMBER: _builtins.int
     CHANGED_FIELD_NUMBER: _builtins.int
     CHANGES_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_CHANGE_FIELD_NUMBER: _builtins.int
     decided: _builtins.int
     """decided is how many were decided again."""
     changed: _builtins.int
     """changed is how many would have gone elsewhere."""
+    held: _builtins.int
+    """held is how many of the changed would have been held at that moment instead of placed."""
+    cached_tokens_change: _builtins.int
+    """cached_tokens_change: would-be less recorded, over all that would have been placed."""
     @_builtins.property
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___WhatIfResponse.Change]:
         """changes, at most 100."""
@@ -935,10 +947,12 @@ class WhatIfResponse(_message.Message):
         decided: _builtins.int = ...,
         changed: _builtins.int = ...,
         changes: _abc.Iterable[Global___WhatIfResponse.Change] | None = ...,
+        held: _builtins.int = ...,
+        cached_tokens_change: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "changes", b"changes", "decided", b"decided"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens_change", b"cached_tokens_change", "changed", b"changed", "changes", b"changes", "decided", b"decided", "held", b"held"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

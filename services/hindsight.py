@@ -1,0 +1,104 @@
+"""What past decisions would be now: `pointsman decisions replay FILE` and `pointsman what-if`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import grpc
+import typer
+from google.protobuf import json_format
+
+from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
+from services.common.auth import bearer
+from services.common.settings import Tokens
+from services.router.io.decision_log import DecidedLine, MalformedLine, read_log
+from services.router.policy.base import SettingError
+from services.router.replay import decide_again, differences
+
+TIMEOUT_S = 60.0
+SHOWN = 50
+
+
+def replay(
+    file: Annotated[Path, typer.Argument(help="a decision log (POINTSMAN_ROUTER_DECISION_LOG_FILE)", dir_okay=False)],
+) -> None:
+    """Make every decision of a log again and compare bit for bit. Exits with 1 when any differs or cannot be made again."""
+    decided = different = 0
+    try:
+        for number, line in read_log(file):
+            if not isinstance(line, DecidedLine):
+                continue
+            decided += 1
+            try:
+                found = differences(line.decision, decide_again(line.decision))
+            except SettingError as error:
+                found = [f"policy.{error}"]
+            except (LookupError, ValueError) as error:
+                # What was read is well formed and still no decision, such as one on a view without candidates.
+                found = [f"cannot be made again: {error!r}"]
+            if found:
+                different += 1
+            for difference in found if different <= SHOWN else ():
+                typer.echo(f"{file}, line {number}, {line.decision.decision_id}: {difference}")
+    except (MalformedLine, OSError) as error:
+        _fail(str(error))
+    if different > SHOWN:
+        typer.echo(f"... and {different - SHOWN} more that differ")
+    typer.echo(f"{decided - different} of {decided} decisions are the same when made again")
+    if different:
+        raise typer.Exit(1)
+
+
+def what_if(
+    policy: Annotated[str, typer.Option(help="policy to decide by (pointsman policies)")],
+    decision_id: Annotated[str, typer.Argument(help="a decision or request id; empty for the newest, see --last")] = "",
+    last: Annotated[int, typer.Option(min=1, max=1000, help="decide the newest N again")] = 1,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE of a policy setting")] = None,
+    router: Annotated[str, typer.Option(envvar="POINTSMAN_ROUTER", help="HOST:PORT of a router")] = "127.0.0.1:50051",
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of lines")] = False,
+) -> None:
+    """Where past requests would have gone under another policy, on what the router saw then."""
+    wanted = fleet_pb2.Policy(name=policy)
+    wanted.settings.update(dict(_setting(one) for one in settings or []))
+    request = fleet_pb2.WhatIfRequest(decision_id=decision_id, last=last, policy=wanted)
+    with grpc.insecure_channel(router) as channel:
+        try:
+            answer = fleet_pb2_grpc.FleetServiceStub(channel).WhatIf(
+                request, timeout=TIMEOUT_S, metadata=bearer(Tokens().of("operator"))
+            )
+        except grpc.RpcError as error:
+            _fail(f"router {router}: {error.code().name}: {error.details()}")
+    if as_json:
+        typer.echo(json_format.MessageToJson(answer, preserving_proto_field_name=True))
+        return
+    for one in answer.changes:
+        typer.echo(
+            f"{one.decision_id}: {one.from_instance_id} -> {one.to_instance_id or 'held'} ({one.reason}), "
+            f"{one.cached_tokens_change:+,} cached tokens"
+        )
+    if answer.changed > len(answer.changes):
+        typer.echo(f"... and {answer.changed - len(answer.changes)} more")
+    share = answer.changed / answer.decided if answer.decided else 0.0
+    held = f", {answer.held:,} of them held" if answer.held else ""
+    typer.echo(
+        f"under {policy}, {answer.changed:,} of {answer.decided:,} requests ({share:.0%}) would have gone elsewhere{held}; "
+        f"{answer.cached_tokens_change:+,} cached tokens in all"
+    )
+
+
+def _setting(text: str) -> tuple[str, float | str | bool]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        _fail(f"--set {text}: NAME=VALUE is needed")
+    if value in ("true", "false"):
+        return name, value == "true"
+    try:
+        return name, float(value)
+    except ValueError:
+        return name, value
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(f"pointsman: {message}", err=True)
+    raise typer.Exit(1)
