@@ -41,7 +41,7 @@ class DynamoKv(Policy):
     (reason `kv_cost`); with `temperature` t > 0 a draw with weights exp(-cost / ((max - min) * t)) (reason `kv_softmax`).
     With `disaggregate` the prefill goes to the other instance with the least active prefill (reason `remote_prefill`) unless
     uncached < local_tokens and uncached / prompt < local_ratio, or that instance has more than `busy_blocks` of prefill.
-    Source: PEERS.md (Dynamo 1.6.1's KV scheduler and conditional disaggregation).
+    Source: Dynamo 1.6.1, its KV scheduler and conditional disaggregation.
     """
 
     name: ClassVar[str] = "dynamo_kv"
@@ -89,7 +89,7 @@ class SglangCacheAware(Policy):
 
     If max - min > balance_abs and max > balance_rel * min (num_requests): least requests (reason `imbalanced`). Else if the
     best match exceeds cache_threshold of the prompt: the best match (`prefix_match`). Else least requests (`least_requests`;
-    older versions: the smallest tree). Source: PEERS.md.
+    older versions: the smallest tree). Source: sglang-router 0.3.2, cache_aware.
     """
 
     name: ClassVar[str] = "sglang_cache_aware"
@@ -116,7 +116,7 @@ class LlmdDefault(Policy):
     Greatest queue_weight * queue + kv_weight * (1 - kv_usage) + prefix_weight * cached / prompt, negated in the scores; queue =
     (max - q) / (max - min) over the reported waiting requests, 1 when all are equal. Random ties (reason `weighted_score`).
     With `pd_threshold_tokens` > 0 a request with at least so many uncached tokens prefills on the best of the others (reason
-    `pd_threshold`). Source: PEERS.md.
+    `pd_threshold`). Source: llm-d-router's default scorer weights.
     """
 
     name: ClassVar[str] = "llmd_default"
@@ -150,7 +150,7 @@ class AibrixPrefix(Policy):
 
     If max - min > imbalance (num_requests): least requests (reason `imbalanced`). Else, among the instances with a match and
     num_requests <= mean + sigmas * standard deviation (of all): the longest match, ties by num_requests (`prefix_match`). Else
-    least requests (`least_requests`). Source: PEERS.md; the order of ties from AIBrix's own description.
+    least requests (`least_requests`). Source: AIBrix, its description of prefix-cache routing.
     """
 
     name: ClassVar[str] = "aibrix_prefix"
@@ -182,8 +182,8 @@ class Preble(Policy):
     more than `exploit_ratio` of the prompt and its work <= overload_factor * mean work (reason `exploit`). Explore: argmin
     work + new + eviction_weight * max(new - free KV tokens, 0), random ties (reason `explore`); free = (1 - kv_usage) *
     capacity, and no eviction is counted where the capacity is unknown.
-    Source: PEERS.md; Preble weighs evicted tokens by their hit rate and work over a time window, neither of which the view has:
-    eviction_weight and the open requests stand for them.
+    Source: Preble (E2), without its rebalancing. It weighs evicted tokens by their hit rate and work over a time window, neither
+    of which the view has: eviction_weight and the open requests stand for them.
     """
 
     name: ClassVar[str] = "preble"

@@ -12,7 +12,9 @@ from services.router.policy.registry import POLICIES, make_policy
 from tests.unit.router.builders import candidate, request, view
 
 
-def choose(name: str, seen: FleetView, asked: PlacementRequest | None = None, **settings: float) -> tuple[str, str]:
+def choose(
+    name: str, seen: FleetView, asked: PlacementRequest | None = None, **settings: float | str | bool
+) -> tuple[str, str]:
     decision = decide(make_policy(name, settings), asked or request(tokens=100), "m", seen, random.Random(0), "d")
     return decision.instance_id, decision.ruling.reason
 
@@ -66,6 +68,51 @@ def test_unified_ties_break_by_new_tokens_then_requests_then_turn() -> None:
     assert choose("unified", view(*tied))[0] == "b"
 
 
+NO_CEILING = {"ceiling_min": 1e6}
+
+
+@pytest.mark.parametrize("overload_factor", [1.3, 1e6])  # the gate refuses the owner, or would let it pass
+def test_unified_ceiling_passes_over_an_overloaded_owner_that_has_all_cached(overload_factor: float) -> None:
+    # a: (0 + 0) * 40 = 0, the best score there is; b: (50 + 100) * 3 = 450. Ceiling of a: max(16, 2 * 3).
+    seen = view(
+        candidate("a", new=0, cached=100, num_requests=40),
+        candidate("b", new=100, pending_prefill_tokens=50, num_requests=3),
+        owner="a",
+    )
+    without = choose("unified", seen, overload_factor=overload_factor, **NO_CEILING)
+    assert without == ("a", "affinity" if overload_factor > 2 else "lmetric_fallback")
+    assert choose("unified", seen, overload_factor=overload_factor) == ("b", "ceiling_fallback")
+
+
+@pytest.mark.parametrize(
+    ("owner_requests", "others", "chosen"),
+    [
+        (16, 0, "a"),  # up to ceiling_min whatever the others have
+        (17, 0, "b"),
+        (17, 8, "b"),
+        (17, 9, "a"),  # 17 <= 2 * 9
+        (18, 9, "a"),
+        (19, 9, "b"),
+    ],
+)
+def test_unified_ceiling_is_a_multiple_of_the_others_mean(owner_requests: int, others: int, chosen: str) -> None:
+    seen = view(
+        candidate("a", new=0, cached=100, num_requests=owner_requests),
+        candidate("b", new=90, cached=10, num_requests=others),
+        candidate("c", new=100, num_requests=others),
+    )
+    assert choose("unified", seen)[0] == chosen
+
+
+def test_unified_ceiling_spares_the_only_one_and_the_least_loaded() -> None:
+    assert choose("unified", view(candidate("a", num_requests=1_000))) == ("a", "lmetric_fallback")
+    tight = {"ceiling_factor": 1.0, "ceiling_min": 0.0}
+    assert choose("unified", view(candidate("a", num_requests=9), candidate("b", num_requests=9)), **tight)[0] == "a"
+    # An excluded instance is no reason to pass over the only one left.
+    alone = view(candidate("a", num_requests=100), candidate("b", excluded="draining"))
+    assert choose("unified", alone) == ("a", "lmetric_fallback")
+
+
 def test_excluded_candidates_are_never_chosen() -> None:
     seen = view(candidate("a", excluded="draining"), candidate("b", num_requests=50), owner="a")
     for name in POLICIES:
@@ -95,6 +142,10 @@ def test_baselines() -> None:
         ("unified", {"decode_weight": -0.1}, "settings.decode_weight"),
         ("unified", {"decode_weight": "0.1"}, "settings.decode_weight"),
         ("unified", {"affinity_ratio": True}, "settings.affinity_ratio"),
+        ("unified", {"overload_factor": float("nan")}, "settings.overload_factor"),
+        ("elastic", {"decider": "luck"}, "settings.decider"),
+        ("elastic", {"decider": 1}, "settings.decider"),
+        ("migrate", {"rotate_affinity": 1}, "settings.rotate_affinity"),
     ],
 )
 def test_wrong_settings_name_the_field(name: str, settings: dict[str, object], field: str) -> None:

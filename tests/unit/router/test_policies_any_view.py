@@ -1,0 +1,142 @@
+"""What holds for every registered policy, with any settings, on any view with an eligible candidate."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from services.router.domain import Candidate, FleetView, InstanceState, PlacementRequest, StepKind
+from services.router.policy.base import Policy, decide
+from services.router.policy.registry import POLICIES, make_policy
+from services.router.policy.unified import Unified
+from tests.unit.router.builders import request
+
+NAMES = ("a", "b", "c", "d", "e", "f")
+# Small numbers make ties and thresholds likely; big ones are what a busy fleet has.
+TOKENS = st.one_of(st.integers(0, 3), st.integers(0, 300_000), st.integers(0, 10**9))
+REQUESTS = st.one_of(st.integers(0, 3), st.integers(0, 40), st.integers(0, 10**5))
+
+
+@st.composite
+def candidates(draw: st.DrawFn, name: str, input_tokens: int) -> Candidate:
+    cached = draw(st.one_of(st.just(0), st.integers(0, input_tokens)))
+    return Candidate(
+        instance_id=name,
+        incarnation="1",
+        state=InstanceState.READY,
+        cached_tokens=cached,
+        new_tokens=input_tokens - cached,
+        num_requests=draw(REQUESTS),
+        pending_prefill_tokens=draw(TOKENS),
+        ongoing_decode_tokens=draw(TOKENS),
+        ongoing_tokens=draw(TOKENS),
+        running=draw(REQUESTS),
+        waiting=draw(REQUESTS),
+        kv_usage=draw(st.floats(0, 1)),
+        report_age_s=draw(st.none() | st.floats(0, 60)),
+        exact=draw(st.booleans()),
+        excluded=draw(st.sampled_from(("", "", "draining", "failed_before"))),
+        recent_migrations=draw(st.integers(0, 20)),
+        kv_capacity_tokens=draw(st.sampled_from((0, 1, 280_000))),
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[PlacementRequest, FleetView]:
+    tokens = draw(st.one_of(st.integers(0, 3), st.integers(0, 200_000)))
+    names = NAMES[: draw(st.integers(1, len(NAMES)))]
+    seen = FleetView(
+        tuple(draw(candidates(name, tokens)) for name in names),
+        draw(st.sampled_from(("", "gone", *names))),
+        draw(st.integers(0, 100)),
+    )
+    assume(seen.eligible())
+    return request(tokens=tokens, session_id="s"), seen
+
+
+@st.composite
+def configured(draw: st.DrawFn, name: str) -> Policy:
+    """The policy with some of its settings anywhere within their bounds."""
+    chosen: dict[str, Any] = {}
+    for one in fields(POLICIES[name]):
+        if draw(st.booleans()):
+            if "options" in one.metadata:
+                chosen[one.name] = draw(st.sampled_from(one.metadata["options"]))
+            elif "switch" in one.metadata:
+                chosen[one.name] = draw(st.booleans())
+            else:
+                chosen[one.name] = draw(st.floats(one.metadata["low"], one.metadata["high"]))
+    return make_policy(name, chosen)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), case=cases(), seed=st.integers(0, 1_000))
+def test_every_policy_decides_soundly(
+    name: str, data: st.DataObject, case: tuple[PlacementRequest, FleetView], seed: int
+) -> None:
+    asked, seen = case
+    policy = data.draw(configured(name))
+    decision = decide(policy, asked, "m", seen, random.Random(seed), "d")
+    eligible = {candidate.instance_id for candidate in seen.eligible()}
+    ruling = decision.ruling
+
+    assert ruling.reason
+    assert {step.instance_id for step in ruling.steps} <= eligible
+    assert all(step.reason for step in ruling.steps)
+    *prefills, serve = ruling.steps
+    assert (serve.kind, serve.prefix_tokens) == (StepKind.SERVE, 0)
+    assert len(prefills) <= 1
+    for prefill in prefills:
+        assert prefill.kind is StepKind.PREFILL
+        assert prefill.prefix_tokens == asked.input_tokens > 0
+        assert serve.kv_source == prefill.instance_id != serve.instance_id
+    assert bool(serve.kv_source) == (decision.mode == "OFFLOAD")
+    assert decision.next_owner in {step.instance_id for step in ruling.steps}
+
+    assert ruling.scores.keys() <= eligible
+    assert all(math.isfinite(score) for score in (*ruling.scores.values(), *ruling.figures.values()))
+    assert decision.margin is None or math.isfinite(decision.margin)
+    assert decision.runner_up in (eligible - {decision.instance_id}) | {""}
+
+    assert decide(policy, asked, "m", seen, random.Random(seed), "d") == decision
+    assert make_policy(name, decision.policy.settings) == policy
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), case=cases(), seed=st.integers(0, 1_000))
+def test_excluded_candidates_change_nothing(
+    name: str, data: st.DataObject, case: tuple[PlacementRequest, FleetView], seed: int
+) -> None:
+    asked, seen = case
+    policy = data.draw(configured(name))
+    without = replace(seen, candidates=seen.eligible())
+    assert policy.rule(asked, seen, random.Random(seed)) == policy.rule(asked, without, random.Random(seed))
+
+
+@given(case=cases())
+def test_the_ceiling_changes_nothing_while_nobody_is_above_it(case: tuple[PlacementRequest, FleetView]) -> None:
+    asked, seen = case
+    unified, without = Unified(), Unified(ceiling_min=1e6)
+    below = unified.below_ceiling(seen.eligible())
+    ruling = unified.rule(asked, seen, random.Random(0))
+    if below == seen.eligible():
+        assert ruling == without.rule(asked, seen, random.Random(0))
+    assert ruling.steps[0].instance_id in {candidate.instance_id for candidate in below}
+
+
+@given(case=cases(), factor=st.floats(1, 5), minimum=st.integers(0, 30))
+def test_the_ceiling_spares_the_least_loaded(
+    case: tuple[PlacementRequest, FleetView], factor: float, minimum: int
+) -> None:
+    _, seen = case
+    eligible = seen.eligible()
+    below = Unified(ceiling_factor=factor, ceiling_min=minimum).below_ceiling(eligible)
+    assert min(eligible, key=lambda candidate: candidate.num_requests) in below

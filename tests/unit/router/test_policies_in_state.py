@@ -1,0 +1,133 @@
+"""Plans of two steps in RouterState: reservations, owners, and answers on their way; and what is told of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.common.keys import prompt_keys
+from services.router import events as ev
+from services.router.domain import Candidate, Decision, Phase
+from services.router.io import convert
+from services.router.io.decision_log import LoggedDecision
+from services.router.policy.registry import make_policy
+from services.router.state import RouterState, StateSettings
+from tests.unit.router.builders import join, place, request
+
+PROMPT = list(range(2_000))
+WINDOW_S = 10.0
+
+
+def fleet(policy: str, *names: str, **settings: Any) -> RouterState:
+    """Instances by name; the first holds the first half of PROMPT."""
+    router = RouterState(make_policy(policy, settings), StateSettings(migration_window_s=WINDOW_S), router_id="t")
+    for stream, name in enumerate(names, 1):
+        held = prompt_keys(PROMPT[:1_008], "m") if stream == 1 else []
+        join(router, name, stream, held, kv_capacity_tokens=5_000)
+    return router
+
+
+def migrating(**settings: Any) -> RouterState:
+    """`a` decodes three requests, and is where unified leaves a session that has its cache there."""
+    knobs = {"min_new_tokens": 1, "min_load_gap": 1, "overload_factor": 1e6, **settings}
+    router = fleet("migrate", "a", "b", **knobs)
+    for n in range(3):
+        announced = ev.OpenStream(request(f"old{n}", tokens=500), "a", Phase.DECODE, 0)
+        router.handle(ev.GatewayHello(f"g{n}", (announced,)), 0.0)
+    router.affinity.assign("/s", "a", 0.0)
+    return router
+
+
+def seen(router: RouterState, instance_id: str, now: float) -> Candidate:
+    decision = router.explain(request("look", prompt=PROMPT), now)
+    assert isinstance(decision, Decision)
+    return next(one for one in decision.view.candidates if one.instance_id == instance_id)
+
+
+def placed(router: RouterState, request_id: str, now: float) -> ev.Placed:
+    answer = place(router, request(request_id, prompt=PROMPT, session_id="s"), now)
+    assert isinstance(answer, ev.Placed)
+    router.check_invariants()
+    return answer
+
+
+def test_a_migration_reserves_on_the_host_first_and_then_on_the_target() -> None:
+    router = migrating()
+    first = placed(router, "r", 1.0)
+    assert (first.step.instance_id, first.step.prefix_tokens, first.last) == ("a", 2_000, False)
+    assert router.reservations.counters("a").pending_prefill_tokens == 992
+    assert router.reservations.counters("b").num_requests == 0
+    effects = router.handle(ev.StepDone("r", 0, True), 2.0)
+    [second] = [effect for effect in effects if isinstance(effect, ev.Placed)]
+    assert (second.step.instance_id, second.step.kv_source, second.last) == ("b", "a", True)
+    assert router.reservations.counters("a").pending_prefill_tokens == 0
+    counters = router.reservations.counters("b")
+    assert (counters.num_requests, counters.pending_prefill_tokens) == (1, 0)
+    router.handle(ev.Finished("r", "OK"), 3.0)
+    assert router.reservations.counters("b").num_requests == 0
+    router.check_invariants()
+
+
+def test_answers_on_their_way_are_counted_for_a_while() -> None:
+    router = migrating()
+    assert seen(router, "b", 0.5).recent_migrations == 0
+    placed(router, "r1", 1.0)
+    placed(router, "r2", 2.0)
+    assert (seen(router, "a", 2.0).recent_migrations, seen(router, "b", 2.0).recent_migrations) == (0, 2)
+    # Asked again, the same placement: not another migration.
+    placed(router, "r2", 2.0)
+    assert seen(router, "b", 2.0).recent_migrations == 2
+    assert seen(router, "b", 1.0 + WINDOW_S).recent_migrations == 1
+    assert seen(router, "b", 2.0 + WINDOW_S).recent_migrations == 0
+    router.handle(ev.Tick(), 1.0 + WINDOW_S)
+    router.check_invariants()
+    assert seen(router, "b", 1.0 + WINDOW_S).recent_migrations == 1
+    router.handle(ev.Restored((), {}), 3.0)
+    assert seen(router, "b", 3.0).recent_migrations == 0
+
+
+def test_a_burst_of_migrations_does_not_pile_up_on_one_target() -> None:
+    # a has 3 requests and gets one more with each placement; b has none in its counters while they prefill on a.
+    router = migrating(target_load_ratio=0.5)
+    reasons = [placed(router, f"r{n}", 1.0).decision.ruling.reason for n in range(4)]
+    # Load of a 3, 4, 5, 6; of b 0, 1, 2, 3 with those on their way: always within half. One more on b, and it is not.
+    assert reasons == ["migrate"] * 4
+    router.migrations.record("b", 1.0)
+    assert placed(router, "r9", 1.0).decision.ruling.reason == "no_lighter_instance"
+
+
+def test_the_session_belongs_to_the_owner_that_the_ruling_names() -> None:
+    for rotate, owner in ((False, "a"), (True, "b")):
+        router = migrating(rotate_affinity=rotate)
+        effects = router.handle(ev.PlaceRequested(request("r", prompt=PROMPT, session_id="s"), "g"), 1.0)
+        assert ev.OwnerSet("/s", owner) in effects
+        assert router.affinity.owner("/s", 1.0) == owner
+
+
+def test_elastic_offloads_only_while_the_cache_owner_decodes() -> None:
+    router = fleet("elastic", "d", "p", heavy_new_tokens=900, throughput=100, transfer_token_s=0, overload_factor=1e6)
+    idle = router.explain(request("x", prompt=PROMPT, session_id="s"), 0.0)
+    assert isinstance(idle, Decision)
+    assert (idle.instance_id, idle.mode, idle.ruling.reason) == ("d", "COLOCATED", "d_idle")
+    first = placed(router, "r1", 0.0)
+    assert (first.step.instance_id, first.last) == ("d", True)
+    router.handle(ev.FirstToken("r1"), 1.0)
+    second = placed(router, "r2", 1.0)
+    assert (second.step.instance_id, second.decision.instance_id, second.last) == ("p", "d", False)
+    assert second.decision.ruling.reason == "p_idle_d_busy"
+    # P is at work now: another 2,000 tokens ahead would cost more than they gain.
+    assert placed(router, "r3", 1.0).decision.ruling.reason == "p_overloaded"
+    assert router.affinity.owner("/s", 1.0) == "d"
+
+
+def test_the_wire_tells_figures_next_owner_and_the_new_features() -> None:
+    router = migrating()
+    placed(router, "r0", 1.0)
+    decision = placed(router, "r1", 2.0).decision
+    wire = convert.decision_to_wire(router, LoggedDecision(decision, 0.0, 0.0))
+    assert dict(wire.figures) == {"host_load": 4.0, "target_load": 1.0}
+    assert (wire.next_owner, wire.mode, wire.reason) == ("a", "OFFLOAD", "migrate")
+    assert [step.instance.instance_id for step in wire.steps] == ["a", "b"]
+    assert wire.policy.settings["picker"] == "rotation"
+    assert wire.policy.settings["rotate_affinity"] is False
+    told = {one.instance_id: (one.recent_migrations, one.kv_capacity_tokens) for one in wire.candidates}
+    assert told == {"a": (0, 5_000), "b": (1, 5_000)}
