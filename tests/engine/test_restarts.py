@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 
 import openai
@@ -140,25 +141,42 @@ def test_a_killed_engine_is_left_noticed_and_taken_back_empty(
     assert_agree(plane, again, (again.usage.prompt_tokens - 1) // block * block)
 
 
-def test_redis_lost_and_back_is_survived(plane: ControlPlane, client: openai.OpenAI) -> None:
+def test_redis_lost_and_back_is_survived(plane: ControlPlane, client: openai.OpenAI, engines: list[Engine]) -> None:
+    """Sessions go on meanwhile, and a stream that is open all the time stays counted until its own end."""
     messages = [user(fresh_words(200))]
     first = chat(client, messages, session="no-redis", max_tokens=20)
+    home = next(engine for engine in engines if engine.instance_id == first.instance_id)
+    other = next(engine for engine in engines if engine is not home)
     plane.wait_settled()
-    plane.redis.kill()
-    try:
-        messages += [assistant(first.text), user(fresh_words(10))]
-        without = chat(client, messages, session="no-redis", max_tokens=20)
-        assert without.instance_id == first.instance_id
-        assert plane.finished_decision(without.decision_id).outcome == "OK"
-    finally:
-        plane.redis.start()
-    plane.wait_settled()
+    with plane.draining(home):
+        long = open_chat(client, [user(fresh_words(100))], max_tokens=3_500)
+        through = long.__enter__()
+    with contextlib.ExitStack() as cleanup:
+        cleanup.push(long)
+        through.read(3)
+        assert through.instance_id == other.instance_id
+        with other.paused(), plane.draining(other):
+            plane.redis.kill()
+            try:
+                messages += [assistant(first.text), user(fresh_words(10))]
+                without = chat(client, messages, session="no-redis", max_tokens=20)
+                assert without.instance_id == first.instance_id
+                assert plane.finished_decision(without.decision_id).outcome == "OK"
+            finally:
+                plane.redis.start()
 
-    def normal() -> bool:
-        answer = chat(client, [user(fresh_words(20))], max_tokens=2)
-        return not plane.finished_decision(answer.decision_id).degraded
+            def normal() -> bool:
+                answer = chat(client, [user(fresh_words(20))], max_tokens=2)
+                return not plane.finished_decision(answer.decision_id).degraded
 
-    until(normal, within_s=30, what="a placement that is not degraded")
+            until(normal, within_s=30, what="a placement that is not degraded")
+            assert counters(plane.instance(other))["num_requests"] == 1
+            assert plane.decision(through.decision_id).outcome == "OPEN"
+        through.read(3)
+    plane.wait_idle()
+    ended = plane.finished_decision(through.decision_id)
+    assert ended.outcome == "CANCELLED"
+    assert ended.finished.timings.first_token_ms > 0, "the gateway itself told of the end"
 
 
 def _away(plane: ControlPlane, engine: Engine) -> bool:
