@@ -85,6 +85,12 @@ def test_answers_on_their_way_are_counted_for_a_while() -> None:
     assert seen(router, "b", 3.0).recent_migrations == 0
 
 
+def test_what_is_served_where_it_prefills_is_no_migration() -> None:
+    router = fleet("unified", "a", "b")
+    where = placed(router, "r", 1.0).step.instance_id
+    assert seen(router, where, 1.0).recent_migrations == 0
+
+
 def test_a_burst_of_migrations_does_not_pile_up_on_one_target() -> None:
     # a has 3 requests and gets one more with each placement; b has none in its counters while they prefill on a.
     router = migrating(target_load_ratio=0.5)

@@ -197,6 +197,15 @@ def test_elastic_offloads_to_the_cache_owner_even_where_unified_would_leave_it()
     assert (plan(decision), decision.ruling.reason) == ([("p", "lmetric_fallback")], "d_idle")
 
 
+def test_elastic_takes_unifieds_choice_for_d_when_caches_are_equal() -> None:
+    # b: 100,000 * 1; a: (100,000 + 0.01 * 9,000) * 2. a has fewer ongoing tokens, and b is unified's choice.
+    seen = view(
+        holding("a", 0, ongoing_tokens=9_000, ongoing_decode_tokens=9_000, num_requests=2),
+        holding("b", 0, ongoing_tokens=10_000, ongoing_decode_tokens=1_000, num_requests=1),
+    )
+    assert plan(ruled("elastic", seen, **COST)) == [("a", "offload"), ("b", "offload")]
+
+
 def test_elastic_passes_over_a_cache_owner_above_the_ceiling() -> None:
     # 17 requests are more than 16 and than twice the others'; what is left is an instance without the cache, and no other.
     seen = view(

@@ -89,6 +89,11 @@ def test_dynamo_alone_cannot_disaggregate() -> None:
     assert outcome(ruled("dynamo_kv", view(holding("d", 0, 8_000)), 8_000, disaggregate=True)) == ("d", "kv_cost")
 
 
+def test_dynamo_has_nothing_to_disaggregate_of_an_empty_prompt() -> None:
+    empty = view(holding("d", 0, 0), holding("p", 0, 0))
+    assert ruled("dynamo_kv", empty, 0, disaggregate=True, local_tokens=0).mode == "COLOCATED"
+
+
 # ---- sglang_cache_aware ----
 
 
