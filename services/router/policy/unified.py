@@ -47,7 +47,7 @@ class Unified(Policy):
             * max(candidate.num_requests, 1)
             for candidate in eligible
         }
-        limit = mean(candidate.num_requests for candidate in eligible) * self.overload_factor
+        limit = mean([candidate.num_requests for candidate in eligible]) * self.overload_factor
         for candidate in below:
             if (
                 candidate.instance_id == view.session_owner
@@ -65,11 +65,13 @@ class Unified(Policy):
 
     def below_ceiling(self, eligible: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
         """Those that are not passed over; never empty when `eligible` is not."""
-        total, others = sum(candidate.num_requests for candidate in eligible), max(len(eligible) - 1, 1)
+        requests = [candidate.num_requests for candidate in eligible]
+        if len(eligible) == 1 or max(requests) <= self.ceiling_min:
+            return eligible
+        total, others = sum(requests), len(eligible) - 1
         return tuple(
             candidate
             for candidate in eligible
-            if len(eligible) == 1
-            or candidate.num_requests
+            if candidate.num_requests
             <= max(self.ceiling_min, self.ceiling_factor * (total - candidate.num_requests) / others)
         )
