@@ -23,7 +23,6 @@ from google.protobuf import json_format
 from rich.console import Console
 from rich.table import Table
 
-from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2
 from services.common.auth import bearer
 from services.common.settings import Tokens
@@ -70,15 +69,14 @@ def instances(router: RouterFlag = ROUTER, model: str = "", as_json: JsonFlag = 
         table.add_row(
             one.instance.instance_id,
             one.instance.model,
-            fleet_pb2.InstanceState.Name(one.state).removeprefix("INSTANCE_STATE_")
-            + ("" if one.instance.prefix_mode == agent_pb2.PREFIX_MODE_EXACT else " (no keys)"),
+            _state_of(one),
             str(one.num_requests),
             f"{one.pending_prefill_tokens:,}",
             f"{one.ongoing_decode_tokens:,}",
             str(load.running),
             str(load.waiting),
             f"{load.kv_usage:.0%}",
-            f"{one.keys:,}",
+            f"~{one.believed_keys:,}" if one.prefix_source == fleet_pb2.PREFIX_SOURCE_APPROXIMATE else f"{one.keys:,}",
             f"{load.prefix_cache_hits / load.prefix_cache_queries:.0%}" if load.prefix_cache_queries else "-",
             str(one.sessions),
             f"{one.report_age.ToMilliseconds() / 1e3:.1f} s ago",
@@ -86,6 +84,17 @@ def instances(router: RouterFlag = ROUTER, model: str = "", as_json: JsonFlag = 
         )
     console.print(table)
     console.print(f"policy {answer.policy.name} {_settings(answer.policy)}  router {answer.router_id}")
+
+
+def _state_of(one: fleet_pb2.InstanceStatus) -> str:
+    """The state, and what is unusual about its keys."""
+    remarks = ["approximate"] if one.prefix_source == fleet_pb2.PREFIX_SOURCE_APPROXIMATE else []
+    if one.prefix_source == fleet_pb2.PREFIX_SOURCE_NONE and one.state == fleet_pb2.INSTANCE_STATE_READY:
+        remarks.append("no credit")
+    if one.distrusts:
+        remarks.append(f"distrusted {one.distrusts}x")
+    state = fleet_pb2.InstanceState.Name(one.state).removeprefix("INSTANCE_STATE_")
+    return f"{state} ({', '.join(remarks)})" if remarks else state
 
 
 def decisions(

@@ -23,6 +23,14 @@ class InstanceState(StrEnum):
     DRAINING = "DRAINING"
 
 
+class PrefixSource(StrEnum):
+    """What an instance's prefix credit rests on: its own EVENTS, the router's own placements (APPROXIMATE), or NONE is given."""
+
+    EVENTS = "EVENTS"
+    APPROXIMATE = "APPROXIMATE"
+    NONE = "NONE"
+
+
 class StepKind(StrEnum):
     """What an instance is asked to do."""
 
@@ -116,7 +124,9 @@ class PlacementRequest:
 class Candidate(msgspec.Struct, frozen=True, gc=False):
     """One instance as one decision saw it: its load, and how much of this prompt it has cached, in tokens.
 
-    `excluded` says why it must not be chosen; empty when it may. `report_age_s` is None before the first report.
+    `excluded` says why it must not be chosen; empty when it may. `report_age_s` is None before the first report; `stale`: the
+    reported figures (running, waiting, kv_usage) are too old to be used. `credited_tokens` of the cached ones rest on an answer
+    just given, which no event has confirmed yet.
     `recent_migrations` counts the OFFLOAD decisions whose answer was given to it within StateSettings.migration_window_s: a
     request that still prefills elsewhere is in no other counter of it. `kv_capacity_tokens` is 0 when unknown.
     """
@@ -138,6 +148,9 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     excluded: str = ""
     recent_migrations: int = 0
     kv_capacity_tokens: int = 0
+    stale: bool = False
+    credited_tokens: int = 0
+    prefix_source: PrefixSource = PrefixSource.NONE
 
 
 @dataclass(frozen=True, slots=True)

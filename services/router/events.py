@@ -194,6 +194,14 @@ class Resync:
 
 
 @dataclass(frozen=True, slots=True)
+class Distrusted:
+    """An instance's answers fall short of what is predicted for it, persistently; `reason` tells how far."""
+
+    instance_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RefuseReport:
     """End an agent's stream: FAILED_PRECONDITION when the instance cannot be placed, ABORTED when a newer stream took over."""
 
@@ -268,6 +276,7 @@ class OwnerSet:
 Effect = (
     Welcome
     | Resync
+    | Distrusted
     | RefuseReport
     | Placed
     | Refused

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.router.domain import InstanceInfo, InstanceState, Load
+from services.router.idle import IdleStreak
 from services.router.prefix_index import PrefixIndex
 from services.router.sync import InstanceSync
+from services.router.trust import Trust
 
 
 @dataclass(slots=True)
@@ -20,6 +22,8 @@ class InstanceRecord:
     lost_at: float | None = None
     draining: bool = False
     load: Load | None = None
+    trust: Trust = field(default_factory=Trust)
+    idle: IdleStreak = field(default_factory=IdleStreak)
 
     @property
     def state(self) -> InstanceState:
@@ -30,14 +34,23 @@ class InstanceRecord:
             return InstanceState.UNHEALTHY
         if self.lost_at is not None:
             return InstanceState.LOST
-        if self.info.exact_prefix and not self.sync.live:
+        if self.follows_events and not self.sync.live:
             return InstanceState.SYNCING
         return InstanceState.READY
 
     @property
-    def credited(self) -> bool:
-        """Whether its keys may earn prefix credit now."""
-        return self.info.exact_prefix and self.sync.live and self.lost_at is None
+    def follows_events(self) -> bool:
+        """Whether its keys are those of its events; otherwise the router's own placements tell."""
+        return self.info.exact_prefix and not self.trust.approximate and not self.sync.full
+
+    @property
+    def prefix_reason(self) -> str:
+        """Why its keys are not those of its events, or why they are asked for again; empty when all is well."""
+        if not self.info.exact_prefix:
+            return self.info.prefix_reason or "no KV events"
+        if self.trust.reason:
+            return self.trust.reason
+        return "the router's index is full" if self.sync.full else ""
 
 
 @dataclass(frozen=True, slots=True)

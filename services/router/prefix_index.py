@@ -7,16 +7,23 @@ once several have gathered, so that a fleet that resyncs at once is not scanned 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+
+UNBOUNDED = 1 << 62
 
 # Sweeping costs one pass over all keys; this many retired slots share it.
 SWEEP_AFTER = 8
 
 
-class PrefixIndex:
-    """Sets of keys by owner. An owner is any hashable name; `add` makes it known."""
+class IndexFull(Exception):
+    """The index would hold more keys than it may."""
 
-    def __init__(self) -> None:
+
+class PrefixIndex:
+    """Sets of keys by owner, at most `max_keys` different ones. An owner is any hashable name; `add` makes it known."""
+
+    def __init__(self, max_keys: int = UNBOUNDED) -> None:
+        self.max_keys = max_keys
         self._mask_of: dict[int, int] = {}
         self._shared: dict[int, int] = {}
         self._slot_of: dict[str, int] = {}
@@ -33,8 +40,21 @@ class PrefixIndex:
         """How many keys `owner` holds."""
         return self._count.get(owner, 0)
 
-    def add(self, owner: str, keys: Iterable[int]) -> int:
-        """Give keys to `owner`; returns how many it did not hold before. Mutates."""
+    def holds(self, owner: str, key: int) -> bool:
+        """Whether `owner` holds `key`."""
+        slot = self._slot_of.get(owner)
+        return slot is not None and bool(self._mask_of.get(key, 0) >> slot & 1)
+
+    def has_room(self, count: int) -> bool:
+        """Whether `count` more keys fit in. May sweep."""
+        if len(self._mask_of) + count > self.max_keys and self._retired:
+            self._sweep()
+        return len(self._mask_of) + count <= self.max_keys
+
+    def add(self, owner: str, keys: Collection[int]) -> int:
+        """Give keys to `owner`; returns how many it did not hold before. Mutates, unless they do not fit: IndexFull."""
+        if not self.has_room(len(keys)) and not self.has_room(sum(key not in self._mask_of for key in keys)):
+            raise IndexFull
         bit = 1 << self._slot(owner)
         mask_of, shared = self._mask_of, self._shared
         added = 0
@@ -121,8 +141,13 @@ class PrefixIndex:
         slot = self._slot_of.get(owner)
         return set() if slot is None else {key for key, mask in self._mask_of.items() if mask >> slot & 1}
 
+    def sets(self) -> dict[str, set[int]]:
+        """All keys by owner, as `keys_of`."""
+        return {owner: self.keys_of(owner) for owner in self._slot_of}
+
     def check_invariants(self) -> None:
         """Raise AssertionError when counts and bits disagree."""
+        assert len(self._mask_of) <= self.max_keys
         assert set(self._count) == set(self._slot_of) == set(self._owner_of.values())
         assert not self._retired & set(self._owner_of)
         for owner, count in self._count.items():

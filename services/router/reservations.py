@@ -13,7 +13,8 @@ from services.router.domain import Phase
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """One request's claim on one instance. Tokens: `input_tokens` of the prompt, `new_tokens` of it not cached there."""
+    """One request's claim on one instance. Tokens: `input_tokens` of the prompt, `new_tokens` of it not cached there,
+    `prefilled_tokens` of these computed meanwhile as far as the instance's events tell."""
 
     request_id: str
     gateway_id: str
@@ -24,6 +25,12 @@ class Reservation:
     step_index: int = 0
     phase: Phase = Phase.PREFILL
     lease_until: float | None = None
+    prefilled_tokens: int = 0
+
+    @property
+    def pending_tokens(self) -> int:
+        """Tokens not computed yet."""
+        return self.new_tokens - self.prefilled_tokens if self.phase is Phase.PREFILL else 0
 
 
 @dataclass(slots=True)
@@ -39,9 +46,8 @@ class Counters:
         """Count a reservation in (sign 1) or out (sign -1). Mutates."""
         self.num_requests += sign
         self.ongoing_tokens += sign * reservation.input_tokens
-        if reservation.phase is Phase.PREFILL:
-            self.pending_prefill_tokens += sign * reservation.new_tokens
-        else:
+        self.pending_prefill_tokens += sign * reservation.pending_tokens
+        if reservation.phase is Phase.DECODE:
             self.ongoing_decode_tokens += sign * reservation.input_tokens
 
 
@@ -84,6 +90,17 @@ class Reservations:
         self.put(moved)
         return moved
 
+    def prefilled(self, request_id: str, tokens: int) -> None:
+        """The instance has computed `tokens` of a request's new tokens; never taken back. Mutates."""
+        reservation = self._open.get(request_id)
+        if reservation is not None and reservation.phase is Phase.PREFILL:
+            tokens = min(max(tokens, reservation.prefilled_tokens), reservation.new_tokens)
+            moved = replace(reservation, prefilled_tokens=tokens)
+            self._open[request_id] = moved
+            self._counters[moved.instance_id].pending_prefill_tokens += (
+                moved.pending_tokens - reservation.pending_tokens
+            )
+
     def lease(self, gateway_id: str, until: float | None) -> None:
         """Let all reservations of a gateway end at `until` (s) unless renewed; None: no end. Mutates."""
         for reservation in list(self._open.values()):
@@ -108,5 +125,6 @@ class Reservations:
         """Raise AssertionError when the sums are not those of the open reservations."""
         sums: dict[str, Counters] = {}
         for reservation in self._open.values():
+            assert 0 <= reservation.prefilled_tokens <= max(reservation.new_tokens, 0)
             sums.setdefault(reservation.instance_id, Counters()).add(reservation, 1)
         assert sums == self._counters, (sums, self._counters)

@@ -7,6 +7,7 @@ arrive together cannot both see the same free instance. `explain` and `what_if` 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from services.common.keys import KEY_SCHEME, KEY_TOKENS
@@ -18,21 +19,25 @@ from services.router.domain import (
     FleetView,
     InstanceState,
     PlacementRequest,
+    PrefixSource,
     StepKind,
 )
 from services.router.fleet import Fleet, InstanceRecord
+from services.router.idle import unclaimed
 from services.router.migrations import Migrations
 from services.router.policy.base import Policy, decide
 from services.router.prefix_index import PrefixIndex
 from services.router.replay import decide_again, rng_of
 from services.router.reservations import Reservation, Reservations
+from services.router.truth import Belief, Truth
 
 EXCLUDED_STATES = {InstanceState.DRAINING: "draining", InstanceState.UNHEALTHY: "unhealthy"}
 
 
 @dataclass(frozen=True, slots=True)
 class StateSettings:
-    """Times in s. `remembered_requests` bounds how many ended requests are still recognised when they are sent again."""
+    """Times in s. `remembered_requests` bounds how many ended requests are still recognised when they are sent again, `max_keys`
+    the index. Reported figures count for `stale_report_s`, keys for `stale_keys_s` after the agent's last word."""
 
     affinity_ttl_s: float = 3_600.0
     gateway_lease_s: float = 15.0
@@ -41,6 +46,10 @@ class StateSettings:
     retry_after_s: float = 1.0
     migration_window_s: float = 10.0
     remembered_requests: int = 20_000
+    stale_report_s: float = 5.0
+    stale_keys_s: float = 10.0
+    max_keys: int = 8_000_000
+    approximate_keys: int = 16_384
 
 
 class RouterState:
@@ -51,8 +60,9 @@ class RouterState:
         self.settings = settings
         self.router_id = router_id
         self.degraded = False
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(settings.max_keys)
         self.fleet = Fleet(self.index)
+        self.truth = Truth(self.index, self.fleet, settings.stale_keys_s, settings.approximate_keys)
         self.reservations = Reservations()
         self.affinity = Affinity(settings.affinity_ttl_s)
         self.migrations = Migrations(settings.migration_window_s)
@@ -74,19 +84,20 @@ class RouterState:
             case ev.AgentGoodbye() | ev.AgentLost():
                 return self._agent_gone(event, now)
             case ev.GatewayHello():
-                return self._gateway_hello(event)
+                return self._gateway_hello(event, now)
             case ev.GatewayLost():
                 self.reservations.lease(event.gateway_id, now + self.settings.gateway_lease_s)
                 return []
             case ev.PlaceRequested():
                 return self._place(event, now)
             case ev.StepDone():
-                return self._step_done(event)
+                return self._step_done(event, now)
             case ev.FirstToken():
+                self.truth.first_token(event.request_id, now)
                 moved = self.reservations.first_token(event.request_id)
                 return [ev.Reserved(moved)] if moved else []
             case ev.Finished():
-                return self._finished(event)
+                return self._finished(event, now)
             case ev.Drain():
                 return self._drain(event)
             case ev.StoreState():
@@ -112,6 +123,7 @@ class RouterState:
         self.reservations.check_invariants()
         self.affinity.check_invariants()
         self.migrations.check_invariants()
+        self.truth.check_invariants(self.reservations)
         for record in self.fleet.records():
             assert record.info.block_size % KEY_TOKENS == 0
 
@@ -132,9 +144,12 @@ class RouterState:
         if before is not None and before.lost_at is None and before.stream_id != hello.stream_id:
             effects.append(ev.RefuseReport(before.stream_id, "a newer stream reports this instance", replaced=True))
         record = self.fleet.add(info, hello.stream_id, now)
-        resume = record.sync.can_resume(hello.oldest_seq, hello.latest_seq)
+        if before is not None and before is not record:
+            self.truth.forget(info.instance_id)
+        resume = record.follows_events and record.sync.can_resume(hello.oldest_seq, hello.latest_seq)
         if not resume:
             record.sync.reset()
+            self.truth.credit.drop(info.instance_id)
         effects.append(
             ev.Welcome(hello.stream_id, snapshot=not resume, resume_from_seq=record.sync.seq + 1 if resume else 0)
         )
@@ -149,10 +164,11 @@ class RouterState:
 
     def _keys_reported(self, event: ev.KeysReported, now: float) -> list[ev.Effect]:
         record = self._reporter(event.stream_id, event.instance_id, now)
-        if record is None:
+        if record is None or not (record.follows_events or record.sync.full):
             return []
         before = record.state
         failure = record.sync.handle(event.message)
+        self.truth.keys_reported(record, event.message, self.reservations, now)
         effects: list[ev.Effect] = [ev.FleetChanged()] if record.state is not before else []
         if failure:
             effects.append(ev.Resync(event.stream_id, event.instance_id, failure))
@@ -164,41 +180,64 @@ class RouterState:
             return []
         before = record.state
         record.load = event.load
-        return [ev.FleetChanged()] if record.state is not before else []
+        effects: list[ev.Effect] = [ev.FleetChanged()] if record.state is not before else []
+        if record.idle.heard(event.load, now, self.settings.stale_report_s):
+            effects += self._release_unclaimed(record, now)
+        return effects
+
+    def _release_unclaimed(self, record: InstanceRecord, now: float) -> list[ev.Effect]:
+        instance_id = record.info.instance_id
+        if not self.reservations.counters(instance_id).num_requests:
+            return []
+        gone = unclaimed(self.reservations, instance_id, self.truth.opened_at, record.idle.since, now)
+        error = "its instance runs nothing and no gateway claims it"
+        return [
+            effect
+            for reservation in gone
+            for effect in self._finished(ev.Finished(reservation.request_id, "CANCELLED", error=error), now)
+        ]
 
     def _agent_gone(self, event: ev.AgentGoodbye | ev.AgentLost, now: float) -> list[ev.Effect]:
         record = self._reporter(event.stream_id, event.instance_id, now)
         if record is None:
             return []
         if isinstance(event, ev.AgentGoodbye):
-            self.fleet.remove(event.instance_id)
+            self._remove(event.instance_id)
         else:
             record.lost_at = now
         return [ev.FleetChanged()]
 
+    def _remove(self, instance_id: str) -> None:
+        self.fleet.remove(instance_id)
+        self.truth.forget(instance_id)
+
     # ---- gateways ----
 
-    def _gateway_hello(self, hello: ev.GatewayHello) -> list[ev.Effect]:
+    def _gateway_hello(self, hello: ev.GatewayHello, now: float) -> list[ev.Effect]:
         effects: list[ev.Effect] = []
         announced = {stream.request.request_id: stream for stream in hello.open_streams}
         for reservation in list(self.reservations):
             if reservation.gateway_id == hello.gateway_id and reservation.request_id not in announced:
                 effects += self._finished(
-                    ev.Finished(reservation.request_id, "CANCELLED", error="no gateway claims it")
+                    ev.Finished(reservation.request_id, "CANCELLED", error="no gateway claims it"), now
                 )
         for request_id, stream in announced.items():
             known = self.reservations.get(request_id)
+            new_tokens = max(stream.request.input_tokens - stream.cached_tokens, 0)
+            done = known.prefilled_tokens if known and known.instance_id == stream.instance_id else 0
             reservation = Reservation(
                 request_id=request_id,
                 gateway_id=hello.gateway_id,
                 instance_id=stream.instance_id,
                 decision_id=known.decision_id if known else "",
                 input_tokens=stream.request.input_tokens,
-                new_tokens=max(stream.request.input_tokens - stream.cached_tokens, 0),
+                new_tokens=new_tokens,
                 step_index=known.step_index if known else 0,
                 phase=stream.phase,
+                prefilled_tokens=min(done, new_tokens),
             )
             self.reservations.put(reservation)
+            self.truth.announced(reservation, now)
             effects.append(ev.Reserved(reservation))
         return effects
 
@@ -207,6 +246,7 @@ class RouterState:
         if (known := self._placed.get(request.request_id)) is not None:
             open_one = self.reservations.get(request.request_id)
             return [self._placed_effect(known, open_one.step_index if open_one else 0)]
+        self.truth.expire(now)
         decision = self._decide(request, now, self.policy)
         if isinstance(decision, ev.Refused):
             return [decision]
@@ -216,7 +256,7 @@ class RouterState:
         decision = replace(decision, request=replace(request, keys=()))
         lease_until = None if event.gateway_id else now + self.settings.place_lease_s
         effects: list[ev.Effect] = [ev.Decided(decision)]
-        effects += self._reserve(decision, 0, event.gateway_id, lease_until)
+        effects += self._reserve(decision, 0, event.gateway_id, lease_until, request.keys, now)
         if session := request.session:
             self.affinity.assign(session, decision.next_owner, now)
             effects.append(ev.OwnerSet(session, decision.next_owner))
@@ -232,7 +272,15 @@ class RouterState:
         if self.reservations.get(request_id) is not None:
             self._placed[request_id] = decision
 
-    def _reserve(self, decision: Decision, index: int, gateway_id: str, lease_until: float | None) -> list[ev.Effect]:
+    def _reserve(
+        self,
+        decision: Decision,
+        index: int,
+        gateway_id: str,
+        lease_until: float | None,
+        keys: Sequence[int],
+        now: float,
+    ) -> list[ev.Effect]:
         step = decision.ruling.steps[index]
         candidate = next(one for one in decision.view.candidates if one.instance_id == step.instance_id)
         tokens = min(step.prefix_tokens, decision.request.input_tokens) or decision.request.input_tokens
@@ -249,27 +297,33 @@ class RouterState:
             lease_until=lease_until,
         )
         self.reservations.put(reservation)
+        self.truth.opened(reservation, keys, tokens, now)
         return [ev.Reserved(reservation)]
 
     def _placed_effect(self, decision: Decision, index: int) -> ev.Placed:
         steps = decision.ruling.steps
         return ev.Placed(decision.request.request_id, decision, index, steps[index], last=index == len(steps) - 1)
 
-    def _step_done(self, event: ev.StepDone) -> list[ev.Effect]:
+    def _step_done(self, event: ev.StepDone, now: float) -> list[ev.Effect]:
         reservation = self.reservations.get(event.request_id)
         decision = self._placed.get(event.request_id)
         if reservation is None or decision is None or reservation.step_index != event.step_index:
             return []
         if not event.ok or event.step_index + 1 >= len(decision.ruling.steps):
             return []  # The gateway falls back by itself and reports the end of this attempt.
-        effects = self._reserve(decision, event.step_index + 1, reservation.gateway_id, reservation.lease_until)
+        self.truth.step_done(event.request_id, now)
+        keys = self.truth.keys_of(event.request_id)
+        effects = self._reserve(
+            decision, event.step_index + 1, reservation.gateway_id, reservation.lease_until, keys, now
+        )
         return [*effects, self._placed_effect(decision, event.step_index + 1)]
 
-    def _finished(self, finished: ev.Finished) -> list[ev.Effect]:
+    def _finished(self, finished: ev.Finished, now: float) -> list[ev.Effect]:
         reservation = self.reservations.release(finished.request_id)
         if reservation is None:
             return []
-        return [ev.Released(finished.request_id), ev.Closed(reservation.decision_id, finished)]
+        judged = self.truth.finished(finished, self._placed.get(finished.request_id), now)
+        return [ev.Released(finished.request_id), ev.Closed(reservation.decision_id, finished), *judged]
 
     # ---- operators, the store and time ----
 
@@ -289,6 +343,7 @@ class RouterState:
             # Its gateway has not spoken to this replica yet: it gets the lease to do so.
             until = now + self.settings.gateway_lease_s
             self.reservations.put(replace(reservation, lease_until=until))
+        self.truth.restored(self.reservations, now)
         for session, owner in event.affinity.items():
             self.affinity.assign(session, owner, now)
         return []
@@ -296,13 +351,18 @@ class RouterState:
     def _tick(self, now: float) -> list[ev.Effect]:
         effects: list[ev.Effect] = []
         for reservation in self.reservations.expired(now):
-            effects += self._finished(ev.Finished(reservation.request_id, "CANCELLED", error="its lease ended"))
+            effects += self._finished(ev.Finished(reservation.request_id, "CANCELLED", error="its lease ended"), now)
         for record in self.fleet.records():
             if record.lost_at is not None and record.lost_at + self.settings.lost_instance_s <= now:
-                self.fleet.remove(record.info.instance_id)
+                self._remove(record.info.instance_id)
                 effects.append(ev.FleetChanged())
+            elif record.sync.full and record.lost_at is None and self.index.has_room(record.sync.wanted * 5 // 4):
+                record.sync.reset()
+                reason = "the index has room again"
+                effects += [ev.Resync(record.stream_id, record.info.instance_id, reason), ev.FleetChanged()]
         self.affinity.expire(now)
         self.migrations.expire(now)
+        self.truth.expire(now)
         return effects
 
     # ---- deciding ----
@@ -324,23 +384,24 @@ class RouterState:
 
     def _view(self, request: PlacementRequest, pool: str, now: float) -> FleetView:
         members = self.fleet.members(pool, request.model)
-        credited = [record.info.instance_id for record in members if record.credited]
-        blocks = self.index.leading_blocks(request.keys, credited) if credited and request.keys else {}
+        beliefs = self.truth.beliefs(request.keys, members, now)
         return FleetView(
             candidates=tuple(
-                self._candidate(record, request, blocks.get(record.info.instance_id, 0), now) for record in members
+                self._candidate(record, request, beliefs[record.info.instance_id], now) for record in members
             ),
             session_owner=self.affinity.owner(request.session, now) if request.session else "",
             turn=self._turn.get(pool, 0),
         )
 
-    def _candidate(self, record: InstanceRecord, request: PlacementRequest, blocks: int, now: float) -> Candidate:
+    def _candidate(self, record: InstanceRecord, request: PlacementRequest, belief: Belief, now: float) -> Candidate:
         info, load = record.info, record.load
         counters = self.reservations.counters(info.instance_id)
         # An engine reuses whole blocks of its own size, and always computes the last token itself.
-        reusable = min(blocks * KEY_TOKENS, max(request.input_tokens - 1, 0))
+        reusable = min(belief.blocks * KEY_TOKENS, max(request.input_tokens - 1, 0))
         cached = reusable // info.block_size * info.block_size
         state = record.state
+        confirmed = (belief.blocks - belief.credited) * KEY_TOKENS
+        age = now - load.sampled_at if load else None
         excluded = EXCLUDED_STATES.get(state, "")
         return Candidate(
             instance_id=info.instance_id,
@@ -355,9 +416,12 @@ class RouterState:
             running=load.running if load else 0,
             waiting=load.waiting if load else 0,
             kv_usage=load.kv_usage if load else 0.0,
-            report_age_s=now - load.sampled_at if load else None,
-            exact=record.credited,
+            report_age_s=age,
+            exact=belief.source is PrefixSource.EVENTS,
             excluded=excluded or ("failed_before" if info.instance_id in request.exclude else ""),
             recent_migrations=self.migrations.count(info.instance_id, now),
             kv_capacity_tokens=info.kv_capacity_tokens,
+            stale=age is None or age > self.settings.stale_report_s,
+            credited_tokens=max(cached - confirmed, 0) if belief.credited else 0,
+            prefix_source=belief.source,
         )

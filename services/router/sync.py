@@ -2,7 +2,8 @@
 
 An agent sends its shadow's set of keys as a snapshot and then contiguous deltas, with bookmarks to check against. Whatever does
 not fit (a hole, a wrong digest, a delta before any snapshot) empties the copy and asks for a new snapshot: a phantom block is
-worse than a forgotten one. Tiers other than the device's are checked but earn no prefix credit.
+worse than a forgotten one. A copy that the bounded index has no room for is given up until there is. Tiers other than the
+device's are checked but earn no prefix credit.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from services.common.keys import digest_of
-from services.router.prefix_index import PrefixIndex
+from services.router.prefix_index import IndexFull, PrefixIndex
 
 TIER_DEVICE = 1
 
 
 class SyncPhase(StrEnum):
-    """WAITING for a snapshot, receiving one (SNAPSHOT), or LIVE: equal to the shadow up to the last delta."""
+    """WAITING for a snapshot, receiving one (SNAPSHOT), LIVE: equal to the shadow up to the last delta, or FULL: given up."""
 
     WAITING = "WAITING"
     SNAPSHOT = "SNAPSHOT"
     LIVE = "LIVE"
+    FULL = "FULL"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ class InstanceSync:
         self.phase = SyncPhase.WAITING
         self.seq = 0
         self.resyncs = 0
+        self.wanted = 0
         self._instance_id = instance_id
         self._index = index
         self._count = 0
@@ -88,6 +91,11 @@ class InstanceSync:
     def live(self) -> bool:
         """Whether the copy equals the shadow as of `seq`."""
         return self.phase is SyncPhase.LIVE
+
+    @property
+    def full(self) -> bool:
+        """Whether the index had no room for the copy, which had, or was to have, `wanted` keys."""
+        return self.phase is SyncPhase.FULL
 
     def can_resume(self, oldest_seq: int, latest_seq: int) -> bool:
         """Whether an agent that still has deltas oldest..latest can go on from this copy without a snapshot."""
@@ -99,8 +107,25 @@ class InstanceSync:
         self._count = self._digest = self.seq = 0
         self._index.drop(self._instance_id)
 
+    def distrust(self) -> None:
+        """Forget the copy, for what it says is not so; a new snapshot must be asked for. Mutates the index."""
+        self.reset()
+        self.resyncs += 1
+
     def handle(self, message: KeyMessage) -> str:
         """Apply one message; returns why a new snapshot is needed, or "". Mutates the index."""
+        if self.full and not isinstance(message, SnapshotBegin):
+            if isinstance(message, SnapshotEnd):
+                self.wanted = message.key_count
+            return ""
+        try:
+            return self._apply(message)
+        except IndexFull:
+            self.reset()
+            self.phase = SyncPhase.FULL
+            return ""
+
+    def _apply(self, message: KeyMessage) -> str:
         match message:
             case SnapshotBegin():
                 self.reset()
@@ -119,6 +144,7 @@ class InstanceSync:
         if self.phase is not SyncPhase.SNAPSHOT:
             return self._fail("a snapshot chunk outside a snapshot")
         keys = list(chunk.keys)
+        self.wanted = self._count + len(keys)
         if chunk.tier == TIER_DEVICE:
             self._index.add(self._instance_id, keys)
         self._count += len(keys)
@@ -146,6 +172,7 @@ class InstanceSync:
             self._index.drop(self._instance_id)
             self._count = self._digest = 0
         added, removed = list(delta.added), list(delta.removed)
+        self.wanted = self._count + len(added)
         if delta.tier == TIER_DEVICE and (
             self._index.remove(self._instance_id, removed) != len(removed)
             or self._index.add(self._instance_id, added) != len(added)

@@ -57,6 +57,10 @@ class Router:
                 place_lease_s=settings.place_lease_s,
                 lost_instance_s=settings.lost_instance_s,
                 migration_window_s=settings.migration_window_s,
+                stale_report_s=settings.stale_report_s,
+                stale_keys_s=settings.stale_keys_s,
+                max_keys=settings.max_keys,
+                approximate_keys=settings.approximate_keys,
             ),
             router_id=settings.router_id,
         )
@@ -116,6 +120,9 @@ class Router:
                     self.telemetry.refused(effect.code)
                 case ev.Welcome() | ev.Resync() | ev.RefuseReport():
                     self._tell_agent(effect)
+                case ev.Distrusted(instance_id, reason):
+                    self.telemetry.distrusts.labels(instance_id).inc()
+                    log.warning("an instance's prefix keys are not believed", instance=instance_id, reason=reason)
                 case ev.FleetChanged():
                     fleet_changed = True
                 case ev.Placed():

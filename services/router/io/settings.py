@@ -38,6 +38,14 @@ class RouterSettings(BaseSettings):
     place_lease_s: float = Field(600.0, gt=0, description="reservations made by the unary Place end after this long")
     lost_instance_s: float = Field(30.0, gt=0, description="an instance outlives its agent's stream this long")
     migration_window_s: float = Field(10.0, ge=0, description="a migration weighs on its target this long")
+    stale_report_s: float = Field(5.0, gt=0, description="an engine's own figures are not used when older than this")
+    stale_keys_s: float = Field(
+        10.0, gt=0, description="an instance whose agent was silent for this long earns no prefix credit"
+    )
+    max_keys: int = Field(8_000_000, ge=1, description="block keys in the index; instances beyond are approximated")
+    approximate_keys: int = Field(
+        16_384, ge=1, description="block keys believed of an instance without KV events or a known KV capacity"
+    )
     decision_log_size: int = Field(10_000, ge=1, description="decisions kept in memory")
     decision_log_file: Path | None = Field(
         None, description="append every decision to this file, one JSON object a line"

@@ -41,11 +41,23 @@ class Telemetry:
             "pointsman_router_reported_cached_tokens", "Cached tokens as engines told them", registry=self.registry
         )
         self.resyncs = Counter("pointsman_router_resyncs", "Snapshots asked of agents", registry=self.registry)
+        self.distrusts = Counter(
+            "pointsman_router_distrusts",
+            "Times that answers persistently had fewer cached tokens than predicted",
+            ["instance"],
+            registry=self.registry,
+        )
         self._open = Gauge("pointsman_router_open_requests", "Reservations open", ["instance"], registry=self.registry)
         self._pending = Gauge(
             "pointsman_router_pending_prefill_tokens", "Prefill not computed yet", ["instance"], registry=self.registry
         )
         self._keys = Gauge("pointsman_router_keys", "Block keys in the index", ["instance"], registry=self.registry)
+        self._believed = Gauge(
+            "pointsman_router_believed_keys",
+            "Block keys of the approximate index",
+            ["instance"],
+            registry=self.registry,
+        )
         self._age = Gauge(
             "pointsman_router_report_age_seconds",
             "Time since the agent last spoke",
@@ -72,7 +84,7 @@ class Telemetry:
 
     def sample(self, state: RouterState, now: float) -> None:
         """Set the gauges from the state; `now` in s on the state's clock."""
-        for gauge in (self._open, self._pending, self._keys, self._age, self._instances):
+        for gauge in (self._open, self._pending, self._keys, self._believed, self._age, self._instances):
             gauge.clear()
         for record in state.fleet.records():
             instance = record.info.instance_id
@@ -80,5 +92,6 @@ class Telemetry:
             self._open.labels(instance).set(counters.num_requests)
             self._pending.labels(instance).set(counters.pending_prefill_tokens)
             self._keys.labels(instance).set(state.index.count(instance))
+            self._believed.labels(instance).set(state.truth.approximate.count(instance))
             self._age.labels(instance).set(now - record.heard_at)
             self._instances.labels(record.state).inc()

@@ -168,7 +168,9 @@ class StateMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.router = state(gateway_lease_s=5.0, place_lease_s=5.0, lost_instance_s=5.0, affinity_ttl_s=20.0)
+        self.router = state(
+            gateway_lease_s=40.0, place_lease_s=5.0, lost_instance_s=5.0, affinity_ttl_s=20.0, max_keys=25
+        )
         self.now = 0.0
         self.stream = 0
         self.stream_of: dict[str, int] = {}
@@ -184,9 +186,31 @@ class StateMachine(RuleBasedStateMachine):
         if size != 24:
             self.stream_of[name] = self.stream
 
-    @rule(name=INSTANCES, healthy=st.booleans())
-    def load(self, name: str, healthy: bool) -> None:
-        self.handle(ev.LoadReported(self.stream_of.get(name, 0), name, Load(self.now, healthy=healthy)))
+    @rule(name=INSTANCES, healthy=st.booleans(), running=st.integers(0, 1), repeats=st.integers(1, 3))
+    def load(self, name: str, healthy: bool, running: int, repeats: int) -> None:
+        for _ in range(repeats):
+            self.now += 0.1
+            sample = Load(self.now, healthy=healthy, running=running)
+            self.handle(ev.LoadReported(self.stream_of.get(name, 0), name, sample))
+
+    @rule(name=INSTANCES)
+    def hello_without_events(self, name: str) -> None:
+        self.stream += 1
+        self.stream_of[name] = self.stream
+        known = info(name, exact_prefix=False, kv_capacity_tokens=80)
+        self.handle(ev.AgentHello(self.stream, known, KEY_SCHEME, 1, 0))
+
+    @rule(name=INSTANCES, keys=KEYS, tier=st.integers(1, 2), cleared=st.booleans(), ahead=st.integers(0, 1))
+    def delta(self, name: str, keys: list[int], tier: int, cleared: bool, ahead: int) -> None:
+        """What fits the copy, mostly: half of the keys leave if they are held, all come if they are not."""
+        record = self.router.fleet.get(name)
+        if record is None:
+            return
+        held = set() if cleared or tier != 1 else self.router.index.keys_of(name)
+        added = [key for key in keys if key not in held]
+        removed = [key for key in keys[::2] if key in held]
+        message = Delta(record.sync.seq + 1 + ahead, tier, added, removed, cleared)
+        self.handle(ev.KeysReported(record.stream_id, name, message))
 
     @rule(name=INSTANCES, keys=KEYS, seq=st.integers(0, 3))
     def keys(self, name: str, keys: list[int], seq: int) -> None:
@@ -224,10 +248,24 @@ class StateMachine(RuleBasedStateMachine):
     def step_done(self, request_id: str, ok: bool, index: int) -> None:
         self.handle(ev.StepDone(request_id, index, ok))
 
-    @rule(request_id=REQUESTS, outcome=st.sampled_from(["OK", "CANCELLED", "FAILED"]))
-    def finish(self, request_id: str, outcome: str) -> None:
-        self.handle(ev.Finished(request_id, outcome))
+    @rule(
+        request_id=REQUESTS,
+        outcome=st.sampled_from(["OK", "OK", "CANCELLED", "FAILED"]),
+        cached=st.one_of(st.none(), st.integers(0, 200)),
+    )
+    def finish(self, request_id: str, outcome: str, cached: int | None) -> None:
+        self.handle(ev.Finished(request_id, outcome, cached_tokens=cached))
         assert self.router.reservations.get(request_id) is None
+
+    @rule(keys=KEYS, count=st.integers(1, 6))
+    def disappoint(self, keys: list[int], count: int) -> None:
+        """Answers with no cached token at all, of which five distrust an instance that was to have three blocks."""
+        for _ in range(count):
+            self.stream += 1
+            asked = request(f"d{self.stream}", tokens=1_000, keys=tuple(keys))
+            self.handle(ev.PlaceRequested(asked, "g1"))
+            self.handle(ev.FirstToken(asked.request_id))
+            self.handle(ev.Finished(asked.request_id, "OK", cached_tokens=0))
 
     @rule(gateway=GATEWAYS, announced=st.lists(REQUESTS, unique=True, max_size=3), phase=st.sampled_from(Phase))
     def gateway_hello(self, gateway: str, announced: list[str], phase: Phase) -> None:
@@ -257,7 +295,7 @@ class StateMachine(RuleBasedStateMachine):
             self.handle(ev.GatewayHello(gateway))
         self.now += 100.0
         self.handle(ev.Tick())
-        assert len(self.router.reservations) == 0
+        assert len(self.router.reservations) == len(self.router.truth.progress) == 0
         for name in "abc":
             counters = self.router.reservations.counters(name)
             assert (counters.num_requests, counters.pending_prefill_tokens) == (0, 0)

@@ -116,13 +116,14 @@ def test_elastic_offloads_only_while_the_cache_owner_decodes() -> None:
     assert (idle.instance_id, idle.mode, idle.ruling.reason) == ("d", "COLOCATED", "d_idle")
     first = placed(router, "r1", 0.0)
     assert (first.step.instance_id, first.last) == ("d", True)
+    # The engine's events do not say that r1's prompt is cached, and the credit for its answer is over when r2 comes.
     router.handle(ev.FirstToken("r1"), 1.0)
-    second = placed(router, "r2", 1.0)
+    second = placed(router, "r2", 4.0)
     assert (second.step.instance_id, second.decision.instance_id, second.last) == ("p", "d", False)
     assert second.decision.ruling.reason == "p_idle_d_busy"
     # P is at work now: another 2,000 tokens ahead would cost more than they gain.
-    assert placed(router, "r3", 1.0).decision.ruling.reason == "p_overloaded"
-    assert router.affinity.owner("/s", 1.0) == "d"
+    assert placed(router, "r3", 4.0).decision.ruling.reason == "p_overloaded"
+    assert router.affinity.owner("/s", 4.0) == "d"
 
 
 def test_the_wire_tells_figures_next_owner_and_the_new_features() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from services.common.keys import KEY_SCHEME, prompt_keys
 from services.router import events as ev
-from services.router.domain import Decision, InstanceState, Load, Phase
+from services.router.domain import Decision, InstanceState, Load, Phase, PrefixSource
 from services.router.policy.registry import make_policy
 from services.router.sync import Bookmark, Delta
 from tests.unit.router.builders import hello, info, join, place, request, state
@@ -186,10 +186,10 @@ def test_an_agent_that_reconnects_resumes_without_a_snapshot() -> None:
     router.handle(ev.AgentLost(1, "a"), 1.0)
     record = router.fleet.get("a")
     assert record is not None
-    assert (record.state, record.credited) == (InstanceState.LOST, False)
+    assert (record.state, router.truth.source(record, 1.0)) == (InstanceState.LOST, PrefixSource.NONE)
     effects = router.handle(ev.AgentHello(2, info("a"), KEY_SCHEME, 2, 5), 2.0)
     assert ev.Welcome(2, snapshot=False, resume_from_seq=4) in effects
-    assert record.credited
+    assert router.truth.source(record, 2.0) is PrefixSource.EVENTS
 
 
 def test_a_lost_instance_is_placeable_without_credit_then_gone() -> None:

@@ -60,6 +60,34 @@ INSTANCE_STATE_DRAINING: InstanceState.ValueType  # 5
 """INSTANCE_STATE_DRAINING: an operator stopped placements."""
 Global___InstanceState: _TypeAlias = InstanceState  # noqa: Y015
 
+class _PrefixSource:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PrefixSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PrefixSource.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PREFIX_SOURCE_UNSPECIFIED: _PrefixSource.ValueType  # 0
+    """PREFIX_SOURCE_UNSPECIFIED is not sent."""
+    PREFIX_SOURCE_EVENTS: _PrefixSource.ValueType  # 1
+    """PREFIX_SOURCE_EVENTS: the engine's own KV events."""
+    PREFIX_SOURCE_APPROXIMATE: _PrefixSource.ValueType  # 2
+    """PREFIX_SOURCE_APPROXIMATE: the router's own placements, corrected by what the engine reports."""
+    PREFIX_SOURCE_NONE: _PrefixSource.ValueType  # 3
+    """PREFIX_SOURCE_NONE: no credit now: keys incomplete, agent lost or silent, or beliefs just proven wrong."""
+
+class PrefixSource(_PrefixSource, metaclass=_PrefixSourceEnumTypeWrapper):
+    """PrefixSource is what an instance's prefix credit rests on."""
+
+PREFIX_SOURCE_UNSPECIFIED: PrefixSource.ValueType  # 0
+"""PREFIX_SOURCE_UNSPECIFIED is not sent."""
+PREFIX_SOURCE_EVENTS: PrefixSource.ValueType  # 1
+"""PREFIX_SOURCE_EVENTS: the engine's own KV events."""
+PREFIX_SOURCE_APPROXIMATE: PrefixSource.ValueType  # 2
+"""PREFIX_SOURCE_APPROXIMATE: the router's own placements, corrected by what the engine reports."""
+PREFIX_SOURCE_NONE: PrefixSource.ValueType  # 3
+"""PREFIX_SOURCE_NONE: no credit now: keys incomplete, agent lost or silent, or beliefs just proven wrong."""
+Global___PrefixSource: _TypeAlias = PrefixSource  # noqa: Y015
+
 @_typing.final
 class InstanceStatus(_message.Message):
     """InstanceStatus is one instance as the router sees it."""
@@ -76,6 +104,11 @@ class InstanceStatus(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     REPORT_AGE_FIELD_NUMBER: _builtins.int
     SESSIONS_FIELD_NUMBER: _builtins.int
+    PREFIX_SOURCE_FIELD_NUMBER: _builtins.int
+    PREFIX_REASON_FIELD_NUMBER: _builtins.int
+    BELIEVED_KEYS_FIELD_NUMBER: _builtins.int
+    CREDITED_KEYS_FIELD_NUMBER: _builtins.int
+    DISTRUSTS_FIELD_NUMBER: _builtins.int
     state: Global___InstanceState.ValueType
     """state now."""
     num_requests: _builtins.int
@@ -90,6 +123,16 @@ class InstanceStatus(_message.Message):
     """keys in the index, each 16 tokens, all tiers."""
     sessions: _builtins.int
     """sessions that this instance owns."""
+    prefix_source: Global___PrefixSource.ValueType
+    """prefix_source is what its prefix credit rests on now."""
+    prefix_reason: _builtins.str
+    """prefix_reason says why that is not its own events, or why its keys were asked for again; empty when all is well."""
+    believed_keys: _builtins.int
+    """believed_keys of the approximate index, each 16 tokens, learned from the router's own placements."""
+    credited_keys: _builtins.int
+    """credited_keys were computed by answers just given and are not confirmed by events yet."""
+    distrusts: _builtins.int
+    """distrusts counts how often, in this incarnation, its engine persistently reported fewer cached tokens than predicted."""
     @_builtins.property
     def instance(self) -> _agent_pb2.Instance:
         """instance as its agent described it."""
@@ -115,10 +158,15 @@ class InstanceStatus(_message.Message):
         load: _agent_pb2.Load | None = ...,
         report_age: _duration_pb2.Duration | None = ...,
         sessions: _builtins.int = ...,
+        prefix_source: Global___PrefixSource.ValueType = ...,
+        prefix_reason: _builtins.str = ...,
+        believed_keys: _builtins.int = ...,
+        credited_keys: _builtins.int = ...,
+        distrusts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "load", b"load", "report_age", b"report_age"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "keys", b"keys", "load", b"load", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "report_age", b"report_age", "sessions", b"sessions", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["believed_keys", b"believed_keys", "credited_keys", b"credited_keys", "distrusts", b"distrusts", "instance", b"instance", "keys", b"keys", "load", b"load", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "prefix_reason", b"prefix_reason", "prefix_source", b"prefix_source", "report_age", b"report_age", "sessions", b"sessions", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -376,6 +424,9 @@ class Candidate(_message.Message):
     EXACT_FIELD_NUMBER: _builtins.int
     RECENT_MIGRATIONS_FIELD_NUMBER: _builtins.int
     KV_CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
+    STALE_FIELD_NUMBER: _builtins.int
+    CREDITED_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFIX_SOURCE_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """instance_id of the instance."""
     incarnation: _builtins.str
@@ -410,6 +461,12 @@ class Candidate(_message.Message):
     """recent_migrations: answers that decisions of the last seconds gave to it while another instance prefills."""
     kv_capacity_tokens: _builtins.int
     """kv_capacity_tokens that its KV cache holds; 0 when unknown."""
+    stale: _builtins.bool
+    """stale: running, waiting and kv_usage are too old to be used."""
+    credited_tokens: _builtins.int
+    """credited_tokens of the cached ones were computed by an answer just given and are not confirmed by events yet."""
+    prefix_source: Global___PrefixSource.ValueType
+    """prefix_source is what cached_tokens rests on."""
     @_builtins.property
     def report_age(self) -> _duration_pb2.Duration:
         """report_age of the figures reported."""
@@ -435,10 +492,13 @@ class Candidate(_message.Message):
         exact: _builtins.bool = ...,
         recent_migrations: _builtins.int = ...,
         kv_capacity_tokens: _builtins.int = ...,
+        stale: _builtins.bool = ...,
+        credited_tokens: _builtins.int = ...,
+        prefix_source: Global___PrefixSource.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "report_age", b"report_age", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "cached_tokens", b"cached_tokens", "exact", b"exact", "excluded", b"excluded", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_usage", b"kv_usage", "new_tokens", b"new_tokens", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "recent_migrations", b"recent_migrations", "report_age", b"report_age", "running", b"running", "score", b"score", "state", b"state", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "cached_tokens", b"cached_tokens", "credited_tokens", b"credited_tokens", "exact", b"exact", "excluded", b"excluded", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_usage", b"kv_usage", "new_tokens", b"new_tokens", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "prefix_source", b"prefix_source", "recent_migrations", b"recent_migrations", "report_age", b"report_age", "running", b"running", "score", b"score", "stale", b"stale", "state", b"state", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
     _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
