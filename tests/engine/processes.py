@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import random
 import signal
@@ -17,8 +16,6 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
 _given_ports: set[int] = set()
 
 
@@ -74,14 +71,14 @@ class Process:
         assert not self.alive, f"{self.name} runs already"
         with self.log.open("ab") as log:
             self._child = subprocess.Popen(
-                self.argv,
+                # Not by preexec_fn: Python code in a child forked beside gRPC's threads may crash before it gets to exec.
+                ["setpriv", "--pdeathsig", "TERM", *self.argv],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **self.env},
                 cwd=self.cwd,
                 start_new_session=True,
-                preexec_fn=lambda: _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
             )
 
     @property
