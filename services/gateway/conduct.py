@@ -309,13 +309,19 @@ class Conductor:
         await stream.prepare(self._request)
         try:
             while piece:
-                tail.add(piece)
                 await stream.write(piece)
+                tail.add(piece)
                 router.generated(attempt, tail.events - told)
                 told = tail.events
                 piece = await self._tools.upstream.read(upstream)
         except UpstreamError as error:
             return ch.UpstreamFailed(error.text, error.status)
+        except (ConnectionResetError, asyncio.CancelledError):
+            # Clients hang up at [DONE], often before the engine's own end is read here: they had the whole answer.
+            complete, self._usage, error_text = tail.summary()
+            if complete:
+                self._handle(ch.AnswerEnded(error_text))
+            raise
         complete, self._usage, error_text = tail.summary()
         if not complete:
             return ch.UpstreamFailed("the stream ended early", upstream.status)

@@ -72,7 +72,7 @@ def make_tokenizer(folder: Path, template: str = CHATML) -> Path:
 @dataclass
 class FakeEngine:
     """An engine that answers a scripted text. `mode` is one of ok, 500, 400, hang, cut (dies mid-stream),
-    short (ends a stream without [DONE])."""
+    short (ends a stream without [DONE]), linger (does not end a stream after [DONE])."""
 
     tokenizer: ModelTokenizer
     mode: str = "ok"
@@ -148,6 +148,8 @@ class FakeEngine:
         if (body.get("stream_options") or {}).get("include_usage"):
             await event({"choices": [], "usage": usage})
         await answer.write(b"data: [DONE]\n\n")
+        if self.mode == "linger":
+            await asyncio.sleep(3600)
         return answer
 
     @asynccontextmanager

@@ -103,6 +103,20 @@ async def test_a_client_that_leaves_frees_the_engine_and_the_reservation(up: Sta
     assert up.gateway.router.inflight() == {}
 
 
+async def test_a_client_that_leaves_with_the_whole_answer_did_not_cancel_it(up: Stack) -> None:
+    up.engines[0].mode = "linger"
+    body = CHAT | {"stream": True, "stream_options": {"include_usage": True}}
+    async with aiohttp.ClientSession() as http:
+        answer = await http.post(f"{up.url}/v1/chat/completions", json=body)
+        while (await answer.content.readline()).strip() != b"data: [DONE]":
+            pass
+        answer.close()
+    await up.router.until(lambda: len(up.router.finished) == 1)
+    assert outcomes(up) == [placement_pb2.OUTCOME_OK]
+    assert up.router.finished[0].cached_tokens == 16
+    await until(lambda: not up.engines[0].open)
+
+
 async def test_a_client_that_leaves_before_the_placement_is_told_to_the_router(up: Stack) -> None:
     up.router.placer = lambda request: None
     async with aiohttp.ClientSession() as http:
