@@ -83,7 +83,10 @@ def instances(router: RouterFlag = ROUTER, model: str = "", as_json: JsonFlag = 
             one.instance.incarnation[:12],
         )
     console.print(table)
-    console.print(f"policy {answer.policy.name} {_settings(answer.policy)}  router {answer.router_id}")
+    console.print(
+        f"policy {answer.policy.name} {_settings(answer.policy)}  router {answer.router_id}"
+        + (f"  {answer.held_requests} requests held" if answer.held_requests else "")
+    )
 
 
 def _state_of(one: fleet_pb2.InstanceStatus) -> str:
@@ -210,6 +213,8 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
         f"{decision.input_tokens:,} input tokens ({decision.key_count:,} keys), {decision.cached_tokens:,} cached -> "
         f"{decision.route_class}, {decision.mode}, reason [bold]{decision.reason}[/bold]"
         + (" (degraded)" if decision.degraded else "")
+        + (f", held {decision.held.ToMilliseconds() / 1e3:,.2f} s" if decision.held.ToNanoseconds() else "")
+        + (f" ({', '.join(decision.notes)})" if decision.notes else "")
     )
     console.print(f"policy {decision.policy.name} {_settings(decision.policy)}")
     for step in decision.steps:

@@ -98,11 +98,17 @@ class RouterClient:
 
     async def first_step(self, request: placement_pb2.PlacementRequest, within_s: float) -> Step:
         """The first step of `request`, or its refusal. A session that breaks meanwhile is waited for during the grace, and the
-        same request is submitted again with what is left of `within_s`. Raises RouterAway."""
+        same request is submitted again with its age and what is left of `within_s`. Raises RouterAway."""
         deadline = time.monotonic() + within_s
+        asked_at: float | None = None
         while True:
             await self._ready()
-            request.deadline.FromNanoseconds(max(1, int((deadline - time.monotonic()) * 1e9)))
+            now = time.monotonic()
+            request.deadline.FromNanoseconds(max(1, int((deadline - now) * 1e9)))
+            if asked_at is None:
+                asked_at = now
+            else:
+                request.age.FromNanoseconds(int((now - asked_at) * 1e9))
             with contextlib.suppress(_Broken):
                 return await self._answer(request.request_id, placement_pb2.SessionRequest(place=request))
 

@@ -80,14 +80,15 @@ class GatewayHello:
 
 @dataclass(frozen=True, slots=True)
 class GatewayLost:
-    """A gateway's stream ended; its reservations live on for the lease."""
+    """A gateway's stream ended; its reservations live on for the lease, its held requests are forgotten: it asks again."""
 
     gateway_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class PlaceRequested:
-    """A request wants its first step. `gateway_id` is empty for the unary form, whose reservation has a lease."""
+    """A request wants its first step, at once or, when it is held, in time. `gateway_id` is empty for the unary form, whose
+    reservation has a lease."""
 
     request: PlacementRequest
     gateway_id: str = ""
@@ -212,13 +213,14 @@ class RefuseReport:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A request's next step."""
+    """A request's next step, for the gateway that asked (empty: for the unary form). It may come long after the question."""
 
     request_id: str
     decision: Decision
     step_index: int
     step: Step
     last: bool
+    gateway_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +231,7 @@ class Refused:
     code: str
     message: str
     retry_after_s: float | None = None
+    gateway_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

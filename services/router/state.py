@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from services.common.keys import KEY_SCHEME, KEY_TOKENS
 from services.router import events as ev
@@ -23,14 +23,19 @@ from services.router.domain import (
     StepKind,
 )
 from services.router.fleet import Fleet, InstanceRecord
+from services.router.holding import SATURATED, Full, Holding
 from services.router.idle import unclaimed
 from services.router.migrations import Migrations
 from services.router.policy.base import Policy, decide
 from services.router.prefix_index import PrefixIndex
+from services.router.queue import QueueSettings
 from services.router.replay import decide_again, rng_of
 from services.router.reservations import Reservation, Reservations
+from services.router.saturation import Limits
 from services.router.truth import Belief, Truth
 
+# After these no held request is nearer to its placement; or (Restored) none may be placed before the gateways return.
+FREES_NOTHING = (ev.PlaceRequested, ev.KeysReported, ev.GatewayLost, ev.StoreState, ev.Restored)
 EXCLUDED_STATES = {InstanceState.DRAINING: "draining", InstanceState.UNHEALTHY: "unhealthy"}
 
 
@@ -50,6 +55,8 @@ class StateSettings:
     stale_keys_s: float = 10.0
     max_keys: int = 8_000_000
     approximate_keys: int = 16_384
+    limits: Limits = field(default_factory=Limits)
+    queue: QueueSettings = field(default_factory=QueueSettings)
 
 
 class RouterState:
@@ -68,12 +75,23 @@ class RouterState:
         self.migrations = Migrations(settings.migration_window_s)
         # The seed is part of every decision's id, because a decision's randomness must follow from its id.
         self._id_prefix = f"{router_id}.{seed}" if seed else router_id
+        self.holding = Holding(settings.queue, settings.retry_after_s, self._decide, self._commit, self._has_room)
         self._turn: dict[str, int] = {}
         self._decisions = 0
         self._placed: OrderedDict[str, Decision] = OrderedDict()
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
-        """Apply one event and return what is to be done about it. The only mutator. Never raises for what a peer may send."""
+        """Apply one event and return what is to be done about it. The only mutator. Never raises for what a peer may send.
+
+        An event that may have freed something also answers held requests.
+        """
+        effects = self._apply(event, now)
+        if len(self.holding.queue) and not isinstance(event, FREES_NOTHING):
+            self.truth.expire(now)
+            effects = [*effects, *self.holding.retry(now, thorough=isinstance(event, ev.Tick))]
+        return effects
+
+    def _apply(self, event: ev.Event, now: float) -> list[ev.Effect]:
         match event:
             case ev.AgentHello():
                 return self._agent_hello(event, now)
@@ -87,6 +105,7 @@ class RouterState:
                 return self._gateway_hello(event, now)
             case ev.GatewayLost():
                 self.reservations.lease(event.gateway_id, now + self.settings.gateway_lease_s)
+                self.holding.drop_gateway(event.gateway_id)
                 return []
             case ev.PlaceRequested():
                 return self._place(event, now)
@@ -97,6 +116,7 @@ class RouterState:
                 moved = self.reservations.first_token(event.request_id)
                 return [ev.Reserved(moved)] if moved else []
             case ev.Finished():
+                self.holding.cancel(event.request_id)
                 return self._finished(event, now)
             case ev.Drain():
                 return self._drain(event)
@@ -110,8 +130,10 @@ class RouterState:
 
     def explain(self, request: PlacementRequest, now: float, policy: Policy | None = None) -> Decision | ev.Refused:
         """What would be decided on `request` now, under `policy` (default: the one in force). Changes nothing."""
-        decision = self._decide(request, now, policy or self.policy)
-        return replace(decision, decision_id="dry-run") if isinstance(decision, Decision) else decision
+        verdict = self._decide(request, now, policy)
+        if isinstance(verdict, Full):
+            return self.holding.refusal(request, verdict.pool, "", "it would be held or refused")
+        return replace(verdict, decision_id="dry-run") if isinstance(verdict, Decision) else verdict
 
     def what_if(self, decision: Decision, policy: Policy) -> Decision:
         """A recorded decision made again on its recorded view under `policy`. Changes nothing."""
@@ -122,6 +144,9 @@ class RouterState:
         self.index.check_invariants()
         self.reservations.check_invariants()
         self.affinity.check_invariants()
+        self.holding.queue.check_invariants()
+        for held in self.holding.queue:
+            assert self.reservations.get(held.request.request_id) is None, "a hold reserves nothing"
         self.migrations.check_invariants()
         self.truth.check_invariants(self.reservations)
         for record in self.fleet.records():
@@ -215,12 +240,15 @@ class RouterState:
 
     def _gateway_hello(self, hello: ev.GatewayHello, now: float) -> list[ev.Effect]:
         effects: list[ev.Effect] = []
+        self.holding.drop_gateway(hello.gateway_id)
         announced = {stream.request.request_id: stream for stream in hello.open_streams}
         for reservation in list(self.reservations):
             if reservation.gateway_id == hello.gateway_id and reservation.request_id not in announced:
                 effects += self._finished(
                     ev.Finished(reservation.request_id, "CANCELLED", error="no gateway claims it"), now
                 )
+                # Its placement was lost on the way: when the gateway asks again, it is decided again.
+                self._placed.pop(reservation.request_id, None)
         for request_id, stream in announced.items():
             known = self.reservations.get(request_id)
             new_tokens = max(stream.request.input_tokens - stream.cached_tokens, 0)
@@ -236,6 +264,7 @@ class RouterState:
                 phase=stream.phase,
                 prefilled_tokens=min(done, new_tokens),
             )
+            self.holding.cancel(request_id)
             self.reservations.put(reservation)
             self.truth.announced(reservation, now)
             effects.append(ev.Reserved(reservation))
@@ -245,18 +274,21 @@ class RouterState:
         request = event.request
         if (known := self._placed.get(request.request_id)) is not None:
             open_one = self.reservations.get(request.request_id)
-            return [self._placed_effect(known, open_one.step_index if open_one else 0)]
+            return [self._placed_effect(known, open_one.step_index if open_one else 0, event.gateway_id)]
+        # One that is open all the same comes from the store, and its gateway, which asks, never heard of it.
+        unheard = self._finished(ev.Finished(request.request_id, "CANCELLED", error="placed anew"), now)
         self.truth.expire(now)
-        decision = self._decide(request, now, self.policy)
-        if isinstance(decision, ev.Refused):
-            return [decision]
+        return [*unheard, *self.holding.place(request, event.gateway_id, now)]
+
+    def _commit(self, decision: Decision, gateway_id: str, now: float) -> list[ev.Effect]:
+        request = decision.request
         self._decisions += 1
         self._turn[decision.pool] = decision.view.turn + 1
         # The keys did their work; keeping them would pin megabytes for each remembered decision.
         decision = replace(decision, request=replace(request, keys=()))
-        lease_until = None if event.gateway_id else now + self.settings.place_lease_s
+        lease_until = None if gateway_id else now + self.settings.place_lease_s
         effects: list[ev.Effect] = [ev.Decided(decision)]
-        effects += self._reserve(decision, 0, event.gateway_id, lease_until, request.keys, now)
+        effects += self._reserve(decision, 0, gateway_id, lease_until, request.keys, now)
         if session := request.session:
             self.affinity.assign(session, decision.next_owner, now)
             effects.append(ev.OwnerSet(session, decision.next_owner))
@@ -265,7 +297,7 @@ class RouterState:
         self._placed[request.request_id] = decision
         while len(self._placed) > self.settings.remembered_requests + len(self.reservations):
             self._forget_oldest()
-        return [*effects, self._placed_effect(decision, 0)]
+        return [*effects, self._placed_effect(decision, 0, gateway_id)]
 
     def _forget_oldest(self) -> None:
         request_id, decision = self._placed.popitem(last=False)
@@ -300,9 +332,10 @@ class RouterState:
         self.truth.opened(reservation, keys, tokens, now)
         return [ev.Reserved(reservation)]
 
-    def _placed_effect(self, decision: Decision, index: int) -> ev.Placed:
+    def _placed_effect(self, decision: Decision, index: int, gateway_id: str) -> ev.Placed:
         steps = decision.ruling.steps
-        return ev.Placed(decision.request.request_id, decision, index, steps[index], last=index == len(steps) - 1)
+        last = index == len(steps) - 1
+        return ev.Placed(decision.request.request_id, decision, index, steps[index], last, gateway_id)
 
     def _step_done(self, event: ev.StepDone, now: float) -> list[ev.Effect]:
         reservation = self.reservations.get(event.request_id)
@@ -316,7 +349,7 @@ class RouterState:
         effects = self._reserve(
             decision, event.step_index + 1, reservation.gateway_id, reservation.lease_until, keys, now
         )
-        return [*effects, self._placed_effect(decision, event.step_index + 1)]
+        return [*effects, self._placed_effect(decision, event.step_index + 1, reservation.gateway_id)]
 
     def _finished(self, finished: ev.Finished, now: float) -> list[ev.Effect]:
         reservation = self.reservations.release(finished.request_id)
@@ -342,6 +375,7 @@ class RouterState:
         for reservation in event.reservations:
             # Its gateway has not spoken to this replica yet: it gets the lease to do so.
             until = now + self.settings.gateway_lease_s
+            self.holding.cancel(reservation.request_id)
             self.reservations.put(replace(reservation, lease_until=until))
         self.truth.restored(self.reservations, now)
         for session, owner in event.affinity.items():
@@ -367,12 +401,14 @@ class RouterState:
 
     # ---- deciding ----
 
-    def _decide(self, request: PlacementRequest, now: float, policy: Policy) -> Decision | ev.Refused:
+    def _decide(self, request: PlacementRequest, now: float, policy: Policy | None) -> Decision | ev.Refused | Full:
         pool = self.fleet.pool_of(request.model)
         if not pool:
             return ev.Refused(request.request_id, "NOT_FOUND", f"no instance serves a model {request.model!r}")
         view = self._view(request, pool, now)
         if not view.eligible():
+            if any(candidate.excluded == SATURATED for candidate in view.candidates):
+                return Full(pool, view)
             return ev.Refused(
                 request.request_id,
                 "UNAVAILABLE",
@@ -380,7 +416,27 @@ class RouterState:
                 self.settings.retry_after_s,
             )
         decision_id = f"{self._id_prefix}-{self._decisions + 1}"
+        policy = policy or self.policy
         return decide(policy, request, pool, view, rng_of(decision_id), decision_id, degraded=self.degraded)
+
+    def _has_room(self, pool: str, now: float) -> bool:
+        return any(
+            record.state not in EXCLUDED_STATES and not self._saturated(record, now)
+            for record in self.fleet.members(pool, pool)
+        )
+
+    def _saturated(self, record: InstanceRecord, now: float) -> bool:
+        counters = self.reservations.counters(record.info.instance_id)
+        load = record.load
+        fresh = load is not None and now - load.sampled_at <= self.settings.stale_report_s
+        return self.settings.limits.saturated(counters.num_requests, load if fresh else None)
+
+    def _excluded(self, record: InstanceRecord, state: InstanceState, request: PlacementRequest, now: float) -> str:
+        if state in EXCLUDED_STATES:
+            return EXCLUDED_STATES[state]
+        if record.info.instance_id in request.exclude:
+            return "failed_before"
+        return SATURATED if self._saturated(record, now) else ""
 
     def _view(self, request: PlacementRequest, pool: str, now: float) -> FleetView:
         members = self.fleet.members(pool, request.model)
@@ -402,7 +458,6 @@ class RouterState:
         state = record.state
         confirmed = (belief.blocks - belief.credited) * KEY_TOKENS
         age = now - load.sampled_at if load else None
-        excluded = EXCLUDED_STATES.get(state, "")
         return Candidate(
             instance_id=info.instance_id,
             incarnation=info.incarnation,
@@ -418,7 +473,7 @@ class RouterState:
             kv_usage=load.kv_usage if load else 0.0,
             report_age_s=age,
             exact=belief.source is PrefixSource.EVENTS,
-            excluded=excluded or ("failed_before" if info.instance_id in request.exclude else ""),
+            excluded=self._excluded(record, state, request, now),
             recent_migrations=self.migrations.count(info.instance_id, now),
             kv_capacity_tokens=info.kv_capacity_tokens,
             stale=age is None or age > self.settings.stale_report_s,

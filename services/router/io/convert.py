@@ -7,6 +7,7 @@ import sys
 from array import array
 
 from google.protobuf import duration_pb2, struct_pb2, timestamp_pb2
+from google.rpc import code_pb2
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2, placement_pb2
@@ -136,6 +137,7 @@ def placement_request(wire: placement_pb2.PlacementRequest) -> PlacementRequest:
         max_output_tokens=wire.max_output_tokens,
         exclude=tuple(wire.exclude),
         deadline_s=wire.deadline.ToNanoseconds() / 1e9 if wire.HasField("deadline") else None,
+        age_s=max(wire.age.ToNanoseconds() / 1e9, 0.0),
     )
 
 
@@ -232,6 +234,17 @@ def placement_to_wire(state: RouterState, placed: ev.Placed) -> placement_pb2.Pl
         last=placed.last,
         cached_tokens=placed.decision.cached_tokens,
         degraded=placed.decision.degraded,
+    )
+
+
+def refusal_to_wire(refused: ev.Refused) -> placement_pb2.Refusal:
+    """Why a request is not placed, for its gateway."""
+    retry = refused.retry_after_s
+    return placement_pb2.Refusal(
+        request_id=refused.request_id,
+        code=int(code_pb2.Code.Value(refused.code)),
+        message=refused.message,
+        retry_after=None if retry is None else duration(retry),
     )
 
 
@@ -386,6 +399,8 @@ def decision_to_wire(state: RouterState, logged: LoggedDecision, *, candidates: 
         degraded=decision.degraded,
         outcome=logged.outcome,
         decide_time=duration(logged.decide_s),
+        held=duration(decision.held_s),
+        notes=decision.notes,
         figures=ruling.figures,
         next_owner=decision.next_owner if request.session else "",
     )

@@ -25,12 +25,7 @@ def refusal_status(refused: ev.Refused) -> grpc.Status:
     details = []
     if refused.retry_after_s is not None:
         details.append(_any(error_details_pb2.RetryInfo(retry_delay=duration(refused.retry_after_s))))
-    return _status(refusal_code(refused), refused.message, details)
-
-
-def refusal_code(refused: ev.Refused) -> int:
-    """The google.rpc.Code of a refusal."""
-    return int(code_pb2.Code.Value(refused.code))
+    return _status(int(code_pb2.Code.Value(refused.code)), refused.message, details)
 
 
 def setting_status(error: SettingError) -> grpc.Status:

@@ -47,6 +47,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
             ],
             policy=convert.policy_to_wire(self._router.state.policy.ref()),
             router_id=self._router.settings.router_id,
+            held_requests=len(self._router.state.holding.queue),
         )
 
     async def GetInstance(  # noqa: N802

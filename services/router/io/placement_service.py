@@ -14,7 +14,7 @@ from services.common.channel import END_OF_STREAM
 from services.common.keys import KEY_SCHEME
 from services.router import events as ev
 from services.router.io import convert
-from services.router.io.errors import abort, refusal_code, refusal_status
+from services.router.io.errors import abort, refusal_status
 from services.router.io.runtime import GatewayStream, Router
 
 SessionContext: TypeAlias = "grpc.aio.ServicerContext[placement_pb2.SessionRequest, placement_pb2.SessionResponse]"
@@ -38,24 +38,22 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
         if first.WhichOneof("kind") != "hello" or not hello.gateway_id:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a hello with a gateway_id")
         stream = GatewayStream()
-        self._router.submit(convert.gateway_hello(hello))
         stream.send(
             welcome=placement_pb2.GatewayWelcome(
                 router_id=self._router.settings.router_id, epoch=self._router.store.epoch, key_scheme=KEY_SCHEME
             )
         )
         stream.send(fleet=self._router.fleet())
-        self._router.gateways.add(stream)
-        reader = asyncio.ensure_future(self._read(hello.gateway_id, stream, context))
+        self._router.opened(convert.gateway_hello(hello), stream)
+        reader = asyncio.ensure_future(self._read(hello.gateway_id, context))
         writer = asyncio.ensure_future(self._write(stream, context))
         try:
             await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._router.gateways.discard(stream)
             reader.cancel()
             writer.cancel()
             ended = await asyncio.gather(reader, writer, return_exceptions=True)
-            self._router.submit(ev.GatewayLost(hello.gateway_id))
+            self._router.closed(hello.gateway_id, stream)
         for failure in ended:
             if isinstance(failure, Exception):
                 raise failure
@@ -64,20 +62,17 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
     async def Place(  # noqa: N802
         self, request: placement_pb2.PlaceRequest, context: PlaceContext
     ) -> placement_pb2.PlaceResponse:
-        """One placement under a lease."""
+        """One placement under a lease; a request that is held is answered within the call's deadline."""
         await self._must_own(context)
         if not request.request.request_id:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "request.request_id must not be empty")
-        for effect in self._router.submit(ev.PlaceRequested(convert.placement_request(request.request))):
-            match effect:
-                case ev.Refused():
-                    await abort(context, refusal_status(effect))
-                case ev.Placed():
-                    return placement_pb2.PlaceResponse(
-                        placement=convert.placement_to_wire(self._router.state, effect),
-                        lease=convert.duration(self._router.settings.place_lease_s),
-                    )
-        raise AssertionError("a placement request has one answer")
+        answer = await self._router.placed(convert.placement_request(request.request), context.time_remaining())
+        if isinstance(answer, ev.Refused):
+            await abort(context, refusal_status(answer))
+        return placement_pb2.PlaceResponse(
+            placement=convert.placement_to_wire(self._router.state, answer),
+            lease=convert.duration(self._router.settings.place_lease_s),
+        )
 
     async def Finish(  # noqa: N802
         self, request: placement_pb2.FinishRequest, context: FinishContext
@@ -94,7 +89,7 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
             owner = self._router.store.owner or "nobody yet"
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"this replica stands by; the owner is {owner}")
 
-    async def _read(self, gateway_id: str, stream: GatewayStream, context: SessionContext) -> None:
+    async def _read(self, gateway_id: str, context: SessionContext) -> None:
         while (message := await context.read()) is not END_OF_STREAM:
             match message.WhichOneof("kind"):
                 case "place":
@@ -108,23 +103,7 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
                     event = convert.finished(message.finished)
                 case _:
                     continue
-            self._answer(stream, self._router.submit(event))
-
-    def _answer(self, stream: GatewayStream, effects: list[ev.Effect]) -> None:
-        for effect in effects:
-            match effect:
-                case ev.Placed():
-                    stream.send(placement=convert.placement_to_wire(self._router.state, effect))
-                case ev.Refused():
-                    retry = effect.retry_after_s
-                    stream.send(
-                        refusal=placement_pb2.Refusal(
-                            request_id=effect.request_id,
-                            code=refusal_code(effect),
-                            message=effect.message,
-                            retry_after=None if retry is None else convert.duration(retry),
-                        )
-                    )
+            self._router.submit(event)
 
     async def _write(self, stream: GatewayStream, context: SessionContext) -> None:
         with contextlib.suppress(asyncio.CancelledError):

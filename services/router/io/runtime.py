@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import structlog
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2
 from services.router import events as ev
+from services.router.domain import PlacementRequest
 from services.router.io import convert
 from services.router.io.decision_log import DecisionLog
 from services.router.io.settings import RouterSettings
 from services.router.io.store import MemoryStore, RedisStore, Store, StoreEffect, StoreEvent
 from services.router.io.telemetry import Telemetry
 from services.router.policy.registry import make_policy
+from services.router.queue import QueueSettings
+from services.router.saturation import Limits
 from services.router.state import RouterState, StateSettings
 
 log = structlog.get_logger()
@@ -56,6 +60,15 @@ class Router:
                 gateway_lease_s=settings.gateway_lease_s,
                 place_lease_s=settings.place_lease_s,
                 lost_instance_s=settings.lost_instance_s,
+                limits=Limits(settings.max_requests_per_instance, settings.max_kv_usage),
+                queue=QueueSettings(
+                    size=settings.queue_size,
+                    timeout_s=settings.queue_timeout_s,
+                    tenant_share=settings.queue_tenant_share,
+                    ageing_tokens_per_s=settings.queue_ageing_tokens_per_s,
+                    fair=settings.queue_fair,
+                    expiry=settings.hold_expiry,
+                ),
                 migration_window_s=settings.migration_window_s,
                 stale_report_s=settings.stale_report_s,
                 stale_keys_s=settings.stale_keys_s,
@@ -65,7 +78,8 @@ class Router:
             router_id=settings.router_id,
         )
         self.agents: dict[int, AgentStream] = {}
-        self.gateways: set[GatewayStream] = set()
+        self.gateways: dict[str, GatewayStream] = {}
+        self._callers: dict[str, set[asyncio.Future[ev.Placed | ev.Refused]]] = {}
         self.store: Store
         self._owner_watchers: list[Callable[[bool], None]] = []
         self._was_owner = False
@@ -99,7 +113,7 @@ class Router:
             tasks.create_task(self._ticks())
 
     def submit(self, event: ev.Event) -> list[ev.Effect]:
-        """Apply an event and carry out its effects, but Placed and Refused, which the caller answers."""
+        """Apply an event and carry out its effects."""
         started = time.perf_counter()
         effects = self.state.handle(event, time.monotonic())
         elapsed = time.perf_counter() - started
@@ -118,6 +132,7 @@ class Router:
                     self.telemetry.closed(logged.decision if logged else None, finished)
                 case ev.Refused():
                     self.telemetry.refused(effect.code)
+                    self._answer(effect)
                 case ev.Welcome() | ev.Resync() | ev.RefuseReport():
                     self._tell_agent(effect)
                 case ev.Distrusted(instance_id, reason):
@@ -126,7 +141,7 @@ class Router:
                 case ev.FleetChanged():
                     fleet_changed = True
                 case ev.Placed():
-                    pass
+                    self._answer(effect)
         self.store.record(kept)
         if fleet_changed:
             self._tell_fleet()
@@ -136,9 +151,56 @@ class Router:
         """The fleet for gateways."""
         return convert.fleet_to_wire(self.state.fleet.pools())
 
+    def opened(self, hello: ev.GatewayHello, stream: GatewayStream) -> None:
+        """A gateway opened a stream: from now on its answers go there, and an older stream of it is done with."""
+        if (before := self.gateways.get(hello.gateway_id)) is not None:
+            before.replies.put_nowait(None)
+        self.gateways[hello.gateway_id] = stream
+        self.submit(hello)
+
+    def closed(self, gateway_id: str, stream: GatewayStream) -> None:
+        """A gateway's stream ended. What a newer one of it announced is not touched."""
+        if self.gateways.get(gateway_id) is stream:
+            del self.gateways[gateway_id]
+            self.submit(ev.GatewayLost(gateway_id))
+
+    async def placed(self, request: PlacementRequest, within_s: float | None) -> ev.Placed | ev.Refused:
+        """The answer to a request outside any stream, however late it comes; None: without a limit of the caller's own.
+
+        Cancelled, it ends the request, which its caller cannot know to be placed.
+        """
+        answer: asyncio.Future[ev.Placed | ev.Refused] = asyncio.get_running_loop().create_future()
+        callers = self._callers.setdefault(request.request_id, set())
+        callers.add(answer)
+        if within_s is not None:
+            request = replace(request, deadline_s=min(within_s, request.deadline_s or within_s))
+        try:
+            self.submit(ev.PlaceRequested(request))
+            return await answer
+        except asyncio.CancelledError:
+            if callers == {answer}:
+                self.submit(ev.Finished(request.request_id, "CANCELLED", error="the caller left"))
+            raise
+        finally:
+            callers.discard(answer)
+            if not callers:
+                self._callers.pop(request.request_id, None)
+
+    def _answer(self, effect: ev.Placed | ev.Refused) -> None:
+        if not effect.gateway_id:
+            for answer in self._callers.get(effect.request_id, ()):
+                if not answer.done():
+                    answer.set_result(effect)
+        elif (stream := self.gateways.get(effect.gateway_id)) is None:
+            log.warning("an answer to a gateway that left", request_id=effect.request_id)
+        elif isinstance(effect, ev.Placed):
+            stream.send(placement=convert.placement_to_wire(self.state, effect))
+        else:
+            stream.send(refusal=convert.refusal_to_wire(effect))
+
     def _tell_fleet(self) -> None:
         fleet = self.fleet()
-        for gateway in self.gateways:
+        for gateway in self.gateways.values():
             gateway.send(fleet=fleet)
 
     def _tell_agent(self, effect: ev.Welcome | ev.Resync | ev.RefuseReport) -> None:
@@ -170,8 +232,15 @@ class Router:
         for watcher in self._owner_watchers:
             watcher(self.owns)
         if not self.owns:
-            for gateway in self.gateways:
+            # At once, so that nothing that is held here is placed any more; gateways ask the new owner.
+            for gateway_id, gateway in list(self.gateways.items()):
                 gateway.replies.put_nowait(None)
+                self.closed(gateway_id, gateway)
+            for request_id, callers in self._callers.items():
+                self.submit(ev.Finished(request_id, "CANCELLED", error="another replica took over"))
+                for answer in callers:
+                    if not answer.done():
+                        answer.set_result(ev.Refused(request_id, "UNAVAILABLE", "another replica took over", 1.0))
 
     def _snapshot(self) -> list[StoreEffect]:
         reserved = [ev.Reserved(reservation) for reservation in self.state.reservations]

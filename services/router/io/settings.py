@@ -36,6 +36,24 @@ class RouterSettings(BaseSettings):
     affinity_ttl_s: float = Field(3_600.0, gt=0, description="a session keeps its owner this long after its last use")
     gateway_lease_s: float = Field(15.0, gt=0, description="reservations outlive their gateway's stream this long")
     place_lease_s: float = Field(600.0, gt=0, description="reservations made by the unary Place end after this long")
+    max_requests_per_instance: int = Field(
+        0, ge=0, description="an instance with so many open requests gets no more; 0: any"
+    )
+    max_kv_usage: float = Field(
+        0.0, ge=0, le=1, description="an instance that reports this KV usage and waiting requests gets no more; 0: any"
+    )
+    queue_size: int = Field(
+        256, ge=0, description="requests held for each model while no instance may take them; 0: none"
+    )
+    queue_timeout_s: float = Field(30.0, gt=0, description="a held request is answered after this long at the latest")
+    queue_tenant_share: float = Field(1.0, gt=0, le=1, description="share of a model's queue that one tenant may fill")
+    queue_ageing_tokens_per_s: float = Field(
+        5_000.0, ge=0, description="held requests go by new tokens less this for each second of waiting"
+    )
+    queue_fair: bool = Field(True, description="tenants with held requests take turns")
+    hold_expiry: Literal["place", "refuse"] = Field(
+        "place", description="a request that the policy held to the end: place by the default policy, or refuse"
+    )
     lost_instance_s: float = Field(30.0, gt=0, description="an instance outlives its agent's stream this long")
     migration_window_s: float = Field(10.0, ge=0, description="a migration weighs on its target this long")
     stale_report_s: float = Field(5.0, gt=0, description="an engine's own figures are not used when older than this")

@@ -32,6 +32,15 @@ class Telemetry:
             buckets=(5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2),
             registry=self.registry,
         )
+        self._held = Histogram(
+            "pointsman_router_held_seconds",
+            "Time that requests waited for their placement, of those that waited",
+            buckets=(0.01, 0.1, 0.5, 1, 2, 5, 10, 20, 30, 60),
+            registry=self.registry,
+        )
+        self._waiting = Gauge(
+            "pointsman_router_held_requests", "Requests that wait for a placement", ["model"], registry=self.registry
+        )
         self._predicted = Counter(
             "pointsman_router_predicted_cached_tokens",
             "Cached tokens predicted, where the engine told its own",
@@ -70,6 +79,8 @@ class Telemetry:
         """Count a decision."""
         self._decisions.labels(decision.route_class, decision.ruling.reason, decision.instance_id).inc()
         self._decide.observe(seconds)
+        if decision.held_s:
+            self._held.observe(decision.held_s)
 
     def refused(self, code: str) -> None:
         """Count a refusal by gRPC status name."""
@@ -84,8 +95,11 @@ class Telemetry:
 
     def sample(self, state: RouterState, now: float) -> None:
         """Set the gauges from the state; `now` in s on the state's clock."""
-        for gauge in (self._open, self._pending, self._keys, self._believed, self._age, self._instances):
+        gauges = (self._open, self._pending, self._keys, self._believed, self._age, self._instances, self._waiting)
+        for gauge in gauges:
             gauge.clear()
+        for pool in state.holding.queue.pools():
+            self._waiting.labels(pool).set(state.holding.queue.count(pool))
         for record in state.fleet.records():
             instance = record.info.instance_id
             counters = state.reservations.counters(instance)

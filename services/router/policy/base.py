@@ -187,7 +187,18 @@ def decide(
         inputs_digest=_digest(policy.ref(), request, pool, view),
         key_count=len(request.keys),
         degraded=degraded,
+        notes=_owner_note(view),
     )
+
+
+def _owner_note(view: FleetView) -> tuple[str, ...]:
+    """Why a session had to leave its owner, whatever the policy: owner_draining, owner_saturated, ..., owner_gone."""
+    if not view.session_owner:
+        return ()
+    owner = next((one for one in view.candidates if one.instance_id == view.session_owner), None)
+    if owner is None:
+        return ("owner_gone",)
+    return (f"owner_{owner.excluded}",) if owner.excluded else ()
 
 
 def _digest(ref: PolicyRef, request: PlacementRequest, pool: str, view: FleetView) -> int:

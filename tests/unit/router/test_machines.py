@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
+from dataclasses import dataclass
+from typing import ClassVar
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -10,8 +13,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.common.keys import KEY_SCHEME, digest_of
 from services.router import events as ev
-from services.router.domain import Load, Phase
+from services.router.domain import FleetView, Load, Phase, PlacementRequest, Ruling
+from services.router.policy.base import Policy, hold, serve
+from services.router.policy.registry import make_policy
 from services.router.prefix_index import PrefixIndex
+from services.router.queue import QueueSettings
+from services.router.saturation import Limits
 from services.router.sync import Bookmark, Delta, InstanceSync, KeyMessage, SnapshotBegin, SnapshotChunk, SnapshotEnd
 from tests.unit.router.builders import info, request, state
 
@@ -163,20 +170,59 @@ GATEWAYS = st.sampled_from(["g1", "g2"])
 INSTANCES = st.sampled_from(["a", "b", "c"])
 
 
+@dataclass(frozen=True)
+class Patient(Policy):
+    """Holds prompts with an odd number of tokens while the first instance is busy."""
+
+    name: ClassVar[str] = "patient"
+
+    def rule(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> Ruling:
+        first = view.eligible()[0]
+        if request.input_tokens % 2 and first.num_requests:
+            return hold("busy", at_most_s=request.input_tokens % 7)
+        return serve(first, "first")
+
+
 class StateMachine(RuleBasedStateMachine):
-    """Any order of events leaves the state consistent, and every counter at 0 once all requests have ended."""
+    """Any order of events leaves the state consistent, and every counter at 0 once all requests have ended. A held request is
+    answered exactly once, unless it ends, or its gateway's stream does."""
 
     def __init__(self) -> None:
         super().__init__()
         self.router = state(
-            gateway_lease_s=40.0, place_lease_s=5.0, lost_instance_s=5.0, affinity_ttl_s=20.0, max_keys=25
+            gateway_lease_s=40.0,
+            place_lease_s=5.0,
+            lost_instance_s=5.0,
+            affinity_ttl_s=20.0,
+            max_keys=25,
+            limits=Limits(max_requests=2, max_kv_usage=0.9),
+            queue=QueueSettings(size=3, timeout_s=8.0, tenant_share=0.7),
         )
+        self.router.policy = Patient()
+        self.waiting: dict[str, str] = {}  # held request -> who is to get the answer
         self.now = 0.0
         self.stream = 0
         self.stream_of: dict[str, int] = {}
 
     def handle(self, event: ev.Event) -> list[ev.Effect]:
-        return self.router.handle(event, self.now)
+        """Every answer is one that somebody waits for, and goes to who asked last."""
+        match event:
+            case ev.PlaceRequested(asked, gateway):
+                self.waiting[asked.request_id] = gateway
+            case ev.Finished(request_id):
+                self.waiting.pop(request_id, None)
+            case ev.GatewayLost(gateway) | ev.GatewayHello(gateway):
+                self.waiting = {one: asker for one, asker in self.waiting.items() if asker != gateway}
+        if isinstance(event, ev.GatewayHello):
+            for stream in event.open_streams:
+                self.waiting.pop(stream.request.request_id, None)
+        effects = self.router.handle(event, self.now)
+        for effect in effects:
+            later_step = isinstance(event, ev.StepDone) and isinstance(effect, ev.Placed) and effect.step_index
+            if isinstance(effect, ev.Placed | ev.Refused) and not later_step:
+                assert self.waiting.pop(effect.request_id) == effect.gateway_id
+        assert {held.request.request_id: held.gateway_id for held in self.router.holding.queue} == self.waiting
+        return effects
 
     @rule(name=INSTANCES, incarnation=st.sampled_from("12"), size=st.sampled_from([16, 32, 24]))
     def agent_hello(self, name: str, incarnation: str, size: int) -> None:
@@ -186,11 +232,13 @@ class StateMachine(RuleBasedStateMachine):
         if size != 24:
             self.stream_of[name] = self.stream
 
-    @rule(name=INSTANCES, healthy=st.booleans(), running=st.integers(0, 1), repeats=st.integers(1, 3))
-    def load(self, name: str, healthy: bool, running: int, repeats: int) -> None:
+    @rule(
+        name=INSTANCES, healthy=st.booleans(), running=st.integers(0, 1), repeats=st.integers(1, 3), full=st.booleans()
+    )
+    def load(self, name: str, healthy: bool, running: int, repeats: int, full: bool) -> None:
         for _ in range(repeats):
             self.now += 0.1
-            sample = Load(self.now, healthy=healthy, running=running)
+            sample = Load(self.now, healthy=healthy, running=running, waiting=full, kv_usage=0.95 * full)
             self.handle(ev.LoadReported(self.stream_of.get(name, 0), name, sample))
 
     @rule(name=INSTANCES)
@@ -233,12 +281,29 @@ class StateMachine(RuleBasedStateMachine):
     def drain(self, name: str, resume: bool) -> None:
         self.handle(ev.Drain(name, resume))
 
-    @rule(request_id=REQUESTS, gateway=st.one_of(GATEWAYS, st.just("")), tokens=st.integers(0, 50_000), keys=KEYS)
-    def place(self, request_id: str, gateway: str, tokens: int, keys: list[int]) -> None:
-        asked = request(request_id, tokens=tokens, keys=tuple(keys), session_id=f"s{tokens % 3}")
-        effects = self.handle(ev.PlaceRequested(asked, gateway))
-        answers = [effect for effect in effects if isinstance(effect, ev.Placed | ev.Refused)]
-        assert len(answers) == 1
+    @rule(
+        request_id=REQUESTS,
+        gateway=st.one_of(GATEWAYS, st.just("")),
+        tokens=st.integers(0, 50_000),
+        keys=KEYS,
+        tenant=st.sampled_from("tu"),
+        deadline=st.sampled_from([None, 0.5, 5.0]),
+        age=st.sampled_from([0.0, 3.0]),
+    )
+    def place(
+        self, request_id: str, gateway: str, tokens: int, keys: list[int], tenant: str, deadline: float, age: float
+    ) -> None:
+        known = self.router.holding.queue.get(request_id)
+        asked = request(
+            request_id,
+            tokens=tokens,
+            keys=tuple(keys),
+            session_id=f"s{tokens % 3}",
+            tenant=known.request.tenant if known else tenant,
+            deadline_s=deadline,
+            age_s=age,
+        )
+        self.handle(ev.PlaceRequested(asked, gateway))
 
     @rule(request_id=REQUESTS)
     def first_token(self, request_id: str) -> None:
@@ -280,11 +345,16 @@ class StateMachine(RuleBasedStateMachine):
     def tick(self, seconds: float) -> None:
         self.now += seconds
         self.handle(ev.Tick())
+        assert all(held.answer_by > self.now for held in self.router.holding.queue)
 
     @rule()
     def restore(self) -> None:
         kept = ev.Restored(tuple(self.router.reservations), dict(self.router.affinity.items()))
         self.handle(kept)
+
+    @rule(patient=st.booleans())
+    def policy(self, patient: bool) -> None:
+        self.router.policy = Patient() if patient else make_policy("unified")
 
     @invariant()
     def consistent(self) -> None:
@@ -293,9 +363,12 @@ class StateMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for gateway in ("g1", "g2"):
             self.handle(ev.GatewayHello(gateway))
-        self.now += 100.0
-        self.handle(ev.Tick())
+        for _ in range(4):
+            # The first frees what is open, which answers whom the queue still holds, and those end in turn.
+            self.now += 100.0
+            self.handle(ev.Tick())
         assert len(self.router.reservations) == len(self.router.truth.progress) == 0
+        assert not self.waiting
         for name in "abc":
             counters = self.router.reservations.counters(name)
             assert (counters.num_requests, counters.pending_prefill_tokens) == (0, 0)

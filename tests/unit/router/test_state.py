@@ -110,7 +110,8 @@ def test_affinity_ends_with_its_time() -> None:
 
 def test_unknown_models_and_empty_fleets_are_refused_and_reserve_nothing() -> None:
     router = state()
-    assert place(router, request(model="m", tokens=1)) == ev.Refused("r", "NOT_FOUND", "no instance serves a model 'm'")
+    said = "no instance serves a model 'm'"
+    assert place(router, request(model="m", tokens=1)) == ev.Refused("r", "NOT_FOUND", said, gateway_id="g")
     join(router, "a", 1)
     router.handle(ev.LoadReported(1, "a", Load(0.0, healthy=False)), 0.0)
     refused = place(router, request(tokens=1))

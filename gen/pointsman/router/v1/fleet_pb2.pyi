@@ -203,8 +203,11 @@ class ListInstancesResponse(_message.Message):
     INSTANCES_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     ROUTER_ID_FIELD_NUMBER: _builtins.int
+    HELD_REQUESTS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """router_id of the replica that answers."""
+    held_requests: _builtins.int
+    """held_requests wait in this replica for a placement."""
     @_builtins.property
     def instances(self) -> _containers.RepeatedCompositeFieldContainer[Global___InstanceStatus]:
         """instances by id."""
@@ -219,10 +222,11 @@ class ListInstancesResponse(_message.Message):
         instances: _abc.Iterable[Global___InstanceStatus] | None = ...,
         policy: Global___Policy | None = ...,
         router_id: _builtins.str = ...,
+        held_requests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instances", b"instances", "policy", b"policy", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_requests", b"held_requests", "instances", b"instances", "policy", b"policy", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -454,7 +458,7 @@ class Candidate(_message.Message):
     score: _builtins.float
     """score by the policy; lower is better. Absent when the policy did not score it."""
     excluded: _builtins.str
-    """excluded says why it could not be chosen: "draining", "unhealthy", "failed_before"; empty when it could."""
+    """excluded says why it could not be chosen: "draining", "unhealthy", "failed_before", "saturated"; empty when it could."""
     exact: _builtins.bool
     """exact is true when cached_tokens comes from the engine's own events."""
     recent_migrations: _builtins.int
@@ -555,6 +559,8 @@ class Decision(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     DECIDE_TIME_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
     FIGURES_FIELD_NUMBER: _builtins.int
     NEXT_OWNER_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.str
@@ -574,7 +580,7 @@ class Decision(_message.Message):
     route_class: _builtins.str
     """route_class: WARM, MEDIUM or HEAVY."""
     mode: _builtins.str
-    """mode: COLOCATED or OFFLOAD."""
+    """mode: COLOCATED or OFFLOAD; HELD (Explain only) when the policy would hold the request."""
     reason: _builtins.str
     """reason in a word: affinity, lmetric_fallback, ..."""
     cached_tokens: _builtins.int
@@ -618,6 +624,16 @@ class Decision(_message.Message):
         """decide_time is the time that the decision took."""
 
     @_builtins.property
+    def held(self) -> _duration_pb2.Duration:
+        """held: how long the request had waited for this decision."""
+
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """notes on what else shaped it: owner_draining, owner_saturated, owner_gone, ... (why a session left its owner),
+        hold_expired, queue_full (a held request was placed by the default policy).
+        """
+
+    @_builtins.property
     def figures(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """figures that the policy compared besides the scores, by name with the unit at its end (gain_s)."""
 
@@ -647,12 +663,14 @@ class Decision(_message.Message):
         outcome: _builtins.str = ...,
         finished: _placement_pb2.Finished | None = ...,
         decide_time: _duration_pb2.Duration | None = ...,
+        held: _duration_pb2.Duration | None = ...,
+        notes: _abc.Iterable[_builtins.str] | None = ...,
         figures: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         next_owner: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_margin", b"_margin", "decide_time", b"decide_time", "finished", b"finished", "margin", b"margin", "policy", b"policy", "time", b"time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_margin", b"_margin", "decide_time", b"decide_time", "finished", b"finished", "held", b"held", "margin", b"margin", "policy", b"policy", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_margin", b"_margin", "cached_tokens", b"cached_tokens", "candidates", b"candidates", "decide_time", b"decide_time", "decision_id", b"decision_id", "degraded", b"degraded", "figures", b"figures", "finished", b"finished", "input_tokens", b"input_tokens", "inputs_digest", b"inputs_digest", "key_count", b"key_count", "margin", b"margin", "mode", b"mode", "model", b"model", "next_owner", b"next_owner", "outcome", b"outcome", "policy", b"policy", "reason", b"reason", "request_id", b"request_id", "route_class", b"route_class", "runner_up", b"runner_up", "session_id", b"session_id", "session_owner", b"session_owner", "steps", b"steps", "tenant", b"tenant", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_margin", b"_margin", "cached_tokens", b"cached_tokens", "candidates", b"candidates", "decide_time", b"decide_time", "decision_id", b"decision_id", "degraded", b"degraded", "figures", b"figures", "finished", b"finished", "held", b"held", "input_tokens", b"input_tokens", "inputs_digest", b"inputs_digest", "key_count", b"key_count", "margin", b"margin", "mode", b"mode", "model", b"model", "next_owner", b"next_owner", "notes", b"notes", "outcome", b"outcome", "policy", b"policy", "reason", b"reason", "request_id", b"request_id", "route_class", b"route_class", "runner_up", b"runner_up", "session_id", b"session_id", "session_owner", b"session_owner", "steps", b"steps", "tenant", b"tenant", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__margin: _TypeAlias = _typing.Literal["margin"]  # noqa: Y015
     _WhichOneofArgType__margin: _TypeAlias = _typing.Literal["_margin", b"_margin"]  # noqa: Y015

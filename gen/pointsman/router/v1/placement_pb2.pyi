@@ -310,6 +310,7 @@ class PlacementRequest(_message.Message):
     EXCLUDE_FIELD_NUMBER: _builtins.int
     DEADLINE_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id is unique; the same id again gets the same placement."""
     model: _builtins.str
@@ -336,6 +337,10 @@ class PlacementRequest(_message.Message):
     def deadline(self) -> _duration_pb2.Duration:
         """deadline left to the first step."""
 
+    @_builtins.property
+    def age(self) -> _duration_pb2.Duration:
+        """age: how long the request has waited for its first step already, at routers that are gone."""
+
     def __init__(
         self,
         *,
@@ -349,10 +354,11 @@ class PlacementRequest(_message.Message):
         exclude: _abc.Iterable[_builtins.str] | None = ...,
         deadline: _duration_pb2.Duration | None = ...,
         traceparent: _builtins.str = ...,
+        age: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "deadline", b"deadline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "exclude", b"exclude", "input_tokens", b"input_tokens", "keys", b"keys", "max_output_tokens", b"max_output_tokens", "model", b"model", "request_id", b"request_id", "session_id", b"session_id", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "deadline", b"deadline", "exclude", b"exclude", "input_tokens", b"input_tokens", "keys", b"keys", "max_output_tokens", b"max_output_tokens", "model", b"model", "request_id", b"request_id", "session_id", b"session_id", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -58,7 +58,8 @@ class PlacementServiceServicer:
 
     def Session(self, request_iterator, context):
         """Session carries all of one gateway's requests, their progress and the fleet's changes. Messages of different requests
-        are independent; those of one request are in order. UNAVAILABLE when this replica does not own the fleet's log.
+        are independent; those of one request are in order. A placement may be held: its answer comes later, within its deadline,
+        and a hold ends with the stream, so that the gateway asks again. UNAVAILABLE when this replica does not own the fleet's log.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -66,7 +67,7 @@ class PlacementServiceServicer:
 
     def Place(self, request, context):
         """Place is the one-step form for shells and other clients: the whole plan must be one SERVE. The reservation ends with
-        Finish or with the lease. RESOURCE_EXHAUSTED with RetryInfo when saturated, UNAVAILABLE when no instance is ready,
+        Finish or with the lease. A request that is held is answered within the call's deadline. RESOURCE_EXHAUSTED with RetryInfo when saturated, UNAVAILABLE when no instance is ready,
         NOT_FOUND for an unknown model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

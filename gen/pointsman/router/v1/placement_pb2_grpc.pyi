@@ -35,11 +35,12 @@ class PlacementServiceStub:
     def __new__(cls, channel: _aio.Channel) -> PlacementServiceAsyncStub: ...
     Session: _grpc.StreamStreamMultiCallable[_placement_pb2.SessionRequest, _placement_pb2.SessionResponse]
     """Session carries all of one gateway's requests, their progress and the fleet's changes. Messages of different requests
-    are independent; those of one request are in order. UNAVAILABLE when this replica does not own the fleet's log.
+    are independent; those of one request are in order. A placement may be held: its answer comes later, within its deadline,
+    and a hold ends with the stream, so that the gateway asks again. UNAVAILABLE when this replica does not own the fleet's log.
     """
     Place: _grpc.UnaryUnaryMultiCallable[_placement_pb2.PlaceRequest, _placement_pb2.PlaceResponse]
     """Place is the one-step form for shells and other clients: the whole plan must be one SERVE. The reservation ends with
-    Finish or with the lease. RESOURCE_EXHAUSTED with RetryInfo when saturated, UNAVAILABLE when no instance is ready,
+    Finish or with the lease. A request that is held is answered within the call's deadline. RESOURCE_EXHAUSTED with RetryInfo when saturated, UNAVAILABLE when no instance is ready,
     NOT_FOUND for an unknown model.
     """
     Finish: _grpc.UnaryUnaryMultiCallable[_placement_pb2.FinishRequest, _placement_pb2.FinishResponse]
@@ -52,11 +53,12 @@ class PlacementServiceAsyncStub(PlacementServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Session: _aio.StreamStreamMultiCallable[_placement_pb2.SessionRequest, _placement_pb2.SessionResponse]  # type: ignore[assignment]
     """Session carries all of one gateway's requests, their progress and the fleet's changes. Messages of different requests
-    are independent; those of one request are in order. UNAVAILABLE when this replica does not own the fleet's log.
+    are independent; those of one request are in order. A placement may be held: its answer comes later, within its deadline,
+    and a hold ends with the stream, so that the gateway asks again. UNAVAILABLE when this replica does not own the fleet's log.
     """
     Place: _aio.UnaryUnaryMultiCallable[_placement_pb2.PlaceRequest, _placement_pb2.PlaceResponse]  # type: ignore[assignment]
     """Place is the one-step form for shells and other clients: the whole plan must be one SERVE. The reservation ends with
-    Finish or with the lease. RESOURCE_EXHAUSTED with RetryInfo when saturated, UNAVAILABLE when no instance is ready,
+    Finish or with the lease. A request that is held is answered within the call's deadline. RESOURCE_EXHAUSTED with RetryInfo when saturated, UNAVAILABLE when no instance is ready,
     NOT_FOUND for an unknown model.
     """
     Finish: _aio.UnaryUnaryMultiCallable[_placement_pb2.FinishRequest, _placement_pb2.FinishResponse]  # type: ignore[assignment]
@@ -72,7 +74,8 @@ class PlacementServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_placement_pb2.SessionResponse], _abc.AsyncIterator[_placement_pb2.SessionResponse]]:
         """Session carries all of one gateway's requests, their progress and the fleet's changes. Messages of different requests
-        are independent; those of one request are in order. UNAVAILABLE when this replica does not own the fleet's log.
+        are independent; those of one request are in order. A placement may be held: its answer comes later, within its deadline,
+        and a hold ends with the stream, so that the gateway asks again. UNAVAILABLE when this replica does not own the fleet's log.
         """
 
     @_abc_1.abstractmethod
@@ -82,7 +85,7 @@ class PlacementServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_placement_pb2.PlaceResponse, _abc.Awaitable[_placement_pb2.PlaceResponse]]:
         """Place is the one-step form for shells and other clients: the whole plan must be one SERVE. The reservation ends with
-        Finish or with the lease. RESOURCE_EXHAUSTED with RetryInfo when saturated, UNAVAILABLE when no instance is ready,
+        Finish or with the lease. A request that is held is answered within the call's deadline. RESOURCE_EXHAUSTED with RetryInfo when saturated, UNAVAILABLE when no instance is ready,
         NOT_FOUND for an unknown model.
         """
 

@@ -1,0 +1,149 @@
+"""Requests that cannot be placed yet, or should not be: held, tried again when something frees, answered in time. Pure.
+
+A hold reserves nothing. It ends by a placement, by a refusal, by the request's end, or with its gateway's stream; after the last
+the gateway asks again, with the request's age.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from services.router import events as ev
+from services.router.domain import Decision, FleetView, PlacementRequest
+from services.router.policy.base import Policy
+from services.router.policy.unified import Unified
+from services.router.queue import Held, HeldQueue, QueueSettings
+
+SATURATED = "saturated"
+# Requests tried again whenever something frees, and whenever time passes: a decision costs up to 150 us.
+TRIES, TRIES_ON_TICK = 8, 64
+# An answer must reach the gateway before it gives up; ticks are half a second apart.
+MARGIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """All instances of `pool` that could serve a request are saturated."""
+
+    pool: str
+    view: FleetView
+
+
+Verdict = Decision | ev.Refused | Full
+# (request, now, policy or None for the one in force): decides and changes nothing.
+Decide = Callable[[PlacementRequest, float, Policy | None], Verdict]
+# (decision, gateway id, now): reserves, and returns the effects, the answer last.
+Commit = Callable[[Decision, str, float], list[ev.Effect]]
+# (pool, now): whether an instance of the pool may be placed on at all.
+HasRoom = Callable[[str, float], bool]
+
+
+class Holding:
+    """The waiting requests of a RouterState, and when and how they are answered. Decides and reserves by what it is given."""
+
+    def __init__(
+        self, settings: QueueSettings, retry_after_s: float, decide: Decide, commit: Commit, has_room: HasRoom
+    ) -> None:
+        self.queue = HeldQueue(settings)
+        self._settings = settings
+        self._retry_after_s = retry_after_s
+        self._decide = decide
+        self._commit = commit
+        self._has_room = has_room
+        self._fallback = Unified()
+
+    def place(self, request: PlacementRequest, gateway_id: str, now: float) -> list[ev.Effect]:
+        """Answer a new request now, or hold it (no effects). Mutates."""
+        if (waiting := self.queue.get(request.request_id)) is not None:
+            # Asked again, as after a broken call: whoever asked last gets the answer.
+            self.queue.update(replace(waiting, gateway_id=gateway_id))
+            return []
+        verdict = self._decide(request, now, None)
+        if isinstance(verdict, ev.Refused):
+            return [replace(verdict, gateway_id=gateway_id)]
+        placeable = isinstance(verdict, Decision) and bool(verdict.ruling.steps)
+        if isinstance(verdict, Decision) and placeable and not self.queue.waits_for_room(verdict.pool):
+            return self._commit(verdict, gateway_id, now)
+        held = self._held(request, gateway_id, verdict, now)
+        why_not = self.queue.offer(held)
+        if not why_not:
+            return self._serve(verdict.pool, now, TRIES) if placeable else []
+        if isinstance(verdict, Decision) and placeable:
+            return self._commit(verdict, gateway_id, now)
+        return self._end(held, now, "queue_full", why_not)
+
+    def retry(self, now: float, *, thorough: bool) -> list[ev.Effect]:
+        """Something freed (or, `thorough`, time passed): answer whom it allows, and whose time is over. Mutates."""
+        effects: list[ev.Effect] = []
+        for pool in self.queue.pools():
+            effects += self._serve(pool, now, TRIES_ON_TICK if thorough else TRIES)
+        for held in self.queue.expired(now) if thorough else ():
+            self.queue.remove(held.request.request_id)
+            effects += self._end(held, now, "hold_expired", f"held for {now - held.since:.1f} s")
+        return effects
+
+    def cancel(self, request_id: str) -> None:
+        """A request ended while it waited. Mutates."""
+        self.queue.remove(request_id)
+
+    def drop_gateway(self, gateway_id: str) -> None:
+        """A gateway's stream ended: it asks again. Mutates."""
+        for held in list(self.queue):
+            if held.gateway_id == gateway_id:
+                self.queue.remove(held.request.request_id)
+
+    def refusal(self, request: PlacementRequest, pool: str, gateway_id: str, why: str) -> ev.Refused:
+        """What a request is told when there is no room for it."""
+        message = f"every instance of {pool!r} is at its limit ({why})"
+        return ev.Refused(request.request_id, "RESOURCE_EXHAUSTED", message, self._retry_after_s, gateway_id)
+
+    def _held(self, request: PlacementRequest, gateway_id: str, verdict: Decision | Full, now: float) -> Held:
+        since = now - request.age_s
+        answer_by = since + self._settings.timeout_s
+        if (left := request.deadline_s) is not None:
+            answer_by = min(answer_by, now + left - min(MARGIN_S, left / 2))
+        # As numbers of 8 bytes, because many requests of 130k tokens may wait.
+        request = replace(request, keys=array("Q", request.keys))
+        held = Held(request, gateway_id, verdict.pool, since, answer_by, "", 0, for_room=True)
+        return _judged(held, verdict)
+
+    def _serve(self, pool: str, now: float, tries: int) -> list[ev.Effect]:
+        effects: list[ev.Effect] = []
+        for held in self.queue.order(pool, now)[:tries]:
+            if not self._has_room(pool, now):
+                break
+            verdict = self._decide(_aged(held, now), now, None)
+            if isinstance(verdict, Decision) and verdict.ruling.steps:
+                self.queue.served(held.request.request_id)
+                effects += self._commit(verdict, held.gateway_id, now)
+            elif not isinstance(verdict, ev.Refused):
+                self.queue.update(_judged(held, verdict))
+        return effects
+
+    def _end(self, held: Held, now: float, note: str, why: str) -> list[ev.Effect]:
+        """The answer to a request that may not wait (any longer)."""
+        by_default = not held.for_room and self._settings.expiry == "place"
+        verdict = self._decide(_aged(held, now), now, self._fallback if by_default else None)
+        if isinstance(verdict, Decision) and verdict.ruling.steps:
+            return self._commit(replace(verdict, notes=(*verdict.notes, note)), held.gateway_id, now)
+        if isinstance(verdict, ev.Refused):
+            # The model was known when the request came, so its absence is a passing one.
+            return [replace(verdict, code="UNAVAILABLE", retry_after_s=self._retry_after_s, gateway_id=held.gateway_id)]
+        return [self.refusal(held.request, held.pool, held.gateway_id, why)]
+
+
+def _aged(held: Held, now: float) -> PlacementRequest:
+    return replace(held.request, age_s=now - held.since)
+
+
+def _judged(held: Held, verdict: Decision | Full) -> Held:
+    """`held` with what its last trial said."""
+    if isinstance(verdict, Full):
+        new = min(one.new_tokens for one in verdict.view.candidates if one.excluded == SATURATED)
+        return replace(held, reason=SATURATED, new_tokens=new, for_room=True)
+    ruling, new = verdict.ruling, min(one.new_tokens for one in verdict.view.eligible())
+    answer_by = min(held.answer_by, held.since + ruling.hold_s) if ruling.hold_s else held.answer_by
+    # A request that could be placed, and yet stands behind others, waits for room as they do.
+    return replace(held, reason=ruling.reason, new_tokens=new, for_room=bool(ruling.steps), answer_by=answer_by)
