@@ -127,11 +127,11 @@ async def running(tokens: Tokens | None = None, **changes: Any) -> AsyncIterator
         await server.stop()
 
 
-async def eventually(check: Any, what: str) -> Any:
+async def eventually(check: Any, what: str, within_s: float = WITHIN_S) -> Any:
     """Ask the coroutine function `check` until its answer is true."""
-    deadline = time.monotonic() + WITHIN_S
+    deadline = time.monotonic() + within_s
     while not (answer := await check()):
-        assert time.monotonic() < deadline, f"not within {WITHIN_S} s: {what}"
+        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
         await asyncio.sleep(0.02)
     return answer
 

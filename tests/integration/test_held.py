@@ -177,7 +177,7 @@ async def test_a_gateway_waits_for_room_and_passes_the_refusal_on_as_429(tmp_pat
                     except aiohttp.ClientError:
                         return False
 
-                await eventually(ready, "the gateway lists the model")
+                await eventually(ready, "the gateway lists the model", within_s=60.0)
                 first = await http.post(url, json=body)
                 assert first.status == 200
                 second = asyncio.ensure_future(http.post(url, json=body))
