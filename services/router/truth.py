@@ -10,6 +10,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from services.common.keys import KEY_TOKENS
 from services.router import events as ev
 from services.router.approximate import Approximate
@@ -22,8 +24,7 @@ from services.router.reservations import Reservation, Reservations
 from services.router.sync import TIER_DEVICE, Delta, KeyMessage, SnapshotEnd
 
 
-@dataclass(frozen=True, slots=True)
-class Belief:
+class Belief(msgspec.Struct, frozen=True, gc=False):
     """How many leading blocks of a prompt an instance has, `credited` of them by credit, and where that is known from."""
 
     source: PrefixSource
