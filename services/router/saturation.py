@@ -15,6 +15,11 @@ class Limits:
     max_requests: int = 0
     max_kv_usage: float = 0.0
 
+    @property
+    def on(self) -> bool:
+        """Whether there is any limit."""
+        return bool(self.max_requests or self.max_kv_usage)
+
     def saturated(self, num_requests: int, load: Load | None) -> bool:
         """Whether an instance with so many open requests and this report (None: no fresh one) should get no more."""
         if self.max_requests and num_requests >= self.max_requests:

@@ -436,7 +436,7 @@ class RouterState:
             return EXCLUDED_STATES[state]
         if record.info.instance_id in request.exclude:
             return "failed_before"
-        return SATURATED if self._saturated(record, now) else ""
+        return SATURATED if self.settings.limits.on and self._saturated(record, now) else ""
 
     def _view(self, request: PlacementRequest, pool: str, now: float) -> FleetView:
         members = self.fleet.members(pool, request.model)

@@ -20,7 +20,7 @@ from pointsman.router.v1 import fleet_pb2, placement_pb2
 from services.gateway.tokens import ModelTokenizer
 from services.router.io.main import RouterServer
 from tests.engine.processes import Process, free_port
-from tests.integration.gateway_fakes import MODEL, FakeEngine, make_tokenizer
+from tests.integration.gateway_fakes import MODEL, FakeEngine, make_tokenizer, stack
 from tests.integration.router_fixtures import Client, Report, Session, eventually, running
 
 
@@ -154,6 +154,25 @@ async def test_a_drain_tells_what_is_left_and_moves_the_session_with_its_reason(
         decision = (await client.fleet.GetDecision(fleet_pb2.GetDecisionRequest(decision_id="r2"))).decision
         assert list(decision.notes) == ["owner_draining"]
         assert {one.instance_id: one.excluded for one in decision.candidates} == {"a": "draining", "b": ""}
+
+
+async def test_a_gateway_asks_again_with_the_age_of_a_hold_that_broke(tmp_path: Path) -> None:
+    async with stack(tmp_path, router_grace_s=30.0) as up:
+        up.router.placer = lambda _: None
+        async with aiohttp.ClientSession() as http:
+            answer = asyncio.ensure_future(
+                http.post(f"{up.url}/v1/completions", json={"model": MODEL, "prompt": "each train"})
+            )
+            await up.router.until(lambda: len(up.router.places) == 1)
+            await up.router.stop()
+            up.router.placer = up.router.first
+            await up.router.start(int(up.router.address.rpartition(":")[2]))
+            assert (await answer).status == 200
+    first, again = up.router.places
+    assert again.request_id == first.request_id
+    assert not first.HasField("age")
+    assert again.age.ToNanoseconds() > 0
+    assert again.age.ToNanoseconds() + again.deadline.ToNanoseconds() <= first.deadline.ToNanoseconds() + 1_000
 
 
 async def test_a_gateway_waits_for_room_and_passes_the_refusal_on_as_429(tmp_path: Path) -> None:
