@@ -124,15 +124,28 @@ async def test_the_unary_form_waits_within_its_deadline() -> None:
         left.cancel()
         await held(client, 0)
 
-        waits = asyncio.ensure_future(
-            client.placement.Place(placement_pb2.PlaceRequest(request=asked("r")), timeout=30.0)
-        )
+        ended = asyncio.ensure_future(_place(client, "ended"))
+        await held(client, 1)
+        await _finish(client, "ended")
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await ended
+        assert error.value.code() is grpc.StatusCode.ABORTED
+
+        waits = asyncio.ensure_future(_place(client, "r"))
         await held(client, 1)
         await session.finish("x")
         assert (await waits).placement.step.instance.instance_id == "a"
-        finished = placement_pb2.Finished(request_id="r", outcome=placement_pb2.OUTCOME_OK)
-        await client.placement.Finish(placement_pb2.FinishRequest(finished=finished))
+        await _finish(client, "r")
         assert (await client.instances())["a"].num_requests == 0
+
+
+async def _place(client: Client, request_id: str) -> placement_pb2.PlaceResponse:
+    return await client.placement.Place(placement_pb2.PlaceRequest(request=asked(request_id)), timeout=30.0)
+
+
+async def _finish(client: Client, request_id: str) -> None:
+    finished = placement_pb2.Finished(request_id=request_id, outcome=placement_pb2.OUTCOME_OK)
+    await client.placement.Finish(placement_pb2.FinishRequest(finished=finished))
 
 
 async def test_a_drain_tells_what_is_left_and_moves_the_session_with_its_reason() -> None:

@@ -142,6 +142,9 @@ class Router:
                     fleet_changed = True
                 case ev.Placed():
                     self._answer(effect)
+        if isinstance(event, ev.Finished):
+            # Whoever still waits for its placement would wait for ever: a hold ends without a word.
+            self._answer_callers(ev.Refused(event.request_id, "ABORTED", "the request ended while it was held"))
         self.store.record(kept)
         if fleet_changed:
             self._tell_fleet()
@@ -187,16 +190,21 @@ class Router:
                 self._callers.pop(request.request_id, None)
 
     def _answer(self, effect: ev.Placed | ev.Refused) -> None:
+        # Callers of the unary form hear the answer even when a gateway has asked for the same request since.
+        self._answer_callers(effect)
         if not effect.gateway_id:
-            for answer in self._callers.get(effect.request_id, ()):
-                if not answer.done():
-                    answer.set_result(effect)
-        elif (stream := self.gateways.get(effect.gateway_id)) is None:
+            return
+        if (stream := self.gateways.get(effect.gateway_id)) is None:
             log.warning("an answer to a gateway that left", request_id=effect.request_id)
         elif isinstance(effect, ev.Placed):
             stream.send(placement=convert.placement_to_wire(self.state, effect))
         else:
             stream.send(refusal=convert.refusal_to_wire(effect))
+
+    def _answer_callers(self, answer: ev.Placed | ev.Refused) -> None:
+        for waiting in self._callers.get(answer.request_id, ()):
+            if not waiting.done():
+                waiting.set_result(answer)
 
     def _tell_fleet(self) -> None:
         fleet = self.fleet()
@@ -236,11 +244,9 @@ class Router:
             for gateway_id, gateway in list(self.gateways.items()):
                 gateway.replies.put_nowait(None)
                 self.closed(gateway_id, gateway)
-            for request_id, callers in self._callers.items():
+            for request_id in self._callers:
+                self._answer_callers(ev.Refused(request_id, "UNAVAILABLE", "another replica took over", 1.0))
                 self.submit(ev.Finished(request_id, "CANCELLED", error="another replica took over"))
-                for answer in callers:
-                    if not answer.done():
-                        answer.set_result(ev.Refused(request_id, "UNAVAILABLE", "another replica took over", 1.0))
 
     def _snapshot(self) -> list[StoreEffect]:
         reserved = [ev.Reserved(reservation) for reservation in self.state.reservations]
