@@ -60,7 +60,7 @@ def instances(router: RouterFlag = ROUTER, model: str = "", as_json: JsonFlag = 
         router, lambda fleet, **with_: fleet.ListInstances(fleet_pb2.ListInstancesRequest(model=model), **with_)
     )
     if as_json:
-        typer.echo(json_format.MessageToJson(answer, preserving_proto_field_name=True))
+        typer.echo(json_format.MessageToJson(answer, preserving_proto_field_name=True, sort_keys=True))
         return
     table = _table("instance", "model", "state", "requests", "pending", "decode", "running", "waiting", "kv", "keys",
                    "hit", "sessions", "report", "incarnation")  # fmt: skip
@@ -122,7 +122,7 @@ def decisions(
     request = fleet_pb2.ListDecisionsRequest(filter=wanted, page_size=limit)
     answer = _call(router, lambda fleet, **with_: fleet.ListDecisions(request, **with_))
     if as_json:
-        typer.echo(json_format.MessageToJson(answer, preserving_proto_field_name=True))
+        typer.echo(json_format.MessageToJson(answer, preserving_proto_field_name=True, sort_keys=True))
         return
     table = _table("decision", "time", "session", "input", "cached", "engine said", "class", "reason", "instance", "margin",
                    "outcome", "TTFT")  # fmt: skip
@@ -163,7 +163,7 @@ def explain(
     else:
         _fail("give a decision id, or --prompt FILE")
     if as_json:
-        typer.echo(json_format.MessageToJson(decision, preserving_proto_field_name=True))
+        typer.echo(json_format.MessageToJson(decision, preserving_proto_field_name=True, sort_keys=True))
     else:
         _print_decision(decision)
 
