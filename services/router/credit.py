@@ -26,6 +26,10 @@ class Credit:
         self._ends: deque[tuple[float, str, Sequence[int]]] = deque()
         self._queued = 0
 
+    def __len__(self) -> int:
+        """How many keys were credited and have not come to their end, confirmed ones included."""
+        return self._queued
+
     def count(self, instance_id: str) -> int:
         """How many keys an instance is credited with."""
         return self._held.count(instance_id)

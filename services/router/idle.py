@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.router.domain import Load, Phase
 from services.router.reservations import Reservation
@@ -14,22 +15,24 @@ UNCLAIMED_AFTER_S = 30.0
 
 @dataclass(slots=True)
 class IdleStreak:
-    """How many fresh reports in a row said running = 0 and waiting = 0, and when the first of them was sampled."""
+    """When the last fresh reports were sampled that said running = 0 and waiting = 0, with no other in between."""
 
-    reports: int = 0
-    since: float = 0.0
+    _idle_at: deque[float] = field(default_factory=lambda: deque(maxlen=IDLE_REPORTS))
     _sampled_at: float = float("-inf")
+
+    @property
+    def since(self) -> float:
+        """The first of the last `IDLE_REPORTS` idle reports; never before there were so many."""
+        return self._idle_at[0] if len(self._idle_at) == IDLE_REPORTS else float("-inf")
 
     def heard(self, load: Load, now: float, fresh_s: float) -> bool:
         """Take a report in; whether the engine has been idle for long enough to be believed. Mutates."""
         if not load.healthy or load.running or load.waiting or now - load.sampled_at > fresh_s:
-            self.reports = 0
+            self._idle_at.clear()
         elif load.sampled_at > self._sampled_at:
-            self.reports += 1
-            if self.reports == 1:
-                self.since = load.sampled_at
+            self._idle_at.append(load.sampled_at)
         self._sampled_at = max(self._sampled_at, load.sampled_at)
-        return self.reports >= IDLE_REPORTS
+        return len(self._idle_at) == IDLE_REPORTS
 
 
 def unclaimed(
@@ -40,7 +43,7 @@ def unclaimed(
     now: float,
 ) -> list[Reservation]:
     """Reservations that an idle instance cannot have: past their first token, of a gateway whose session is gone, open for
-    `UNCLAIMED_AFTER_S` and since before the instance became idle."""
+    `UNCLAIMED_AFTER_S` and since before the first of its idle reports."""
     return [
         one
         for one in reservations

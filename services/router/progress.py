@@ -21,7 +21,7 @@ class OpenPrompt:
     """One open request's prompt on the instance of its step.
 
     `target_tokens` of it are computed there, `cached_tokens` of those were predicted to be cached; `reached` counts the leading
-    blocks known to be there, `start` what that was when it was placed. `evicted`: a part of the predicted prefix went while the
+    blocks known to be there. `evicted`: a part of the predicted prefix went while the
     request waited, so what the engine reports says nothing about the index. `learned`: its keys were credited already.
     """
 
@@ -31,7 +31,6 @@ class OpenPrompt:
     keys: Sequence[int] = NO_KEYS
     cached_tokens: int = 0
     target_tokens: int = 0
-    start: int = 0
     reached: int = 0
     evicted: bool = False
     learned: bool = False
@@ -43,8 +42,8 @@ class OpenPrompt:
 
     @property
     def prefilled_tokens(self) -> int:
-        """Tokens beyond the cached ones that the engine has computed, as far as its events tell."""
-        return self.reached * KEY_TOKENS - self.cached_tokens if self.reached > self.start else 0
+        """Tokens beyond the cached ones that the engine has computed, once `reached` has moved."""
+        return self.reached * KEY_TOKENS - self.cached_tokens
 
 
 class Progress:
@@ -75,7 +74,6 @@ class Progress:
         and says nothing. Mutates."""
         prompt.reached = prompt.cached_tokens // KEY_TOKENS
         _run_on(prompt, index)
-        prompt.start = prompt.reached
         self._waiting.setdefault(prompt.instance_id, {})[prompt.request_id] = prompt
         self._await_next(prompt)
 
@@ -152,17 +150,23 @@ class Progress:
             for request_id, prompt in prompts.items():
                 assert self._open[request_id] is prompt
                 assert prompt.instance_id == instance_id
-                assert prompt.start <= prompt.reached
+                assert (
+                    prompt.cached_tokens // KEY_TOKENS
+                    <= prompt.reached
+                    <= max(prompt.limit, prompt.cached_tokens // KEY_TOKENS)
+                )
         for (instance_id, request_id), key in awaited.items():
             assert instance_id not in live or not index.holds(instance_id, key), (instance_id, request_id)
 
     def _move(self, instance_id: str, keys: Iterable[int], index: PrefixIndex) -> list[OpenPrompt]:
         by_key = self._next.get(instance_id, {})
-        moved = [prompt for key in keys for prompt in by_key.pop(key)]
-        if moved and not by_key:
+        found = [prompt for key in keys for prompt in by_key.pop(key)]
+        if found and not by_key:
             del self._next[instance_id]
-        for prompt in moved:
-            _run_on(prompt, index)
+        moved = []
+        for prompt in found:
+            if _run_on(prompt, index):
+                moved.append(prompt)
             self._await_next(prompt)
         return moved
 
@@ -172,7 +176,8 @@ class Progress:
             by_key.setdefault(prompt.keys[prompt.reached], []).append(prompt)
 
 
-def _run_on(prompt: OpenPrompt, index: PrefixIndex) -> None:
-    limit = prompt.limit
+def _run_on(prompt: OpenPrompt, index: PrefixIndex) -> bool:
+    before, limit = prompt.reached, prompt.limit
     while prompt.reached < limit and index.holds(prompt.instance_id, prompt.keys[prompt.reached]):
         prompt.reached += 1
+    return prompt.reached > before

@@ -91,11 +91,10 @@ class Reservations:
         return moved
 
     def prefilled(self, request_id: str, tokens: int) -> None:
-        """The instance has computed `tokens` of a request's new tokens; never taken back. Mutates."""
+        """The instance has computed `tokens` of a request's new tokens. Mutates."""
         reservation = self._open.get(request_id)
         if reservation is not None and reservation.phase is Phase.PREFILL:
-            tokens = min(max(tokens, reservation.prefilled_tokens), reservation.new_tokens)
-            moved = replace(reservation, prefilled_tokens=tokens)
+            moved = replace(reservation, prefilled_tokens=min(tokens, reservation.new_tokens))
             self._open[request_id] = moved
             self._counters[moved.instance_id].pending_prefill_tokens += (
                 moved.pending_tokens - reservation.pending_tokens

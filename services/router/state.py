@@ -174,7 +174,6 @@ class RouterState:
         resume = record.follows_events and record.sync.can_resume(hello.oldest_seq, hello.latest_seq)
         if not resume:
             record.sync.reset()
-            self.truth.credit.drop(info.instance_id)
         effects.append(
             ev.Welcome(hello.stream_id, snapshot=not resume, resume_from_seq=record.sync.seq + 1 if resume else 0)
         )

@@ -32,6 +32,9 @@ class Belief(msgspec.Struct, frozen=True, gc=False):
     credited: int = 0
 
 
+_NO_BLOCKS = {source: Belief(source) for source in PrefixSource}
+
+
 @dataclass(slots=True)
 class Truth:
     """See the module. `stale_keys_s`: an instance not heard of for so long earns no credit. `approximate_keys`: the capacity
@@ -51,24 +54,33 @@ class Truth:
         """Where the instance's credit comes from now; NONE when it earns none."""
         if record.lost_at is not None or now - record.heard_at > self.stale_keys_s:
             return PrefixSource.NONE
-        if not record.follows_events:
-            return PrefixSource.NONE if now < record.trust.muted_until else PrefixSource.APPROXIMATE
-        return PrefixSource.EVENTS if record.sync.live else PrefixSource.NONE
+        if record.sync.live:
+            return PrefixSource.EVENTS
+        if record.follows_events or now < record.trust.muted_until:
+            return PrefixSource.NONE
+        return PrefixSource.APPROXIMATE
 
     def beliefs(self, keys: Sequence[int], members: Iterable[InstanceRecord], now: float) -> dict[str, Belief]:
         """What each of `members` has of the prompt with these keys. Changes nothing."""
-        sources = {record.info.instance_id: self.source(record, now) for record in members}
-        by_source: dict[PrefixSource, list[str]] = {}
-        for instance_id, source in sources.items():
-            by_source.setdefault(source, []).append(instance_id)
-        found = {instance_id: Belief(source) for instance_id, source in sources.items()}
+        found: dict[str, Belief] = {}
+        exact: list[str] = []
+        learned: list[str] = []
+        for record in members:
+            source = self.source(record, now)
+            instance_id = record.info.instance_id
+            found[instance_id] = _NO_BLOCKS[source]
+            if source is PrefixSource.EVENTS:
+                exact.append(instance_id)
+            elif source is PrefixSource.APPROXIMATE:
+                learned.append(instance_id)
         if not keys:
             return found
-        if exact := by_source.get(PrefixSource.EVENTS):
+        credit = self.credit if len(self.credit) else None
+        if exact:
             for instance_id, blocks in self.index.leading_blocks(keys, exact).items():
-                reach = self.credit.reach(instance_id, keys, blocks)
+                reach = credit.reach(instance_id, keys, blocks) if credit else blocks
                 found[instance_id] = Belief(PrefixSource.EVENTS, reach, reach - blocks)
-        if learned := by_source.get(PrefixSource.APPROXIMATE):
+        if learned:
             for instance_id, blocks in self.approximate.leading_blocks(keys, learned).items():
                 found[instance_id] = Belief(PrefixSource.APPROXIMATE, blocks)
         return found
@@ -180,6 +192,8 @@ class Truth:
 
     def check_invariants(self, reservations: Reservations) -> None:
         """Raise AssertionError when prompts, reservations, credit and beliefs contradict each other."""
+        for record in self.fleet.records():
+            assert record.follows_events or not record.sync.live, record.info.instance_id
         live = {record.info.instance_id for record in self.fleet.records() if record.sync.live}
         self.progress.check_invariants(self.index, live)
         self.credit.check_invariants()

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from services.common.keys import prompt_keys
+from services.common.keys import KEY_SCHEME, prompt_keys
 from services.router import events as ev
 from services.router.approximate import Approximate
 from services.router.credit import Credit
@@ -14,8 +14,8 @@ from services.router.domain import Candidate, Decision, InstanceState, Load, Pha
 from services.router.fleet import InstanceRecord
 from services.router.prefix_index import IndexFull, PrefixIndex
 from services.router.state import RouterState
-from services.router.sync import Delta, KeyMessage
-from tests.unit.router.builders import hello, join, place, request, state
+from services.router.sync import Delta, KeyMessage, SnapshotBegin, SnapshotEnd
+from tests.unit.router.builders import hello, info, join, place, request, state
 
 PROMPT = list(range(200))
 KEYS = prompt_keys(PROMPT, "m")
@@ -90,6 +90,7 @@ def test_one_prompts_keys_move_all_that_share_them_and_nobody_elses() -> None:
         place(router, request(name, prompt=PROMPT))
     place(router, request("other", prompt=OTHER))
     report(router, Delta(1, 1, added=[7, *KEYS[:6], 9]))
+    report(router, Delta(1, 1, added=[7, *KEYS[:8], 9]))  # Again, and not as it was: passed over.
     assert pending(router) == 200 + 2 * (200 - 96)
     router.handle(ev.Finished("r1", "CANCELLED"), 1.0)
     assert pending(router) == 200 + 200 - 96
@@ -101,6 +102,10 @@ def test_keys_that_are_held_but_computed_again_are_no_progress() -> None:
     join(router, "a", 1, KEYS[:8], block_size=64)
     place(router, request("r", prompt=PROMPT[:128]))
     assert pending(router) == 64
+    place(router, request("longer", prompt=PROMPT[:127] + OTHER))
+    assert pending(router) == 64 + 327 - 64
+    report(router, Delta(0, 1, added=prompt_keys(PROMPT[:127] + OTHER, "m")))  # Known already, says the number.
+    assert pending(router) == 64 + 327 - 64
 
 
 def test_a_hole_in_what_comes_stops_the_progress_until_it_is_filled() -> None:
@@ -178,10 +183,9 @@ def test_an_answer_credits_its_prompt_at_once_until_events_speak() -> None:
 def test_only_an_engines_own_whole_blocks_are_credited() -> None:
     router = state()
     join(router, "a", 1, block_size=64)
-    answer(router, "r")
-    longer = [*PROMPT, *OTHER]
-    assert seen(router, longer).cached_tokens == 192
-    assert router.truth.credit.count("a") == 12
+    answer(router, "r", prompt=PROMPT[:170])
+    assert seen(router).cached_tokens == 128
+    assert router.truth.credit.count("a") == 8
 
 
 def test_a_request_that_never_began_credits_nothing() -> None:
@@ -193,7 +197,15 @@ def test_a_request_that_never_began_credits_nothing() -> None:
     assert seen(router).cached_tokens == 0
 
 
-@pytest.mark.parametrize("how", ["removed", "cleared", "gap", "incarnation", "gone"])
+def test_what_other_tiers_hold_settles_no_credit() -> None:
+    router = state()
+    join(router, "a", 1)
+    answer(router, "r")
+    report(router, Delta(1, 2, added=KEYS))
+    assert seen(router).cached_tokens == 192
+
+
+@pytest.mark.parametrize("how", ["removed", "cleared", "gap", "reconnect", "incarnation", "gone"])
 def test_credit_ends_when_events_contradict_it(how: str) -> None:
     router = state()
     join(router, "a", 1)
@@ -207,7 +219,13 @@ def test_credit_ends_when_events_contradict_it(how: str) -> None:
             report(router, Delta(1, 1, cleared=True))
         case "gap":
             report(router, Delta(5, 1))
-            join(router, "a", 1)
+            for message in (SnapshotBegin(0), SnapshotEnd(0, 0, 0)):
+                report(router, message)
+        case "reconnect":
+            router.handle(ev.AgentLost(1, "a"), 0.0)
+            router.handle(ev.AgentHello(2, info("a"), KEY_SCHEME, 7, 9), 0.0)
+            for message in (SnapshotBegin(9), SnapshotEnd(9, 0, 0)):
+                report(router, message)
         case "incarnation":
             join(router, "a", 2, incarnation="2")
         case "gone":
@@ -306,7 +324,8 @@ def test_persistent_shortfalls_distrust_the_index_until_the_next_snapshot() -> N
     assert (seen(router, now=1.0).cached_tokens, record.prefix_reason) == (192, "")
     # Placed on the old index: no evidence against the new one.
     router.handle(ev.Finished("early", "OK", cached_tokens=0), 1.0)
-    assert not any(isinstance(effect, ev.Resync) for effect in shortfalls(router, 4, "s", 1.0))
+    shortfalls(router, 4, "s", 1.0)
+    assert record.trust.distrusts == 1
 
 
 def test_occasional_and_small_shortfalls_are_no_reason() -> None:
@@ -404,7 +423,9 @@ def test_an_idle_engines_word_releases_what_no_gateway_claims() -> None:
     router.check_invariants()
 
 
-@pytest.mark.parametrize("doubt", ["young", "claimed", "prefill", "stale", "repeated", "unhealthy", "busy since"])
+@pytest.mark.parametrize(
+    "doubt", ["young", "older idleness", "claimed", "prefill", "stale", "repeated", "unhealthy", "busy since"]
+)
 def test_in_doubt_a_reservation_stays(doubt: str) -> None:
     router = state(gateway_lease_s=1_000.0)
     decoding(router)
@@ -413,6 +434,8 @@ def test_in_doubt_a_reservation_stays(doubt: str) -> None:
     match doubt:
         case "young":
             idle_reports(router, 27.0, 28.0, 29.0)
+        case "older idleness":
+            assert idle_reports(router, -9.0, -8.0, 40.0, 41.0) == []
         case "claimed":
             idle_reports(router, 31.0, 32.0, 33.0)
         case "prefill":
@@ -484,3 +507,37 @@ def test_a_restarted_engine_is_known_by_nothing_of_its_former_life() -> None:
     place(router, request("r", prompt=PROMPT))
     join(router, "a", 2, KEYS, incarnation="2")
     assert pending(router) == 200 - 32
+
+
+def test_answers_of_a_former_incarnation_say_nothing_about_the_next() -> None:
+    router = state()
+    hello(router, "a", 1, exact_prefix=False)
+    answer(router, "first")
+    for number in range(5):
+        place(router, request(f"r{number}", prompt=PROMPT))
+    hello(router, "a", 2, exact_prefix=False, incarnation="2")
+    for number in range(5):
+        router.handle(ev.Finished(f"r{number}", "FAILED", cached_tokens=0), 1.0)
+    assert record_of(router).trust.distrusts == 0
+
+
+def test_credit_counts_from_the_first_token_not_from_the_end() -> None:
+    router = state()
+    join(router, "a", 1)
+    place(router, request("r", prompt=PROMPT))
+    router.handle(ev.FirstToken("r"), 0.0)
+    router.handle(ev.Finished("r", "OK"), 1.5)
+    router.handle(ev.Tick(), 2.0)
+    assert seen(router, now=2.0).cached_tokens == 0
+
+
+def test_a_gateway_that_counts_less_work_than_was_done_leaves_nothing_pending() -> None:
+    router = state()
+    join(router, "a", 1)
+    place(router, request("r", prompt=PROMPT))
+    report(router, Delta(1, 1, added=KEYS[:6]))
+    told = ev.OpenStream(request("r", tokens=200), "a", Phase.PREFILL, 150)
+    router.handle(ev.GatewayHello("g", (told,)), 1.0)
+    assert pending(router) == 0
+    report(router, Delta(2, 1, added=KEYS[6:9]))
+    assert pending(router) == 0
