@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx2
 import openai
 import pytest
 
@@ -21,13 +20,6 @@ READY_WITHIN_S = 90.0
 
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "services.cli", *arguments]
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx2.get(url, timeout=2).status_code == 200
-    except httpx2.HTTPError:
-        return False
 
 
 @dataclass
