@@ -58,7 +58,9 @@ class RouterSettings(BaseSettings):
     migration_window_s: float = Field(10.0, ge=0, description="a migration weighs on its target this long")
     stale_report_s: float = Field(5.0, gt=0, description="an engine's own figures are not used when older than this")
     stale_keys_s: float = Field(
-        10.0, gt=0, description="an instance whose agent was silent for this long earns no prefix credit"
+        10.0,
+        gt=0,
+        description="an instance whose agent was silent for this long earns no prefix credit; more than agents' intervals",
     )
     max_keys: int = Field(8_000_000, ge=1, description="block keys in the index; instances beyond are approximated")
     approximate_keys: int = Field(
