@@ -1,46 +1,56 @@
-"""The session with a router: one stream for all requests, reopened when it breaks, open requests told anew each time."""
+"""The gateway's tie to the routers: a session to each, and every request at the router that owns its pool."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
 
-import grpc
-import grpc.aio
 import structlog
 
-from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placement_pb2_grpc
+from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2
 from services.common.auth import bearer
-from services.common.channel import open_channel
-from services.common.keys import KEY_SCHEME
+from services.gateway.owners import Owners
+from services.gateway.router_session import RouterSession
 
 log = structlog.get_logger()
 
-WELCOME_S = 3.0
 FLUSH_S = 2.0
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
-
-_EOF: Any = vars(grpc.aio)["EOF"]  # grpc-stubs does not know it
+# How long a request waits for its pool to have an owner that answers, while other routers do: longer than a takeover needs.
+OWNER_S = 5.0
+ASK_AGAIN_S = 0.1
 
 Step = placement_pb2.Placement | placement_pb2.Refusal
-_Outbox = asyncio.Queue[placement_pb2.SessionRequest | None]  # None: nothing follows
 
 
 class RouterAway(Exception):
     """No router answers, and the grace is over."""
 
 
-class _Broken(Exception):
-    """The session ended before the router answered."""
+@dataclass(slots=True)
+class _Request:
+    """One request, from its first question to its Finished. While `answer` is open it waits at `session` (None: nowhere, since
+    `homeless_at` in monotonic s); `stream` is set once it is placed; `again` is set while it waits to be asked again."""
+
+    request: placement_pb2.PlacementRequest
+    deadline: float
+    session: RouterSession | None = None
+    answer: asyncio.Future[Step] | None = None
+    stream: placement_pb2.OpenStream | None = None
+    homeless_at: float | None = None
+    again: asyncio.TimerHandle | None = None
+    asked_at: float | None = None
+
+    @property
+    def asking(self) -> bool:
+        """Whether it waits for its first step."""
+        return self.stream is None and self.answer is not None and not self.answer.done()
 
 
 class RouterClient:
-    """Asks routers and reports to them. One task per client; everything happens on the event loop that start() ran on."""
+    """Asks routers and reports to them. Everything happens on the event loop that start() ran on."""
 
     def __init__(
         self,
@@ -51,84 +61,73 @@ class RouterClient:
         on_fleet: Callable[[placement_pb2.Fleet], None],
         on_connected: Callable[[bool], None],
     ) -> None:
-        self._routers = list(routers)
+        self._configured = list(dict.fromkeys(routers))
         self._gateway_id = gateway_id
         self._metadata = bearer(token)
         self._grace_s = grace_s
         self._on_fleet = on_fleet
         self._on_connected = on_connected
-        self._open: dict[str, placement_pb2.OpenStream] = {}
-        self._waiting: dict[str, asyncio.Future[Step]] = {}
-        self._outbox: _Outbox | None = None
-        self._channel: grpc.aio.Channel | None = None
-        self._up = asyncio.Event()
+        self._owners = Owners()
+        self._sessions: dict[str, RouterSession] = {}
+        self._requests: dict[str, _Request] = {}
+        self._announced: dict[str, str] = {}  # pool -> router id that knows the pool's open streams
         self._lost_at = 0.0
-        self._task: asyncio.Task[None] | None = None
         self._closing = False
+        self._ended: set[asyncio.Task[None]] = set()
 
     @property
     def connected(self) -> bool:
         """Whether a router has welcomed this gateway and the stream still stands."""
-        return self._up.is_set()
+        return any(session.connected for session in self._sessions.values())
 
     def inflight(self) -> dict[str, int]:
         """Open requests by instance id."""
-        return Counter(stream.instance_id for stream in self._open.values())
+        return Counter(one.stream.instance_id for one in self._requests.values() if one.stream is not None)
 
     @property
     def open_count(self) -> int:
         """How many requests are placed and not finished."""
-        return len(self._open)
+        return sum(one.stream is not None for one in self._requests.values())
 
     async def start(self) -> None:
         """Begin dialling; returns at once."""
         self._lost_at = time.monotonic()
-        self._task = asyncio.create_task(self._run())
+        for address in self._configured:
+            self._dial(address)
 
     async def close(self) -> None:
-        """Send what is still to be told, and hang up when the router has read it (or after FLUSH_S)."""
+        """Send what is still to be told, and hang up when the routers have read it (or after FLUSH_S)."""
         self._closing = True
-        if self._task is None:
-            return
-        if self._outbox is not None and self.connected:
-            self._outbox.put_nowait(None)
-            await asyncio.wait({self._task}, timeout=FLUSH_S)
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.gather(*(session.close(FLUSH_S) for session in self._sessions.values()), *self._ended)
 
     async def first_step(self, request: placement_pb2.PlacementRequest, within_s: float) -> Step:
-        """The first step of `request`, or its refusal. A session that breaks meanwhile is waited for during the grace, and the
-        same request is submitted again with its age and what is left of `within_s`. Raises RouterAway."""
-        deadline = time.monotonic() + within_s
-        asked_at: float | None = None
-        while True:
-            await self._ready()
-            now = time.monotonic()
-            request.deadline.FromNanoseconds(max(1, int((deadline - now) * 1e9)))
-            if asked_at is None:
-                asked_at = now
-            else:
-                request.age.FromNanoseconds(int((now - asked_at) * 1e9))
-            with contextlib.suppress(_Broken):
-                return await self._answer(request.request_id, placement_pb2.SessionRequest(place=request))
+        """The first step of `request`, or its refusal. A request whose router dies, or owns its pool no more, is submitted again
+        to the new owner with its age and what is left of `within_s`. Raises RouterAway when no owner answers within the grace."""
+        one = _Request(request, time.monotonic() + within_s, answer=asyncio.get_running_loop().create_future())
+        self._requests[request.request_id] = one
+        self._submit(one)
+        return await self._answered(one)
 
     async def next_step(self, request_id: str, index: int, error: str) -> Step:
         """Report a PREFILL step's end (`error` empty: done) and wait for the step after it. Raises RouterAway: a router that
-        comes back knows the request as an open one, not its plan."""
-        if not self.connected:
+        comes back, or a new owner, knows the request as an open one, not its plan."""
+        one = self._requests[request_id]
+        one.session = self._route(one.request.model)
+        if one.session is None:
             raise RouterAway
+        one.answer = asyncio.get_running_loop().create_future()
         done = placement_pb2.StepDone(request_id=request_id, step_index=index, ok=not error, error=error)
-        try:
-            return await self._answer(request_id, placement_pb2.SessionRequest(step_done=done))
-        except _Broken:
-            raise RouterAway from None
+        one.session.send(placement_pb2.SessionRequest(step_done=done))
+        return await self._answered(one)
 
     def placed(self, request: placement_pb2.PlacementRequest, instance_id: str, cached_tokens: int) -> None:
         """Remember where a request runs, until finished(): it is announced to a router that comes (back)."""
         known = placement_pb2.PlacementRequest()
         known.CopyFrom(request)
         del known.keys[:]
-        self._open[request.request_id] = placement_pb2.OpenStream(
+        one = self._requests.setdefault(request.request_id, _Request(known, 0.0))
+        one.request = known
+        one.stream = placement_pb2.OpenStream(
             request=known,
             instance_id=instance_id,
             phase=placement_pb2.PHASE_PREFILL,
@@ -137,148 +136,216 @@ class RouterClient:
 
     def first_token(self, request_id: str) -> None:
         """Report the first byte."""
-        if stream := self._open.get(request_id):
-            stream.phase = placement_pb2.PHASE_DECODE
-        self._send(placement_pb2.SessionRequest(first_token=placement_pb2.FirstToken(request_id=request_id)))
+        one = self._requests.get(request_id)
+        if one is None or one.stream is None:
+            return
+        one.stream.phase = placement_pb2.PHASE_DECODE
+        self._tell(one, placement_pb2.SessionRequest(first_token=placement_pb2.FirstToken(request_id=request_id)))
 
     def generated(self, request_id: str, tokens: int) -> None:
         """Add to what a request has generated, for an announcement; nothing is sent now."""
-        if stream := self._open.get(request_id):
-            stream.generated_tokens += tokens
+        one = self._requests.get(request_id)
+        if one is not None and one.stream is not None:
+            one.stream.generated_tokens += tokens
 
     def finished(self, finished: placement_pb2.Finished) -> None:
         """Report an attempt's end. While no router is there, not listing it in the next hello says the same."""
-        self._open.pop(finished.request_id, None)
-        self._send(placement_pb2.SessionRequest(finished=finished))
+        one = self._requests.pop(finished.request_id, None)
+        if one is not None:
+            self._tell(one, placement_pb2.SessionRequest(finished=finished))
 
     async def explain(self, request: placement_pb2.PlacementRequest, within_s: float) -> fleet_pb2.Decision:
         """What would be decided on `request`; nothing is reserved. Raises RouterAway, or grpc.aio.AioRpcError as it came."""
-        await self._ready()
-        assert self._channel is not None
-        stub = fleet_pb2_grpc.FleetServiceStub(self._channel)
+        session = self._route(request.model) or next((one for one in self._sessions.values() if one.connected), None)
+        if session is None or session.channel is None:
+            raise RouterAway
+        stub = fleet_pb2_grpc.FleetServiceStub(session.channel)
         answer = await stub.Explain(
             fleet_pb2.ExplainRequest(request=request), timeout=within_s, metadata=self._metadata
         )
         return answer.decision
 
-    async def _ready(self) -> None:
-        left = self._lost_at + self._grace_s - time.monotonic()
-        if self.connected:
+    # Where to.
+
+    def _route(self, model: str) -> RouterSession | None:
+        """The session with the owner of the model's pool; any session where no owner is known: its router will say."""
+        connected = [session for session in self._sessions.values() if session.connected]
+        owner = self._owners.owner(self._owners.pool_of(model))
+        if owner is None:
+            return connected[0] if connected else None
+        return next((session for session in connected if session.router_id == owner.router_id), None)
+
+    def _tell(self, one: _Request, message: placement_pb2.SessionRequest) -> None:
+        session = self._route(one.request.model) or one.session
+        if session is not None:
+            session.send(message)
             return
-        if left <= 0:
-            raise RouterAway
-        try:
-            await asyncio.wait_for(self._up.wait(), left)
-        except TimeoutError:
-            raise RouterAway from None
+        # Reports made while a first session is being opened wait behind its hello.
+        for dialled in self._sessions.values():
+            dialled.send(message)
 
-    async def _answer(self, request_id: str, message: placement_pb2.SessionRequest) -> Step:
-        future: asyncio.Future[Step] = asyncio.get_running_loop().create_future()
-        self._waiting[request_id] = future
-        self._send(message)
+    def _submit(self, one: _Request) -> None:
+        """Ask the owner for a first step; where there is none, wait for one."""
+        if one.again is not None:
+            one.again.cancel()
+            one.again = None
+        if not one.asking:
+            return
+        one.session = self._route(one.request.model)
+        if one.session is None:
+            self._be_patient(one)
+            return
+        now = time.monotonic()
+        one.request.deadline.FromNanoseconds(max(1, int((one.deadline - now) * 1e9)))
+        if one.asked_at is None:
+            one.asked_at = now
+        else:
+            one.request.age.FromNanoseconds(int((now - one.asked_at) * 1e9))
+        one.session.send(placement_pb2.SessionRequest(place=one.request))
+
+    def _be_patient(self, one: _Request) -> None:
+        """Wait for an owner; give up when the grace is over."""
+        now = time.monotonic()
+        if one.homeless_at is None:
+            one.homeless_at = now
+        left = one.homeless_at + OWNER_S - now if self.connected else self._lost_at + self._grace_s - now
+        if left > 0:
+            one.again = asyncio.get_running_loop().call_later(min(left, ASK_AGAIN_S), self._submit, one)
+        elif one.answer is not None and not one.answer.done():
+            one.answer.set_exception(RouterAway())
+
+    async def _answered(self, one: _Request) -> Step:
+        assert one.answer is not None
         try:
-            return await future
+            step = await one.answer
+        except RouterAway:
+            if one.stream is None:
+                self._requests.pop(one.request.request_id, None)
+            raise
         finally:
-            if self._waiting.get(request_id) is future:
-                del self._waiting[request_id]
+            if one.again is not None:
+                one.again.cancel()
+        if isinstance(step, placement_pb2.Refusal) and one.stream is None:
+            self._requests.pop(one.request.request_id, None)
+        return step
 
-    def _send(self, message: placement_pb2.SessionRequest) -> None:
-        if self._outbox is not None:
-            self._outbox.put_nowait(message)
+    # What sessions tell.
 
-    async def _run(self) -> None:
-        at, pause, said = 0, FIRST_PAUSE_S, ""
-        while not self._closing:
-            address = self._routers[at % len(self._routers)]
-            at += 1
-            try:
-                await self._session(address)
-                why = "the stream ended"
-            except grpc.aio.AioRpcError as error:
-                why = f"{error.code().name}: {error.details()}"
-            except TimeoutError:
-                why = "no welcome in time"
-            except Exception as error:
-                # This task is the gateway's only tie to the fleet: a fault ends the session, never the task.
-                log.exception("a fault in the session with the router", router=address)
-                why = f"fault: {type(error).__name__}"
-            welcomed = self._lose()
-            if self._closing:
-                return
-            if welcomed:
-                pause = FIRST_PAUSE_S
-            if welcomed or why != said:
-                log.warning("no session with the router", router=address, why=why)
-                said = why
-            if welcomed or at % len(self._routers) == 0:
-                # Gateways that lost the same router must not come back in step.
-                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-                pause = min(pause * 2, MAX_PAUSE_S)
+    def _dial(self, address: str) -> None:
+        session = RouterSession(
+            address, self._metadata, self._hello, self._up, self._down, self._receive, self._reached
+        )
+        self._sessions[address] = session
+        session.start()
 
-    def _lose(self) -> bool:
-        """Forget the session; whether there had been one. Requests that wait for an answer learn of it."""
-        was = self._up.is_set()
-        self._up.clear()
-        self._outbox = self._channel = None
-        if was:
+    def _reached(self, session: RouterSession, router_id: str) -> bool:
+        """Whether another session stands with that router, as when a service's name and the router's own both lead to it."""
+        return any(
+            other.connected and other.router_id == router_id and other is not session
+            for other in self._sessions.values()
+        )
+
+    def _hello(self) -> placement_pb2.GatewayHello:
+        requests = self._requests.values()
+        return placement_pb2.GatewayHello(
+            gateway_id=self._gateway_id,
+            open_streams=[one.stream for one in requests if one.stream is not None],
+            waiting_request_ids=[one.request.request_id for one in requests if one.asking],
+        )
+
+    def _up(self, session: RouterSession) -> None:
+        if sum(one.connected for one in self._sessions.values()) == 1:
+            self._on_connected(True)
+        for pool, router_id in list(self._announced.items()):
+            if router_id == session.router_id:
+                # A hello has told this router all; what it owns is noted when it says so.
+                del self._announced[pool]
+        self._reroute()
+
+    def _down(self, session: RouterSession) -> None:
+        self._owners.forget(session.address)
+        if not self.connected:
             self._lost_at = time.monotonic()
             self._on_connected(False)
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(_Broken())
-        return was
+        for one in list(self._requests.values()):
+            if one.session is session:
+                self._lose(one)
+        if self.connected and not self._closing:
+            self._changed()
 
-    async def _session(self, address: str) -> None:
-        """One stream from hello to its end. Raises AioRpcError or TimeoutError; returns when the router ends it."""
-        async with open_channel(address) as channel:
-            # grpc-stubs types the synchronous call only.
-            open_session: Any = placement_pb2_grpc.PlacementServiceStub(channel).Session
-            call = open_session(metadata=self._metadata)
-            # From here on reports queue up behind the hello: what ends between hello and welcome is not lost. A request placed
-            # locally in between is not announced; the router undercounts it until it ends, which is harmless.
-            outbox: _Outbox = asyncio.Queue()
-            self._outbox = outbox
-            hello = placement_pb2.GatewayHello(gateway_id=self._gateway_id, open_streams=self._open.values())
-            outbox.put_nowait(placement_pb2.SessionRequest(hello=hello))
-            writer = asyncio.create_task(self._write(call, outbox))
-            try:
-                first = await asyncio.wait_for(call.read(), WELCOME_S)
-                if first is _EOF:
-                    return
-                welcome = first.welcome
-                if welcome.key_scheme != KEY_SCHEME:
-                    log.error(
-                        "router has another key scheme", router=address, theirs=welcome.key_scheme, ours=KEY_SCHEME
-                    )
-                    return
-                self._channel = channel
-                self._up.set()
-                self._on_connected(True)
-                log.info("session with router", router=address, router_id=welcome.router_id, epoch=welcome.epoch)
-                while (message := await call.read()) is not _EOF:
-                    self._receive(message)
-            finally:
-                writer.cancel()
-                await asyncio.gather(writer, return_exceptions=True)
-                call.cancel()
+    def _lose(self, one: _Request) -> None:
+        """The session that the request waits at is not the one to wait at any more."""
+        one.session = None
+        if one.stream is not None and one.answer is not None and not one.answer.done():
+            one.answer.set_exception(RouterAway())
 
-    @staticmethod
-    async def _write(call: Any, outbox: _Outbox) -> None:
-        while (message := await outbox.get()) is not None:
-            await call.write(message)
-        await call.done_writing()
-
-    def _receive(self, message: placement_pb2.SessionResponse) -> None:
+    def _receive(self, session: RouterSession, message: placement_pb2.SessionResponse) -> None:
         match message.WhichOneof("kind"):
             case "placement":
-                self._settle(message.placement.request_id, message.placement)
+                self._settle(session, message.placement.request_id, message.placement)
             case "refusal":
-                self._settle(message.refusal.request_id, message.refusal)
+                self._settle(session, message.refusal.request_id, message.refusal)
             case "fleet":
-                self._on_fleet(message.fleet)
+                self._owners.tell(session.address, session.router_id, message.fleet)
+                self._changed()
 
-    def _settle(self, request_id: str, step: Step) -> None:
-        future = self._waiting.get(request_id)
-        # None: the client left meanwhile, and its Finished is on the way.
-        if future is not None and not future.done():
-            future.set_result(step)
+    def _settle(self, session: RouterSession, request_id: str, step: Step) -> None:
+        one = self._requests.get(request_id)
+        # None: the client left meanwhile, and its Finished is on the way. Another session: it was asked again elsewhere.
+        if one is None or one.session is not session or one.answer is None or one.answer.done():
+            return
+        if isinstance(step, placement_pb2.Placement):
+            self.placed(one.request, step.step.instance.instance_id, step.cached_tokens)
+        elif step.not_now:
+            self._lose(one)
+            if one.asking:
+                self._be_patient(one)
+            return
+        one.answer.set_result(step)
+
+    def _changed(self) -> None:
+        """The fleet, or who owns its pools, may have changed."""
+        fleet = self._owners.fleet()
+        wanted = {*self._configured, *self._unreached(fleet)}
+        for address in wanted - self._sessions.keys():
+            self._dial(address)
+        for address in self._sessions.keys() - wanted - self._owners.addresses():
+            if not self._sessions[address].connected:
+                ended = asyncio.create_task(self._sessions.pop(address).close(0.0))
+                self._ended.add(ended)
+                ended.add_done_callback(self._ended.discard)
+        for session in self._sessions.values():
+            taken = {
+                pool.model
+                for pool in fleet.pools
+                if session.connected
+                and pool.HasField("owner")
+                and pool.owner.router_id == session.router_id
+                and self._announced.get(pool.model) != session.router_id
+            }
+            if taken:
+                self._announced.update(dict.fromkeys(taken, session.router_id))
+                session.send(placement_pb2.SessionRequest(hello=self._hello()))
+        self._reroute()
+        self._on_fleet(fleet)
+
+    def _unreached(self, fleet: placement_pb2.Fleet) -> set[str]:
+        """The addresses of owners that no session stands with."""
+        reached = {session.router_id for session in self._sessions.values() if session.connected}
+        return {
+            pool.owner.address
+            for pool in fleet.pools
+            if pool.HasField("owner") and pool.owner.router_id not in reached and pool.owner.address
+        }
+
+    def _reroute(self) -> None:
+        """Submit what waits at the wrong router, or nowhere, to the right one."""
+        for one in list(self._requests.values()):
+            if one.answer is None or one.answer.done():
+                continue
+            target = self._route(one.request.model)
+            if target is None or target is one.session:
+                continue
+            if one.session is not None:
+                self._lose(one)
+            self._submit(one)

@@ -72,10 +72,14 @@ class OpenStream:
 
 @dataclass(frozen=True, slots=True)
 class GatewayHello:
-    """A gateway (re)connected; its reservations that it does not list are over."""
+    """A gateway (re)connected, or learned what this replica owns; its reservations that it does not list are over.
+
+    `waiting` are request ids that it waits for an answer to.
+    """
 
     gateway_id: str
     open_streams: tuple[OpenStream, ...] = ()
+    waiting: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +147,19 @@ class StoreState:
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
-    """What the shared store knew when this replica took it over (nothing, when it lost it): replaces what was known."""
+class PoolTaken:
+    """This replica owns `pool` from now on. What the shared store knew of it replaces what was known."""
 
+    pool: str
     reservations: tuple[Reservation, ...]
     affinity: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLost:
+    """Another replica owns `pool` now, or is about to: nothing known of its requests counts any more."""
+
+    pool: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +181,8 @@ Event = (
     | Finished
     | Drain
     | StoreState
-    | Restored
+    | PoolTaken
+    | PoolLost
     | Tick
 )
 
@@ -225,13 +238,18 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A request cannot be placed; `code` is the gRPC status name. Nothing is reserved."""
+    """A request cannot be placed; `code` is the gRPC status name. Nothing is reserved.
+
+    `not_now`: only because another replica owns the `pool`, or this one has just started.
+    """
 
     request_id: str
     code: str
     message: str
     retry_after_s: float | None = None
     gateway_id: str = ""
+    not_now: bool = False
+    pool: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +284,7 @@ class Released:
     """For the shared store: a reservation ended."""
 
     request_id: str
+    pool: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +293,7 @@ class OwnerSet:
 
     session: str
     instance_id: str
+    pool: str
 
 
 Effect = (

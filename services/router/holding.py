@@ -21,6 +21,8 @@ SATURATED = "saturated"
 TRIES, TRIES_ON_TICK = 8, 64
 # An answer must reach the gateway before it gives up; ticks are half a second apart.
 MARGIN_S = 1.0
+# How soon to ask again where nothing is wrong but the moment.
+NOT_NOW_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +90,19 @@ class Holding:
         """A request ended while it waited. Mutates."""
         self.queue.remove(request_id)
 
-    def drop_gateway(self, gateway_id: str) -> None:
-        """A gateway's stream ended: it asks again. Mutates."""
+    def drop_gateway(self, gateway_id: str, keep: frozenset[str] = frozenset()) -> None:
+        """A gateway's stream ended, or began anew: it asks again, for all but what it says to `keep`. Mutates."""
         for held in list(self.queue):
-            if held.gateway_id == gateway_id:
+            if held.gateway_id == gateway_id and held.request.request_id not in keep:
                 self.queue.remove(held.request.request_id)
+
+    def drop_pool(self, pool: str, why: str) -> list[ev.Effect]:
+        """Another router answers the pool's requests from now on: those that wait here are to ask there. Mutates."""
+        effects: list[ev.Effect] = []
+        for held in [held for held in self.queue if held.pool == pool]:
+            self.queue.remove(held.request.request_id)
+            effects.append(replace(not_now(held.request.request_id, pool, why), gateway_id=held.gateway_id))
+        return effects
 
     def refusal(self, request: PlacementRequest, pool: str, gateway_id: str, why: str) -> ev.Refused:
         """What a request is told when there is no room for it."""
@@ -132,6 +142,11 @@ class Holding:
             # The model was known when the request came, so its absence is a passing one.
             return [replace(verdict, code="UNAVAILABLE", retry_after_s=self._retry_after_s, gateway_id=held.gateway_id)]
         return [self.refusal(held.request, held.pool, held.gateway_id, why)]
+
+
+def not_now(request_id: str, pool: str, why: str) -> ev.Refused:
+    """The answer to a request that is to be sent again: nothing is wrong with it but the moment, or the router it asked."""
+    return ev.Refused(request_id, "UNAVAILABLE", why, NOT_NOW_S, not_now=True, pool=pool)
 
 
 def _aged(held: Held, now: float) -> PlacementRequest:

@@ -32,6 +32,10 @@ class Migrations:
             if not times:
                 del self._times[instance_id]
 
+    def drop(self, instance_id: str) -> None:
+        """Forget an instance's. Mutates."""
+        self._times.pop(instance_id, None)
+
     def check_invariants(self) -> None:
         """Raise AssertionError when times are out of order or an instance is kept without any."""
         for times in self._times.values():

@@ -99,12 +99,6 @@ class Progress:
         self.unwatch(request_id)
         return self._open.pop(request_id, None)
 
-    def clear(self) -> None:
-        """Forget everything. Mutates."""
-        self._open.clear()
-        self._waiting.clear()
-        self._next.clear()
-
     def added(self, instance_id: str, keys: Iterable[int], index: PrefixIndex) -> list[OpenPrompt]:
         """`keys` were added to the instance's copy in `index`: the prompts that moved on. O(keys + blocks moved). Mutates."""
         by_key = self._next.get(instance_id)

@@ -26,6 +26,7 @@ class Reservation:
     phase: Phase = Phase.PREFILL
     lease_until: float | None = None
     prefilled_tokens: int = 0
+    pool: str = ""
 
     @property
     def pending_tokens(self) -> int:
@@ -81,6 +82,10 @@ class Reservations:
         self._open[reservation.request_id] = reservation
         self._counters.setdefault(reservation.instance_id, Counters()).add(reservation, 1)
 
+    def of_pool(self, pool: str) -> list[Reservation]:
+        """The open reservations of one pool."""
+        return [one for one in self._open.values() if one.pool == pool]
+
     def first_token(self, request_id: str) -> Reservation | None:
         """Move a request from prefill to decode; None (no effect) when unknown or already there. Mutates."""
         reservation = self._open.get(request_id)
@@ -99,6 +104,11 @@ class Reservations:
             self._counters[moved.instance_id].pending_prefill_tokens += (
                 moved.pending_tokens - reservation.pending_tokens
             )
+
+    def keep(self, request_id: str) -> None:
+        """Let a reservation, if it is open, live until it is released. Mutates."""
+        if (reservation := self._open.get(request_id)) is not None:
+            self._open[request_id] = replace(reservation, lease_until=None)
 
     def lease(self, gateway_id: str, until: float | None) -> None:
         """Let all reservations of a gateway end at `until` (s) unless renewed; None: no end. Mutates."""

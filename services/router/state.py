@@ -23,19 +23,22 @@ from services.router.domain import (
     StepKind,
 )
 from services.router.fleet import Fleet, InstanceRecord
-from services.router.holding import SATURATED, Full, Holding
+from services.router.holding import SATURATED, Full, Holding, not_now
 from services.router.idle import unclaimed
 from services.router.migrations import Migrations
+from services.router.ownership import OwnedPools
 from services.router.policy.base import Policy, decide
 from services.router.prefix_index import PrefixIndex
 from services.router.queue import QueueSettings
 from services.router.replay import decide_again, rng_of
 from services.router.reservations import Reservation, Reservations
+from services.router.restored import restored_decision
 from services.router.saturation import Limits
 from services.router.truth import Belief, Truth
+from services.router.warm_up import WarmUp
 
-# After these no held request is nearer to its placement; or (Restored) none may be placed before the gateways return.
-FREES_NOTHING = (ev.PlaceRequested, ev.KeysReported, ev.GatewayLost, ev.StoreState, ev.Restored)
+# After these no held request is nearer to its placement; or (PoolTaken) none may be placed before the gateways return.
+FREES_NOTHING = (ev.PlaceRequested, ev.KeysReported, ev.GatewayLost, ev.StoreState, ev.PoolTaken, ev.PoolLost)
 EXCLUDED_STATES = {InstanceState.DRAINING: "draining", InstanceState.UNHEALTHY: "unhealthy"}
 
 
@@ -57,12 +60,21 @@ class StateSettings:
     approximate_keys: int = 16_384
     limits: Limits = field(default_factory=Limits)
     queue: QueueSettings = field(default_factory=QueueSettings)
+    warm_up_s: float = 0.0
 
 
 class RouterState:
     """Instances, keys, reservations, affinity and the policy in force. Times (`now`) are in s on one monotonic clock."""
 
-    def __init__(self, policy: Policy, settings: StateSettings, *, router_id: str = "router", seed: int = 0) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        settings: StateSettings,
+        *,
+        router_id: str = "router",
+        seed: int = 0,
+        owns_all: bool = True,
+    ) -> None:
         self.policy = policy
         self.settings = settings
         self.router_id = router_id
@@ -76,6 +88,8 @@ class RouterState:
         # The seed is part of every decision's id, because a decision's randomness must follow from its id.
         self._id_prefix = f"{router_id}.{seed}" if seed else router_id
         self.holding = Holding(settings.queue, settings.retry_after_s, self._decide, self._commit, self._has_room)
+        self.owned = OwnedPools(everything=owns_all)
+        self._warm_up = WarmUp(settings.warm_up_s)
         self._turn: dict[str, int] = {}
         self._decisions = 0
         self._placed: OrderedDict[str, Decision] = OrderedDict()
@@ -85,6 +99,7 @@ class RouterState:
 
         An event that may have freed something also answers held requests.
         """
+        self._warm_up.begin(now)
         effects = self._apply(event, now)
         if len(self.holding.queue) and not isinstance(event, FREES_NOTHING):
             self.truth.expire(now)
@@ -123,8 +138,13 @@ class RouterState:
             case ev.StoreState():
                 self.degraded = event.degraded
                 return []
-            case ev.Restored():
-                return self._restored(event, now)
+            case ev.PoolTaken():
+                return self._pool_taken(event, now)
+            case ev.PoolLost():
+                self.owned.lose(event.pool)
+                self._forget_pool(event.pool)
+                why = f"this router does not own {event.pool!r} any more"
+                return [*self.holding.drop_pool(event.pool, why), ev.FleetChanged()]
             case ev.Tick():
                 return self._tick(now)
 
@@ -151,6 +171,12 @@ class RouterState:
         self.truth.check_invariants(self.reservations)
         for record in self.fleet.records():
             assert record.info.block_size % KEY_TOKENS == 0
+        for reservation in self.reservations:
+            assert self.owned.owns(reservation.pool), reservation
+        for held in self.holding.queue:
+            assert self.owned.owns(held.pool), held
+        for decision in self._placed.values():
+            assert self.owned.owns(decision.pool), decision
 
     # ---- agents ----
 
@@ -239,10 +265,14 @@ class RouterState:
 
     def _gateway_hello(self, hello: ev.GatewayHello, now: float) -> list[ev.Effect]:
         effects: list[ev.Effect] = []
-        self.holding.drop_gateway(hello.gateway_id)
+        self.holding.drop_gateway(hello.gateway_id, keep=hello.waiting)
         announced = {stream.request.request_id: stream for stream in hello.open_streams}
         for reservation in list(self.reservations):
-            if reservation.gateway_id == hello.gateway_id and reservation.request_id not in announced:
+            if reservation.gateway_id != hello.gateway_id or reservation.request_id in announced:
+                continue
+            if reservation.request_id in hello.waiting:
+                self.reservations.keep(reservation.request_id)
+            else:
                 effects += self._finished(
                     ev.Finished(reservation.request_id, "CANCELLED", error="no gateway claims it"), now
                 )
@@ -250,6 +280,9 @@ class RouterState:
                 self._placed.pop(reservation.request_id, None)
         for request_id, stream in announced.items():
             known = self.reservations.get(request_id)
+            pool = known.pool if known else self.fleet.pool_of(stream.request.model)
+            if not self.owned.owns(pool):
+                continue
             new_tokens = max(stream.request.input_tokens - stream.cached_tokens, 0)
             done = known.prefilled_tokens if known and known.instance_id == stream.instance_id else 0
             reservation = Reservation(
@@ -262,6 +295,7 @@ class RouterState:
                 step_index=known.step_index if known else 0,
                 phase=stream.phase,
                 prefilled_tokens=min(done, new_tokens),
+                pool=pool,
             )
             self.holding.cancel(request_id)
             self.reservations.put(reservation)
@@ -271,13 +305,18 @@ class RouterState:
 
     def _place(self, event: ev.PlaceRequested, now: float) -> list[ev.Effect]:
         request = event.request
+        if (refused := self._not_now(request, now)) is not None:
+            return [replace(refused, gateway_id=event.gateway_id)]
         if (known := self._placed.get(request.request_id)) is not None:
             open_one = self.reservations.get(request.request_id)
             return [self._placed_effect(known, open_one.step_index if open_one else 0, event.gateway_id)]
-        # One that is open all the same comes from the store, and its gateway, which asks, never heard of it.
-        unheard = self._finished(ev.Finished(request.request_id, "CANCELLED", error="placed anew"), now)
+        if (reservation := self.reservations.get(request.request_id)) is not None:
+            # Placed by an earlier owner, whose answer may not have arrived: the same instance again, never a second one.
+            restored = restored_decision(reservation, replace(request, keys=()), self.policy.ref())
+            self._placed[request.request_id] = restored
+            return [self._placed_effect(restored, 0, event.gateway_id)]
         self.truth.expire(now)
-        return [*unheard, *self.holding.place(request, event.gateway_id, now)]
+        return self.holding.place(request, event.gateway_id, now)
 
     def _commit(self, decision: Decision, gateway_id: str, now: float) -> list[ev.Effect]:
         request = decision.request
@@ -289,14 +328,29 @@ class RouterState:
         effects: list[ev.Effect] = [ev.Decided(decision)]
         effects += self._reserve(decision, 0, gateway_id, lease_until, request.keys, now)
         if session := request.session:
-            self.affinity.assign(session, decision.next_owner, now)
-            effects.append(ev.OwnerSet(session, decision.next_owner))
+            self.affinity.assign(session, decision.next_owner, now, decision.pool)
+            effects.append(ev.OwnerSet(session, decision.next_owner, decision.pool))
         if decision.mode == "OFFLOAD":
             self.migrations.record(decision.instance_id, now)
         self._placed[request.request_id] = decision
         while len(self._placed) > self.settings.remembered_requests + len(self.reservations):
             self._forget_oldest()
         return [*effects, self._placed_effect(decision, 0, gateway_id)]
+
+    def _not_now(self, request: PlacementRequest, now: float) -> ev.Refused | None:
+        pool = self.fleet.pool_of(request.model)
+        if pool and not self.owned.owns(pool):
+            why = f"this router does not own {pool!r}"
+        elif self.cold(now, pool):
+            why = "this router has just started and does not know the fleet yet"
+        else:
+            return None
+        return not_now(request.request_id, pool, why)
+
+    def cold(self, now: float, pool: str = "") -> bool:
+        """Whether placements of `pool` (empty: of the whole fleet) wait for the first reports after the start."""
+        records = self.fleet.members(pool, pool) if pool else self.fleet.records()
+        return self._warm_up.cold(pool, records, now)
 
     def _forget_oldest(self) -> None:
         request_id, decision = self._placed.popitem(last=False)
@@ -326,6 +380,7 @@ class RouterState:
             new_tokens=new_tokens,
             step_index=index,
             lease_until=lease_until,
+            pool=decision.pool,
         )
         self.reservations.put(reservation)
         self.truth.opened(reservation, keys, tokens, now)
@@ -355,7 +410,11 @@ class RouterState:
         if reservation is None:
             return []
         judged = self.truth.finished(finished, self._placed.get(finished.request_id), now)
-        return [ev.Released(finished.request_id), ev.Closed(reservation.decision_id, finished), *judged]
+        return [
+            ev.Released(finished.request_id, reservation.pool),
+            ev.Closed(reservation.decision_id, finished),
+            *judged,
+        ]
 
     # ---- operators, the store and time ----
 
@@ -366,20 +425,30 @@ class RouterState:
         record.draining = not event.resume
         return [ev.FleetChanged()]
 
-    def _restored(self, event: ev.Restored, now: float) -> list[ev.Effect]:
-        self.reservations = Reservations()
-        self.affinity = Affinity(self.settings.affinity_ttl_s)
-        self.migrations = Migrations(self.settings.migration_window_s)
-        self._placed.clear()
+    def _pool_taken(self, event: ev.PoolTaken, now: float) -> list[ev.Effect]:
+        waited = self.holding.drop_pool(event.pool, f"{event.pool!r} was owned by another router for a moment")
+        self.owned.take(event.pool)
+        self._forget_pool(event.pool)
         for reservation in event.reservations:
             # Its gateway has not spoken to this replica yet: it gets the lease to do so.
-            until = now + self.settings.gateway_lease_s
+            lease_s = self.settings.gateway_lease_s if reservation.gateway_id else self.settings.place_lease_s
+            reservation = replace(reservation, lease_until=now + lease_s, pool=event.pool)
             self.holding.cancel(reservation.request_id)
-            self.reservations.put(replace(reservation, lease_until=until))
-        self.truth.restored(self.reservations, now)
+            self.reservations.put(reservation)
+            self.truth.announced(reservation, now)
         for session, owner in event.affinity.items():
-            self.affinity.assign(session, owner, now)
-        return []
+            self.affinity.assign(session, owner, now, event.pool)
+        return [*waited, ev.FleetChanged()]
+
+    def _forget_pool(self, pool: str) -> None:
+        for reservation in self.reservations.of_pool(pool):
+            self.reservations.release(reservation.request_id)
+            self.truth.progress.close(reservation.request_id)
+        for request_id in [key for key, decision in self._placed.items() if decision.pool == pool]:
+            del self._placed[request_id]
+        self.affinity.forget_pool(pool)
+        for record in self.fleet.members(pool, pool):
+            self.migrations.drop(record.info.instance_id)
 
     def _tick(self, now: float) -> list[ev.Effect]:
         effects: list[ev.Effect] = []

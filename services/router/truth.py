@@ -149,12 +149,6 @@ class Truth:
         elif reservation.phase is Phase.DECODE:
             self.first_token(reservation.request_id, now)
 
-    def restored(self, reservations: Iterable[Reservation], now: float) -> None:
-        """Another router's reservations took the place of those known; their keys are not known here. Mutates."""
-        self.progress.clear()
-        for reservation in reservations:
-            self.progress.open(OpenPrompt(reservation.request_id, reservation.instance_id, now))
-
     def keys_of(self, request_id: str) -> Sequence[int]:
         """The keys of an open request's prompt; empty when unknown."""
         prompt = self.progress.get(request_id)

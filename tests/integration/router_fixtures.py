@@ -116,7 +116,13 @@ class Session:
 @asynccontextmanager
 async def running(tokens: Tokens | None = None, **changes: Any) -> AsyncIterator[tuple[RouterServer, Client]]:
     """A router and a client of it; with tokens, the client shows the operator's."""
-    values: dict[str, Any] = {"listen": "127.0.0.1:0", "metrics_listen": "", "redis_url": "", "gateway_lease_s": 1.0}
+    values: dict[str, Any] = {
+        "listen": "127.0.0.1:0",
+        "metrics_listen": "",
+        "redis_url": "",
+        "gateway_lease_s": 1.0,
+        "warm_up_s": 0.0,
+    }
     tokens = tokens or Tokens(agent_token="", gateway_token="", operator_token="", token_dir=None)
     server = RouterServer(RouterSettings(**{**values, **changes}), tokens)
     await server.start()

@@ -10,23 +10,23 @@ import redis.asyncio
 
 from pointsman.router.v1 import placement_pb2
 from services.router.io.main import RouterServer
-from tests.integration.router_fixtures import Client, Report, Session, eventually, redis_server, running
+from tests.integration.router_fixtures import Report, Session, eventually, redis_server, running
 
 PLACE = placement_pb2.PlaceRequest(request=placement_pb2.PlacementRequest(request_id="p", model="m", input_tokens=10))
 
 
 async def owns(server: RouterServer) -> None:
     async def check() -> bool:
-        return server.router.owns
+        return server.router.store.holds("m")
 
-    await eventually(check, "the router owns the log")
+    await eventually(check, "the router owns the pool")
 
 
 async def test_a_restarted_router_knows_the_open_requests_and_the_sessions(tmp_path: Path) -> None:
     with redis_server(tmp_path) as (url, _):
         async with running(redis_url=url) as (server, client):
-            await owns(server)
             await Report(client).join("a")
+            await owns(server)
             session = Session(client)
             await session.hello()
             for name in ("done", "open"):
@@ -35,13 +35,13 @@ async def test_a_restarted_router_knows_the_open_requests_and_the_sessions(tmp_p
 
             async def kept() -> bool:
                 async with redis.asyncio.Redis.from_url(url, decode_responses=True) as store:
-                    return set(await store.hkeys("pointsman:{default}:open")) == {"open"}
+                    return set(await store.hkeys("pointsman:{default:m}:open")) == {"open"}
 
             await eventually(kept, "written")
         async with running(redis_url=url, gateway_lease_s=30) as (server, client):
+            await Report(client).join("a")
             await owns(server)
             assert server.router.store.epoch == 2
-            await Report(client).join("a")
             status = (await client.instances())["a"]
             assert (status.num_requests, status.ongoing_tokens, status.sessions) == (1, 100, 1)
             session = Session(client)
@@ -52,24 +52,25 @@ async def test_a_restarted_router_knows_the_open_requests_and_the_sessions(tmp_p
 async def test_the_second_replica_stands_by_and_takes_over(tmp_path: Path) -> None:
     with redis_server(tmp_path) as (url, _):
         async with running(redis_url=url, router_id="one", owner_lease_s=0.5) as (one, first):
-            await owns(one)
             await Report(first).join("a")
+            await owns(one)
             async with running(redis_url=url, router_id="two", owner_lease_s=0.5, gateway_lease_s=30) as (two, second):
                 await Report(second).join("a")
 
                 async def knows_owner() -> bool:
-                    return two.router.store.owner == "one"
+                    owner = two.router.store.owner("m")
+                    return owner is not None and owner.router_id == "one"
 
                 await eventually(knows_owner, "two knows one")
                 with pytest.raises(grpc.aio.AioRpcError) as error:
                     await second.placement.Place(PLACE)
                 assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-                assert "the owner is one" in (error.value.details() or "")
+                assert f"its owner is one at 127.0.0.1:{one.port}" in (error.value.details() or "")
                 await first.placement.Place(PLACE)
 
                 async def written() -> bool:
                     async with redis.asyncio.Redis.from_url(url, decode_responses=True) as store:
-                        return bool(await store.hlen("pointsman:{default}:open"))
+                        return bool(await store.hlen("pointsman:{default:m}:open"))
 
                 await eventually(written, "written")
                 await one.stop()
@@ -80,31 +81,34 @@ async def test_the_second_replica_stands_by_and_takes_over(tmp_path: Path) -> No
 async def test_an_owner_that_slept_past_its_lease_is_fenced_off(tmp_path: Path) -> None:
     with redis_server(tmp_path) as (url, _):
         async with running(redis_url=url, router_id="one") as (one, client):
-            await owns(one)
             await Report(client).join("a")
+            await owns(one)
             session = Session(client)
             await session.hello()
             await session.place("r")
             async with redis.asyncio.Redis.from_url(url) as store:
                 # What another replica does while this one sleeps.
-                await store.set("pointsman:{default}:owner", "two", px=60_000)
-                await store.incr("pointsman:{default}:epoch")
+                await store.hset("pointsman:{default:m}:lease", mapping={"id": "two", "address": "127.0.0.1:2"})
+                await store.persist("pointsman:{default:m}:lease")
+                await store.incr("pointsman:{default:m}:epoch")
 
             async def fenced() -> bool:
-                return not one.router.owns
+                return not one.router.store.holds("m")
 
             await eventually(fenced, "fenced")
             assert len(one.router.state.reservations) == 0
-            assert await session.call.code() is grpc.StatusCode.UNAVAILABLE
+            await session.send(place=PLACE.request)
+            refusal = (await session.read("refusal")).refusal
+            assert (refusal.not_now, refusal.owner.router_id, refusal.owner.epoch) == (True, "two", 2)
             async with redis.asyncio.Redis.from_url(url) as store:
-                assert await store.get("pointsman:{default}:owner") == b"two"
+                assert await store.hget("pointsman:{default:m}:lease", "id") == b"two"
 
 
 async def test_without_redis_the_owner_places_degraded_and_fills_an_empty_one_on_its_return(tmp_path: Path) -> None:
     with redis_server(tmp_path) as (url, process):
         async with running(redis_url=url, owner_lease_s=0.5) as (server, client):
-            await owns(server)
             await Report(client).join("a")
+            await owns(server)
             session = Session(client)
             await session.hello()
             assert not (await session.place("before")).degraded
@@ -120,20 +124,24 @@ async def test_without_redis_the_owner_places_degraded_and_fills_an_empty_one_on
             async def healed() -> bool:
                 try:
                     async with redis.asyncio.Redis.from_url(url, decode_responses=True) as store:
-                        kept = set(await store.hkeys("pointsman:{default}:open"))
-                        owner = await store.hget("pointsman:{default}:affinity", "/s")
+                        kept = set(await store.hkeys("pointsman:{default:m}:open"))
+                        owner = await store.hget("pointsman:{default:m}:affinity", "/s")
                 except redis.ConnectionError:
                     return False
                 return kept == {"before", "during"} and owner == "a"
 
             await eventually(healed, "the empty Redis holds what the owner knows")
             assert not (await session.place("after")).degraded
-            assert server.router.owns
+            assert server.router.store.holds("m")
 
 
 async def test_a_fleet_name_keeps_fleets_apart(tmp_path: Path) -> None:
     with redis_server(tmp_path) as (url, _):
-        async with running(redis_url=url, fleet="x") as (one, _), running(redis_url=url, fleet="y") as (two, client):
+        async with (
+            running(redis_url=url, fleet="x") as (one, first),
+            running(redis_url=url, fleet="y") as (two, second),
+        ):
+            await Report(first).join("a")
+            await Report(second).join("a")
             await owns(one)
             await owns(two)
-            assert isinstance(client, Client)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from array import array
+from collections.abc import Callable
 
 from google.protobuf import duration_pb2, struct_pb2, timestamp_pb2
 from google.rpc import code_pb2
@@ -26,6 +27,7 @@ from services.router.domain import (
 )
 from services.router.fleet import InstanceRecord, PoolInfo
 from services.router.io.decision_log import LoggedDecision
+from services.router.ownership import Owner
 from services.router.state import RouterState
 from services.router.sync import Bookmark, Delta, KeyMessage, SnapshotBegin, SnapshotChunk, SnapshotEnd
 
@@ -154,6 +156,7 @@ def gateway_hello(wire: placement_pb2.GatewayHello) -> ev.GatewayHello:
             )
             for stream in wire.open_streams
         ),
+        frozenset(wire.waiting_request_ids),
     )
 
 
@@ -237,20 +240,30 @@ def placement_to_wire(state: RouterState, placed: ev.Placed) -> placement_pb2.Pl
     )
 
 
-def refusal_to_wire(refused: ev.Refused) -> placement_pb2.Refusal:
-    """Why a request is not placed, for its gateway."""
+def refusal_to_wire(refused: ev.Refused, owner: Owner | None) -> placement_pb2.Refusal:
+    """Why a request is not placed, for its gateway, and the `owner` to ask instead."""
     retry = refused.retry_after_s
     return placement_pb2.Refusal(
         request_id=refused.request_id,
         code=int(code_pb2.Code.Value(refused.code)),
         message=refused.message,
         retry_after=None if retry is None else duration(retry),
+        owner=owner_to_wire(owner),
+        not_now=refused.not_now,
     )
 
 
-def fleet_to_wire(pools: list[PoolInfo]) -> placement_pb2.Fleet:
-    """The pools for gateways."""
+def owner_to_wire(owner: Owner | None) -> placement_pb2.Owner | None:
+    """A pool's owner; None when nobody owns it."""
+    if owner is None:
+        return None
+    return placement_pb2.Owner(router_id=owner.router_id, address=owner.address, epoch=owner.epoch)
+
+
+def fleet_to_wire(pools: list[PoolInfo], owner: Callable[[str], Owner | None], *, warming: bool) -> placement_pb2.Fleet:
+    """The pools for gateways, each with its owner."""
     return placement_pb2.Fleet(
+        warming=warming,
         pools=[
             placement_pb2.Pool(
                 model=pool.model,
@@ -259,9 +272,10 @@ def fleet_to_wire(pools: list[PoolInfo]) -> placement_pb2.Fleet:
                 model_root=pool.model_root,
                 max_model_len=pool.max_model_len,
                 instances=[instance_ref(info) for info in pool.instances],
+                owner=owner_to_wire(owner(pool.model)),
             )
             for pool in pools
-        ]
+        ],
     )
 
 

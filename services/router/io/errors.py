@@ -11,6 +11,7 @@ from grpc_status import rpc_status
 
 from services.router import events as ev
 from services.router.io.convert import duration
+from services.router.ownership import Owner
 from services.router.policy.base import SettingError
 
 
@@ -20,12 +21,17 @@ async def abort(context: Any, status: grpc.Status) -> NoReturn:
     raise AssertionError("abort_with_status raises")
 
 
-def refusal_status(refused: ev.Refused) -> grpc.Status:
-    """A refusal as a status; with RetryInfo when trying again may help."""
+def refusal_status(refused: ev.Refused, owner: Owner | None = None) -> grpc.Status:
+    """A refusal as a status; with RetryInfo when trying again may help, and ErrorInfo naming the `owner` to ask instead."""
     details = []
     if refused.retry_after_s is not None:
         details.append(_any(error_details_pb2.RetryInfo(retry_delay=duration(refused.retry_after_s))))
-    return _status(int(code_pb2.Code.Value(refused.code)), refused.message, details)
+    message = refused.message
+    if owner is not None:
+        message += f"; its owner is {owner.router_id} at {owner.address}"
+        known = {"router_id": owner.router_id, "address": owner.address}
+        details.append(_any(error_details_pb2.ErrorInfo(reason="NOT_OWNER", domain="pointsman", metadata=known)))
+    return _status(int(code_pb2.Code.Value(refused.code)), message, details)
 
 
 def setting_status(error: SettingError) -> grpc.Status:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import socket
 import sys
 
 import grpc.aio
@@ -66,10 +67,12 @@ class RouterServer:
     async def start(self) -> None:
         """Listen. OSError or RuntimeError when the address is taken."""
         self.port = self._server.add_insecure_port(self.settings.listen)
+        host = self.settings.listen.rpartition(":")[0]
+        self.router.store.address = self.settings.advertise or f"{_reachable(host)}:{self.port}"
         await self._server.start()
         for service in ("", AGENT_SERVICE, FLEET_SERVICE):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
-        self.router.on_ownership(self._serve_placements)
+        self.router.on_warm(self._serve_placements)
         self._tasks.add(asyncio.create_task(self.router.run()))
         if self.settings.metrics_listen:
             await self._start_metrics()
@@ -80,18 +83,19 @@ class RouterServer:
         await asyncio.gather(*self._tasks)
 
     async def stop(self) -> None:
-        """Refuse new calls, end the open ones, give the ownership back, close the log."""
+        """Give the pools back, let the gateways go, end the open calls, close the log."""
         await self._health.enter_graceful_shutdown()
-        await self._server.stop(SHUTDOWN_GRACE_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.router.end_sessions()
+        await self._server.stop(SHUTDOWN_GRACE_S)
         if self._web is not None:
             await self._web.cleanup()
         self.router.decisions.close()
 
-    def _serve_placements(self, owns: bool) -> None:
-        status = health_pb2.HealthCheckResponse.SERVING if owns else health_pb2.HealthCheckResponse.NOT_SERVING
+    def _serve_placements(self, warm: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if warm else health_pb2.HealthCheckResponse.NOT_SERVING
         task = asyncio.ensure_future(self._health.set(PLACEMENT_SERVICE, status))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -102,7 +106,7 @@ class RouterServer:
             return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
         async def healthy(_: web.Request) -> web.Response:
-            return web.json_response({"router_id": self.settings.router_id, "owner": self.router.owns})
+            return web.json_response({"router_id": self.settings.router_id, "warm": self.router.warm})
 
         app = web.Application()
         app.add_routes([web.get("/metrics", metrics), web.get("/health", healthy)])
@@ -110,6 +114,10 @@ class RouterServer:
         await self._web.setup()
         host, _, port = self.settings.metrics_listen.rpartition(":")
         await web.TCPSite(self._web, host, int(port)).start()
+
+
+def _reachable(host: str) -> str:
+    return socket.gethostname() if host.strip("[]") in ("0.0.0.0", "::", "") else host
 
 
 def run(settings: RouterSettings) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from typing import TypeAlias
 
 import grpc
@@ -13,6 +14,7 @@ from pointsman.router.v1 import placement_pb2, placement_pb2_grpc
 from services.common.channel import END_OF_STREAM
 from services.common.keys import KEY_SCHEME
 from services.router import events as ev
+from services.router.holding import not_now
 from services.router.io import convert
 from services.router.io.errors import abort, refusal_status
 from services.router.io.runtime import GatewayStream, Router
@@ -23,14 +25,13 @@ FinishContext: TypeAlias = "grpc.aio.ServicerContext[placement_pb2.FinishRequest
 
 
 class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
-    """Answers where requests go, while this replica owns the fleet's log."""
+    """Answers where requests go for the pools that this replica owns, and who owns the others."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
 
     async def Session(self, requests: object, context: SessionContext) -> None:  # type: ignore[override]  # noqa: N802
         """One gateway's stream; ends with UNAVAILABLE when another replica takes over."""
-        await self._must_own(context)
         first = await context.read()
         if first is END_OF_STREAM:
             return
@@ -57,18 +58,16 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
         for failure in ended:
             if isinstance(failure, Exception):
                 raise failure
-        await self._must_own(context)
 
     async def Place(  # noqa: N802
         self, request: placement_pb2.PlaceRequest, context: PlaceContext
     ) -> placement_pb2.PlaceResponse:
         """One placement under a lease; a request that is held is answered within the call's deadline."""
-        await self._must_own(context)
         if not request.request.request_id:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "request.request_id must not be empty")
         answer = await self._router.placed(convert.placement_request(request.request), context.time_remaining())
         if isinstance(answer, ev.Refused):
-            await abort(context, refusal_status(answer))
+            await abort(context, refusal_status(answer, self._router.owner_elsewhere(answer)))
         return placement_pb2.PlaceResponse(
             placement=convert.placement_to_wire(self._router.state, answer),
             lease=convert.duration(self._router.settings.place_lease_s),
@@ -78,29 +77,34 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
         self, request: placement_pb2.FinishRequest, context: FinishContext
     ) -> placement_pb2.FinishResponse:
         """Release what Place reserved."""
-        await self._must_own(context)
+        state = self._router.state
+        request_id, pool = request.finished.request_id, state.fleet.pool_of(request.model)
+        if state.reservations.get(request_id) is None and state.holding.queue.get(request_id) is None:
+            asked = [pool] if pool else [one.model for one in state.fleet.pools()]
+            elsewhere = next((one for one in asked if not state.owned.owns(one)), "")
+            if elsewhere:
+                refused = not_now(
+                    request_id, elsewhere, "the request is not known here; another router may have placed it"
+                )
+                await abort(context, refusal_status(refused, self._router.owner_elsewhere(refused)))
         self._router.submit(convert.finished(request.finished))
         return placement_pb2.FinishResponse()
-
-    async def _must_own(
-        self, context: grpc.aio.ServicerContext[object, object] | SessionContext | PlaceContext | FinishContext
-    ) -> None:
-        if not self._router.owns:
-            owner = self._router.store.owner or "nobody yet"
-            await context.abort(grpc.StatusCode.UNAVAILABLE, f"this replica stands by; the owner is {owner}")
 
     async def _read(self, gateway_id: str, context: SessionContext) -> None:
         while (message := await context.read()) is not END_OF_STREAM:
             match message.WhichOneof("kind"):
                 case "place":
-                    event: ev.Event = ev.PlaceRequested(convert.placement_request(message.place), gateway_id)
+                    self._router.place(ev.PlaceRequested(convert.placement_request(message.place), gateway_id))
+                    continue
                 case "step_done":
                     done = message.step_done
-                    event = ev.StepDone(done.request_id, done.step_index, done.ok)
+                    event: ev.Event = ev.StepDone(done.request_id, done.step_index, done.ok)
                 case "first_token":
                     event = ev.FirstToken(message.first_token.request_id)
                 case "finished":
                     event = convert.finished(message.finished)
+                case "hello":
+                    event = replace(convert.gateway_hello(message.hello), gateway_id=gateway_id)
                 case _:
                     continue
             self._router.submit(event)

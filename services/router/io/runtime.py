@@ -13,11 +13,14 @@ from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2
 from services.router import events as ev
 from services.router.domain import PlacementRequest
+from services.router.holding import not_now
 from services.router.io import convert
 from services.router.io.decision_log import DecisionLog
+from services.router.io.redis_store import RedisStore
 from services.router.io.settings import RouterSettings
-from services.router.io.store import MemoryStore, RedisStore, Store, StoreEffect, StoreEvent
+from services.router.io.store import MemoryStore, Store, StoreEffect
 from services.router.io.telemetry import Telemetry
+from services.router.ownership import Owner
 from services.router.policy.registry import make_policy
 from services.router.queue import QueueSettings
 from services.router.saturation import Limits
@@ -51,6 +54,7 @@ class Router:
 
     def __init__(self, settings: RouterSettings) -> None:
         self.settings = settings
+        url = settings.redis_url.get_secret_value()
         self.telemetry = Telemetry()
         self.decisions = DecisionLog(settings.decision_log_size, settings.decision_log_file)
         self.state = RouterState(
@@ -74,37 +78,59 @@ class Router:
                 stale_keys_s=settings.stale_keys_s,
                 max_keys=settings.max_keys,
                 approximate_keys=settings.approximate_keys,
+                warm_up_s=settings.warm_up_s,
             ),
             router_id=settings.router_id,
+            owns_all=not url,
         )
         self.agents: dict[int, AgentStream] = {}
         self.gateways: dict[str, GatewayStream] = {}
         self._callers: dict[str, set[asyncio.Future[ev.Placed | ev.Refused]]] = {}
         self.store: Store
-        self._owner_watchers: list[Callable[[bool], None]] = []
-        self._was_owner = False
-        if url := settings.redis_url.get_secret_value():
+        self._warm_watchers: list[Callable[[bool], None]] = []
+        self._warm = False
+        self._told_fleet: placement_pb2.Fleet | None = None
+        if url:
             self.store = RedisStore(
                 url,
                 router_id=settings.router_id,
                 fleet=settings.fleet,
                 lease_s=settings.owner_lease_s,
                 affinity_ttl_s=settings.affinity_ttl_s,
-                on_event=self._store_event,
+                on_event=self.submit,
+                on_owners=self._tell_fleet,
                 snapshot=self._snapshot,
             )
         else:
             self.store = MemoryStore(settings.router_id)
 
     @property
-    def owns(self) -> bool:
-        """Whether this replica may place requests now."""
-        return self.store.epoch > 0
+    def warm(self) -> bool:
+        """Whether this replica knows the fleet well enough to place, or has waited long enough to."""
+        return self._warm
 
-    def on_ownership(self, watcher: Callable[[bool], None]) -> None:
-        """Call `watcher` with True or False now and whenever ownership changes."""
-        self._owner_watchers.append(watcher)
-        watcher(self.owns)
+    def on_warm(self, watcher: Callable[[bool], None]) -> None:
+        """Call `watcher` with False or True now and when that changes."""
+        self._warm_watchers.append(watcher)
+        watcher(self._warm)
+
+    def owner_elsewhere(self, refused: ev.Refused) -> Owner | None:
+        """The other replica that a refused request is to be sent to, as far as known."""
+        owner = self.store.owner(refused.pool) if refused.not_now else None
+        return owner if owner is None or owner.router_id != self.settings.router_id else None
+
+    def place(self, event: ev.PlaceRequested) -> None:
+        """Submit a placement request, unless this replica's lease of the pool has run out while it slept."""
+        pool = self.state.fleet.pool_of(event.request.model)
+        if pool and self.state.owned.owns(pool) and not self.store.holds(pool):
+            self._deliver(replace(_changing(event.request.request_id, pool), gateway_id=event.gateway_id))
+        else:
+            self.submit(event)
+
+    def end_sessions(self) -> None:
+        """Let all gateways go."""
+        for gateway in self.gateways.values():
+            gateway.replies.put_nowait(None)
 
     async def run(self) -> None:
         """Keep the store and the clock going until cancelled."""
@@ -118,6 +144,7 @@ class Router:
         effects = self.state.handle(event, time.monotonic())
         elapsed = time.perf_counter() - started
         kept: list[StoreEffect] = []
+        answers: list[ev.Placed | ev.Refused] = []
         fleet_changed = False
         for effect in effects:
             match effect:
@@ -132,7 +159,7 @@ class Router:
                     self.telemetry.closed(logged.decision if logged else None, finished)
                 case ev.Refused():
                     self.telemetry.refused(effect.code)
-                    self._answer(effect)
+                    answers.append(effect)
                 case ev.Welcome() | ev.Resync() | ev.RefuseReport():
                     self._tell_agent(effect)
                 case ev.Distrusted(instance_id, reason):
@@ -141,18 +168,22 @@ class Router:
                 case ev.FleetChanged():
                     fleet_changed = True
                 case ev.Placed():
-                    self._answer(effect)
+                    answers.append(effect)
         if isinstance(event, ev.Finished):
             # Whoever still waits for its placement would wait for ever: a hold ends without a word.
             self._answer_callers(ev.Refused(event.request_id, "ABORTED", "the request ended while it was held"))
         self.store.record(kept)
+        for answer in answers:
+            self._answer(answer)
         if fleet_changed:
+            self.store.want(pool.model for pool in self.state.fleet.pools())
+            self._check_warmth()
             self._tell_fleet()
         return effects
 
     def fleet(self) -> placement_pb2.Fleet:
         """The fleet for gateways."""
-        return convert.fleet_to_wire(self.state.fleet.pools())
+        return convert.fleet_to_wire(self.state.fleet.pools(), self.store.owner, warming=not self._warm)
 
     def opened(self, hello: ev.GatewayHello, stream: GatewayStream) -> None:
         """A gateway opened a stream: from now on its answers go there, and an older stream of it is done with."""
@@ -178,7 +209,7 @@ class Router:
         if within_s is not None:
             request = replace(request, deadline_s=min(within_s, request.deadline_s or within_s))
         try:
-            self.submit(ev.PlaceRequested(request))
+            self.place(ev.PlaceRequested(request))
             return await answer
         except asyncio.CancelledError:
             if callers == {answer}:
@@ -190,6 +221,18 @@ class Router:
                 self._callers.pop(request.request_id, None)
 
     def _answer(self, effect: ev.Placed | ev.Refused) -> None:
+        """Tell a refusal at once, a placement when it is kept: whoever takes the pool over knows all that was ever told."""
+        if isinstance(effect, ev.Refused):
+            self._deliver(effect)
+            return
+        pool, lost = effect.decision.pool, _changing(effect.request_id, effect.decision.pool)
+
+        def stored(kept: bool) -> None:
+            self._deliver(effect if kept else replace(lost, gateway_id=effect.gateway_id))
+
+        self.store.after(pool, stored)
+
+    def _deliver(self, effect: ev.Placed | ev.Refused) -> None:
         # Callers of the unary form hear the answer even when a gateway has asked for the same request since.
         self._answer_callers(effect)
         if not effect.gateway_id:
@@ -199,7 +242,7 @@ class Router:
         elif isinstance(effect, ev.Placed):
             stream.send(placement=convert.placement_to_wire(self.state, effect))
         else:
-            stream.send(refusal=convert.refusal_to_wire(effect))
+            stream.send(refusal=convert.refusal_to_wire(effect, self.owner_elsewhere(effect)))
 
     def _answer_callers(self, answer: ev.Placed | ev.Refused) -> None:
         for waiting in self._callers.get(answer.request_id, ()):
@@ -208,6 +251,9 @@ class Router:
 
     def _tell_fleet(self) -> None:
         fleet = self.fleet()
+        if fleet == self._told_fleet:
+            return
+        self._told_fleet = fleet
         for gateway in self.gateways.values():
             gateway.send(fleet=fleet)
 
@@ -229,32 +275,25 @@ class Router:
                 log.warning("refusing an agent's report", reason=effect.reason)
                 stream.replies.put_nowait(effect)
 
-    def _store_event(self, event: StoreEvent) -> None:
-        self.submit(event)
-        self._check_ownership()
+    def _check_warmth(self) -> None:
+        warm = not self.state.cold(time.monotonic())
+        if warm is not self._warm:
+            self._warm = warm
+            for watcher in self._warm_watchers:
+                watcher(warm)
+            self._tell_fleet()
 
-    def _check_ownership(self) -> None:
-        if self.owns is self._was_owner:
-            return
-        self._was_owner = self.owns
-        for watcher in self._owner_watchers:
-            watcher(self.owns)
-        if not self.owns:
-            # At once, so that nothing that is held here is placed any more; gateways ask the new owner.
-            for gateway_id, gateway in list(self.gateways.items()):
-                gateway.replies.put_nowait(None)
-                self.closed(gateway_id, gateway)
-            for request_id in self._callers:
-                self._answer_callers(ev.Refused(request_id, "UNAVAILABLE", "another replica took over", 1.0))
-                self.submit(ev.Finished(request_id, "CANCELLED", error="another replica took over"))
-
-    def _snapshot(self) -> list[StoreEffect]:
-        reserved = [ev.Reserved(reservation) for reservation in self.state.reservations]
-        return [*reserved, *(ev.OwnerSet(session, owner) for session, owner in self.state.affinity.items())]
+    def _snapshot(self, pool: str) -> list[StoreEffect]:
+        reserved = [ev.Reserved(reservation) for reservation in self.state.reservations.of_pool(pool)]
+        return [*reserved, *(ev.OwnerSet(*owned, pool) for owned in self.state.affinity.of_pool(pool).items())]
 
     async def _ticks(self) -> None:
         while True:
-            self._check_ownership()
+            self._check_warmth()
             self.submit(ev.Tick())
             self.telemetry.sample(self.state, time.monotonic())
             await asyncio.sleep(TICK_S)
+
+
+def _changing(request_id: str, pool: str) -> ev.Refused:
+    return not_now(request_id, pool, "the pool's owner is changing")

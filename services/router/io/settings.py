@@ -21,13 +21,14 @@ class RouterSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_ROUTER_")
 
     listen: str = Field("127.0.0.1:50051", description="HOST:PORT of the gRPC services")
+    advertise: str = Field("", description="HOST:PORT that gateways reach this very router at; empty: as `listen` says")
     metrics_listen: str = Field("127.0.0.1:9100", description="HOST:PORT of /metrics and /health; empty for none")
     insecure: bool = Field(False, description="allow listening off the loopback interface without tokens")
     redis_url: SecretStr = Field(
         SecretStr(""), description="redis://... shared by replicas; empty keeps state in memory"
     )
     fleet: str = Field("default", description="name of the fleet in Redis; routers of one fleet share it")
-    owner_lease_s: float = Field(2.0, gt=0.1, le=60, description="a dead owner is replaced after this long")
+    owner_lease_s: float = Field(1.0, gt=0.1, le=60, description="a dead owner of a pool is replaced after this long")
     router_id: str = Field(default_factory=_router_id, description="unique for the process's life")
     policy: str = Field("unified", description="policy at start")
     policy_settings: dict[str, float | bool | str] = Field(
@@ -65,6 +66,9 @@ class RouterSettings(BaseSettings):
     max_keys: int = Field(8_000_000, ge=1, description="block keys in the index; instances beyond are approximated")
     approximate_keys: int = Field(
         16_384, ge=1, description="block keys believed of an instance without KV events or a known KV capacity"
+    )
+    warm_up_s: float = Field(
+        3.0, ge=0, description="after a start, wait at most this long for the instances to report before placing"
     )
     decision_log_size: int = Field(10_000, ge=1, description="decisions kept in memory")
     decision_log_file: Path | None = Field(

@@ -14,7 +14,7 @@ import redis.asyncio
 from redis.exceptions import AuthenticationError, NoPermissionError
 
 from services.router import events as ev
-from services.router.io.store import RedisStore
+from services.router.io.redis_store import RedisStore
 from tools.check_deploy import make_secrets
 
 REDIS_SERVER = Path(sys.executable).parent / "redis-server"
@@ -93,7 +93,7 @@ async def test_strangers_may_only_ping(redis_url: tuple[str, str]) -> None:
     async with redis.asyncio.Redis.from_url(redis_url[1]) as stranger:
         assert await stranger.ping()
         with pytest.raises(NoPermissionError):
-            await stranger.get("pointsman:{default}:owner")
+            await stranger.get("pointsman:{default:m}:lease")
     wrong = redis_url[0].replace("@", "x@", 1)
     async with redis.asyncio.Redis.from_url(wrong) as stranger:
         with pytest.raises(AuthenticationError):
@@ -104,8 +104,9 @@ async def test_router_may_keep_its_state_and_is_no_administrator(redis_url: tupl
     events: list[object] = []
     store = RedisStore(
         redis_url[0], router_id="a", fleet="default", lease_s=2.0, affinity_ttl_s=60.0, on_event=events.append,
-        snapshot=list,
+        on_owners=lambda: None, snapshot=lambda pool: [],
     )  # fmt: skip
+    store.want(["m"])
     running = asyncio.create_task(store.run())
     try:
         async with redis.asyncio.Redis.from_url(redis_url[0], decode_responses=True) as client:
@@ -114,10 +115,10 @@ async def test_router_may_keep_its_state_and_is_no_administrator(redis_url: tupl
                 return store.epoch > 0
 
             async def kept() -> bool:
-                return await client.hget("pointsman:{default}:affinity", "session") == "engine:8000"
+                return await client.hget("pointsman:{default:m}:affinity", "session") == "engine:8000"
 
             await until(owns)
-            store.record([ev.OwnerSet("session", "engine:8000")])
+            store.record([ev.OwnerSet("session", "engine:8000", "m")])
             await until(kept)
             for command in (["FLUSHALL"], ["CONFIG", "GET", "*"], ["KEYS", "*"], ["ACL", "LIST"]):
                 with pytest.raises(NoPermissionError):

@@ -56,8 +56,8 @@ def view(*candidates: Candidate, owner: str = "", turn: int = 0) -> FleetView:
     return FleetView(candidates, owner, turn)
 
 
-def state(policy: str = "unified", **settings: Any) -> RouterState:
-    return RouterState(make_policy(policy), StateSettings(**settings), router_id="t")
+def state(policy: str = "unified", *, owns_all: bool = True, **settings: Any) -> RouterState:
+    return RouterState(make_policy(policy), StateSettings(**settings), router_id="t", owns_all=owns_all)
 
 
 def hello(state_: RouterState, name: str, stream_id: int, now: float = 0.0, **changes: Any) -> list[ev.Effect]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from hypothesis import settings
@@ -18,6 +18,7 @@ from services.router.policy.base import Policy, hold, serve
 from services.router.policy.registry import make_policy
 from services.router.prefix_index import PrefixIndex
 from services.router.queue import QueueSettings
+from services.router.reservations import Reservation
 from services.router.saturation import Limits
 from services.router.sync import Bookmark, Delta, InstanceSync, KeyMessage, SnapshotBegin, SnapshotChunk, SnapshotEnd
 from tests.unit.router.builders import info, request, state
@@ -168,6 +169,7 @@ class SyncMachine(RuleBasedStateMachine):
 REQUESTS = st.sampled_from([f"r{n}" for n in range(8)])
 GATEWAYS = st.sampled_from(["g1", "g2"])
 INSTANCES = st.sampled_from(["a", "b", "c"])
+POOL_OF = {"a": "m", "b": "m", "c": "n"}
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,10 @@ class StateMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.kept: dict[str, dict[str, Reservation]] = {"m": {}, "n": {}}
         self.router = state(
+            owns_all=False,
+            warm_up_s=1.0,
             gateway_lease_s=40.0,
             place_lease_s=5.0,
             lost_instance_s=5.0,
@@ -203,6 +208,7 @@ class StateMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.stream = 0
         self.stream_of: dict[str, int] = {}
+        self.take("m")
 
     def handle(self, event: ev.Event) -> list[ev.Effect]:
         """Every answer is one that somebody waits for, and goes to who asked last."""
@@ -212,12 +218,17 @@ class StateMachine(RuleBasedStateMachine):
             case ev.Finished(request_id):
                 self.waiting.pop(request_id, None)
             case ev.GatewayLost(gateway) | ev.GatewayHello(gateway):
-                self.waiting = {one: asker for one, asker in self.waiting.items() if asker != gateway}
+                kept = event.waiting if isinstance(event, ev.GatewayHello) else frozenset()
+                self.waiting = {one: by for one, by in self.waiting.items() if by != gateway or one in kept}
         if isinstance(event, ev.GatewayHello):
             for stream in event.open_streams:
                 self.waiting.pop(stream.request.request_id, None)
         effects = self.router.handle(event, self.now)
         for effect in effects:
+            if isinstance(effect, ev.Reserved):
+                self.kept[effect.reservation.pool][effect.reservation.request_id] = effect.reservation
+            elif isinstance(effect, ev.Released):
+                del self.kept[effect.pool][effect.request_id]
             later_step = isinstance(event, ev.StepDone) and isinstance(effect, ev.Placed) and effect.step_index
             if isinstance(effect, ev.Placed | ev.Refused) and not later_step:
                 assert self.waiting.pop(effect.request_id) == effect.gateway_id
@@ -227,7 +238,7 @@ class StateMachine(RuleBasedStateMachine):
     @rule(name=INSTANCES, incarnation=st.sampled_from("12"), size=st.sampled_from([16, 32, 24]))
     def agent_hello(self, name: str, incarnation: str, size: int) -> None:
         self.stream += 1
-        known = info(name, incarnation=incarnation, block_size=size)
+        known = info(name, incarnation=incarnation, block_size=size, model=POOL_OF[name], served_names=())
         self.handle(ev.AgentHello(self.stream, known, KEY_SCHEME, 1, 0))
         if size != 24:
             self.stream_of[name] = self.stream
@@ -245,7 +256,7 @@ class StateMachine(RuleBasedStateMachine):
     def hello_without_events(self, name: str) -> None:
         self.stream += 1
         self.stream_of[name] = self.stream
-        known = info(name, exact_prefix=False, kv_capacity_tokens=80)
+        known = info(name, exact_prefix=False, kv_capacity_tokens=80, model=POOL_OF[name], served_names=())
         self.handle(ev.AgentHello(self.stream, known, KEY_SCHEME, 1, 0))
 
     @rule(name=INSTANCES, keys=KEYS, tier=st.integers(1, 2), cleared=st.booleans(), ahead=st.integers(0, 1))
@@ -302,8 +313,20 @@ class StateMachine(RuleBasedStateMachine):
             tenant=known.request.tenant if known else tenant,
             deadline_s=deadline,
             age_s=age,
+            model="n" if request_id in ("r6", "r7") else "m",
         )
-        self.handle(ev.PlaceRequested(asked, gateway))
+        before = self.router.reservations.get(request_id)
+        effects = self.handle(ev.PlaceRequested(asked, gateway))
+        if not self.router.owned.owns(asked.model) and self.router.fleet.pool_of(asked.model):
+            assert any(isinstance(effect, ev.Refused) and effect.not_now for effect in effects)
+        elif (
+            before is not None
+            and self.router.fleet.pool_of(asked.model)
+            and not self.router.cold(self.now, asked.model)
+        ):
+            [again] = effects
+            assert isinstance(again, ev.Placed)
+            assert self.router.reservations.get(request_id) is not None
 
     @rule(request_id=REQUESTS)
     def first_token(self, request_id: str) -> None:
@@ -332,10 +355,15 @@ class StateMachine(RuleBasedStateMachine):
             self.handle(ev.FirstToken(asked.request_id))
             self.handle(ev.Finished(asked.request_id, "OK", cached_tokens=0))
 
-    @rule(gateway=GATEWAYS, announced=st.lists(REQUESTS, unique=True, max_size=3), phase=st.sampled_from(Phase))
-    def gateway_hello(self, gateway: str, announced: list[str], phase: Phase) -> None:
+    @rule(
+        gateway=GATEWAYS,
+        announced=st.lists(REQUESTS, unique=True, max_size=3),
+        phase=st.sampled_from(Phase),
+        waiting=st.frozensets(REQUESTS, max_size=2),
+    )
+    def gateway_hello(self, gateway: str, announced: list[str], phase: Phase, waiting: frozenset[str]) -> None:
         streams = tuple(ev.OpenStream(request(name, tokens=10), "a", phase, 3) for name in announced)
-        self.handle(ev.GatewayHello(gateway, streams))
+        self.handle(ev.GatewayHello(gateway, streams, waiting))
 
     @rule(gateway=GATEWAYS)
     def gateway_lost(self, gateway: str) -> None:
@@ -347,10 +375,24 @@ class StateMachine(RuleBasedStateMachine):
         self.handle(ev.Tick())
         assert all(held.answer_by > self.now for held in self.router.holding.queue)
 
-    @rule()
-    def restore(self) -> None:
-        kept = ev.Restored(tuple(self.router.reservations), dict(self.router.affinity.items()))
-        self.handle(kept)
+    @rule(pool=st.sampled_from("mn"))
+    def take(self, pool: str) -> None:
+        self.handle(ev.PoolTaken(pool, tuple(self.kept[pool].values()), {"/s1": "a"}))
+
+    @rule(pool=st.sampled_from("mn"), lost=st.booleans())
+    def lose(self, pool: str, lost: bool) -> None:
+        self.handle(ev.PoolLost(pool))
+        if lost:
+            self.kept[pool] = {}
+
+    @invariant()
+    def the_store_holds_what_is_owned(self) -> None:
+        for pool, kept in self.kept.items():
+            here = {one.request_id: _kept(one) for one in self.router.reservations.of_pool(pool)}
+            if self.router.owned.owns(pool):
+                assert here == {key: _kept(one) for key, one in kept.items()}
+            else:
+                assert here == {}
 
     @rule(patient=st.booleans())
     def policy(self, patient: bool) -> None:
@@ -373,6 +415,11 @@ class StateMachine(RuleBasedStateMachine):
             counters = self.router.reservations.counters(name)
             assert (counters.num_requests, counters.pending_prefill_tokens) == (0, 0)
             assert (counters.ongoing_decode_tokens, counters.ongoing_tokens) == (0, 0)
+
+
+def _kept(reservation: Reservation) -> Reservation:
+    """What the store must know of a reservation: not the lease nor the progress, which are this process's own."""
+    return replace(reservation, lease_until=None, prefilled_tokens=0)
 
 
 IndexMachine.TestCase.settings = MACHINE

@@ -81,7 +81,7 @@ def test_answers_on_their_way_are_counted_for_a_while() -> None:
     router.handle(ev.Tick(), 1.0 + WINDOW_S)
     router.check_invariants()
     assert seen(router, "b", 1.0 + WINDOW_S).recent_migrations == 1
-    router.handle(ev.Restored((), {}), 3.0)
+    router.handle(ev.PoolLost("m"), 3.0)
     assert seen(router, "b", 3.0).recent_migrations == 0
 
 
@@ -105,7 +105,7 @@ def test_the_session_belongs_to_the_owner_that_the_ruling_names() -> None:
     for rotate, owner in ((False, "a"), (True, "b")):
         router = migrating(rotate_affinity=rotate)
         effects = router.handle(ev.PlaceRequested(request("r", prompt=PROMPT, session_id="s"), "g"), 1.0)
-        assert ev.OwnerSet("/s", owner) in effects
+        assert ev.OwnerSet("/s", owner, "m") in effects
         assert router.affinity.owner("/s", 1.0) == owner
 
 

@@ -260,10 +260,10 @@ def test_a_new_owner_starts_from_what_the_store_kept() -> None:
     for router in (before, after):
         join(router, "a", 1)
     place(before, request("r", tokens=100, session_id="s"))
-    after.handle(ev.Restored(tuple(before.reservations), dict(before.affinity.items())), 50.0)
+    after.handle(ev.PoolTaken("m", tuple(before.reservations), dict(before.affinity.items())), 50.0)
     assert after.reservations.counters("a").ongoing_tokens == 100
     assert after.affinity.owner("/s", 51.0) == "a"
-    after.handle(ev.Restored((), {}), 60.0)
+    after.handle(ev.PoolLost("m"), 60.0)
     assert len(after.reservations) == 0
     after.check_invariants()
 

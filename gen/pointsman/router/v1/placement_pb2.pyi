@@ -197,28 +197,35 @@ Global___SessionResponse: _TypeAlias = SessionResponse  # noqa: Y015
 @_typing.final
 class GatewayHello(_message.Message):
     """GatewayHello names the gateway and the streams that it has open: a router that restarted rebuilds its load from them,
-    and reservations of this gateway that are not listed are released.
+    and reservations of this gateway that are not listed are released. It opens a stream, and is sent again on it when the
+    router has become the owner of a pool.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     GATEWAY_ID_FIELD_NUMBER: _builtins.int
     OPEN_STREAMS_FIELD_NUMBER: _builtins.int
+    WAITING_REQUEST_IDS_FIELD_NUMBER: _builtins.int
     gateway_id: _builtins.str
     """gateway_id is unique for the gateway process's life."""
     @_builtins.property
     def open_streams(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenStream]:
-        """open_streams are the requests still running."""
+        """open_streams are the requests still running, of all pools; a replica takes up those of the pools it owns."""
+
+    @_builtins.property
+    def waiting_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """waiting_request_ids have been asked for and not answered: they are neither open nor over."""
 
     def __init__(
         self,
         *,
         gateway_id: _builtins.str = ...,
         open_streams: _abc.Iterable[Global___OpenStream] | None = ...,
+        waiting_request_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "open_streams", b"open_streams"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "open_streams", b"open_streams", "waiting_request_ids", b"waiting_request_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -276,7 +283,7 @@ class GatewayWelcome(_message.Message):
     router_id: _builtins.str
     """router_id names the replica."""
     epoch: _builtins.int
-    """epoch of the replica's ownership of the reservation log."""
+    """epoch is the highest of the pools that the replica owns; 0 when it owns none."""
     key_scheme: _builtins.str
     """key_scheme that PlacementRequest.keys must follow."""
     def __init__(
@@ -506,15 +513,25 @@ class Refusal(_message.Message):
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    NOT_NOW_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id it answers."""
     code: _builtins.int
     """code is a google.rpc.Code: 5 NOT_FOUND (unknown model), 8 RESOURCE_EXHAUSTED (saturated), 14 UNAVAILABLE (no instance)."""
     message: _builtins.str
     """message for people."""
+    not_now: _builtins.bool
+    """not_now: nothing is wrong with the request or the fleet; the pool's owner is changing, or the router has just started
+    and does not know the fleet yet. Ask the owner, or here again after retry_after.
+    """
     @_builtins.property
     def retry_after(self) -> _duration_pb2.Duration:
         """retry_after before trying again; absent when trying again would not help."""
+
+    @_builtins.property
+    def owner(self) -> Global___Owner:
+        """owner is the replica to ask instead, where it is known."""
 
     def __init__(
         self,
@@ -523,14 +540,46 @@ class Refusal(_message.Message):
         code: _builtins.int = ...,
         message: _builtins.str = ...,
         retry_after: _duration_pb2.Duration | None = ...,
+        owner: Global___Owner | None = ...,
+        not_now: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["retry_after", b"retry_after"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner", "retry_after", b"retry_after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "request_id", b"request_id", "retry_after", b"retry_after"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "not_now", b"not_now", "owner", b"owner", "request_id", b"request_id", "retry_after", b"retry_after"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Refusal: _TypeAlias = Refusal  # noqa: Y015
+
+@_typing.final
+class Owner(_message.Message):
+    """Owner is the replica that places a pool's requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    router_id: _builtins.str
+    """router_id of the replica."""
+    address: _builtins.str
+    """address that gateways dial, as HOST:PORT."""
+    epoch: _builtins.int
+    """epoch of its ownership; the higher one is right where two replicas disagree."""
+    def __init__(
+        self,
+        *,
+        router_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "router_id", b"router_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Owner: _TypeAlias = Owner  # noqa: Y015
 
 @_typing.final
 class StepDone(_message.Message):
@@ -692,6 +741,9 @@ class Fleet(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     POOLS_FIELD_NUMBER: _builtins.int
+    WARMING_FIELD_NUMBER: _builtins.int
+    warming: _builtins.bool
+    """warming: the router has just started; pools that a gateway knew before may only not be back yet."""
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pool]:
         """pools by model."""
@@ -700,10 +752,11 @@ class Fleet(_message.Message):
         self,
         *,
         pools: _abc.Iterable[Global___Pool] | None = ...,
+        warming: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pools", b"pools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pools", b"pools", "warming", b"warming"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -721,6 +774,7 @@ class Pool(_message.Message):
     MODEL_ROOT_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     INSTANCES_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """model is the pool's name."""
     model_root: _builtins.str
@@ -739,6 +793,10 @@ class Pool(_message.Message):
     def instances(self) -> _containers.RepeatedCompositeFieldContainer[Global___InstanceRef]:
         """instances that are placeable."""
 
+    @_builtins.property
+    def owner(self) -> Global___Owner:
+        """owner of the pool; absent while nobody owns it."""
+
     def __init__(
         self,
         *,
@@ -748,10 +806,11 @@ class Pool(_message.Message):
         model_root: _builtins.str = ...,
         max_model_len: _builtins.int = ...,
         instances: _abc.Iterable[Global___InstanceRef] | None = ...,
+        owner: Global___Owner | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instances", b"instances", "lora_names", b"lora_names", "max_model_len", b"max_model_len", "model", b"model", "model_root", b"model_root", "served_names", b"served_names"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instances", b"instances", "lora_names", b"lora_names", "max_model_len", b"max_model_len", "model", b"model", "model_root", b"model_root", "owner", b"owner", "served_names", b"served_names"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -818,6 +877,9 @@ class FinishRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FINISHED_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """model that the request was for; needed only where several replicas each own some pools."""
     @_builtins.property
     def finished(self) -> Global___Finished:
         """finished tells how it ended."""
@@ -826,10 +888,11 @@ class FinishRequest(_message.Message):
         self,
         *,
         finished: Global___Finished | None = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

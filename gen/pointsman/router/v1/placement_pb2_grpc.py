@@ -59,7 +59,8 @@ class PlacementServiceServicer:
     def Session(self, request_iterator, context):
         """Session carries all of one gateway's requests, their progress and the fleet's changes. Messages of different requests
         are independent; those of one request are in order. A placement may be held: its answer comes later, within its deadline,
-        and a hold ends with the stream, so that the gateway asks again. UNAVAILABLE when this replica does not own the fleet's log.
+        and a hold ends with the stream, so that the gateway asks again. Every replica answers; each places for the pools it
+        owns, and names the owner of the others (Pool.owner, Refusal.owner).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -67,15 +68,16 @@ class PlacementServiceServicer:
 
     def Place(self, request, context):
         """Place is the one-step form for shells and other clients: the whole plan must be one SERVE. The reservation ends with
-        Finish or with the lease. A request that is held is answered within the call's deadline. RESOURCE_EXHAUSTED with RetryInfo when saturated, UNAVAILABLE when no instance is ready,
-        NOT_FOUND for an unknown model.
+        Finish or with the lease. A request that is held is answered within the call's deadline. RESOURCE_EXHAUSTED with
+        RetryInfo when saturated, UNAVAILABLE when no instance is ready, NOT_FOUND for an unknown model. At a replica that does
+        not own the pool: UNAVAILABLE with an ErrorInfo NOT_OWNER whose metadata has the owner's router_id and address.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Finish(self, request, context):
-        """Finish releases a reservation that Place made; twice has no effect.
+        """Finish releases a reservation that Place made; twice has no effect. UNAVAILABLE at a replica that does not own the pool.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,15 +36,17 @@ class PlacementServiceStub:
     Session: _grpc.StreamStreamMultiCallable[_placement_pb2.SessionRequest, _placement_pb2.SessionResponse]
     """Session carries all of one gateway's requests, their progress and the fleet's changes. Messages of different requests
     are independent; those of one request are in order. A placement may be held: its answer comes later, within its deadline,
-    and a hold ends with the stream, so that the gateway asks again. UNAVAILABLE when this replica does not own the fleet's log.
+    and a hold ends with the stream, so that the gateway asks again. Every replica answers; each places for the pools it
+    owns, and names the owner of the others (Pool.owner, Refusal.owner).
     """
     Place: _grpc.UnaryUnaryMultiCallable[_placement_pb2.PlaceRequest, _placement_pb2.PlaceResponse]
     """Place is the one-step form for shells and other clients: the whole plan must be one SERVE. The reservation ends with
-    Finish or with the lease. A request that is held is answered within the call's deadline. RESOURCE_EXHAUSTED with RetryInfo when saturated, UNAVAILABLE when no instance is ready,
-    NOT_FOUND for an unknown model.
+    Finish or with the lease. A request that is held is answered within the call's deadline. RESOURCE_EXHAUSTED with
+    RetryInfo when saturated, UNAVAILABLE when no instance is ready, NOT_FOUND for an unknown model. At a replica that does
+    not own the pool: UNAVAILABLE with an ErrorInfo NOT_OWNER whose metadata has the owner's router_id and address.
     """
     Finish: _grpc.UnaryUnaryMultiCallable[_placement_pb2.FinishRequest, _placement_pb2.FinishResponse]
-    """Finish releases a reservation that Place made; twice has no effect."""
+    """Finish releases a reservation that Place made; twice has no effect. UNAVAILABLE at a replica that does not own the pool."""
 
 @_typing.type_check_only
 class PlacementServiceAsyncStub(PlacementServiceStub):
@@ -54,15 +56,17 @@ class PlacementServiceAsyncStub(PlacementServiceStub):
     Session: _aio.StreamStreamMultiCallable[_placement_pb2.SessionRequest, _placement_pb2.SessionResponse]  # type: ignore[assignment]
     """Session carries all of one gateway's requests, their progress and the fleet's changes. Messages of different requests
     are independent; those of one request are in order. A placement may be held: its answer comes later, within its deadline,
-    and a hold ends with the stream, so that the gateway asks again. UNAVAILABLE when this replica does not own the fleet's log.
+    and a hold ends with the stream, so that the gateway asks again. Every replica answers; each places for the pools it
+    owns, and names the owner of the others (Pool.owner, Refusal.owner).
     """
     Place: _aio.UnaryUnaryMultiCallable[_placement_pb2.PlaceRequest, _placement_pb2.PlaceResponse]  # type: ignore[assignment]
     """Place is the one-step form for shells and other clients: the whole plan must be one SERVE. The reservation ends with
-    Finish or with the lease. A request that is held is answered within the call's deadline. RESOURCE_EXHAUSTED with RetryInfo when saturated, UNAVAILABLE when no instance is ready,
-    NOT_FOUND for an unknown model.
+    Finish or with the lease. A request that is held is answered within the call's deadline. RESOURCE_EXHAUSTED with
+    RetryInfo when saturated, UNAVAILABLE when no instance is ready, NOT_FOUND for an unknown model. At a replica that does
+    not own the pool: UNAVAILABLE with an ErrorInfo NOT_OWNER whose metadata has the owner's router_id and address.
     """
     Finish: _aio.UnaryUnaryMultiCallable[_placement_pb2.FinishRequest, _placement_pb2.FinishResponse]  # type: ignore[assignment]
-    """Finish releases a reservation that Place made; twice has no effect."""
+    """Finish releases a reservation that Place made; twice has no effect. UNAVAILABLE at a replica that does not own the pool."""
 
 class PlacementServiceServicer(metaclass=_abc_1.ABCMeta):
     """PlacementService answers where requests go."""
@@ -75,7 +79,8 @@ class PlacementServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_placement_pb2.SessionResponse], _abc.AsyncIterator[_placement_pb2.SessionResponse]]:
         """Session carries all of one gateway's requests, their progress and the fleet's changes. Messages of different requests
         are independent; those of one request are in order. A placement may be held: its answer comes later, within its deadline,
-        and a hold ends with the stream, so that the gateway asks again. UNAVAILABLE when this replica does not own the fleet's log.
+        and a hold ends with the stream, so that the gateway asks again. Every replica answers; each places for the pools it
+        owns, and names the owner of the others (Pool.owner, Refusal.owner).
         """
 
     @_abc_1.abstractmethod
@@ -85,8 +90,9 @@ class PlacementServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_placement_pb2.PlaceResponse, _abc.Awaitable[_placement_pb2.PlaceResponse]]:
         """Place is the one-step form for shells and other clients: the whole plan must be one SERVE. The reservation ends with
-        Finish or with the lease. A request that is held is answered within the call's deadline. RESOURCE_EXHAUSTED with RetryInfo when saturated, UNAVAILABLE when no instance is ready,
-        NOT_FOUND for an unknown model.
+        Finish or with the lease. A request that is held is answered within the call's deadline. RESOURCE_EXHAUSTED with
+        RetryInfo when saturated, UNAVAILABLE when no instance is ready, NOT_FOUND for an unknown model. At a replica that does
+        not own the pool: UNAVAILABLE with an ErrorInfo NOT_OWNER whose metadata has the owner's router_id and address.
         """
 
     @_abc_1.abstractmethod
@@ -95,6 +101,6 @@ class PlacementServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _placement_pb2.FinishRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_placement_pb2.FinishResponse, _abc.Awaitable[_placement_pb2.FinishResponse]]:
-        """Finish releases a reservation that Place made; twice has no effect."""
+        """Finish releases a reservation that Place made; twice has no effect. UNAVAILABLE at a replica that does not own the pool."""
 
 def add_PlacementServiceServicer_to_server(servicer: PlacementServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

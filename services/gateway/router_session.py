@@ -1,0 +1,153 @@
+"""One stream to one router, reopened whenever it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+import structlog
+
+from pointsman.router.v1 import placement_pb2, placement_pb2_grpc
+from services.common.channel import END_OF_STREAM, open_channel
+from services.common.keys import KEY_SCHEME
+
+log = structlog.get_logger()
+
+WELCOME_S = 3.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
+
+_Outbox = asyncio.Queue[placement_pb2.SessionRequest | None]  # None: nothing follows
+
+
+class RouterSession:
+    """Dials `address` for ever. `hello` makes the first message; the callbacks get the session that they are about.
+
+    A router ends a gateway's stream when the gateway opens another, so while `reached` says that another session stands with
+    the router that this one had, it waits.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        metadata: tuple[tuple[str, str], ...],
+        hello: Callable[[], placement_pb2.GatewayHello],
+        on_up: Callable[[RouterSession], None],
+        on_down: Callable[[RouterSession], None],
+        on_message: Callable[[RouterSession, placement_pb2.SessionResponse], None],
+        reached: Callable[[RouterSession, str], bool],
+    ) -> None:
+        self.address = address
+        self.router_id = ""
+        self.channel: grpc.aio.Channel | None = None
+        self._metadata = metadata
+        self._hello = hello
+        self._on_up, self._on_down, self._on_message = on_up, on_down, on_message
+        self._reached = reached
+        self._last_id = ""
+        self._outbox: _Outbox | None = None
+        self._closing = False
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether the router has welcomed this gateway and the stream still stands."""
+        return self.channel is not None
+
+    def start(self) -> None:
+        """Begin dialling; returns at once."""
+        self._task = asyncio.create_task(self._run())
+
+    def send(self, message: placement_pb2.SessionRequest) -> None:
+        """Queue a message; while no stream stands it is dropped, and the next hello tells what it would have."""
+        if self._outbox is not None:
+            self._outbox.put_nowait(message)
+
+    async def close(self, flush_s: float) -> None:
+        """Send what is still to be told, and hang up when the router has read it (or after `flush_s`)."""
+        self._closing = True
+        if self._task is None:
+            return
+        if self._outbox is not None and self.connected:
+            self._outbox.put_nowait(None)
+            await asyncio.wait({self._task}, timeout=flush_s)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        pause, said = FIRST_PAUSE_S, ""
+        while not self._closing:
+            if self._last_id and self._reached(self, self._last_id):
+                await asyncio.sleep(MAX_PAUSE_S)
+                continue
+            try:
+                await self._session()
+                why = "the stream ended"
+            except grpc.aio.AioRpcError as error:
+                why = f"{error.code().name}: {error.details()}"
+            except TimeoutError:
+                why = "no welcome in time"
+            except Exception as error:
+                # This task is the gateway's only tie to the router: a fault ends the session, never the task.
+                log.exception("a fault in the session with the router", router=self.address)
+                why = f"fault: {type(error).__name__}"
+            welcomed, self.channel, self._outbox, self.router_id = self.connected, None, None, ""
+            if welcomed:
+                pause = FIRST_PAUSE_S
+                try:
+                    self._on_down(self)
+                except Exception:
+                    log.exception("a fault after the session with the router", router=self.address)
+            if self._closing:
+                return
+            if welcomed or why != said:
+                log.warning("no session with the router", router=self.address, why=why)
+                said = why
+            # Gateways that lost the same router must not come back in step.
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(pause * 2, MAX_PAUSE_S)
+
+    async def _session(self) -> None:
+        """One stream from hello to its end. Raises AioRpcError or TimeoutError; returns when the router ends it."""
+        async with open_channel(self.address) as channel:
+            # grpc-stubs types the synchronous call only.
+            open_session: Any = placement_pb2_grpc.PlacementServiceStub(channel).Session
+            call = open_session(metadata=self._metadata)
+            # From here on reports queue up behind the hello: what ends between hello and welcome is not lost. A request placed
+            # locally in between is not announced; the router undercounts it until it ends, which is harmless.
+            outbox: _Outbox = asyncio.Queue()
+            self._outbox = outbox
+            self.send(placement_pb2.SessionRequest(hello=self._hello()))
+            writer = asyncio.create_task(self._write(call, outbox))
+            try:
+                first = await asyncio.wait_for(call.read(), WELCOME_S)
+                if first is END_OF_STREAM:
+                    return
+                welcome = first.welcome
+                if welcome.key_scheme != KEY_SCHEME:
+                    log.error(
+                        "router has another key scheme",
+                        router=self.address,
+                        theirs=welcome.key_scheme,
+                        ours=KEY_SCHEME,
+                    )
+                    return
+                self.channel, self.router_id = channel, welcome.router_id
+                self._last_id = welcome.router_id
+                log.info("session with router", router=self.address, router_id=welcome.router_id, epoch=welcome.epoch)
+                self._on_up(self)
+                while (message := await call.read()) is not END_OF_STREAM:
+                    self._on_message(self, message)
+            finally:
+                writer.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
+                call.cancel()
+
+    @staticmethod
+    async def _write(call: Any, outbox: _Outbox) -> None:
+        while (message := await outbox.get()) is not None:
+            await call.write(message)
+        await call.done_writing()

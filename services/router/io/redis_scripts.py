@@ -1,0 +1,62 @@
+"""The scripts that Redis runs. Each is atomic, keeps to the keys of one pool (or of the fleet), and uses Redis' own clock."""
+
+from __future__ import annotations
+
+# KEYS: live replicas, their addresses. ARGV: router id, address, time to live in ms.
+# Returns the ids of the live replicas.
+HEARTBEAT = """
+local time = redis.call('TIME')
+local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+redis.call('ZADD', KEYS[1], now, ARGV[1])
+redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
+for _, dead in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], 0, now - tonumber(ARGV[3]))) do
+  redis.call('ZREM', KEYS[1], dead)
+  redis.call('HDEL', KEYS[2], dead)
+end
+return redis.call('ZRANGE', KEYS[1], 0, -1)
+"""
+
+# KEYS: lease, epoch. ARGV: router id, address, lease in ms, the caller's own epoch (0: it owns nothing), the highest epoch that
+# it has seen, take. A free pool is taken when take is 2, or 1 and Redis has not lost its data since. Only a new ownership has a
+# new epoch. Returns {owner's id, its address, epoch}, the id empty when nobody owns the pool.
+ACQUIRE = """
+local owner = redis.call('HGET', KEYS[1], 'id')
+local epoch = tonumber(redis.call('GET', KEYS[2]) or '0')
+if owner and owner ~= ARGV[1] then return {owner, redis.call('HGET', KEYS[1], 'address'), epoch} end
+if not owner or epoch ~= tonumber(ARGV[4]) then
+  local take, seen = tonumber(ARGV[6]), tonumber(ARGV[5])
+  if not owner and (take == 0 or (take == 1 and epoch < seen)) then return {'', '', epoch} end
+  epoch = math.max(epoch, seen) + 1
+  redis.call('SET', KEYS[2], epoch)
+end
+redis.call('HSET', KEYS[1], 'id', ARGV[1], 'address', ARGV[2])
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+return {ARGV[1], ARGV[2], epoch}
+"""
+
+# KEYS: epoch, open reservations, session owners, their expiry. ARGV: epoch, ttl in ms, changes as JSON. 1, or 0 when fenced.
+# Applying the same changes twice leaves the same state, so a write that timed out is simply sent again.
+APPLY = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+local time = redis.call('TIME')
+local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+for _, change in ipairs(cjson.decode(ARGV[3])) do
+  if change[1] == 'put' then redis.call('HSET', KEYS[2], change[2], change[3])
+  elseif change[1] == 'del' then redis.call('HDEL', KEYS[2], change[2])
+  elseif change[1] == 'own' then
+    redis.call('HSET', KEYS[3], change[2], change[3])
+    redis.call('ZADD', KEYS[4], now + tonumber(ARGV[2]), change[2])
+  else redis.call('DEL', KEYS[2], KEYS[3], KEYS[4]) end
+end
+for _, session in ipairs(redis.call('ZRANGEBYSCORE', KEYS[4], 0, now, 'LIMIT', 0, 200)) do
+  redis.call('ZREM', KEYS[4], session)
+  redis.call('HDEL', KEYS[3], session)
+end
+return 1
+"""
+
+# KEYS: lease. ARGV: router id.
+RELEASE = "if redis.call('HGET', KEYS[1], 'id') == ARGV[1] then redis.call('DEL', KEYS[1]) end return 1"
+
+# KEYS: live replicas, their addresses. ARGV: router id.
+LEAVE = "redis.call('ZREM', KEYS[1], ARGV[1]) redis.call('HDEL', KEYS[2], ARGV[1]) return 1"

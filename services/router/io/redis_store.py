@@ -1,0 +1,312 @@
+"""Pools shared by several replicas through Redis.
+
+Each pool has one owner, by a lease with an epoch that grows with each change of hands. Redis keeps the pool's materialised state
+(open reservations, owners of sessions) and not the log of changes: only the owner writes it, and a new owner reads it once.
+Every write carries the owner's epoch, so that an owner that slept past its lease is fenced off. A placement is told to the
+gateway when its reservation is kept here, so that whoever takes the pool over knows every placement that was ever told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import redis.asyncio
+import redis.exceptions
+import structlog
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from services.router import events as ev
+from services.router.io import redis_scripts
+from services.router.io.store import Stored, StoreEffect, StoreEvent
+from services.router.ownership import Owner, preferred
+from services.router.reservations import Reservation
+
+log = structlog.get_logger()
+
+# One script call carries at most this many changes, so that none holds Redis up for long.
+BATCH = 500
+# One failure may be this process's own sleep, or a single lost reply; two in a row are Redis' absence.
+FAILURES = 2
+
+
+@dataclass(slots=True)
+class _Pool:
+    """One pool as this replica knows it. `epoch` is that of its own ownership (0: none); times on the loop's clock."""
+
+    name: str
+    lease_key: str
+    state_keys: list[str]  # epoch, open reservations, session owners, their expiry
+    epoch: int = 0
+    seen: int = 0
+    owner: Owner | None = None
+    held_until: float = 0.0
+    free_since: float | None = None
+    pending: deque[list[str] | Stored] = field(default_factory=deque)
+
+
+class RedisStore:
+    """The pools of one fleet. `on_event` gets what the state must know, `on_owners` is called when an owner changes, and
+    `snapshot` gives all that this replica knows of a pool."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        router_id: str,
+        fleet: str,
+        lease_s: float,
+        affinity_ttl_s: float,
+        on_event: Callable[[StoreEvent], object],
+        on_owners: Callable[[], None],
+        snapshot: Callable[[str], list[StoreEffect]],
+    ) -> None:
+        self._redis = redis.asyncio.Redis.from_url(
+            url,
+            socket_timeout=lease_s / 2,
+            socket_connect_timeout=lease_s / 2,
+            decode_responses=True,
+            retry=Retry(NoBackoff(), 0),
+        )
+        self._heartbeat = self._redis.register_script(redis_scripts.HEARTBEAT)
+        self._acquire = self._redis.register_script(redis_scripts.ACQUIRE)
+        self._apply = self._redis.register_script(redis_scripts.APPLY)
+        self._release = self._redis.register_script(redis_scripts.RELEASE)
+        self._leave = self._redis.register_script(redis_scripts.LEAVE)
+        self._fleet = fleet
+        self._replica_keys = [f"pointsman:{{{fleet}}}:replicas", f"pointsman:{{{fleet}}}:addresses"]
+        self._router_id = router_id
+        self._lease_s = lease_s
+        self._ttl_ms = int(affinity_ttl_s * 1e3)
+        self._on_event = on_event
+        self._on_owners = on_owners
+        self._snapshot = snapshot
+        self._pools: dict[str, _Pool] = {}
+        self._wake = asyncio.Event()
+        self._poll_at = 0.0
+        self._failures = 0
+        self._degraded = False
+        self.address = ""
+
+    @property
+    def epoch(self) -> int:
+        """The highest epoch of this replica's ownerships; 0 while it owns nothing."""
+        return max((pool.epoch for pool in self._pools.values()), default=0)
+
+    def owner(self, pool: str) -> Owner | None:
+        """Who owns `pool`, as far as known; None when nobody does."""
+        known = self._pools.get(pool)
+        return known.owner if known else None
+
+    def holds(self, pool: str) -> bool:
+        """Whether this replica owns the pool and its lease has not run out, unless Redis is away and nobody can take it."""
+        known = self._pools.get(pool)
+        if known is None or not known.epoch:
+            return False
+        return self._degraded or asyncio.get_running_loop().time() < known.held_until
+
+    def want(self, pools: Iterable[str]) -> None:
+        """Take part in the ownership of these pools. A pool once wanted stays so for the process's life."""
+        for pool in pools:
+            if pool not in self._pools:
+                # The braces keep all keys of a pool on one node of a Redis cluster.
+                key = f"pointsman:{{{self._fleet}:{pool}}}:"
+                names = ("epoch", "open", "affinity", "affinity_expiry")
+                self._pools[pool] = _Pool(pool, key + "lease", [key + name for name in names])
+                self._poll_at = 0.0
+                self._wake.set()
+
+    def record(self, effects: list[StoreEffect]) -> None:
+        """Take changes to be written; while Redis is away only the newest state is kept, by a rewrite on its return."""
+        if self._degraded:
+            return
+        for effect in effects:
+            pool = self._pools.get(effect.reservation.pool if isinstance(effect, ev.Reserved) else effect.pool)
+            if pool is not None and pool.epoch:
+                pool.pending.append(_change(effect))
+                self._wake.set()
+
+    def after(self, pool: str, stored: Stored) -> None:
+        """Call `stored` with True when what is recorded of `pool` is written, with False when it never will be."""
+        known = self._pools.get(pool)
+        if known is None or not known.epoch:
+            stored(False)
+        elif not known.pending:
+            stored(True)
+        else:
+            known.pending.append(stored)
+
+    async def run(self) -> None:
+        """Keep ownership and write changes until cancelled; then give the pools back."""
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                try:
+                    if loop.time() >= self._poll_at:
+                        await self._poll()
+                    for pool in list(self._pools.values()):
+                        await self._flush(pool)
+                except (redis.exceptions.RedisError, OSError) as error:
+                    self._failed(error)
+                    await asyncio.sleep(self._lease_s / 8)
+                    continue
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), max(self._poll_at - loop.time(), 0.0))
+                self._wake.clear()
+        finally:
+            await self._give_back()
+
+    async def _poll(self) -> None:
+        self._poll_at = asyncio.get_running_loop().time() + self._lease_s / 4
+        live = await self._heartbeat(
+            keys=self._replica_keys, args=[self._router_id, self.address, int(self._lease_s * 1e3)]
+        )
+        came_back = self._degraded
+        for pool in list(self._pools.values()):
+            await self._renew(pool, live, rewrite=came_back)
+        self._failures = 0
+        if came_back:
+            self._degraded = False
+            log.info("the shared store answers again")
+            self._on_event(ev.StoreState(False))
+
+    def _take(self, pool: _Pool, live: list[str], now: float) -> int:
+        """How much this replica wants the pool, as ACQUIRE means it: the preferred one at once, the others a little later;
+        and a pool whose data Redis has lost is left to its owner, who still knows it, for one lease longer."""
+        if pool.epoch:
+            return 2
+        free_s = now - pool.free_since if pool.free_since is not None else 0.0
+        delay_s = 0.0 if preferred(pool.name, live) == self._router_id else self._lease_s / 2
+        if free_s >= delay_s + self._lease_s:
+            return 2
+        return 1 if free_s >= delay_s else 0
+
+    async def _renew(self, pool: _Pool, live: list[str], *, rewrite: bool = False) -> None:
+        now = asyncio.get_running_loop().time()
+        router_id, address, number = await self._acquire(
+            keys=[pool.lease_key, pool.state_keys[0]],
+            args=[
+                self._router_id,
+                self.address,
+                int(self._lease_s * 1e3),
+                pool.epoch,
+                pool.seen,
+                self._take(pool, live, now),
+            ],
+        )
+        epoch, before = int(number), pool.owner
+        if router_id == self._router_id:
+            pool.held_until = now + self._lease_s
+            await self._own(pool, epoch, rewrite=rewrite)
+        elif pool.epoch:
+            self._stand_by(pool, router_id)
+        if router_id:
+            pool.free_since = None
+            pool.seen = max(pool.seen, epoch)
+            pool.owner = Owner(router_id, address, epoch)
+        else:
+            pool.free_since = now if pool.free_since is None else pool.free_since
+            pool.owner = None
+        if pool.owner != before:
+            self._on_owners()
+
+    async def _own(self, pool: _Pool, epoch: int, *, rewrite: bool) -> None:
+        before = pool.epoch
+        if epoch == before:
+            if rewrite:
+                self._rewrite(pool)
+        elif before and epoch == before + 1:
+            # The lease ended, or Redis lost its data, but nobody else owned the pool in between: what is here is newest.
+            pool.epoch = epoch
+            self._rewrite(pool)
+        else:
+            event = await self._load(pool)
+            self._drop_pending(pool, kept=False)
+            pool.epoch, pool.owner = epoch, Owner(self._router_id, self.address, epoch)
+            log.info("this router owns a pool", pool=pool.name, epoch=epoch, open=len(event.reservations))
+            self._on_event(event)
+
+    def _rewrite(self, pool: _Pool) -> None:
+        waiting = [item for item in pool.pending if callable(item)]
+        pool.pending = deque([["clear"], *map(_change, self._snapshot(pool.name)), *waiting])
+
+    def _stand_by(self, pool: _Pool, owner: str) -> None:
+        log.warning("another router owns a pool now", pool=pool.name, owner=owner)
+        pool.epoch = 0
+        self._drop_pending(pool, kept=False)
+        self._on_event(ev.PoolLost(pool.name))
+
+    async def _load(self, pool: _Pool) -> ev.PoolTaken:
+        _, reservations, affinity, _ = pool.state_keys
+        opened = await self._redis.hgetall(reservations)
+        owners = await self._redis.hgetall(affinity)
+        return ev.PoolTaken(
+            pool.name,
+            tuple(msgspec.json.decode(value, type=Reservation) for value in opened.values()),
+            {str(session): str(owner) for session, owner in owners.items()},
+        )
+
+    async def _flush(self, pool: _Pool) -> None:
+        while pool.pending and pool.epoch and not self._degraded:
+            batch = [pool.pending[index] for index in range(min(len(pool.pending), BATCH))]
+            changes = [item for item in batch if isinstance(item, list)]
+            if changes and not await self._apply(
+                keys=pool.state_keys, args=[pool.epoch, self._ttl_ms, msgspec.json.encode(changes)]
+            ):
+                await self._renew(pool, [])
+                continue
+            for item in batch:
+                pool.pending.popleft()
+                if not isinstance(item, list):
+                    item(True)
+
+    def _drop_pending(self, pool: _Pool, *, kept: bool) -> None:
+        dropped, pool.pending = pool.pending, deque()
+        for item in dropped:
+            if not isinstance(item, list):
+                item(kept)
+
+    def _failed(self, error: Exception) -> None:
+        self._failures += 1
+        self._poll_at = 0.0
+        for pool in self._pools.values():
+            pool.free_since = None
+        if self._degraded or self._failures < FAILURES:
+            return
+        self._degraded = True
+        log.warning("the shared store does not answer; placing on this router's own view", error=type(error).__name__)
+        self._on_event(ev.StoreState(True))
+        for pool in self._pools.values():
+            self._drop_pending(pool, kept=True)
+
+    async def _give_back(self) -> None:
+        with contextlib.suppress(redis.exceptions.RedisError, OSError):
+            for pool in self._pools.values():
+                await self._flush(pool)
+        for pool in self._pools.values():
+            if pool.epoch:
+                pool.epoch, pool.owner = 0, None
+                self._drop_pending(pool, kept=False)
+                self._on_event(ev.PoolLost(pool.name))
+                with contextlib.suppress(redis.exceptions.RedisError, OSError):
+                    await self._release(keys=[pool.lease_key], args=[self._router_id])
+        with contextlib.suppress(redis.exceptions.RedisError, OSError):
+            await self._leave(keys=self._replica_keys, args=[self._router_id])
+        await self._redis.aclose()
+
+
+def _change(effect: StoreEffect) -> list[str]:
+    match effect:
+        case ev.Reserved(reservation):
+            # Leases are this process's clock; a new owner gives new ones.
+            kept = replace(reservation, lease_until=None)
+            return ["put", reservation.request_id, msgspec.json.encode(kept).decode()]
+        case ev.Released(request_id):
+            return ["del", request_id]
+        case ev.OwnerSet(session, instance_id):
+            return ["own", session, instance_id]

@@ -1,0 +1,31 @@
+"""The answer to a request that an earlier owner of its pool had placed. Pure."""
+
+from __future__ import annotations
+
+from services.router.domain import Decision, FleetView, PlacementRequest, PolicyRef, Ruling, Step, StepKind, route_class
+from services.router.reservations import Reservation
+
+REASON = "restored"
+
+
+def restored_decision(reservation: Reservation, request: PlacementRequest, policy: PolicyRef) -> Decision:
+    """A decision that sends `request` where `reservation` says, by one SERVE: the rest of the plan went with its maker.
+
+    It keeps the id of the first decision, whose view and scores are in that replica's log only.
+    """
+    step = Step(StepKind.SERVE, reservation.instance_id, REASON)
+    return Decision(
+        decision_id=reservation.decision_id,
+        request=request,
+        pool=reservation.pool,
+        view=FleetView(()),
+        policy=policy,
+        ruling=Ruling((step,), REASON),
+        route_class=route_class(reservation.new_tokens, request.input_tokens),
+        mode="COLOCATED",
+        cached_tokens=max(request.input_tokens - reservation.new_tokens, 0),
+        runner_up="",
+        margin=None,
+        inputs_digest=0,
+        key_count=len(request.keys),
+    )
