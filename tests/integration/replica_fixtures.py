@@ -96,19 +96,23 @@ class Replicas:
         async with open_channel(self.routers[name].address) as channel:
             yield Client(channel)
 
-    async def ready(self, names: list[str] | None = None) -> None:
-        """Until every replica named (all of them) knows all instances, and every gateway every owner."""
-        for name in names or list(self.routers):
+    async def ready(self) -> None:
+        """Until every replica knows all instances, and every gateway every owner."""
+        await self.answering(sum(map(len, self.models.values())))
+        for model in self.models:
+            await self.owner(model)
+
+    async def answering(self, instances: int) -> None:
+        """Until every replica answers, and knows so many instances."""
+        for name in self.routers:
             async with self.client(name) as client:
 
                 async def complete(client: Client = client) -> bool:
                     with contextlib.suppress(grpc.aio.AioRpcError):
-                        return len(await client.instances()) == sum(map(len, self.models.values()))
+                        return len(await client.instances()) == instances
                     return False
 
-                await eventually(complete, f"{name} knows all instances")
-        for model in self.models:
-            await self.owner(model)
+                await eventually(complete, f"{name} knows {instances} instances")
 
     async def idle(self) -> None:
         """Until every counter of every pool is exactly 0 at its owner and at every other replica that runs."""
@@ -161,6 +165,8 @@ async def replicas(
         names = {model: [f"{model}-i{at}" for at in range(instances)] for model in models}
         fleet = Replicas(redis, routers, names)
         async with AsyncExitStack() as stack:
+            # All before the first report: a replica that is alone takes every pool that it hears of, and keeps it.
+            await fleet.answering(0)
             for router in routers.values():
                 for model, members in names.items():
                     for instance in members:
