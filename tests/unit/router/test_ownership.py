@@ -1,0 +1,35 @@
+"""Who takes a free pool, and when a router that has just started may place."""
+
+from __future__ import annotations
+
+from services.router import events as ev
+from services.router.ownership import preferred
+from tests.unit.router.builders import hello, join, place, request, state
+
+
+def test_replicas_agree_and_one_that_leaves_moves_only_its_own_pools() -> None:
+    pools = [f"pool-{at}" for at in range(60)]
+    before = {pool: preferred(pool, ["one", "two", "three"]) for pool in pools}
+    assert before == {pool: preferred(pool, ["three", "one", "two"]) for pool in pools}
+    assert min(list(before.values()).count(name) for name in ("one", "two", "three")) > 5
+    after = {pool: preferred(pool, ["one", "two"]) for pool in pools}
+    assert all(after[pool] == owner for pool, owner in before.items() if owner != "three")
+    assert preferred("m", []) == ""
+
+
+def test_placements_wait_for_the_first_reports_but_not_for_ever() -> None:
+    router = state(warm_up_s=3.0)
+    router.handle(ev.Tick(), 10.0)
+    early = place(router, request("r0", tokens=1), 10.1)
+    assert isinstance(early, ev.Refused)
+    assert (early.code, early.not_now) == ("UNAVAILABLE", True)
+    hello(router, "a", 1, 10.2)
+    join(router, "b", 2, now=10.3)
+    assert isinstance(place(router, request("r1", tokens=1), 10.4), ev.Refused)
+    assert isinstance(place(router, request("r2", tokens=1), 13.0), ev.Placed)
+
+
+def test_an_instance_that_is_ready_ends_the_wait_early() -> None:
+    router = state(warm_up_s=3.0)
+    join(router, "a", 1, now=10.0)
+    assert isinstance(place(router, request("r", tokens=1), 10.0), ev.Placed)
