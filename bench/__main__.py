@@ -15,9 +15,10 @@ from rich.table import Table
 from bench.decide import decide, index
 from bench.figures import Figure
 from bench.place import place
+from bench.takeover import takeover
 
 RESULTS = Path(__file__).parent / "results.jsonl"
-BENCHMARKS: dict[str, Callable[[], object]] = {one.__name__: one for one in (decide, index, place)}
+BENCHMARKS: dict[str, Callable[[], object]] = {one.__name__: one for one in (decide, index, place, takeover)}
 
 
 def main() -> None:

@@ -159,10 +159,19 @@ class ControlPlane:
 
     def instances(self) -> dict[str, fleet_pb2.InstanceStatus]:
         """What ListInstances answers now, by instance id."""
-        answer = self.fleet.ListInstances(
+        try:
+            answer = self._list_instances()
+        except grpc.RpcError as error:
+            # A router that was just killed: the call went out on its old connection. The next one dials anew.
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            answer = self._list_instances()
+        return {status.instance.instance_id: status for status in answer.instances}
+
+    def _list_instances(self) -> fleet_pb2.ListInstancesResponse:
+        return self.fleet.ListInstances(
             fleet_pb2.ListInstancesRequest(), timeout=CALL_WITHIN_S, metadata=self.metadata, wait_for_ready=True
         )
-        return {status.instance.instance_id: status for status in answer.instances}
 
     def instance(self, engine: Engine) -> fleet_pb2.InstanceStatus:
         """What the router knows of one engine. KeyError when nothing."""
