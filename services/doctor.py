@@ -59,7 +59,9 @@ def examine(router: str, gateway: str, redis_url: str, token: str) -> list[Findi
             findings.append(
                 Finding(Finding.OK, "router", f"{fleet.router_id} places with {fleet.policy.name}")
                 if serving
-                else Finding(Finding.WARN, "router", f"{fleet.router_id} stands by", "ask the owner of the fleet's log")
+                else Finding(
+                    Finding.WARN, "router", f"{fleet.router_id} warms up", "wait for its agents, and ask again"
+                )
             )
             findings += _fleet(list(fleet.instances))
     findings += _gateway(gateway)
