@@ -16,6 +16,7 @@ from bench.decide import decide, index
 from bench.figures import Figure
 from bench.place import place
 from bench.takeover import takeover
+from services.common.logs import configure_logs
 
 RESULTS = Path(__file__).parent / "results.jsonl"
 BENCHMARKS: dict[str, Callable[[], object]] = {one.__name__: one for one in (decide, index, place, takeover)}
@@ -23,6 +24,7 @@ BENCHMARKS: dict[str, Callable[[], object]] = {one.__name__: one for one in (dec
 
 def main() -> None:
     """Print a table; append to results.jsonl."""
+    configure_logs("bench", "error")
     table = Table("metric", "value", "unit", "baseline", "ratio", "note", box=None, pad_edge=False)
     with RESULTS.open("a") as results:
         for name in sys.argv[1:] or BENCHMARKS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from services.common.keys import KEY_SCHEME, digest_of, prompt_keys
 from services.router import events as ev
@@ -21,10 +22,10 @@ def long_prompt(seed: int = 0) -> list[int]:
     return prompt_keys([rng.randrange(150_000) for _ in range(PROMPT_TOKENS)], "m")
 
 
-def cached_keys(keys: list[int], number: int, count: int = KEYS_PER_INSTANCE) -> list[int]:
+def cached_keys(keys: Sequence[int], number: int, count: int = KEYS_PER_INSTANCE) -> list[int]:
     """What instance `number` holds: a prefix of the prompt of its own length, and other prompts' blocks."""
     rng = random.Random(1_000 + number)
-    own = keys[: rng.randrange(len(keys))]
+    own = list(keys[: rng.randrange(len(keys))])
     return own + [rng.getrandbits(64) for _ in range(count - len(own))]
 
 
@@ -34,7 +35,7 @@ def info(number: int) -> InstanceInfo:
     return InstanceInfo(name, "1", f"http://{name}", "m", kv_capacity_tokens=KEYS_PER_INSTANCE * 16)
 
 
-def filled(instances: int, keys: list[int], count: int = KEYS_PER_INSTANCE) -> RouterState:
+def filled(instances: int, keys: Sequence[int], count: int = KEYS_PER_INSTANCE) -> RouterState:
     """A router's state with `instances` that hold `count` keys each."""
     state = RouterState(make_policy("unified"), StateSettings())
     for number in range(instances):

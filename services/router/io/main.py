@@ -89,6 +89,7 @@ class RouterServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.router.end_sessions()
+        self.router.end_reports()
         await self._server.stop(SHUTDOWN_GRACE_S)
         if self._web is not None:
             await self._web.cleanup()

@@ -32,10 +32,10 @@ TICK_S = 0.5
 
 
 class AgentStream:
-    """What the router still has to say on one agent's stream; `refused` ends it."""
+    """What the router still has to say on one agent's stream. A refusal ends it, and so does None: the router stops."""
 
     def __init__(self) -> None:
-        self.replies: asyncio.Queue[agent_pb2.ReportResponse | ev.RefuseReport] = asyncio.Queue()
+        self.replies: asyncio.Queue[agent_pb2.ReportResponse | ev.RefuseReport | None] = asyncio.Queue()
 
 
 class GatewayStream:
@@ -126,6 +126,11 @@ class Router:
             self._deliver(replace(_changing(event.request.request_id, pool), gateway_id=event.gateway_id))
         else:
             self.submit(event)
+
+    def end_reports(self) -> None:
+        """Let the agents go: the router stops."""
+        for agent in self.agents.values():
+            agent.replies.put_nowait(None)
 
     def end_sessions(self) -> None:
         """Let all gateways go."""
