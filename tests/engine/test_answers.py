@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import json
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -84,6 +86,31 @@ def test_the_gateway_counts_tokens_as_the_engine_does(client: openai.OpenAI, pla
         assert decision.key_count == answer.usage.prompt_tokens // 16
 
 
+def _ended(engines: list[Engine]) -> int:
+    """Requests that the engines answered in full; aborted ones are not among them."""
+    return int(sum(engine.metric("vllm:request_success_total") for engine in engines))
+
+
+def unless_the_engine_was_faster(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test of leaving clients again when an engine was through before its client left: on a machine that stalls for
+    seconds nothing was there to cancel. Any other failure is one."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        for _ in range(3):
+            before = _ended(fixtures["engines"])
+            try:
+                return test(**fixtures)
+            except AssertionError:
+                fixtures["plane"].wait_idle()
+                if _ended(fixtures["engines"]) == before:
+                    raise
+        raise AssertionError("three times the engine was through before its client left")
+
+    return run
+
+
+@unless_the_engine_was_faster
 def test_a_client_that_leaves_a_stream_frees_the_engine_and_the_counters(
     client: openai.OpenAI, plane: ControlPlane, engines: list[Engine]
 ) -> None:
@@ -103,6 +130,7 @@ def test_a_client_that_leaves_a_stream_frees_the_engine_and_the_counters(
     assert _generated(engines) - before < 3_500, "the engine went on to the end"
 
 
+@unless_the_engine_was_faster
 def test_a_client_that_leaves_before_the_answer_frees_the_engine_and_the_counters(
     plane: ControlPlane, engines: list[Engine]
 ) -> None:
@@ -121,13 +149,8 @@ def test_many_leaving_clients_leave_nothing_behind(
     client: openai.OpenAI, plane: ControlPlane, engines: list[Engine]
 ) -> None:
     """Some leave at once, some after a few tokens, some stay to the end, all at the same time."""
-
-    def ended() -> int:
-        # Aborted requests are not among them. On a machine that stalls, an engine may be through before its client leaves.
-        return int(sum(engine.metric("vllm:request_success_total") for engine in engines))
-
     for _ in range(4):
-        before = ended()
+        before = _ended(engines)
         with (
             open_chat(client, [user(fresh_words(40))], max_tokens=4_000) as first,
             open_chat(client, [user(fresh_words(40))], max_tokens=4_000) as second,
@@ -138,7 +161,8 @@ def test_many_leaving_clients_leave_nothing_behind(
         outcomes = [plane.finished_decision(answer.decision_id).outcome for answer in (first, second, third)]
         assert outcomes[2] == "OK"
         assert set(outcomes[:2]) <= {"CANCELLED", "OK"}
-        assert outcomes.count("OK") <= ended() - before, "more whole answers than the engines gave"
+        # On a machine that stalls, an engine may be through before its client leaves.
+        assert outcomes.count("OK") <= _ended(engines) - before, "more whole answers than the engines gave"
 
 
 def test_kv_transfer_params_of_a_client_never_reach_an_engine(client: openai.OpenAI, engines: list[Engine]) -> None:
