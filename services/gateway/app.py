@@ -22,7 +22,7 @@ from services.gateway import choreography
 from services.gateway.auth import DEFAULT_TENANT, ApiKeys
 from services.gateway.chat_template import Unrenderable
 from services.gateway.conduct import Conductor, Job, Tools
-from services.gateway.dialect import Call, DialectError, Kind, estimated_tokens, parse
+from services.gateway.dialects import Call, DialectError, Kind, Rules, estimated_tokens, parse
 from services.gateway.pools import Exactness, Pools, PoolState
 from services.gateway.router_client import RouterAway, RouterClient
 from services.gateway.sessions import Sessions, bounded_id
@@ -170,7 +170,7 @@ class Gateway:
         except web.RequestPayloadError:
             raise DialectError(400, "The request body cannot be decoded.", code="invalid_body") from None
         received = time.monotonic()
-        call = parse(kind, raw, client_cache_salt=self._settings.client_cache_salt)
+        call = parse(kind, raw, Rules(client_cache_salt=self._settings.client_cache_salt))
         for name in call.stripped:
             self.telemetry.stripped.labels(name).inc()
         found = self.pools.resolve(call.model)

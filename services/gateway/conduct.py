@@ -15,7 +15,7 @@ from aiohttp import web
 from pointsman.router.v1 import placement_pb2
 from services.gateway import choreography as ch
 from services.gateway.answer import Tail, Usage, usage_of
-from services.gateway.dialect import Call, DialectError, error_event
+from services.gateway.dialects import Call, DialectError, error_event
 from services.gateway.pools import Pools, PoolState
 from services.gateway.router_client import RouterAway, RouterClient, Step
 from services.gateway.telemetry import Telemetry

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import jinja2
 from tokenizers import Tokenizer
 
 from services.gateway.chat_template import ChatTemplate, Unrenderable
-from services.gateway.dialect import Call, Kind
+from services.gateway.dialects import Call, Kind
+from services.gateway.dialects.messages import DISABLED, disabled_effort, merged_system, system_only_first
 
 # Encoding this much text holds the event loop for about a millisecond; more of it goes to a thread.
 INLINE_BYTES = 16 << 10
@@ -38,12 +40,20 @@ class Prompt:
 class ModelTokenizer:
     """Tokenizer and chat template of one model. Safe to use from several threads."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, tool_template: ChatTemplate | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        tool_template: ChatTemplate | None,
+        merges_system: bool = False,
+    ) -> None:
+        """`merges_system`: the engine moves an Anthropic request's late system messages to the front."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._template = template
         self._tool_template = tool_template or template
+        self._merges_system = merges_system
 
     @classmethod
     def load(cls, folder: Path) -> ModelTokenizer:
@@ -62,14 +72,15 @@ class ModelTokenizer:
             compiled = {name: ChatTemplate(source, specials, datetime.now) for name, source in templates.items()}
         except (ValueError, jinja2.TemplateError) as error:
             raise TokenizerMissing(f"{folder}: {error}") from error
-        return cls(tokenizer, compiled.get("default"), compiled.get("tool_use"))
+        used = [templates[name] for name in ("default", "tool_use") if name in templates]
+        return cls(tokenizer, compiled.get("default"), compiled.get("tool_use"), any(map(system_only_first, used)))
 
     def prompt(self, call: Call) -> Prompt:
         """Tokens of `call`'s prompt as the engine will see them. Raises Unrenderable when they cannot be told."""
         if call.opaque:
-            raise Unrenderable("a field that changes the prompt inside the engine")
-        if call.kind is Kind.CHAT:
-            ids = self.chat(call.body)
+            raise Unrenderable(call.opaque)
+        if call.chat is not None:
+            ids = self.chat(self._anthropic(call.chat) if call.kind is Kind.MESSAGES else call.chat)
             return Prompt(ids, len(ids))
         add = call.body.get("add_special_tokens") is not False
         given = call.body["prompt"]
@@ -77,6 +88,24 @@ class ModelTokenizer:
             given = [given]
         every = [self.text(one, add_special_tokens=add) if isinstance(one, str) else one for one in given]
         return Prompt(every[0], max(map(len, every)))
+
+    def _anthropic(self, chat: dict[str, Any]) -> dict[str, Any]:
+        """What vLLM changes in a converted chat by what the template does."""
+        if self._merges_system:
+            chat = merged_system(chat)
+        if chat.get("reasoning_effort") == DISABLED:
+            chat = {**chat, "reasoning_effort": self._disabled_effort}
+        return chat
+
+    @cached_property
+    def _disabled_effort(self) -> str:
+        def render(chat: dict[str, Any]) -> str | None:
+            try:
+                return self._template.render(chat) if self._template is not None else None
+            except Unrenderable:
+                return None
+
+        return disabled_effort(render)
 
     def chat(self, body: dict[str, Any]) -> list[int]:
         """Ids of a chat completions body. Special tokens come from the template unless the body asks for more."""

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placement_pb2_grpc
 from services.common.channel import SERVER_OPTIONS
 from services.common.keys import KEY_SCHEME
-from services.gateway.dialect import Kind, parse
+from services.gateway.dialects import Kind, parse
 from services.gateway.main import serving
 from services.gateway.settings import GatewaySettings
 from services.gateway.tokens import ModelTokenizer

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from services.gateway.chat_template import ChatTemplate, Unrenderable
-from services.gateway.dialect import DialectError, Kind, parse
+from services.gateway.dialects import DialectError, Kind, parse
 from services.gateway.tokens import ModelTokenizer, TokenizerMissing, locate
 from tests.integration.gateway_fakes import CHATML, make_tokenizer
 

@@ -1,0 +1,22 @@
+"""The APIs that clients speak: a body in, a Call out; errors in the form of the API that was called. Pure."""
+
+from services.gateway.dialects.call import ROUTES, Call, Kind, Rules, form_of, with_fields
+from services.gateway.dialects.errors import DialectError, Form, engine_error, error_event
+from services.gateway.dialects.parse import FORBIDDEN_FIELDS, FORBIDDEN_XARGS, estimated_tokens, parse
+
+__all__ = [
+    "FORBIDDEN_FIELDS",
+    "FORBIDDEN_XARGS",
+    "ROUTES",
+    "Call",
+    "DialectError",
+    "Form",
+    "Kind",
+    "Rules",
+    "engine_error",
+    "error_event",
+    "estimated_tokens",
+    "form_of",
+    "parse",
+    "with_fields",
+]

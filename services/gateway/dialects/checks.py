@@ -1,0 +1,100 @@
+"""What values a known field may have, said in words for the client. Fields that nobody knows are never checked. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from services.gateway.dialects.errors import DialectError
+
+MAX_MODEL_NAME = 512
+
+Rule = tuple[Callable[[object], bool], str]
+
+
+def is_int(value: object) -> bool:
+    """An integer that is no boolean."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_positive(value: object) -> bool:
+    # Beyond u32 a count is nonsense, and would not fit the wire to the router.
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
+
+
+def is_ids(value: object) -> bool:
+    """A list of at least one token id."""
+    return isinstance(value, list) and bool(value) and all(is_int(token) and 0 <= token < 2**32 for token in value)
+
+
+POSITIVE: Rule = (_is_positive, "a positive integer")
+INTEGER: Rule = (is_int, "an integer")
+NUMBER: Rule = (_is_number, "a number")
+BOOLEAN: Rule = (lambda value: isinstance(value, bool), "a boolean")
+STRING: Rule = (lambda value: isinstance(value, str), "a string")
+OBJECT: Rule = (lambda value: isinstance(value, dict), "an object")
+LIST: Rule = (lambda value: isinstance(value, list), "a list")
+
+# Fields that several APIs share, by what vLLM calls them.
+COMMON: Mapping[str, Rule] = {
+    "stream": BOOLEAN,
+    "temperature": NUMBER,
+    "top_p": NUMBER,
+    "top_k": INTEGER,
+    "session_id": STRING,
+    "prompt_cache_key": STRING,
+    "cache_salt": STRING,
+    "user": STRING,
+    "vllm_xargs": OBJECT,
+}
+# What the two older OpenAI APIs share beyond that.
+SAMPLING: Mapping[str, Rule] = {
+    **COMMON,
+    "max_tokens": POSITIVE,
+    "n": POSITIVE,
+    "stream_options": OBJECT,
+    "min_p": NUMBER,
+    "presence_penalty": NUMBER,
+    "frequency_penalty": NUMBER,
+    "repetition_penalty": NUMBER,
+    "seed": INTEGER,
+    "ignore_eos": BOOLEAN,
+    "add_special_tokens": BOOLEAN,
+}
+
+
+def wrong(param: str, need: str) -> DialectError:
+    """The error for a field `param` that needs `need`."""
+    return DialectError(400, f"Invalid value for '{param}': {need} is needed.", param=param, code="invalid_value")
+
+
+def check_model(body: Mapping[str, Any]) -> None:
+    """Raises DialectError unless `body` names a model."""
+    model = body.get("model")
+    if not isinstance(model, str) or not model or len(model) > MAX_MODEL_NAME:
+        raise wrong("model", "the name of a model")
+
+
+def check_fields(body: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
+    """Raises DialectError for the first field that is not as its rule says; null means "not set", as to the engine."""
+    for name, (good, need) in rules.items():
+        if (value := body.get(name)) is not None and not good(value):
+            raise wrong(name, need)
+
+
+def check_turns(turns: object, param: str, *, content_needed: bool = False) -> None:
+    """Raises DialectError unless `turns` is a list of objects with a role and, where there is content, text or parts."""
+    if not isinstance(turns, list) or not turns:
+        raise wrong(param, "a list with at least one message")
+    for at, turn in enumerate(turns):
+        if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
+            raise wrong(f"{param}[{at}]", "an object with a role")
+        content = turn.get("content")
+        if isinstance(content, str) or (content is None and not content_needed):
+            continue
+        if not isinstance(content, list) or not all(isinstance(part, str | dict) for part in content):
+            raise wrong(f"{param}[{at}].content", "a string or a list of parts")

@@ -1,0 +1,121 @@
+"""Errors in the form of the API that was called, and what an engine's own error may show. Pure."""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from typing import Any
+
+import msgspec
+
+
+class Form(enum.Enum):
+    """How an API writes errors."""
+
+    OPENAI = "openai"  # {"error": {message, type, param, code}}; in a stream one unnamed event
+    RESPONSES = "responses"  # as OPENAI; in a stream an event named "error" with its fields at the top
+    ANTHROPIC = "anthropic"  # {"type": "error", "error": {type, message}}; in a stream an event named "error"
+
+
+# https://docs.anthropic.com/en/api/errors; 529 has no meaning outside Anthropic's own service.
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+_ADDRESS = re.compile(
+    r"\b[a-z][a-z0-9+.-]{1,15}://[^\s\"'<>\\)\]]+"  # a URL, whatever its scheme
+    r"|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d{1,5})?\b"  # IPv4, with or without a port
+    r"|\[[0-9a-f:]*:[0-9a-f:.]+\](?::\d{1,5})?"  # IPv6 in brackets
+    r"|\b(?=[a-z0-9.-]*[a-z])[a-z0-9.-]+:\d{4,5}\b",  # a host's name with a port
+    re.IGNORECASE,
+)
+
+
+class DialectError(Exception):
+    """A request that gets an error instead of an answer."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type_: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type_
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    def body(self, form: Form = Form.OPENAI) -> bytes:
+        """The JSON answer."""
+        if form is Form.ANTHROPIC:
+            return _anthropic(self.status, self.message)
+        return _openai(self.message, self.type, self.param, self.code)
+
+    def headers(self) -> dict[str, str]:
+        """Retry-After in whole seconds, at least 1, where trying again can help."""
+        return {} if self.retry_after_s is None else {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
+
+
+def error_event(
+    message: str, form: Form = Form.OPENAI, code: str | None = None, sequence_number: int | None = None
+) -> bytes:
+    """One SSE event that ends a stream which cannot go on; nothing follows it. `sequence_number`: Responses events count."""
+    if form is Form.ANTHROPIC:
+        return b"event: error\ndata: " + _anthropic(500, message) + b"\n\n"
+    if form is Form.RESPONSES:
+        event = {
+            "type": "error",
+            "code": code or "server_error",
+            "message": message,
+            "param": None,
+            "sequence_number": sequence_number or 0,
+        }
+        return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
+    return b"data: " + _openai(message, "server_error", None, code) + b"\n\n"
+
+
+def engine_error(form: Form, status: int, body: bytes) -> bytes:
+    """An engine's 4xx body as the client may see it: in the API's form (vLLM writes some in OpenAI's on every path), without
+    network addresses. A body that is no error object becomes a plain sentence."""
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        found = None
+    error = found.get("error") if isinstance(found, dict) else None
+    if not isinstance(error, dict):
+        return DialectError(status, "The engine refused the request.", code="rejected").body(form)
+    message = error.get("message")
+    safe = without_addresses(message) if isinstance(message, str) else "The engine refused the request."
+    if form is Form.ANTHROPIC:
+        return _anthropic(status, safe)
+    kept: dict[str, Any] = {name: error.get(name) for name in ("type", "param", "code")}
+    return msgspec.json.encode({"error": {"message": safe, **kept}})
+
+
+def without_addresses(text: str) -> str:
+    """`text` with everything that looks like a host and port, an IP address or a URL left out."""
+    return _ADDRESS.sub("<address>", text)
+
+
+def _openai(message: str, type_: str, param: str | None, code: str | None) -> bytes:
+    return msgspec.json.encode({"error": {"message": message, "type": type_, "param": param, "code": code}})
+
+
+def _anthropic(status: int, message: str) -> bytes:
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})

@@ -1,0 +1,82 @@
+"""/v1/embeddings, /rerank and /score, whose answers need one step and no decode, and what the engine's HTTP server answers by
+itself (/tokenize, /detokenize). Pure.
+
+Shapes as in vLLM 0.32 `entrypoints/{pooling,serve/tokenize}`. A server has the pooling routes only when its model embeds or
+scores (`--runner pooling`, or chosen by itself).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from services.gateway.dialects.checks import (
+    LIST,
+    OBJECT,
+    POSITIVE,
+    STRING,
+    Rule,
+    check_fields,
+    check_turns,
+    is_ids,
+    wrong,
+)
+
+_RULES: Mapping[str, Rule] = {
+    "user": STRING,
+    "cache_salt": STRING,
+    "dimensions": POSITIVE,
+    "encoding_format": STRING,
+    "vllm_xargs": OBJECT,
+}
+# What /score may call its two sides.
+_SIDES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+
+
+def check_embeddings(body: Mapping[str, Any]) -> None:
+    """Raises DialectError."""
+    check_fields(body, _RULES)
+    if body.get("input") is None and body.get("messages") is not None:
+        check_fields(body, {"messages": LIST})
+        return
+    given = body.get("input")
+    texts = given if isinstance(given, list) else [given]
+    good = is_ids(given) or (bool(texts) and all(isinstance(one, str | dict) or is_ids(one) for one in texts))
+    if not good:
+        raise wrong("input", "a string, a list of strings, or a list of token ids")
+
+
+def check_rerank(body: Mapping[str, Any]) -> None:
+    """Raises DialectError."""
+    check_fields(body, _RULES)
+    _check_side(body, "query")
+    _check_side(body, "documents")
+
+
+def check_score(body: Mapping[str, Any]) -> None:
+    """Raises DialectError."""
+    check_fields(body, _RULES)
+    sides = next((pair for pair in _SIDES if all(body.get(name) is not None for name in pair)), _SIDES[0])
+    for name in sides:
+        _check_side(body, name)
+
+
+def check_tokenize(body: Mapping[str, Any]) -> None:
+    """Raises DialectError."""
+    if body.get("messages") is not None:
+        check_turns(body["messages"], "messages")
+    elif not isinstance(body.get("prompt"), str):
+        raise wrong("prompt", "a string")
+
+
+def check_detokenize(body: Mapping[str, Any]) -> None:
+    """Raises DialectError."""
+    if not is_ids(body.get("tokens")):
+        raise wrong("tokens", "a list of token ids")
+
+
+def _check_side(body: Mapping[str, Any], name: str) -> None:
+    value = body.get(name)
+    texts = value if isinstance(value, list) else [value]
+    if not texts or not all(isinstance(one, str | dict | list) for one in texts):
+        raise wrong(name, "a text or a list of texts")
