@@ -1,6 +1,7 @@
 """An engine's address with its options, as the settings give it. Pure.
 
 `http://127.0.0.1:8000?events=tcp://127.0.0.1:5557&replay=tcp://127.0.0.1:5558&topic=kv&advertise=http://10.0.0.7:8000&gpus=0,1`
+`http://127.0.0.1:8000?kv=mooncake&bootstrap=http://10.0.0.7:8998`
 """
 
 from __future__ import annotations
@@ -8,14 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
-_OPTIONS = frozenset({"events", "replay", "topic", "advertise", "gpus"})
+_OPTIONS = frozenset({"events", "replay", "topic", "advertise", "gpus", "kv", "bootstrap"})
+KV_PROTOCOLS = ("mooncake", "nixl")
+# VLLM_MOONCAKE_BOOTSTRAP_PORT where nobody set it.
+BOOTSTRAP_PORT = 8998
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
     """What to watch. `url` is where the agent reaches the engine, `advertise` where gateways do, both without a trailing
     slash. `events` and `replay` are ZMQ addresses to connect to, empty to ask the engine. `gpus` are indices on this node,
-    None when not given."""
+    None when not given. `kv` is the protocol of its KV connector (one of KV_PROTOCOLS, empty for none), `bootstrap` the base URL
+    at which gateways and other engines reach its bootstrap server: a running vLLM tells neither."""
 
     url: str
     advertise: str
@@ -23,6 +28,8 @@ class Target:
     replay: str = ""
     topic: str = ""
     gpus: tuple[int, ...] | None = None
+    kv: str = ""
+    bootstrap: str = ""
 
     @property
     def host(self) -> str:
@@ -48,13 +55,21 @@ def parse_target(text: str) -> Target:
     if "replay" in options and "events" not in options:
         raise ValueError(f"engine {url} has a replay address without an events address")
     gpus = options.get("gpus")
+    advertise = _base(text, options["advertise"]) if "advertise" in options else url
+    kv = options.get("kv", "")
+    if kv and kv not in KV_PROTOCOLS:
+        raise ValueError(f"engine {url} has the unknown KV protocol {kv!r} (known: {', '.join(KV_PROTOCOLS)})")
+    if "bootstrap" in options and kv != "mooncake":
+        raise ValueError(f"engine {url} has a bootstrap address without kv=mooncake")
     return Target(
         url=url,
-        advertise=_base(text, options["advertise"]) if "advertise" in options else url,
+        advertise=advertise,
         events=options.get("events", ""),
         replay=options.get("replay", ""),
         topic=options.get("topic", ""),
         gpus=None if gpus is None else tuple(int(index) for index in gpus.split(",") if index),
+        kv=kv,
+        bootstrap=_base(text, options.get("bootstrap") or _bootstrap_of(advertise)) if kv == "mooncake" else "",
     )
 
 
@@ -74,6 +89,11 @@ def offset_port(endpoint: str, rank: int) -> str:
         return endpoint
     base, _, port = endpoint.rpartition(":")
     return f"{base}:{int(port) + rank}"
+
+
+def _bootstrap_of(url: str) -> str:
+    host = urlsplit(url).hostname or ""
+    return f"http://{f'[{host}]' if ':' in host else host}:{BOOTSTRAP_PORT}"
 
 
 def _base(text: str, url: str) -> str:

@@ -186,6 +186,7 @@ class EngineWatch:
             prefix_mode=pb.PREFIX_MODE_EXACT,
             engine_version=version,
             node=socket.gethostname(),
+            kv_transfer=_kv_transfer(self.target),
         )
 
     async def _describe_again(self, probe: EngineProbe) -> None:
@@ -226,6 +227,13 @@ class EngineWatch:
         instances, self.instances = self.instances, {}
         self._last_loads.clear()
         await asyncio.gather(*(instance.stop(goodbye) for instance in instances.values()))
+
+
+def _kv_transfer(target: Target) -> pb.KvTransfer | None:
+    if not target.kv:
+        return None
+    protocol = pb.KvProtocol.Value(f"KV_PROTOCOL_{target.kv.upper()}")
+    return pb.KvTransfer(protocol=protocol, bootstrap_url=target.bootstrap)
 
 
 def _no_prefix(sample: Sample, sources: Sources, rank: int) -> str:

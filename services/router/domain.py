@@ -46,6 +46,14 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class KvTransfer:
+    """How an engine passes KV on: the protocol of its connector (MOONCAKE, NIXL), and its bootstrap server's base URL."""
+
+    protocol: str
+    bootstrap_url: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceInfo:
     """One engine (one data-parallel rank of it) during one incarnation, as its agent described it.
 
@@ -67,6 +75,7 @@ class InstanceInfo:
     prefix_reason: str = ""
     engine_version: str = ""
     node: str = ""
+    kv_transfer: KvTransfer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +137,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     reported figures (running, waiting, kv_usage) are too old to be used. `credited_tokens` of the cached ones rest on an answer
     just given, which no event has confirmed yet.
     `recent_migrations` counts the OFFLOAD decisions whose answer was given to it within StateSettings.migration_window_s: a
-    request that still prefills elsewhere is in no other counter of it. `kv_capacity_tokens` is 0 when unknown.
+    request that still prefills elsewhere is in no other counter of it. `kv_capacity_tokens` is 0 when unknown. KV can be passed
+    on between candidates of one `kv_protocol`; empty: it cannot.
     """
 
     instance_id: str
@@ -151,6 +161,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     stale: bool = False
     credited_tokens: int = 0
     prefix_source: PrefixSource = PrefixSource.NONE
+    kv_protocol: str = "MOONCAKE"
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,11 +100,12 @@ class PlaceRequested:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A PREFILL step ended."""
+    """A PREFILL step ended, or a SERVE step did not get the KV it was to answer from. `error` says how it failed."""
 
     request_id: str
     step_index: int
     ok: bool
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +261,14 @@ class Decided:
 
 
 @dataclass(frozen=True, slots=True)
+class Noted:
+    """Something that became of a decision's plan before its request ended."""
+
+    decision_id: str
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
 class Closed:
     """A decision's request ended."""
 
@@ -304,6 +313,7 @@ Effect = (
     | Placed
     | Refused
     | Decided
+    | Noted
     | Closed
     | FleetChanged
     | Reserved

@@ -20,6 +20,7 @@ from services.router.domain import (
     InstanceState,
     PlacementRequest,
     PrefixSource,
+    Step,
     StepKind,
 )
 from services.router.fleet import Fleet, InstanceRecord
@@ -39,6 +40,9 @@ from services.router.warm_up import WarmUp
 
 # After these no held request is nearer to its placement; or (PoolTaken) none may be placed before the gateways return.
 FREES_NOTHING = (ev.PlaceRequested, ev.KeysReported, ev.GatewayLost, ev.StoreState, ev.PoolTaken, ev.PoolLost)
+# The reason of the one SERVE that replaces what is left of a plan, and the longest account of the failure, in characters.
+COLOCATED_AFTER_ALL = "colocated_after_failure"
+MAX_NOTE = 100
 EXCLUDED_STATES = {InstanceState.DRAINING: "draining", InstanceState.UNHEALTHY: "unhealthy"}
 
 
@@ -367,10 +371,14 @@ class RouterState:
         now: float,
     ) -> list[ev.Effect]:
         step = decision.ruling.steps[index]
-        candidate = next(one for one in decision.view.candidates if one.instance_id == step.instance_id)
+        # A decision of an earlier owner has no view; what was cached there is what it had said.
+        cached = next(
+            (one.cached_tokens for one in decision.view.candidates if one.instance_id == step.instance_id),
+            decision.cached_tokens,
+        )
         tokens = min(step.prefix_tokens, decision.request.input_tokens) or decision.request.input_tokens
         # After a PREFILL elsewhere its KV arrives by transfer: nothing is left to compute.
-        new_tokens = 0 if step.kind is StepKind.SERVE and step.kv_source else max(tokens - candidate.cached_tokens, 0)
+        new_tokens = 0 if step.kind is StepKind.SERVE and step.kv_source else max(tokens - cached, 0)
         reservation = Reservation(
             request_id=decision.request.request_id,
             gateway_id=gateway_id,
@@ -396,14 +404,33 @@ class RouterState:
         decision = self._placed.get(event.request_id)
         if reservation is None or decision is None or reservation.step_index != event.step_index:
             return []
-        if not event.ok or event.step_index + 1 >= len(decision.ruling.steps):
-            return []  # The gateway falls back by itself and reports the end of this attempt.
+        if not event.ok:
+            return self._colocate(reservation, decision, event, now)
+        if event.step_index + 1 >= len(decision.ruling.steps):
+            return []
         self.truth.step_done(event.request_id, now)
         keys = self.truth.keys_of(event.request_id)
         effects = self._reserve(
             decision, event.step_index + 1, reservation.gateway_id, reservation.lease_until, keys, now
         )
         return [*effects, self._placed_effect(decision, event.step_index + 1, reservation.gateway_id)]
+
+    def _colocate(
+        self, reservation: Reservation, decision: Decision, event: ev.StepDone, now: float
+    ) -> list[ev.Effect]:
+        """A step failed: the rest of the plan is one SERVE where the answer was to come from, without anybody's KV."""
+        index, steps = event.step_index, decision.ruling.steps
+        if steps[index].kind is StepKind.SERVE and not steps[index].kv_source:
+            return []  # Nothing simpler is left; its gateway ends this attempt.
+        note = f"{steps[index].kind.lower()}_failed: {event.error[:MAX_NOTE]}"
+        plan = (*steps[: index + 1], Step(StepKind.SERVE, decision.instance_id, COLOCATED_AFTER_ALL))
+        ruling = replace(decision.ruling, steps=plan)
+        decision = replace(decision, ruling=ruling, notes=(*decision.notes, note))
+        self._placed[event.request_id] = decision
+        keys = self.truth.keys_of(event.request_id)
+        effects = self._reserve(decision, index + 1, reservation.gateway_id, reservation.lease_until, keys, now)
+        noted = ev.Noted(decision.decision_id, note)
+        return [noted, *effects, self._placed_effect(decision, index + 1, reservation.gateway_id)]
 
     def _finished(self, finished: ev.Finished, now: float) -> list[ev.Effect]:
         reservation = self.reservations.release(finished.request_id)
@@ -547,4 +574,5 @@ class RouterState:
             stale=age is None or age > self.settings.stale_report_s,
             credited_tokens=max(cached - confirmed, 0) if belief.credited else 0,
             prefix_source=belief.source,
+            kv_protocol=info.kv_transfer.protocol if info.kv_transfer else "",
         )

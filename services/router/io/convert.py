@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from google.protobuf import duration_pb2, struct_pb2, timestamp_pb2
 from google.rpc import code_pb2
@@ -18,6 +18,7 @@ from services.router.domain import (
     Gpu,
     InstanceInfo,
     InstanceState,
+    KvTransfer,
     Load,
     Phase,
     PlacementRequest,
@@ -72,6 +73,7 @@ def instance_info(wire: agent_pb2.Instance) -> InstanceInfo:
         prefix_reason=wire.prefix_reason,
         engine_version=wire.engine_version,
         node=wire.node,
+        kv_transfer=_kv_transfer(wire),
     )
 
 
@@ -205,7 +207,23 @@ def instance_ref(info: InstanceInfo) -> placement_pb2.InstanceRef:
         url=info.url,
         incarnation=info.incarnation,
         data_parallel_rank=info.data_parallel_rank,
+        kv_transfer=_kv_to_wire(info.kv_transfer),
     )
+
+
+def _kv_to_wire(kv: KvTransfer | None) -> agent_pb2.KvTransfer | None:
+    if kv is None:
+        return None
+    protocol = agent_pb2.KvProtocol.Value(f"KV_PROTOCOL_{kv.protocol}")
+    return agent_pb2.KvTransfer(protocol=protocol, bootstrap_url=kv.bootstrap_url)
+
+
+def _kv_transfer(wire: agent_pb2.Instance) -> KvTransfer | None:
+    # A protocol of a later version is one that this router cannot plan for.
+    kv = wire.kv_transfer
+    if not kv.protocol or kv.protocol not in agent_pb2.KvProtocol.values():
+        return None
+    return KvTransfer(agent_pb2.KvProtocol.Name(kv.protocol).removeprefix("KV_PROTOCOL_"), kv.bootstrap_url)
 
 
 def _ref(state: RouterState, instance_id: str) -> placement_pb2.InstanceRef:
@@ -213,8 +231,9 @@ def _ref(state: RouterState, instance_id: str) -> placement_pb2.InstanceRef:
     return instance_ref(record.info) if record else placement_pb2.InstanceRef(instance_id=instance_id)
 
 
-def step_to_wire(state: RouterState, step: Step, index: int) -> placement_pb2.Step:
-    """A step with the addresses that its instances have now."""
+def step_to_wire(state: RouterState, plan: Sequence[Step], index: int) -> placement_pb2.Step:
+    """A step of a plan with the addresses that its instances have now."""
+    step = plan[index]
     wire = placement_pb2.Step(
         index=index,
         kind=placement_pb2.StepKind.Value(f"STEP_KIND_{step.kind}"),
@@ -225,6 +244,9 @@ def step_to_wire(state: RouterState, step: Step, index: int) -> placement_pb2.St
     )
     if step.kv_source:
         wire.kv_source.CopyFrom(_ref(state, step.kv_source))
+    follows = plan[index + 1] if index + 1 < len(plan) else None
+    if follows is not None and follows.kv_source == step.instance_id:
+        wire.kv_target.CopyFrom(_ref(state, follows.instance_id))
     return wire
 
 
@@ -233,7 +255,7 @@ def placement_to_wire(state: RouterState, placed: ev.Placed) -> placement_pb2.Pl
     return placement_pb2.Placement(
         request_id=placed.request_id,
         decision_id=placed.decision.decision_id,
-        step=step_to_wire(state, placed.step, placed.step_index),
+        step=step_to_wire(state, placed.decision.ruling.steps, placed.step_index),
         last=placed.last,
         cached_tokens=placed.decision.cached_tokens,
         degraded=placed.decision.degraded,
@@ -318,6 +340,7 @@ def instance_status(state: RouterState, record: InstanceRecord, now: float) -> f
             prefix_reason=info.prefix_reason,
             engine_version=info.engine_version,
             node=info.node,
+            kv_transfer=_kv_to_wire(info.kv_transfer),
         ),
         state=state_to_wire(record.state),
         num_requests=counters.num_requests,
@@ -404,7 +427,7 @@ def decision_to_wire(state: RouterState, logged: LoggedDecision, *, candidates: 
         route_class=decision.route_class,
         mode=decision.mode,
         reason=ruling.reason,
-        steps=[step_to_wire(state, step, index) for index, step in enumerate(ruling.steps)],
+        steps=[step_to_wire(state, ruling.steps, index) for index in range(len(ruling.steps))],
         cached_tokens=decision.cached_tokens,
         session_owner=decision.view.session_owner,
         runner_up=decision.runner_up,

@@ -78,13 +78,24 @@ class ClosedLine(msgspec.Struct, frozen=True, tag_field="event", tag="closed"):
     finished: Finished
 
 
+class NotedLine(msgspec.Struct, frozen=True, tag_field="event", tag="noted"):
+    """A line of the file: what became of a decision's plan while its request ran."""
+
+    unix_s: float
+    decision_id: str
+    note: str
+
+
+Line = DecidedLine | NotedLine | ClosedLine
+
+
 class MalformedLine(ValueError):
     """A line of a decision log that cannot be read; the message names file, line and reason."""
 
 
-def read_log(file: Path) -> Iterator[tuple[int, DecidedLine | ClosedLine]]:
+def read_log(file: Path) -> Iterator[tuple[int, Line]]:
     """The lines of a decision log with their numbers, from 1. Raises MalformedLine, OSError."""
-    decoder = msgspec.json.Decoder(DecidedLine | ClosedLine)
+    decoder = msgspec.json.Decoder(Line)
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
@@ -94,7 +105,8 @@ def read_log(file: Path) -> Iterator[tuple[int, DecidedLine | ClosedLine]]:
 
 
 class DecisionLog:
-    """Bounded memory, append-only file, live watchers. The file gets a line when a decision is made and one when it ends."""
+    """Bounded memory, append-only file, live watchers. The file gets a line when a decision is made, when
+    something becomes of it, and when it ends."""
 
     def __init__(self, size: int, file: Path | None = None) -> None:
         self._size = size
@@ -120,6 +132,14 @@ class DecisionLog:
         self._write(DecidedLine(unix_s, decide_s, decision))
         self._publish(logged)
         return logged
+
+    def noted(self, decision_id: str, note: str, unix_s: float) -> None:
+        """Add a note to a decision; of decisions that left the log only the file hears."""
+        self._write(NotedLine(unix_s, decision_id, note))
+        if (logged := self._by_id.get(decision_id)) is not None:
+            decision = replace(logged.decision, notes=(*logged.decision.notes, note))
+            self._by_id[decision_id] = logged = replace(logged, decision=decision)
+            self._publish(logged)
 
     def closed(self, decision_id: str, finished: Finished, unix_s: float) -> None:
         """Note how a decision's request ended; decisions that left the log are only written to the file."""
@@ -157,6 +177,6 @@ class DecisionLog:
                 queue.get_nowait()
             queue.put_nowait(logged)
 
-    def _write(self, line: DecidedLine | ClosedLine) -> None:
+    def _write(self, line: Line) -> None:
         if self._file is not None:
             self._file.write(msgspec.json.encode(line) + b"\n")

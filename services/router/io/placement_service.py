@@ -98,7 +98,7 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
                     continue
                 case "step_done":
                     done = message.step_done
-                    event: ev.Event = ev.StepDone(done.request_id, done.step_index, done.ok)
+                    event: ev.Event = ev.StepDone(done.request_id, done.step_index, done.ok, done.error)
                 case "first_token":
                     event = ev.FirstToken(message.first_token.request_id)
                 case "finished":

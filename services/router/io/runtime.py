@@ -158,6 +158,8 @@ class Router:
                 case ev.Decided(decision):
                     self.decisions.decided(decision, time.time(), elapsed)
                     self.telemetry.decided(decision, elapsed)
+                case ev.Noted(decision_id, note):
+                    self.decisions.noted(decision_id, note, time.time())
                 case ev.Closed(decision_id, finished):
                     logged = self.decisions.get(decision_id)
                     self.decisions.closed(decision_id, finished, time.time())

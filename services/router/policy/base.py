@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import msgspec
@@ -22,6 +22,8 @@ from services.router.domain import (
     StepKind,
     route_class,
 )
+
+NO_KV_TRANSFER = "no_kv_transfer"
 
 
 class SettingError(ValueError):
@@ -158,10 +160,14 @@ def decide(
 ) -> Decision:
     """Decide on one request. `view` must have at least one eligible candidate. Same arguments, same decision.
 
+    Where the engines of an OFFLOAD plan cannot pass KV on to each other, its last step alone is left (`no_kv_transfer`).
     A decision to hold has mode HELD and no steps; its class and cached tokens are those of the best cached candidate.
     """
     ruling = policy.rule(request, view, rng)
     by_id = {candidate.instance_id: candidate for candidate in view.candidates}
+    if not _kv_can_pass(ruling, by_id):
+        last = ruling.steps[-1]
+        ruling = replace(ruling, steps=(Step(StepKind.SERVE, last.instance_id, last.reason),), reason=NO_KV_TRANSFER)
     if ruling.steps:
         # The class is that of the prefill's work, wherever the answer then comes from.
         prefills, chosen = by_id[ruling.steps[0].instance_id], by_id[ruling.steps[-1].instance_id]
@@ -188,6 +194,15 @@ def decide(
         key_count=len(request.keys),
         degraded=degraded,
         notes=_owner_note(view),
+    )
+
+
+def _kv_can_pass(ruling: Ruling, by_id: Mapping[str, Candidate]) -> bool:
+    """Whether every step that answers from another instance's KV can: both speak one protocol."""
+    return all(
+        by_id[step.instance_id].kv_protocol == by_id[step.kv_source].kv_protocol != ""
+        for step in ruling.steps
+        if step.kv_source
     )
 
 

@@ -61,6 +61,21 @@ def test_addresses_with_options() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "kv", "bootstrap"),
+    [
+        ("http://h", "", ""),
+        ("http://h?kv=nixl", "nixl", ""),
+        ("http://h?kv=mooncake", "mooncake", "http://h:8998"),
+        ("http://127.0.0.1:8000?kv=mooncake&advertise=http://[::2]:8000", "mooncake", "http://[::2]:8998"),
+        ("http://h?kv=mooncake&bootstrap=http://b:1/", "mooncake", "http://b:1"),
+    ],
+)
+def test_how_an_engine_passes_kv_on(text: str, kv: str, bootstrap: str) -> None:
+    target = parse_target(text)
+    assert (target.kv, target.bootstrap) == (kv, bootstrap)
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "",
@@ -70,6 +85,9 @@ def test_addresses_with_options() -> None:
         "http://h?replay=tcp://a:1",
         "http://h:x",
         "http://h?gpus=a",
+        "http://h?kv=carrier-pigeon",
+        "http://h?kv=nixl&bootstrap=http://b:1",
+        "http://h?kv=mooncake&bootstrap=b:1",
     ],
 )
 def test_addresses_that_are_none(text: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from services.common.keys import KEY_SCHEME, digest_of, prompt_keys
 from services.router import events as ev
-from services.router.domain import Candidate, FleetView, InstanceInfo, InstanceState, PlacementRequest
+from services.router.domain import Candidate, FleetView, InstanceInfo, InstanceState, KvTransfer, PlacementRequest
 from services.router.policy.registry import make_policy
 from services.router.state import RouterState, StateSettings
 from services.router.sync import SnapshotBegin, SnapshotChunk, SnapshotEnd
@@ -19,6 +19,7 @@ def info(name: str = "a", **changes: Any) -> InstanceInfo:
         "url": f"http://{name}",
         "model": "m",
         "served_names": ("m", "alias"),
+        "kv_transfer": KvTransfer("MOONCAKE", f"http://{name}:8998"),
     }
     return InstanceInfo(**{**values, **changes})
 

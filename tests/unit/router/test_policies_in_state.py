@@ -6,12 +6,12 @@ from typing import Any
 
 from services.common.keys import prompt_keys
 from services.router import events as ev
-from services.router.domain import Candidate, Decision, Phase
+from services.router.domain import Candidate, Decision, Phase, Step, StepKind
 from services.router.io import convert
 from services.router.io.decision_log import LoggedDecision
 from services.router.policy.registry import make_policy
 from services.router.state import RouterState, StateSettings
-from tests.unit.router.builders import join, place, request
+from tests.unit.router.builders import hello, join, place, request
 
 PROMPT = list(range(2_000))
 WINDOW_S = 10.0
@@ -65,6 +65,51 @@ def test_a_migration_reserves_on_the_host_first_and_then_on_the_target() -> None
     router.handle(ev.Finished("r", "OK"), 3.0)
     assert router.reservations.counters("b").num_requests == 0
     router.check_invariants()
+
+
+def next_step(router: RouterState, effects: list[ev.Effect]) -> ev.Placed:
+    router.check_invariants()
+    [answer] = [effect for effect in effects if isinstance(effect, ev.Placed)]
+    return answer
+
+
+def test_after_a_failed_prefill_the_target_serves_the_whole_request() -> None:
+    router = migrating()
+    placed(router, "r", 1.0)
+    effects = router.handle(ev.StepDone("r", 0, False, "deadline"), 2.0)
+    second = next_step(router, effects)
+    assert second.step == Step(StepKind.SERVE, "b", "colocated_after_failure")
+    assert (second.step_index, second.last) == (1, True)
+    assert ev.Noted(second.decision.decision_id, "prefill_failed: deadline") in effects
+    assert second.decision.notes[-1] == "prefill_failed: deadline"
+    # Nothing came from elsewhere: the target has to compute what it has not cached.
+    assert router.reservations.counters("b").pending_prefill_tokens == 2_000
+    assert router.reservations.counters("a").num_requests == migrating().reservations.counters("a").num_requests
+
+
+def test_after_a_failed_transfer_the_target_serves_the_whole_request_and_nothing_simpler_follows() -> None:
+    router = migrating()
+    placed(router, "r", 1.0)
+    router.handle(ev.StepDone("r", 0, True), 2.0)
+    third = next_step(router, router.handle(ev.StepDone("r", 1, False, "status 500"), 3.0))
+    assert (third.step.instance_id, third.step.kv_source, third.step_index) == ("b", "", 2)
+    assert third.decision.notes[-1] == "serve_failed: status 500"
+    assert router.handle(ev.StepDone("r", 2, False, "again"), 4.0) == []
+    assert router.handle(ev.StepDone("r", 1, False, "late"), 4.0) == []
+    # The same request again, as after a broken session, is told the step that it is at.
+    again = place(router, request("r", prompt=PROMPT, session_id="s"), 5.0)
+    assert isinstance(again, ev.Placed)
+    assert again.step == third.step
+    router.handle(ev.Finished("r", "OK"), 6.0)
+    assert router.reservations.counters("b").num_requests == 0
+
+
+def test_without_a_common_protocol_the_plan_is_one_serve() -> None:
+    router = migrating()
+    hello(router, "a", 1, kv_transfer=None)
+    answer = placed(router, "r", 1.0)
+    assert (answer.last, answer.step.kind, answer.step.kv_source) == (True, StepKind.SERVE, "")
+    assert (answer.decision.ruling.reason, answer.decision.mode) == ("no_kv_transfer", "COLOCATED")
 
 
 def test_answers_on_their_way_are_counted_for_a_while() -> None:

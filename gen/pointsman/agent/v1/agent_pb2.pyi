@@ -43,6 +43,30 @@ PREFIX_MODE_NONE: PrefixMode.ValueType  # 2
 """PREFIX_MODE_NONE: no usable KV events; prefix_reason says why."""
 Global___PrefixMode: _TypeAlias = PrefixMode  # noqa: Y015
 
+class _KvProtocol:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KvProtocolEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KvProtocol.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    KV_PROTOCOL_UNSPECIFIED: _KvProtocol.ValueType  # 0
+    """KV_PROTOCOL_UNSPECIFIED: KV cannot be passed on."""
+    KV_PROTOCOL_MOONCAKE: _KvProtocol.ValueType  # 1
+    """KV_PROTOCOL_MOONCAKE: both requests carry one transfer id; the second names the first engine's bootstrap server."""
+    KV_PROTOCOL_NIXL: _KvProtocol.ValueType  # 2
+    """KV_PROTOCOL_NIXL: the first engine's answer holds what the second request must carry."""
+
+class KvProtocol(_KvProtocol, metaclass=_KvProtocolEnumTypeWrapper):
+    """KvProtocol says which requests make two engines pass KV on."""
+
+KV_PROTOCOL_UNSPECIFIED: KvProtocol.ValueType  # 0
+"""KV_PROTOCOL_UNSPECIFIED: KV cannot be passed on."""
+KV_PROTOCOL_MOONCAKE: KvProtocol.ValueType  # 1
+"""KV_PROTOCOL_MOONCAKE: both requests carry one transfer id; the second names the first engine's bootstrap server."""
+KV_PROTOCOL_NIXL: KvProtocol.ValueType  # 2
+"""KV_PROTOCOL_NIXL: the first engine's answer holds what the second request must carry."""
+Global___KvProtocol: _TypeAlias = KvProtocol  # noqa: Y015
+
 class _Tier:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -192,6 +216,7 @@ class Instance(_message.Message):
     PREFIX_REASON_FIELD_NUMBER: _builtins.int
     ENGINE_VERSION_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
+    KV_TRANSFER_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """instance_id is unique in the fleet and stable over restarts, for example "10.0.0.7:8000" or "10.0.0.7:8000/1" for rank 1."""
     incarnation: _builtins.str
@@ -226,6 +251,10 @@ class Instance(_message.Message):
     def lora_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """lora_names are the adapters the engine has loaded."""
 
+    @_builtins.property
+    def kv_transfer(self) -> Global___KvTransfer:
+        """kv_transfer is how the engine's KV connector passes KV on; absent when it has none."""
+
     def __init__(
         self,
         *,
@@ -244,16 +273,43 @@ class Instance(_message.Message):
         prefix_reason: _builtins.str = ...,
         engine_version: _builtins.str = ...,
         node: _builtins.str = ...,
+        kv_transfer: Global___KvTransfer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "kv_transfer", b"kv_transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "block_size", b"block_size", "data_parallel_rank", b"data_parallel_rank", "engine_version", b"engine_version", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_capacity_tokens", b"kv_capacity_tokens", "lora_names", b"lora_names", "max_model_len", b"max_model_len", "model", b"model", "model_root", b"model_root", "node", b"node", "prefix_mode", b"prefix_mode", "prefix_reason", b"prefix_reason", "served_names", b"served_names", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "block_size", b"block_size", "data_parallel_rank", b"data_parallel_rank", "engine_version", b"engine_version", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_transfer", b"kv_transfer", "lora_names", b"lora_names", "max_model_len", b"max_model_len", "model", b"model", "model_root", b"model_root", "node", b"node", "prefix_mode", b"prefix_mode", "prefix_reason", b"prefix_reason", "served_names", b"served_names", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_parallel_rank: _TypeAlias = _typing.Literal["data_parallel_rank"]  # noqa: Y015
     _WhichOneofArgType__data_parallel_rank: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__data_parallel_rank) -> _WhichOneofReturnType__data_parallel_rank | None: ...
 
 Global___Instance: _TypeAlias = Instance  # noqa: Y015
+
+@_typing.final
+class KvTransfer(_message.Message):
+    """KvTransfer is what the requests of a KV transfer need to know of an engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    BOOTSTRAP_URL_FIELD_NUMBER: _builtins.int
+    protocol: Global___KvProtocol.ValueType
+    """protocol that its connector speaks."""
+    bootstrap_url: _builtins.str
+    """bootstrap_url is the base address of its bootstrap server, without a trailing slash (Mooncake only)."""
+    def __init__(
+        self,
+        *,
+        protocol: Global___KvProtocol.ValueType = ...,
+        bootstrap_url: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bootstrap_url", b"bootstrap_url", "protocol", b"protocol"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvTransfer: _TypeAlias = KvTransfer  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):

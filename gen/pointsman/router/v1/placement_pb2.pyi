@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from pointsman.agent.v1 import agent_pb2 as _agent_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -121,7 +122,7 @@ class SessionRequest(_message.Message):
 
     @_builtins.property
     def step_done(self) -> Global___StepDone:
-        """step_done reports a finished PREFILL step; the next step follows."""
+        """step_done reports the end of a step that is not the answer; the next step follows."""
 
     @_builtins.property
     def first_token(self) -> Global___FirstToken:
@@ -384,6 +385,7 @@ class Step(_message.Message):
     KV_SOURCE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     DEADLINE_FIELD_NUMBER: _builtins.int
+    KV_TARGET_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """index counts from 0."""
     kind: Global___StepKind.ValueType
@@ -404,6 +406,10 @@ class Step(_message.Message):
     def deadline(self) -> _duration_pb2.Duration:
         """deadline for the step to be done (PREFILL) or to answer its first byte (SERVE)."""
 
+    @_builtins.property
+    def kv_target(self) -> Global___InstanceRef:
+        """kv_target is what will answer from the KV (PREFILL for another instance only)."""
+
     def __init__(
         self,
         *,
@@ -414,10 +420,11 @@ class Step(_message.Message):
         kv_source: Global___InstanceRef | None = ...,
         reason: _builtins.str = ...,
         deadline: _duration_pb2.Duration | None = ...,
+        kv_target: Global___InstanceRef | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "instance", b"instance", "kv_source", b"kv_source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "instance", b"instance", "kv_source", b"kv_source", "kv_target", b"kv_target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "index", b"index", "instance", b"instance", "kind", b"kind", "kv_source", b"kv_source", "prefix_tokens", b"prefix_tokens", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "index", b"index", "instance", b"instance", "kind", b"kind", "kv_source", b"kv_source", "kv_target", b"kv_target", "prefix_tokens", b"prefix_tokens", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -433,6 +440,7 @@ class InstanceRef(_message.Message):
     URL_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     DATA_PARALLEL_RANK_FIELD_NUMBER: _builtins.int
+    KV_TRANSFER_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """instance_id in the fleet."""
     url: _builtins.str
@@ -441,6 +449,10 @@ class InstanceRef(_message.Message):
     """incarnation that the decision was made for."""
     data_parallel_rank: _builtins.int
     """data_parallel_rank to send as X-data-parallel-rank."""
+    @_builtins.property
+    def kv_transfer(self) -> _agent_pb2.KvTransfer:
+        """kv_transfer is how it passes KV on; absent when it cannot."""
+
     def __init__(
         self,
         *,
@@ -448,10 +460,11 @@ class InstanceRef(_message.Message):
         url: _builtins.str = ...,
         incarnation: _builtins.str = ...,
         data_parallel_rank: _builtins.int | None = ...,
+        kv_transfer: _agent_pb2.KvTransfer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "kv_transfer", b"kv_transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "incarnation", b"incarnation", "instance_id", b"instance_id", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_transfer", b"kv_transfer", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_parallel_rank: _TypeAlias = _typing.Literal["data_parallel_rank"]  # noqa: Y015
     _WhichOneofArgType__data_parallel_rank: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]  # noqa: Y015
@@ -583,7 +596,9 @@ Global___Owner: _TypeAlias = Owner  # noqa: Y015
 
 @_typing.final
 class StepDone(_message.Message):
-    """StepDone reports a finished PREFILL step."""
+    """StepDone reports the end of a PREFILL step, or that a SERVE step did not get the KV that it was to answer from. The next
+    step follows; after a failure that is one SERVE with no KV source.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

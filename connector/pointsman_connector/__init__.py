@@ -1,0 +1,1 @@
+"""Pointsman's plug-ins for vLLM. They run inside an engine, and import nothing of the control plane."""
