@@ -229,14 +229,14 @@ def _replay(endpoint: str) -> list[dict[str, Any]]:
     """All KV events from the engine's start on. The publisher looks at its replay socket ten times a second."""
     events: list[dict[str, Any]] = []
     expected = 0
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.connect(endpoint)
         socket.send_multipart([b"", (0).to_bytes(8, "big")])
         while True:
             left_ms = int((deadline - time.monotonic()) * 1_000)
-            assert socket.poll(max(left_ms, 0)), f"{endpoint} ended no replay within 10 s"
+            assert socket.poll(max(left_ms, 0)), f"{endpoint} ended no replay within 60 s"
             *_, sequence, payload = socket.recv_multipart()
             if sequence == b"\xff" * 8:
                 return events

@@ -25,8 +25,8 @@ from tests.engine.processes import Process, free_port, until
 from tests.engine.servers import REPOSITORY, Engine
 from tests.engine.web import ask
 
-READY_WITHIN_S = 40.0
-SETTLE_WITHIN_S = 15.0
+READY_WITHIN_S = 120.0
+SETTLE_WITHIN_S = 60.0
 CALL_WITHIN_S = 30.0
 
 # What ListInstances calls an instance whose keys are complete. An operator's drain hides READY.

@@ -113,7 +113,7 @@ def test_a_killed_engine_is_left_noticed_and_taken_back_empty(
     # At once, before anybody may have noticed: the session's next turn is answered elsewhere.
     rescued = chat(client, messages, session="orphan")
     assert rescued.instance_id == survivor.instance_id
-    until(lambda: _away(plane, victim), within_s=30, what="the dead engine noticed")
+    until(lambda: _away(plane, victim), within_s=60, what="the dead engine noticed")
 
     victim.start()
     victim.wait_ready()
@@ -126,7 +126,7 @@ def test_a_killed_engine_is_left_noticed_and_taken_back_empty(
             and status.state == fleet_pb2.INSTANCE_STATE_READY
         )
 
-    until(reborn, within_s=30, what="the new incarnation ready")
+    until(reborn, within_s=60, what="the new incarnation ready")
     assert plane.instance(victim).keys == victim.cached_keys() == 0
     assert not any(counters(plane.instance(victim)).values())
     with plane.draining(survivor):
@@ -169,7 +169,7 @@ def test_redis_lost_and_back_is_survived(plane: ControlPlane, client: openai.Ope
                 answer = chat(client, [user(fresh_words(20))], max_tokens=2)
                 return not plane.finished_decision(answer.decision_id).degraded
 
-            until(normal, within_s=30, what="a placement that is not degraded")
+            until(normal, within_s=60, what="a placement that is not degraded")
             assert counters(plane.instance(other))["num_requests"] == 1
             assert plane.decision(through.decision_id).outcome == "OPEN"
         through.read(3)

@@ -24,7 +24,7 @@ from services.router.io.main import RouterServer
 from services.router.io.settings import RouterSettings
 from tests.engine.processes import Process, free_port
 
-WITHIN_S = 10.0
+WITHIN_S = 30.0
 
 
 class Client:

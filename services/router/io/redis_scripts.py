@@ -16,41 +16,53 @@ end
 return redis.call('ZRANGE', KEYS[1], 0, -1)
 """
 
-# KEYS: lease, epoch. ARGV: router id, address, lease in ms, the caller's own epoch (0: it owns nothing), the highest epoch that
-# it has seen, take. A free pool is taken when take is 2, or 1 and Redis has not lost its data since. Only a new ownership has a
-# new epoch. Returns {owner's id, its address, epoch}, the id empty when nobody owns the pool.
+# KEYS: lease, epoch, number of the last change. ARGV: router id, address, lease in ms, the caller's own epoch (0: it owns
+# nothing), the highest epoch that it has seen, take. A free pool is taken when take is 2, or 1 and Redis has not lost its data
+# since. A caller whose epoch is the newest goes on under it, however long ago its lease ended: nobody owned the pool in between,
+# so what the caller knows is newest. That an attempt whose reply was lost is made again changes nothing.
+# Returns {owner's id, its address, epoch, number of the last change}, the id empty when nobody owns the pool.
 ACQUIRE = """
 local owner = redis.call('HGET', KEYS[1], 'id')
 local epoch = tonumber(redis.call('GET', KEYS[2]) or '0')
-if owner and owner ~= ARGV[1] then return {owner, redis.call('HGET', KEYS[1], 'address'), epoch} end
-if not owner or epoch ~= tonumber(ARGV[4]) then
-  local take, seen = tonumber(ARGV[6]), tonumber(ARGV[5])
-  if not owner and (take == 0 or (take == 1 and epoch < seen)) then return {'', '', epoch} end
+if owner and owner ~= ARGV[1] then return {owner, redis.call('HGET', KEYS[1], 'address'), epoch, 0} end
+local own, seen, take = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+if not owner and (take == 0 or (take == 1 and epoch < seen)) then return {'', '', epoch, 0} end
+if own > 0 and own >= seen and own >= epoch then
+  epoch = own
+else
   epoch = math.max(epoch, seen) + 1
-  redis.call('SET', KEYS[2], epoch)
+  redis.call('DEL', KEYS[3])
 end
+redis.call('SET', KEYS[2], epoch)
 redis.call('HSET', KEYS[1], 'id', ARGV[1], 'address', ARGV[2])
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
-return {ARGV[1], ARGV[2], epoch}
+return {ARGV[1], ARGV[2], epoch, tonumber(redis.call('GET', KEYS[3]) or '0')}
 """
 
-# KEYS: epoch, open reservations, session owners, their expiry. ARGV: epoch, ttl in ms, changes as JSON. 1, or 0 when fenced.
-# Applying the same changes twice leaves the same state, so a write that timed out is simply sent again.
+# KEYS: epoch, number of the last change, open reservations, session owners, their expiry. ARGV: epoch, ttl in ms, changes as
+# JSON, the first one's number. Returns 1, or 0 when fenced. An owner numbers its changes without gaps; those applied before are
+# passed over, so a write that timed out is sent again, and a late copy of it undoes nothing that was written since.
 APPLY = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+local applied = tonumber(redis.call('GET', KEYS[2]) or '0')
+local number = tonumber(ARGV[4]) - 1
 for _, change in ipairs(cjson.decode(ARGV[3])) do
-  if change[1] == 'put' then redis.call('HSET', KEYS[2], change[2], change[3])
-  elseif change[1] == 'del' then redis.call('HDEL', KEYS[2], change[2])
-  elseif change[1] == 'own' then
-    redis.call('HSET', KEYS[3], change[2], change[3])
-    redis.call('ZADD', KEYS[4], now + tonumber(ARGV[2]), change[2])
-  else redis.call('DEL', KEYS[2], KEYS[3], KEYS[4]) end
+  number = number + 1
+  if number > applied then
+    if change[1] == 'put' then redis.call('HSET', KEYS[3], change[2], change[3])
+    elseif change[1] == 'del' then redis.call('HDEL', KEYS[3], change[2])
+    elseif change[1] == 'own' then
+      redis.call('HSET', KEYS[4], change[2], change[3])
+      redis.call('ZADD', KEYS[5], now + tonumber(ARGV[2]), change[2])
+    else redis.call('DEL', KEYS[3], KEYS[4], KEYS[5]) end
+  end
 end
-for _, session in ipairs(redis.call('ZRANGEBYSCORE', KEYS[4], 0, now, 'LIMIT', 0, 200)) do
-  redis.call('ZREM', KEYS[4], session)
-  redis.call('HDEL', KEYS[3], session)
+if number > applied then redis.call('SET', KEYS[2], number) end
+for _, session in ipairs(redis.call('ZRANGEBYSCORE', KEYS[5], 0, now, 'LIMIT', 0, 200)) do
+  redis.call('ZREM', KEYS[5], session)
+  redis.call('HDEL', KEYS[4], session)
 end
 return 1
 """

@@ -41,13 +41,15 @@ class _Pool:
 
     name: str
     lease_key: str
-    state_keys: list[str]  # epoch, open reservations, session owners, their expiry
+    state_keys: list[str]  # epoch, number of the last change, open reservations, session owners, their expiry
     epoch: int = 0
     seen: int = 0
     owner: Owner | None = None
     held_until: float = 0.0
     free_since: float | None = None
     pending: deque[list[str] | Stored] = field(default_factory=deque)
+    number: int = 1  # of the first pending change
+    written: int = 0  # number of the last change that Redis is known to hold
 
 
 class RedisStore:
@@ -116,7 +118,7 @@ class RedisStore:
             if pool not in self._pools:
                 # The braces keep all keys of a pool on one node of a Redis cluster.
                 key = f"pointsman:{{{self._fleet}:{pool}}}:"
-                names = ("epoch", "open", "affinity", "affinity_expiry")
+                names = ("epoch", "number", "open", "affinity", "affinity_expiry")
                 self._pools[pool] = _Pool(pool, key + "lease", [key + name for name in names])
                 self._poll_at = 0.0
                 self._wake.set()
@@ -188,8 +190,8 @@ class RedisStore:
 
     async def _renew(self, pool: _Pool, live: list[str], *, rewrite: bool = False) -> None:
         now = asyncio.get_running_loop().time()
-        router_id, address, number = await self._acquire(
-            keys=[pool.lease_key, pool.state_keys[0]],
+        router_id, address, epoch, written = await self._acquire(
+            keys=[pool.lease_key, *pool.state_keys[:2]],
             args=[
                 self._router_id,
                 self.address,
@@ -199,10 +201,10 @@ class RedisStore:
                 self._take(pool, live, now),
             ],
         )
-        epoch, before = int(number), pool.owner
+        before = pool.owner
         if router_id == self._router_id:
             pool.held_until = now + self._lease_s
-            await self._own(pool, epoch, rewrite=rewrite)
+            await self._own(pool, epoch, rewrite=rewrite or written < pool.written)
         elif pool.epoch:
             self._stand_by(pool, router_id)
         if router_id:
@@ -216,24 +218,17 @@ class RedisStore:
             self._on_owners()
 
     async def _own(self, pool: _Pool, epoch: int, *, rewrite: bool) -> None:
-        before = pool.epoch
-        if epoch == before:
+        if epoch == pool.epoch:
             if rewrite:
-                self._rewrite(pool)
-        elif before and epoch == before + 1:
-            # The lease ended, or Redis lost its data, but nobody else owned the pool in between: what is here is newest.
-            pool.epoch = epoch
-            self._rewrite(pool)
-        else:
-            event = await self._load(pool)
-            self._drop_pending(pool, kept=False)
-            pool.epoch, pool.owner = epoch, Owner(self._router_id, self.address, epoch)
-            log.info("this router owns a pool", pool=pool.name, epoch=epoch, open=len(event.reservations))
-            self._on_event(event)
-
-    def _rewrite(self, pool: _Pool) -> None:
-        waiting = [item for item in pool.pending if callable(item)]
-        pool.pending = deque([["clear"], *map(_change, self._snapshot(pool.name)), *waiting])
+                waiting = [item for item in pool.pending if callable(item)]
+                self._forget_changes(pool)
+                pool.pending = deque([["clear"], *map(_change, self._snapshot(pool.name)), *waiting])
+            return
+        event = await self._load(pool)
+        self._drop_pending(pool, kept=False)
+        pool.epoch, pool.owner, pool.written = epoch, Owner(self._router_id, self.address, epoch), 0
+        log.info("this router owns a pool", pool=pool.name, epoch=epoch, open=len(event.reservations))
+        self._on_event(event)
 
     def _stand_by(self, pool: _Pool, owner: str) -> None:
         log.warning("another router owns a pool now", pool=pool.name, owner=owner)
@@ -242,7 +237,7 @@ class RedisStore:
         self._on_event(ev.PoolLost(pool.name))
 
     async def _load(self, pool: _Pool) -> ev.PoolTaken:
-        _, reservations, affinity, _ = pool.state_keys
+        _, _, reservations, affinity, _ = pool.state_keys
         opened = await self._redis.hgetall(reservations)
         owners = await self._redis.hgetall(affinity)
         return ev.PoolTaken(
@@ -256,18 +251,25 @@ class RedisStore:
             batch = [pool.pending[index] for index in range(min(len(pool.pending), BATCH))]
             changes = [item for item in batch if isinstance(item, list)]
             if changes and not await self._apply(
-                keys=pool.state_keys, args=[pool.epoch, self._ttl_ms, msgspec.json.encode(changes)]
+                keys=pool.state_keys, args=[pool.epoch, self._ttl_ms, msgspec.json.encode(changes), pool.number]
             ):
                 await self._renew(pool, [])
                 continue
+            pool.number += len(changes)
+            pool.written = pool.number - 1 if changes else pool.written
             for item in batch:
                 pool.pending.popleft()
                 if not isinstance(item, list):
                     item(True)
 
-    def _drop_pending(self, pool: _Pool, *, kept: bool) -> None:
+    def _forget_changes(self, pool: _Pool) -> deque[list[str] | Stored]:
+        """Empty `pending` and return what was in it. What may be on its way to Redis keeps its number for good."""
         dropped, pool.pending = pool.pending, deque()
-        for item in dropped:
+        pool.number += sum(isinstance(item, list) for item in dropped)
+        return dropped
+
+    def _drop_pending(self, pool: _Pool, *, kept: bool) -> None:
+        for item in self._forget_changes(pool):
             if not isinstance(item, list):
                 item(kept)
 
