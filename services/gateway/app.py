@@ -6,12 +6,12 @@ import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
 import msgspec
 import structlog
-from aiohttp import web
 from google.protobuf.json_format import MessageToDict
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
@@ -23,6 +23,7 @@ from services.gateway.auth import DEFAULT_TENANT, ApiKeys
 from services.gateway.chat_template import Unrenderable
 from services.gateway.conduct import Conductor, Job, Tools
 from services.gateway.dialects import Call, DialectError, Kind, Rules, estimated_tokens, parse
+from services.gateway.http.message import Request, Response
 from services.gateway.pools import Exactness, Pools, PoolState
 from services.gateway.router_client import RouterAway, RouterClient
 from services.gateway.sessions import Sessions, bounded_id
@@ -35,12 +36,25 @@ log = structlog.get_logger()
 
 EXPLAIN_S = 10.0
 MAX_TRACEPARENT = 128
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_MODEL = web.RequestKey("model", str)
+Handler = Callable[[Request], Awaitable[Response | None]]
+
+
+@dataclass(frozen=True)
+class Route:
+    """One path. `open`: needs no key."""
+
+    method: str
+    handler: Handler
+    open: bool = False
+
+    @property
+    def allowed(self) -> str:
+        """Its methods, as Allow lists them."""
+        return "GET, HEAD" if self.method == "GET" else self.method
 
 
 class Gateway:
-    """Everything one gateway holds. start() and close() bracket its life; `application` is what serves it."""
+    """Everything one gateway holds, and what its HTTP server serves. start() and close() bracket its life."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         """Raises ValueError or OSError for an unusable api_keys_file."""
@@ -66,6 +80,14 @@ class Gateway:
             choreography.Limits(settings.place_timeout_s, settings.first_byte_timeout_s, settings.first_byte_timeout_s),
             settings.answer_timeout_s,
         )
+        self._routes = {
+            Kind.CHAT.value: Route("POST", self._chat),
+            Kind.COMPLETION.value: Route("POST", self._completions),
+            "/v1/models": Route("GET", self._models),
+            "/health": Route("GET", self._health, open=True),
+            "/ready": Route("GET", self._health, open=True),
+            "/metrics": Route("GET", self._metrics, open=True),
+        }
 
     async def start(self) -> None:
         """Open the pool of connections and begin to dial routers."""
@@ -78,51 +100,73 @@ class Gateway:
         await self.router.close()
         await self._upstream.close()
 
-    def application(self) -> web.Application:
-        """The routes. Anything else is a 404 or 405 in OpenAI's form."""
-        app = web.Application(client_max_size=self._settings.max_body_bytes, middlewares=[self._errors])
-        app.router.add_post(Kind.CHAT.value, self._chat)
-        app.router.add_post(Kind.COMPLETION.value, self._completions)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/ready", self._health)
-        app.router.add_get("/metrics", self._metrics)
-        return app
+    # What the server asks.
 
-    @web.middleware
-    async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        # Only a route of ours as a label: a client must not be able to invent label values.
-        resource = request.match_info.route.resource
-        route = resource.canonical if resource is not None else "other"
+    def admit(self, request: Request) -> Response | None:
+        """Refuse by the head alone what needs no body to be refused."""
+        refusal = self._refusal(request)
+        if refusal is not None:
+            self._count(request, refusal.status)
+        return refusal
+
+    async def answer(self, request: Request) -> Response | None:
+        """The answer of the request's route; every error in OpenAI's form."""
+        route = self._routes[request.path]
         status = 499  # the client left
+        answer: Response | None
         try:
-            answer = await handler(request)
-            status = answer.status
+            answer = await route.handler(request)
+            status = 200 if answer is None else answer.status
         except DialectError as error:
-            status = error.status
             answer = _error(error)
-        except web.HTTPException as error:
             status = error.status
-            answer = _http_error(error)
         except asyncio.CancelledError:
             raise
-        except ConnectionResetError:
-            # Nobody will read this: aiohttp would log what a handler raises as a fault of ours.
-            answer = web.Response(status=status)
         except Exception:
             status = 500
-            log.exception("a fault in the gateway", route=route)
+            log.exception("a fault in the gateway", route=request.path)
             answer = _error(DialectError(500, "The gateway failed.", type_="server_error", code="internal_error"))
         finally:
-            self.telemetry.requests.labels(request.get(_MODEL, ""), route, str(status)).inc()
+            self._count(request, status)
         return answer
 
-    async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(
-            body=generate_latest(self.telemetry.registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
-        )
+    def error(self, status: int, message: str, code: str) -> Response:
+        """The form of errors that the server itself answers."""
+        self.telemetry.requests.labels("", "other", str(status)).inc()
+        return _error(DialectError(status, message, code=code))
 
-    async def _health(self, request: web.Request) -> web.Response:
+    def _refusal(self, request: Request) -> Response | None:
+        route = self._routes.get(request.path)
+        if route is None:
+            return _error(DialectError(404, "Unknown path.", code="not_found"))
+        if request.method == "OPTIONS":
+            return Response(204, headers={"Allow": route.allowed})
+        if request.method not in route.allowed.split(", "):
+            wrong = _error(DialectError(405, "This path does not take that method.", code="method_not_allowed"))
+            wrong.headers["Allow"] = route.allowed
+            return wrong
+        try:
+            if not route.open:
+                self._tenant(request)
+            if route.method == "POST" and request.media_type != "application/json":
+                raise DialectError(415, "Content-Type must be application/json.", code="unsupported_media_type")
+            if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+                raise DialectError(415, "The body must come as it is, not encoded.", code="unsupported_encoding")
+        except DialectError as error:
+            return _error(error)
+        return None
+
+    def _count(self, request: Request, status: int) -> None:
+        # Only a route of ours as a label: a client must not be able to invent label values.
+        route = request.path if request.path in self._routes else "other"
+        self.telemetry.requests.labels(request.model, route, str(status)).inc()
+
+    # Routes.
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(200, generate_latest(self.telemetry.registry), {"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _health(self, request: Request) -> Response:
         states = self.pools.states()
         usable = [state for state in states if state.pool.instances and state.exactness is not Exactness.CHECKING]
         missing = [f"{state.pool.model}: {state.reason}" for state in states if state.exactness is not Exactness.EXACT]
@@ -147,30 +191,23 @@ class Gateway:
         }
         return _json(body, 200 if usable else 503)
 
-    async def _models(self, request: web.Request) -> web.Response:
-        self._tenant(request)
+    async def _models(self, request: Request) -> Response:
         names = [
             {"id": name, "object": "model", "created": 0, "owned_by": "pointsman", "root": pool}
             for name, pool in self.pools.names()
         ]
         return _json({"object": "list", "data": names})
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _chat(self, request: Request) -> Response | None:
         return await self._generate(request, Kind.CHAT)
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
+    async def _completions(self, request: Request) -> Response | None:
         return await self._generate(request, Kind.COMPLETION)
 
-    async def _generate(self, request: web.Request, kind: Kind) -> web.StreamResponse:
+    async def _generate(self, request: Request, kind: Kind) -> Response | None:
         tenant = self._tenant(request)
-        if request.content_type != "application/json":
-            raise DialectError(415, "Content-Type must be application/json.", code="unsupported_media_type")
-        try:
-            raw = await request.read()
-        except web.RequestPayloadError:
-            raise DialectError(400, "The request body cannot be decoded.", code="invalid_body") from None
         received = time.monotonic()
-        call = parse(kind, raw, Rules(client_cache_salt=self._settings.client_cache_salt))
+        call = parse(kind, request.body, Rules(client_cache_salt=self._settings.client_cache_salt))
         for name in call.stripped:
             self.telemetry.stripped.labels(name).inc()
         found = self.pools.resolve(call.model)
@@ -181,7 +218,7 @@ class Gateway:
                 )
             raise DialectError(404, f"The model `{call.model}` does not exist.", param="model", code="model_not_found")
         state, lora = found
-        request[_MODEL] = state.pool.model
+        request.model = state.pool.model
         dry = request.headers.get("X-Pointsman-Dry-Run", "") == "1"
         job = await self._understand(request, call, state, lora, tenant, received, dry=dry)
         if dry:
@@ -189,7 +226,7 @@ class Gateway:
         return await Conductor(self._tools, job, request).run()
 
     async def _understand(
-        self, request: web.Request, call: Call, state: PoolState, lora: str, tenant: str, received: float, *, dry: bool
+        self, request: Request, call: Call, state: PoolState, lora: str, tenant: str, received: float, *, dry: bool
     ) -> Job:
         """Tokens, keys and session of a call. Raises DialectError when the prompt is too long. A dry run remembers nothing."""
         request_id = uuid.uuid4().hex
@@ -247,7 +284,7 @@ class Gateway:
         with self.telemetry.tokenize.time():
             return work() if len(call.payload) <= INLINE_BYTES else await asyncio.to_thread(work)
 
-    async def _explain(self, job: Job) -> web.Response:
+    async def _explain(self, job: Job) -> Response:
         try:
             decision = await self.router.explain(job.placement, EXPLAIN_S)
         except RouterAway:
@@ -260,7 +297,7 @@ class Gateway:
             return _json({"decision": MessageToDict(decision, preserving_proto_field_name=True)})
         raise DialectError(503, message, type_="server_error", code="unavailable", retry_after_s=1.0)
 
-    def _tenant(self, request: web.Request) -> str:
+    def _tenant(self, request: Request) -> str:
         tenant = self._keys.tenant_of(request.headers.get("Authorization", ""))
         if tenant is None:
             raise DialectError(401, "A valid API key is needed.", code="invalid_api_key")
@@ -278,24 +315,9 @@ def _check_length(call: Call, longest: int, limit: int) -> None:
         )
 
 
-def _json(body: dict[str, Any], status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+def _json(body: dict[str, Any], status: int = 200) -> Response:
+    return Response(status, msgspec.json.encode(body), {"Content-Type": "application/json"})
 
 
-def _error(error: DialectError) -> web.Response:
-    return web.Response(
-        body=error.body(), status=error.status, headers=error.headers(), content_type="application/json"
-    )
-
-
-def _http_error(error: web.HTTPException) -> web.Response:
-    messages = {
-        404: ("Unknown path.", "not_found"),
-        405: ("This path does not take that method.", "method_not_allowed"),
-        413: ("The request body is too large.", "body_too_large"),
-    }
-    message, code = messages.get(error.status, (error.reason, "bad_request"))
-    answer = _error(DialectError(error.status, message, code=code))
-    if "Allow" in error.headers:
-        answer.headers["Allow"] = error.headers["Allow"]
-    return answer
+def _error(error: DialectError) -> Response:
+    return Response(error.status, error.body(), {"Content-Type": "application/json"} | error.headers())

@@ -8,18 +8,19 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
 import structlog
-from aiohttp import web
 
 from pointsman.router.v1 import placement_pb2
 from services.gateway import choreography as ch
 from services.gateway.answer import Tail, Usage, usage_of
 from services.gateway.dialects import Call, DialectError, error_event
+from services.gateway.events import EventStream
+from services.gateway.http.client import Answer
+from services.gateway.http.message import Request, Response
 from services.gateway.pools import Pools, PoolState
 from services.gateway.router_client import RouterAway, RouterClient, Step
 from services.gateway.telemetry import Telemetry
-from services.gateway.upstream import MAX_ERROR_BYTES, Upstream, UpstreamError, down_headers
+from services.gateway.upstream import Upstream, UpstreamError, down_headers
 
 log = structlog.get_logger()
 
@@ -67,76 +68,62 @@ class _Times:
     first: float = 0.0
 
 
-@dataclass
-class _Reply:
-    """A whole answer, kept until it can be sent: a rejection, or one that is not streamed."""
-
-    status: int
-    headers: dict[str, str]
-    body: bytes = b""
-
-
 class Conductor:
-    """One request's run. `run` returns the answer, or raises DialectError; in each case the router has been told the end."""
+    """One request's run. `run` returns the answer (None: it was streamed), or raises DialectError; in each case the router has
+    been told the end."""
 
-    def __init__(self, tools: Tools, job: Job, request: web.Request) -> None:
+    def __init__(self, tools: Tools, job: Job, request: Request) -> None:
         limit = tools.limits.first_byte_s if job.call.stream else tools.answer_timeout_s
         self._tools = tools
         self._job = job
-        self._request = request
+        self._out = request.outgoing
         self._machine = ch.Choreography(
             job.request_id, ch.Limits(tools.limits.place_s, tools.limits.prefill_s, limit, tools.limits.retries)
         )
         self._op: asyncio.Task[ch.Event] | None = None
-        self._upstream: aiohttp.ClientResponse | None = None
+        self._upstream: Answer | None = None
         self._placed: dict[str, placement_pb2.PlacementRequest] = {}
         self._times = _Times()
         self._usage = Usage()
-        self._reply: _Reply | None = None
-        self._first_piece = b""
-        self._stream: web.StreamResponse | None = None
+        self._reply: Response | None = None  # a whole answer: a rejection, or one that is not streamed
+        self._tail = Tail()
+        self._events = EventStream(self._tail, withhold_usage=job.call.usage_is_ours)
         self._failure: ch.Fail | None = None
         self._tried = ""  # the instance of the last step, which a new attempt has already forgotten
         self._broken = False
 
-    async def run(self) -> web.StreamResponse:
+    async def run(self) -> Response | None:
         """The answer to the client. Raises DialectError, and CancelledError when the client left."""
         try:
             self._do(self._machine.start(time.monotonic()))
             while self._machine.phase is not ch.Phase.DONE:
                 streaming = self._machine.phase is ch.Phase.STREAMING
                 self._handle(await (self._pass_on() if streaming else self._next_event()))
-            return await self._answer()
-        except (ConnectionResetError, asyncio.CancelledError):
-            self._handle(ch.ClientGone())
-            raise
-        except DialectError:
+            return self._answer()
+        except (asyncio.CancelledError, DialectError):
             raise
         except Exception:
-            if self._stream is None:
+            if not self._out.begun:
                 raise
             # The head is sent: an error answer would only be more bytes of this one. A connection that breaks is understood.
             log.exception("a fault in the gateway, in the middle of a stream", request_id=self._job.request_id)
-            if self._request.transport is not None:
-                self._request.transport.close()
-            return self._stream
+            self._out.abort()
+            return None
         finally:
-            # Reached with an open attempt only by a fault of our own: the router must hear of the end all the same.
+            # Reached with an open attempt when the client left, or by a fault of our own: the router must hear of the end.
             self._handle(ch.ClientGone())
             self._drop_upstream()
 
-    async def _answer(self) -> web.StreamResponse:
+    def _answer(self) -> Response | None:
         if self._failure is not None:
             raise _as_error(self._failure)
-        if self._stream is not None:
-            if self._broken:
-                await self._stream.write(error_event("The instance failed while it answered.", code="instance_failed"))
-            await self._stream.write_eof()
-            return self._stream
-        assert self._reply is not None
-        return web.Response(
-            status=self._reply.status, body=self._reply.body, headers=self._reply.headers | self._decision_headers()
-        )
+        if self._reply is not None:
+            return self._reply
+        if self._broken:
+            event = error_event("The instance failed while it answered.", code="instance_failed")
+            self._out.write(b"\n\n" + event if self._events.torn else event)
+        self._out.end()
+        return None
 
     def _handle(self, event: ch.Event) -> None:
         self._do(self._machine.handle(event, time.monotonic()))
@@ -279,18 +266,15 @@ class Conductor:
             self._upstream = answer
             if answer.status >= 500 or 300 <= answer.status < 400:
                 return ch.UpstreamFailed(f"status {answer.status}", answer.status)
-            if answer.status >= 400:
-                body = await upstream.read_all(answer, MAX_ERROR_BYTES)
-                self._reply = _Reply(answer.status, down_headers(answer.headers), body)
-                return ch.AnswerRejected(answer.status)
-            if answer.content_type == "text/event-stream":
-                self._first_piece = await upstream.read(answer)
-                if not self._first_piece:
+            if answer.status < 400 and answer.media_type == "text/event-stream":
+                if not await answer.begun():
                     return ch.UpstreamFailed("an empty answer", answer.status)
             else:
                 body = await upstream.read_all(answer)
+                self._reply = Response(answer.status, body, down_headers(answer.headers) | self._decision_headers())
+                if answer.status >= 400:
+                    return ch.AnswerRejected(answer.status)
                 self._usage = usage_of(body)
-                self._reply = _Reply(answer.status, down_headers(answer.headers), body)
         except UpstreamError as error:
             return ch.UpstreamFailed(error.text, error.status)
         self._times.first = time.monotonic()
@@ -301,22 +285,21 @@ class Conductor:
         if self._reply is not None:
             return ch.AnswerEnded()
         assert self._upstream is not None
-        upstream, router, attempt = self._upstream, self._tools.router, self._machine.attempt_id
-        stream = self._stream = web.StreamResponse(
-            status=upstream.status, headers=down_headers(upstream.headers) | self._decision_headers()
-        )
-        tail, piece, told = Tail(), self._first_piece, 0
-        await stream.prepare(self._request)
+        upstream, events, tail, out = self._upstream, self._events, self._tail, self._out
+        out.begin(upstream.status, down_headers(upstream.headers) | self._decision_headers(), upstream)
+        self._tools.router.watch(self._machine.attempt_id, lambda: tail.events)
+
+        def relay(piece: bytes) -> None:
+            if whole := events.feed(piece):
+                out.write(whole)
+
         try:
-            while piece:
-                await stream.write(piece)
-                tail.add(piece)
-                router.generated(attempt, tail.events - told)
-                told = tail.events
-                piece = await self._tools.upstream.read(upstream)
+            await upstream.pipe(relay)
+            if rest := events.rest():
+                out.write(rest)
         except UpstreamError as error:
             return ch.UpstreamFailed(error.text, error.status)
-        except (ConnectionResetError, asyncio.CancelledError):
+        except asyncio.CancelledError:
             # Clients hang up at [DONE], often before the engine's own end is read here: they had the whole answer.
             complete, self._usage, error_text = tail.summary()
             if complete:

@@ -9,11 +9,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import structlog
 import uvloop
-from aiohttp import web
 
 from services.common.auth import is_loopback
 from services.common.logs import configure_logs
 from services.gateway.app import Gateway
+from services.gateway.http.server import Limits, Server
 from services.gateway.settings import GatewaySettings
 
 log = structlog.get_logger()
@@ -25,20 +25,14 @@ async def serving(settings: GatewaySettings) -> AsyncIterator[tuple[Gateway, str
     open requests, cancels the rest and tells the router. Raises OSError when the address is taken."""
     gateway = Gateway(settings)
     await gateway.start()
-    # A client that leaves must cancel its handler: that is what frees the engine.
-    runner = web.AppRunner(
-        gateway.application(), handler_cancellation=True, access_log=None, shutdown_timeout=settings.drain_s
-    )
+    server = Server(gateway, Limits(settings.max_body_bytes, stall_s=settings.idle_timeout_s))
     try:
-        await runner.setup()
         host, _, port = settings.listen.rpartition(":")
-        site = web.TCPSite(runner, host.strip("[]"), int(port))
-        await site.start()
-        bound = runner.addresses[0]
-        shown = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
-        yield gateway, f"http://{shown}:{bound[1]}"
+        address, bound = await server.start(host.strip("[]"), int(port))
+        shown = f"[{address}]" if ":" in address else address
+        yield gateway, f"http://{shown}:{bound}"
     finally:
-        await runner.cleanup()
+        await server.close(settings.drain_s)
         await gateway.close()
 
 

@@ -42,6 +42,7 @@ class _Request:
     homeless_at: float | None = None
     again: asyncio.TimerHandle | None = None
     asked_at: float | None = None
+    generated: Callable[[], int] | None = None
 
     @property
     def asking(self) -> bool:
@@ -142,11 +143,11 @@ class RouterClient:
         one.stream.phase = placement_pb2.PHASE_DECODE
         self._tell(one, placement_pb2.SessionRequest(first_token=placement_pb2.FirstToken(request_id=request_id)))
 
-    def generated(self, request_id: str, tokens: int) -> None:
-        """Add to what a request has generated, for an announcement; nothing is sent now."""
+    def watch(self, request_id: str, generated: Callable[[], int]) -> None:
+        """Where to read, when it is announced, how many tokens a request has generated."""
         one = self._requests.get(request_id)
-        if one is not None and one.stream is not None:
-            one.stream.generated_tokens += tokens
+        if one is not None:
+            one.generated = generated
 
     def finished(self, finished: placement_pb2.Finished) -> None:
         """Report an attempt's end. While no router is there, not listing it in the next hello says the same."""
@@ -247,6 +248,9 @@ class RouterClient:
 
     def _hello(self) -> placement_pb2.GatewayHello:
         requests = self._requests.values()
+        for one in requests:
+            if one.stream is not None and one.generated is not None:
+                one.stream.generated_tokens = one.generated()
         return placement_pb2.GatewayHello(
             gateway_id=self._gateway_id,
             open_streams=[one.stream for one in requests if one.stream is not None],

@@ -200,7 +200,7 @@ async def test_bad_input_is_refused_with_nothing_placed(tmp_path: Path) -> None:
             assert answer["error"]["type"] == "invalid_request_error"  # type: ignore[index]
         zipped = JSON | {"Content-Encoding": "gzip"}
         got, answer, _ = await post(up, "/v1/chat/completions", data=b"no gzip", headers=zipped)
-        assert got == 400, answer
+        assert got == 415, answer
         assert (await post(up, "/collective_rpc", json={}))[0] == 404
         async with aiohttp.ClientSession() as http, http.get(f"{up.url}/v1/chat/completions") as answer:
             assert (answer.status, answer.headers["Allow"]) == (405, "POST")

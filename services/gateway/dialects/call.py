@@ -93,6 +93,7 @@ class Call:
     chat: dict[str, Any] | None = None
     previous: str = ""  # the stored response that this one continues
     stripped: tuple[str, ...] = ()
+    usage_is_ours: bool = False  # a stream's usage was asked for by us: the client must not see it
 
 
 def with_fields(payload: bytes, fields: Mapping[str, Any]) -> bytes:

@@ -70,7 +70,11 @@ def _parse(kind: Kind, raw: bytes, rules: Rules) -> Call:
     model = rules.aliases.get(asked, asked)
     if model != asked:
         body["model"] = model
-    payload = msgspec.json.encode(body) if stripped or model != asked else raw
+    usage_is_ours, options = _usage(kind, body)
+    anew = stripped or model != asked or (usage_is_ours and "stream_options" in body)
+    payload = msgspec.json.encode(body | options if usage_is_ours else body) if anew else raw
+    if usage_is_ours and not anew:
+        payload = with_fields(payload, options)
     if rules.cache_salt and kind.placed:
         payload = with_fields(payload, {"cache_salt": rules.cache_salt})
     chat, opaque = _prompt(kind, body)
@@ -89,6 +93,7 @@ def _parse(kind: Kind, raw: bytes, rules: Rules) -> Call:
         chat=chat,
         previous=(body.get("previous_response_id") or "") if kind is Kind.RESPONSES else "",
         stripped=stripped,
+        usage_is_ours=usage_is_ours,
     )
 
 
@@ -114,6 +119,16 @@ def estimated_tokens(call: Call) -> int:
         elif isinstance(value, dict):
             rest += [inner for name, inner in value.items() if not name.startswith(_MEDIA)]
     return max(1, length // 4)
+
+
+def _usage(kind: Kind, body: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
+    """Whether a stream's usage has to be asked for because the client did not, and the field that asks."""
+    wanted = body.get("stream_options") or {}
+    if kind not in (Kind.CHAT, Kind.COMPLETION) or body.get("stream") is not True or wanted.get("include_usage"):
+        return False, {}
+    # Without include_usage an engine ignores continuous_usage_stats; beside ours it would not.
+    ours = {"include_usage": True} | ({"continuous_usage_stats": False} if "continuous_usage_stats" in wanted else {})
+    return True, {"stream_options": {**wanted, **ours}}
 
 
 def _prompt(kind: Kind, body: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:

@@ -1,0 +1,89 @@
+"""Requests, answers, and the bytes of their heads. Pure."""
+
+from __future__ import annotations
+
+import http
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from services.gateway.http.server import Outgoing
+
+_REASONS = {status.value: status.phrase for status in http.HTTPStatus}
+_NO_CONTROLS = dict.fromkeys((*range(32), 127), " ")
+
+
+class Headers:
+    """Header fields by name, whatever its case. Fields that came several times are joined by ", "."""
+
+    __slots__ = ("_fields",)
+
+    def __init__(self, fields: Iterable[tuple[str, str]] = ()) -> None:
+        self._fields: dict[str, str] = {}
+        for name, value in fields:
+            self.add(name, value)
+
+    def add(self, name: str, value: str) -> None:
+        """One more field. Mutates."""
+        name = name.lower()
+        before = self._fields.get(name)
+        self._fields[name] = value if before is None else f"{before}, {value}"
+
+    def get(self, name: str, default: str = "") -> str:
+        """The field's value, `default` without one."""
+        return self._fields.get(name.lower(), default)
+
+    def __getitem__(self, name: str) -> str:
+        return self._fields[name.lower()]
+
+    def __contains__(self, name: str) -> bool:
+        return name.lower() in self._fields
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+
+@dataclass(slots=True)
+class Request:
+    """One request. `body` is whole when the request is to be answered; `model` is what the answerer notes for its counts."""
+
+    method: str
+    path: str  # as the client wrote it, without the query
+    query: str
+    headers: Headers
+    outgoing: Outgoing
+    body: bytes = b""
+    model: str = ""
+
+    @property
+    def media_type(self) -> str:
+        """The body's type in lower case, without parameters."""
+        return self.headers.get("content-type").partition(";")[0].strip().lower()
+
+
+@dataclass(slots=True)
+class Response:
+    """A whole answer."""
+
+    status: int
+    body: bytes = b""
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+def head_bytes(status: int, headers: Mapping[str, str], *framing: str) -> bytes:
+    """Status line and fields of an answer. Control characters become blanks: no value can begin a field of its own."""
+    lines = [f"HTTP/1.1 {status} {_REASONS.get(status, 'Unknown')}"]
+    lines += [f"{name}: {value.translate(_NO_CONTROLS)}" for name, value in headers.items()]
+    lines += framing
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")
+
+
+def request_bytes(method: str, path: str, host: str, headers: Mapping[str, str], body: bytes) -> list[bytes]:
+    """A request, as pieces to write. Control characters in fields become blanks."""
+    lines = [f"{method} {path} HTTP/1.1", f"Host: {host}"]
+    lines += [f"{name}: {value.translate(_NO_CONTROLS)}" for name, value in headers.items()]
+    if body or method == "POST":
+        lines.append(f"Content-Length: {len(body)}")
+    head = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")
+    return [head, body] if body else [head]
