@@ -14,7 +14,7 @@ from services.common.auth import bearer
 from services.common.settings import Tokens
 from services.router.io.decision_log import DecidedLine, MalformedLine, read_log
 from services.router.policy.base import SettingError
-from services.router.replay import decide_again, differences
+from services.router.replay import decide_again, differences, inputs_digest
 
 TIMEOUT_S = 60.0
 SHOWN = 50
@@ -32,6 +32,8 @@ def replay(
             decided += 1
             try:
                 found = differences(line.decision, decide_again(line.decision))
+                if (digest := inputs_digest(line.decision)) != line.inputs_digest:
+                    found.append(f"inputs_digest: {line.inputs_digest} -> {digest}")
             except SettingError as error:
                 found = [f"policy.{error}"]
             except (LookupError, ValueError) as error:

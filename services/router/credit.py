@@ -7,10 +7,9 @@ has passed.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
-
-from services.router.prefix_index import PrefixIndex
 
 CREDIT_S = 2.0
 MAX_KEYS = 200_000
@@ -22,7 +21,7 @@ class Credit:
     def __init__(self, seconds: float = CREDIT_S, max_keys: int = MAX_KEYS) -> None:
         self._seconds = seconds
         self._max_keys = max_keys
-        self._held = PrefixIndex()
+        self._held: dict[str, set[int]] = {}
         self._ends: deque[tuple[float, str, Sequence[int]]] = deque()
         self._queued = 0
 
@@ -32,7 +31,11 @@ class Credit:
 
     def count(self, instance_id: str) -> int:
         """How many keys an instance is credited with."""
-        return self._held.count(instance_id)
+        return len(self._held.get(instance_id, ()))
+
+    def instances(self) -> Iterable[str]:
+        """The instances that are credited with any."""
+        return self._held.keys()
 
     def give(self, instance_id: str, keys: Sequence[int], now: float) -> None:
         """Credit `keys`, which follow what the index holds. When full, the oldest credit ends. Mutates."""
@@ -40,25 +43,25 @@ class Credit:
             return
         while self._queued + len(keys) > self._max_keys:
             self._end_oldest()
-        self._held.add(instance_id, keys)
+        self._held.setdefault(instance_id, set()).update(keys)
         self._ends.append((now + self._seconds, instance_id, keys))
         self._queued += len(keys)
 
     def reach(self, instance_id: str, keys: Sequence[int], blocks: int) -> int:
         """How many of `keys`, counted from the first, the instance has when the index says `blocks`."""
-        held = self._held
-        if blocks < len(keys) and held.count(instance_id) and held.holds(instance_id, keys[blocks]):
-            return blocks + held.leading_blocks(keys[blocks:], (instance_id,))[instance_id]
-        return blocks
+        held = self._held.get(instance_id)
+        if not held or blocks >= len(keys) or keys[blocks] not in held:
+            return blocks
+        # Keys are chained: the end is found as in PrefixIndex.leading_blocks.
+        return bisect_left(keys, True, lo=blocks + 1, key=lambda key: key not in held)
 
     def settle(self, instance_id: str, keys: Iterable[int]) -> None:
         """The instance's events speak of `keys`: they are credited no longer, the index knows. Mutates."""
-        if self._held.count(instance_id):
-            self._held.remove(instance_id, keys)
+        self._remove(instance_id, keys)
 
     def drop(self, instance_id: str) -> None:
         """Nothing of the instance is credited any longer. Mutates."""
-        self._held.drop(instance_id)
+        self._held.pop(instance_id, None)
 
     def expire(self, now: float) -> None:
         """End what is past its time. Mutates."""
@@ -67,15 +70,21 @@ class Credit:
 
     def check_invariants(self) -> None:
         """Raise AssertionError when a credited key has no end, or there are too many."""
-        self._held.check_invariants()
+        assert all(self._held.values())
         ending: dict[str, set[int]] = {}
         for _, instance_id, keys in self._ends:
             ending.setdefault(instance_id, set()).update(keys)
-        for instance_id, held in self._held.sets().items():
+        for instance_id, held in self._held.items():
             assert held <= ending.get(instance_id, set())
         assert self._queued == sum(len(keys) for _, _, keys in self._ends) <= self._max_keys
 
     def _end_oldest(self) -> None:
         _, instance_id, keys = self._ends.popleft()
         self._queued -= len(keys)
-        self._held.remove(instance_id, keys)
+        self._remove(instance_id, keys)
+
+    def _remove(self, instance_id: str, keys: Iterable[int]) -> None:
+        if (held := self._held.get(instance_id)) is not None:
+            held.difference_update(keys)
+            if not held:
+                del self._held[instance_id]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 
 import msgspec
@@ -45,16 +44,14 @@ class Phase(StrEnum):
     DECODE = "DECODE"
 
 
-@dataclass(frozen=True, slots=True)
-class KvTransfer:
+class KvTransfer(msgspec.Struct, frozen=True, gc=False):
     """How an engine passes KV on: the protocol of its connector (MOONCAKE, NIXL), and its bootstrap server's base URL."""
 
     protocol: str
     bootstrap_url: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class InstanceInfo:
+class InstanceInfo(msgspec.Struct, frozen=True, gc=False):
     """One engine (one data-parallel rank of it) during one incarnation, as its agent described it.
 
     `block_size`, `kv_capacity_tokens` and `max_model_len` are in tokens; the latter two are 0 when unknown.
@@ -78,8 +75,7 @@ class InstanceInfo:
     kv_transfer: KvTransfer | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
+class Gpu(msgspec.Struct, frozen=True, gc=False):
     """One sample of one device: utilisation 0 to 1, memory in bytes."""
 
     index: int
@@ -88,8 +84,7 @@ class Gpu:
     memory_total: int
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(msgspec.Struct, frozen=True, gc=False):
     """The engine's own figures. `sampled_at` is on the router's clock, in s; counters run from the engine's start."""
 
     sampled_at: float
@@ -106,8 +101,7 @@ class Load:
     gpus: tuple[Gpu, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementRequest:
+class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     """What a placement is decided on. `keys` name the prompt's full 16-token blocks (services.common.keys).
 
     `age_s`: how long it has waited for its first step already. `deadline_s`: how much longer its gateway waits.
@@ -133,9 +127,9 @@ class PlacementRequest:
 class Candidate(msgspec.Struct, frozen=True, gc=False):
     """One instance as one decision saw it: its load, and how much of this prompt it has cached, in tokens.
 
-    `excluded` says why it must not be chosen; empty when it may. `report_age_s` is None before the first report; `stale`: the
-    reported figures (running, waiting, kv_usage) are too old to be used. `credited_tokens` of the cached ones rest on an answer
-    just given, which no event has confirmed yet.
+    `excluded` says why it must not be chosen; empty when it may. `reported_at` (s on the view's clock) is when the
+    reported figures (running, waiting, kv_usage) were sampled, None before the first report; `stale`: too old to be used.
+    `credited_tokens` of the cached ones rest on an answer just given, which no event has confirmed yet.
     `recent_migrations` counts the OFFLOAD decisions whose answer was given to it within StateSettings.migration_window_s: a
     request that still prefills elsewhere is in no other counter of it. `kv_capacity_tokens` is 0 when unknown. KV can be passed
     on between candidates of one `kv_protocol`; empty: it cannot.
@@ -153,8 +147,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     running: int
     waiting: int
     kv_usage: float
-    report_age_s: float | None
-    exact: bool
+    reported_at: float | None
     excluded: str = ""
     recent_migrations: int = 0
     kv_capacity_tokens: int = 0
@@ -163,22 +156,38 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     prefix_source: PrefixSource = PrefixSource.NONE
     kv_protocol: str = "MOONCAKE"
 
+    @property
+    def exact(self) -> bool:
+        """Whether its cached tokens are what its own events tell."""
+        return self.prefix_source is PrefixSource.EVENTS
 
-@dataclass(frozen=True, slots=True)
-class FleetView:
-    """All that a policy may know. `turn` counts decisions of the pool, for round-robin tie-breaks."""
+
+class FleetView(msgspec.Struct, frozen=True, gc=False):
+    """All that a policy may know. `turn` counts decisions of the pool, for round-robin tie-breaks; `now` in s."""
 
     candidates: tuple[Candidate, ...]
     session_owner: str = ""
     turn: int = 0
+    now: float = 0.0
+
+    def find(self, instance_id: str) -> Candidate | None:
+        """The candidate of that name."""
+        for candidate in self.candidates:
+            if candidate.instance_id == instance_id:
+                return candidate
+        return None
 
     def eligible(self) -> tuple[Candidate, ...]:
         """The candidates that may be chosen."""
-        return tuple(candidate for candidate in self.candidates if not candidate.excluded)
+        # Not of a generator, which takes twice the time: this is asked several times for each decision.
+        return tuple([candidate for candidate in self.candidates if not candidate.excluded])
+
+    def report_age_s(self, candidate: Candidate) -> float | None:
+        """How old the figures reported by one of the candidates were; None when there were none."""
+        return None if candidate.reported_at is None else self.now - candidate.reported_at
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(msgspec.Struct, frozen=True, gc=False):
     """One part of a plan: what `instance_id` does, why, and for how many tokens of the prompt (PREFILL only)."""
 
     kind: StepKind
@@ -188,8 +197,7 @@ class Step:
     kv_source: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Ruling:
+class Ruling(msgspec.Struct, frozen=True, gc=False):
     """A policy's answer: the plan, the reason in a word, and the scores it compared (lower is better; finite).
 
     A policy that may offload gives as `reason` why it did or did not (p_idle_d_busy, d_idle, ...); its steps then say by which
@@ -201,22 +209,20 @@ class Ruling:
 
     steps: tuple[Step, ...]
     reason: str
-    scores: Mapping[str, float] = field(default_factory=dict)
-    figures: Mapping[str, float] = field(default_factory=dict)
+    scores: Mapping[str, float] = msgspec.field(default_factory=dict)
+    figures: Mapping[str, float] = msgspec.field(default_factory=dict)
     owner: str = ""
     hold_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyRef:
+class PolicyRef(msgspec.Struct, frozen=True, gc=False):
     """A policy's name with all its settings, as a decision records it."""
 
     name: str
     settings: Mapping[str, float | int | str | bool]
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True, gc=False):
     """A placement with everything it was decided on; deciding again on `request` and `view` gives the same ruling.
 
     `notes` are words on what else shaped it: `owner_draining`, `hold_expired`, ...
@@ -233,7 +239,6 @@ class Decision:
     cached_tokens: int
     runner_up: str
     margin: float | None
-    inputs_digest: int
     key_count: int
     degraded: bool = False
     notes: tuple[str, ...] = ()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from services.router.domain import Decision, InstanceInfo, Load, Phase, PlacementRequest, Step
 from services.router.reservations import Reservation
@@ -12,8 +13,7 @@ from services.router.sync import KeyMessage
 # ---- events: agents ----
 
 
-@dataclass(frozen=True, slots=True)
-class AgentHello:
+class AgentHello(msgspec.Struct, frozen=True, gc=False):
     """An agent opened `stream_id` for an instance and has deltas oldest..latest."""
 
     stream_id: int
@@ -23,8 +23,7 @@ class AgentHello:
     latest_seq: int
 
 
-@dataclass(frozen=True, slots=True)
-class KeysReported:
+class KeysReported(msgspec.Struct, frozen=True, gc=False):
     """A message about an instance's keys."""
 
     stream_id: int
@@ -32,8 +31,7 @@ class KeysReported:
     message: KeyMessage
 
 
-@dataclass(frozen=True, slots=True)
-class LoadReported:
+class LoadReported(msgspec.Struct, frozen=True, gc=False):
     """A load sample."""
 
     stream_id: int
@@ -41,16 +39,14 @@ class LoadReported:
     load: Load
 
 
-@dataclass(frozen=True, slots=True)
-class AgentGoodbye:
+class AgentGoodbye(msgspec.Struct, frozen=True, gc=False):
     """The incarnation is over."""
 
     stream_id: int
     instance_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class AgentLost:
+class AgentLost(msgspec.Struct, frozen=True, gc=False):
     """The stream ended without a goodbye."""
 
     stream_id: int
@@ -60,8 +56,7 @@ class AgentLost:
 # ---- events: gateways ----
 
 
-@dataclass(frozen=True, slots=True)
-class OpenStream:
+class OpenStream(msgspec.Struct, frozen=True, gc=False):
     """A running request that a gateway announces."""
 
     request: PlacementRequest
@@ -70,8 +65,7 @@ class OpenStream:
     cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayHello:
+class GatewayHello(msgspec.Struct, frozen=True, gc=False):
     """A gateway (re)connected, or learned what this replica owns; its reservations that it does not list are over.
 
     `waiting` are request ids that it waits for an answer to.
@@ -82,15 +76,13 @@ class GatewayHello:
     waiting: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayLost:
+class GatewayLost(msgspec.Struct, frozen=True, gc=False):
     """A gateway's stream ended; its reservations live on for the lease, its held requests are forgotten: it asks again."""
 
     gateway_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class PlaceRequested:
+class PlaceRequested(msgspec.Struct, frozen=True, gc=False):
     """A request wants its first step, at once or, when it is held, in time. `gateway_id` is empty for the unary form, whose
     reservation has a lease."""
 
@@ -98,8 +90,7 @@ class PlaceRequested:
     gateway_id: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class StepDone:
+class StepDone(msgspec.Struct, frozen=True, gc=False):
     """A PREFILL step ended, or a SERVE step did not get the KV it was to answer from. `error` says how it failed."""
 
     request_id: str
@@ -108,15 +99,13 @@ class StepDone:
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class FirstToken:
+class FirstToken(msgspec.Struct, frozen=True, gc=False):
     """An answer began."""
 
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(msgspec.Struct, frozen=True, gc=False):
     """A request ended, however it did. Token counts are the engine's own, None where it did not say."""
 
     request_id: str
@@ -132,23 +121,20 @@ class Finished:
 # ---- events: operators and time ----
 
 
-@dataclass(frozen=True, slots=True)
-class Drain:
+class Drain(msgspec.Struct, frozen=True, gc=False):
     """An operator stops (or resumes) placements on an instance."""
 
     instance_id: str
     resume: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StoreState:
+class StoreState(msgspec.Struct, frozen=True, gc=False):
     """The shared store went away (degraded) or came back."""
 
     degraded: bool
 
 
-@dataclass(frozen=True, slots=True)
-class PoolTaken:
+class PoolTaken(msgspec.Struct, frozen=True, gc=False):
     """This replica owns `pool` from now on. What the shared store knew of it replaces what was known."""
 
     pool: str
@@ -156,15 +142,13 @@ class PoolTaken:
     affinity: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class PoolLost:
+class PoolLost(msgspec.Struct, frozen=True, gc=False):
     """Another replica owns `pool` now, or is about to: nothing known of its requests counts any more."""
 
     pool: str
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True, gc=False):
     """Time has passed."""
 
 
@@ -190,8 +174,7 @@ Event = (
 # ---- effects ----
 
 
-@dataclass(frozen=True, slots=True)
-class Welcome:
+class Welcome(msgspec.Struct, frozen=True, gc=False):
     """Answer an agent's hello."""
 
     stream_id: int
@@ -199,8 +182,7 @@ class Welcome:
     resume_from_seq: int
 
 
-@dataclass(frozen=True, slots=True)
-class Resync:
+class Resync(msgspec.Struct, frozen=True, gc=False):
     """Ask an agent for a new snapshot."""
 
     stream_id: int
@@ -208,16 +190,14 @@ class Resync:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Distrusted:
+class Distrusted(msgspec.Struct, frozen=True, gc=False):
     """An instance's answers fall short of what is predicted for it, persistently; `reason` tells how far."""
 
     instance_id: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class RefuseReport:
+class RefuseReport(msgspec.Struct, frozen=True, gc=False):
     """End an agent's stream: FAILED_PRECONDITION when the instance cannot be placed, ABORTED when a newer stream took over."""
 
     stream_id: int
@@ -225,8 +205,7 @@ class RefuseReport:
     replaced: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(msgspec.Struct, frozen=True, gc=False):
     """A request's next step, for the gateway that asked (empty: for the unary form). It may come long after the question."""
 
     request_id: str
@@ -237,8 +216,7 @@ class Placed:
     gateway_id: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(msgspec.Struct, frozen=True, gc=False):
     """A request cannot be placed; `code` is the gRPC status name. Nothing is reserved.
 
     `not_now`: only because another replica owns the `pool`, or this one has just started.
@@ -253,51 +231,44 @@ class Refused:
     pool: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Decided:
+class Decided(msgspec.Struct, frozen=True, gc=False):
     """A new decision, for the log."""
 
     decision: Decision
 
 
-@dataclass(frozen=True, slots=True)
-class Noted:
+class Noted(msgspec.Struct, frozen=True, gc=False):
     """Something that became of a decision's plan before its request ended."""
 
     decision_id: str
     note: str
 
 
-@dataclass(frozen=True, slots=True)
-class Closed:
+class Closed(msgspec.Struct, frozen=True, gc=False):
     """A decision's request ended."""
 
     decision_id: str
     finished: Finished
 
 
-@dataclass(frozen=True, slots=True)
-class FleetChanged:
+class FleetChanged(msgspec.Struct, frozen=True, gc=False):
     """Models, instances or their readiness changed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reserved:
+class Reserved(msgspec.Struct, frozen=True, gc=False):
     """For the shared store: a reservation opened or moved on."""
 
     reservation: Reservation
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
+class Released(msgspec.Struct, frozen=True, gc=False):
     """For the shared store: a reservation ended."""
 
     request_id: str
     pool: str
 
 
-@dataclass(frozen=True, slots=True)
-class OwnerSet:
+class OwnerSet(msgspec.Struct, frozen=True, gc=False):
     """For the shared store: a session's owner."""
 
     session: str

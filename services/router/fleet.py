@@ -4,16 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from services.router.domain import InstanceInfo, InstanceState, Load
+import msgspec
+
+from services.router.domain import Candidate, InstanceInfo, InstanceState, Load
 from services.router.idle import IdleStreak
 from services.router.prefix_index import PrefixIndex
 from services.router.sync import InstanceSync
 from services.router.trust import Trust
 
 
+class Sight(msgspec.Struct, frozen=True, gc=False):
+    """What decisions from `since` until before `until` (s) see of an instance whatever the request: a candidate that has none of
+    its tokens cached, and none to compute."""
+
+    candidate: Candidate
+    block_size: int
+    since: float
+    until: float
+
+
 @dataclass(slots=True)
 class InstanceRecord:
-    """One instance: identity, the state of its report, its last load. Times are in s on the router's clock."""
+    """One instance: identity, the state of its report, its last load. Times are in s on the router's clock.
+
+    `sight` is kept from the last decision (views.py); whoever changes what it shows sets it to None.
+    """
 
     info: InstanceInfo
     sync: InstanceSync
@@ -24,6 +39,7 @@ class InstanceRecord:
     load: Load | None = None
     trust: Trust = field(default_factory=Trust)
     idle: IdleStreak = field(default_factory=IdleStreak)
+    sight: Sight | None = None
 
     @property
     def state(self) -> InstanceState:
@@ -73,6 +89,7 @@ class Fleet:
         self._records: dict[str, InstanceRecord] = {}
         self._pools: dict[str, list[InstanceRecord]] = {}
         self._pool_of: dict[str, str] = {}
+        self._members: dict[tuple[str, str], list[InstanceRecord]] = {}
 
     def get(self, instance_id: str) -> InstanceRecord | None:
         """One instance."""
@@ -87,12 +104,15 @@ class Fleet:
         return self._pool_of.get(model, "")
 
     def members(self, pool: str, model: str) -> list[InstanceRecord]:
-        """The pool's instances, by id, that answer to `model`: an adapter may be loaded on some of them only."""
-        return [
-            record
-            for record in self._pools.get(pool, ())
-            if model == pool or model in record.info.served_names or model in record.info.lora_names
-        ]
+        """The pool's instances, by id, that answer to `model`, one of its names: an adapter may be loaded on some only."""
+        members = self._members.get((pool, model))
+        if members is None:
+            members = self._members[pool, model] = [
+                record
+                for record in self._pools.get(pool, ())
+                if model == pool or model in record.info.served_names or model in record.info.lora_names
+            ]
+        return members
 
     def add(self, info: InstanceInfo, stream_id: int, now: float) -> InstanceRecord:
         """Make an instance known, or a new incarnation or stream of it. Mutates.
@@ -103,6 +123,7 @@ class Fleet:
         if before is not None and before.info.incarnation == info.incarnation:
             record = before
             record.info, record.stream_id, record.heard_at, record.lost_at = info, stream_id, now, None
+            record.sight = None
         else:
             sync = InstanceSync(info.instance_id, self._index)
             sync.reset()
@@ -133,6 +154,7 @@ class Fleet:
         )
 
     def _rebuild(self) -> None:
+        self._members = {}
         self._pools = {}
         for record in self.records():
             self._pools.setdefault(record.info.model, []).append(record)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from services.router import events as ev
 from services.router.domain import Decision, FleetView, PlacementRequest
 from services.router.policy.base import Policy
 from services.router.policy.unified import Unified
 from services.router.queue import Held, HeldQueue, QueueSettings
+from services.router.saturation import SATURATED
 
-SATURATED = "saturated"
 # Requests tried again whenever something frees, and whenever time passes: a decision costs up to 150 us.
 TRIES, TRIES_ON_TICK = 8, 64
 # An answer must reach the gateway before it gives up; ticks are half a second apart.
@@ -25,8 +27,7 @@ MARGIN_S = 1.0
 NOT_NOW_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Full:
+class Full(msgspec.Struct, frozen=True, gc=False):
     """All instances of `pool` that could serve a request are saturated."""
 
     pool: str

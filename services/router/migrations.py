@@ -25,12 +25,22 @@ class Migrations:
         times = self._times.get(instance_id, [])
         return len(times) - bisect_right(times, now - self.window_s)
 
-    def expire(self, now: float) -> None:
-        """Drop what is past the window. Mutates."""
+    def next_end(self, instance_id: str, now: float) -> float:
+        """When the count changes next if nothing is recorded meanwhile."""
+        times = self._times.get(instance_id, [])
+        first = bisect_right(times, now - self.window_s)
+        return times[first] + self.window_s if first < len(times) else float("inf")
+
+    def expire(self, now: float) -> list[str]:
+        """Drop what is past the window; returns whose. Mutates."""
+        expired = []
         for instance_id, times in list(self._times.items()):
-            del times[: bisect_right(times, now - self.window_s)]
+            if past := bisect_right(times, now - self.window_s):
+                expired.append(instance_id)
+                del times[:past]
             if not times:
                 del self._times[instance_id]
+        return expired
 
     def drop(self, instance_id: str) -> None:
         """Forget an instance's. Mutates."""

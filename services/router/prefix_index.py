@@ -106,34 +106,29 @@ class PrefixIndex:
         one of the runs is found; the engine's own report of cached tokens tells the difference afterwards.
         """
         blocks = dict.fromkeys(owners, 0)
+        slot_of, owner_of, get = self._slot_of, self._owner_of, self._mask_of.get
         alive = 0
         for owner in blocks:
-            slot = self._slot_of.get(owner)
-            if slot is not None:
+            if (slot := slot_of.get(owner)) is not None:
                 alive |= 1 << slot
-        get = self._mask_of.get
         # Each entry: owners that hold keys[:low], and do not hold keys[high] unless that is the end.
         spans = [(0, len(keys), alive)] if alive else []
         while spans:
             low, high, mask = spans.pop()
-            if not mask & (
-                mask - 1
-            ):  # One owner: the same bisection without the bookkeeping, where most time is spent.
-                while low < high:
-                    middle = (low + high) >> 1
-                    if get(keys[middle], 0) & mask:
-                        low = middle + 1
-                    else:
-                        high = middle
-            if low == high:
-                self._record(blocks, mask, low)
-                continue
-            middle = (low + high) >> 1
-            holding = mask & get(keys[middle], 0)
-            if holding:
-                spans.append((middle + 1, high, holding))
-            if lacking := mask ^ holding:
-                spans.append((low, middle, lacking))
+            while low < high:
+                middle = (low + high) >> 1
+                holding = get(keys[middle], 0) & mask
+                if holding == mask:
+                    low = middle + 1
+                elif holding:
+                    spans.append((low, middle, mask ^ holding))
+                    low, mask = middle + 1, holding
+                else:
+                    high = middle
+            while low and mask:
+                slot = mask.bit_length() - 1
+                blocks[owner_of[slot]] = low
+                mask ^= 1 << slot
         return blocks
 
     def keys_of(self, owner: str) -> set[int]:
@@ -164,12 +159,6 @@ class PrefixIndex:
             self._owner_of[slot] = owner
             self._count[owner] = 0
         return slot
-
-    def _record(self, blocks: dict[str, int], mask: int, reached: int) -> None:
-        while mask:
-            low = mask & -mask
-            blocks[self._owner_of[low.bit_length() - 1]] = reached
-            mask ^= low
 
     def _sweep(self) -> None:
         keep = ~self._retired_mask

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import Literal
 
+import msgspec
+
 from services.router.domain import PlacementRequest
 
 
@@ -26,8 +28,7 @@ class QueueSettings:
     expiry: Literal["place", "refuse"] = "place"
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(msgspec.Struct, frozen=True, gc=False):
     """A request that waits. `since` is when it first asked, at whichever router; it is answered by `answer_by`.
 
     `for_room`: every instance was saturated; otherwise the policy asked to wait. `new_tokens`: the least prefill that it would

@@ -6,13 +6,15 @@ These counters are the router's load signal: scraped figures are a second old, t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import msgspec
+from msgspec.structs import replace
 
 from services.router.domain import Phase
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
+class Reservation(msgspec.Struct, frozen=True, gc=False):
     """One request's claim on one instance. Tokens: `input_tokens` of the prompt, `new_tokens` of it not cached there,
     `prefilled_tokens` of these computed meanwhile as far as the instance's events tell."""
 
@@ -56,9 +58,11 @@ _NOTHING = Counters()
 
 
 class Reservations:
-    """All open reservations, one for each request id, and their sums by instance."""
+    """All open reservations, one for each request id, and their sums by instance. `touched` names the instances whose sums
+    have changed since whoever reads them last cleared it."""
 
     def __init__(self) -> None:
+        self.touched: set[str] = set()
         self._open: dict[str, Reservation] = {}
         self._counters: dict[str, Counters] = {}
 
@@ -81,6 +85,7 @@ class Reservations:
         self.release(reservation.request_id)
         self._open[reservation.request_id] = reservation
         self._counters.setdefault(reservation.instance_id, Counters()).add(reservation, 1)
+        self.touched.add(reservation.instance_id)
 
     def of_pool(self, pool: str) -> list[Reservation]:
         """The open reservations of one pool."""
@@ -101,6 +106,7 @@ class Reservations:
         if reservation is not None and reservation.phase is Phase.PREFILL:
             moved = replace(reservation, prefilled_tokens=min(tokens, reservation.new_tokens))
             self._open[request_id] = moved
+            self.touched.add(moved.instance_id)
             self._counters[moved.instance_id].pending_prefill_tokens += (
                 moved.pending_tokens - reservation.pending_tokens
             )
@@ -122,6 +128,7 @@ class Reservations:
         if reservation is not None:
             counters = self._counters[reservation.instance_id]
             counters.add(reservation, -1)
+            self.touched.add(reservation.instance_id)
             if not counters.num_requests:
                 del self._counters[reservation.instance_id]
         return reservation

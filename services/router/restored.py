@@ -26,6 +26,5 @@ def restored_decision(reservation: Reservation, request: PlacementRequest, polic
         cached_tokens=max(request.input_tokens - reservation.new_tokens, 0),
         runner_up="",
         margin=None,
-        inputs_digest=0,
         key_count=len(request.keys),
     )

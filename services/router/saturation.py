@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from services.router.domain import Load
 
+SATURATED = "saturated"
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -14,11 +16,6 @@ class Limits:
 
     max_requests: int = 0
     max_kv_usage: float = 0.0
-
-    @property
-    def on(self) -> bool:
-        """Whether there is any limit."""
-        return bool(self.max_requests or self.max_kv_usage)
 
     def saturated(self, num_requests: int, load: Load | None) -> bool:
         """Whether an instance with so many open requests and this report (None: no fresh one) should get no more."""

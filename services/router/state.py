@@ -6,36 +6,30 @@ arrive together cannot both see the same free instance. `explain` and `what_if` 
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
-from services.common.keys import KEY_SCHEME, KEY_TOKENS
+from msgspec.structs import replace
+
+from services.common.keys import KEY_TOKENS
 from services.router import events as ev
 from services.router.affinity import Affinity
-from services.router.domain import (
-    Candidate,
-    Decision,
-    FleetView,
-    InstanceState,
-    PlacementRequest,
-    PrefixSource,
-    Step,
-    StepKind,
-)
-from services.router.fleet import Fleet, InstanceRecord
-from services.router.holding import SATURATED, Full, Holding, not_now
-from services.router.idle import unclaimed
+from services.router.domain import Decision, PlacementRequest, Step, StepKind
+from services.router.fleet import Fleet
+from services.router.holding import Full, Holding, not_now
 from services.router.migrations import Migrations
 from services.router.ownership import OwnedPools
 from services.router.policy.base import Policy, decide
 from services.router.prefix_index import PrefixIndex
 from services.router.queue import QueueSettings
+from services.router.remembered import Remembered
 from services.router.replay import decide_again, rng_of
+from services.router.reports import Reports
 from services.router.reservations import Reservation, Reservations
 from services.router.restored import restored_decision
-from services.router.saturation import Limits
-from services.router.truth import Belief, Truth
+from services.router.saturation import SATURATED, Limits
+from services.router.truth import Truth
+from services.router.views import Views
 from services.router.warm_up import WarmUp
 
 # After these no held request is nearer to its placement; or (PoolTaken) none may be placed before the gateways return.
@@ -43,7 +37,6 @@ FREES_NOTHING = (ev.PlaceRequested, ev.KeysReported, ev.GatewayLost, ev.StoreSta
 # The reason of the one SERVE that replaces what is left of a plan, and the longest account of the failure, in characters.
 COLOCATED_AFTER_ALL = "colocated_after_failure"
 MAX_NOTE = 100
-EXCLUDED_STATES = {InstanceState.DRAINING: "draining", InstanceState.UNHEALTHY: "unhealthy"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +82,32 @@ class RouterState:
         self.reservations = Reservations()
         self.affinity = Affinity(settings.affinity_ttl_s)
         self.migrations = Migrations(settings.migration_window_s)
+        self.views = Views(
+            self.fleet,
+            self.truth,
+            self.reservations,
+            self.affinity,
+            self.migrations,
+            settings.limits,
+            settings.stale_report_s,
+        )
+        self._reports = Reports(
+            self.fleet,
+            self.index,
+            self.truth,
+            self.reservations,
+            self._finished,
+            stale_report_s=settings.stale_report_s,
+            lost_instance_s=settings.lost_instance_s,
+        )
         # The seed is part of every decision's id, because a decision's randomness must follow from its id.
         self._id_prefix = f"{router_id}.{seed}" if seed else router_id
-        self.holding = Holding(settings.queue, settings.retry_after_s, self._decide, self._commit, self._has_room)
+        self.holding = Holding(settings.queue, settings.retry_after_s, self._decide, self._commit, self.views.has_room)
         self.owned = OwnedPools(everything=owns_all)
         self._warm_up = WarmUp(settings.warm_up_s)
         self._turn: dict[str, int] = {}
         self._decisions = 0
-        self._placed: OrderedDict[str, Decision] = OrderedDict()
+        self._placed = Remembered(settings.remembered_requests)
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
         """Apply one event and return what is to be done about it. The only mutator. Never raises for what a peer may send.
@@ -113,13 +124,13 @@ class RouterState:
     def _apply(self, event: ev.Event, now: float) -> list[ev.Effect]:
         match event:
             case ev.AgentHello():
-                return self._agent_hello(event, now)
+                return self._reports.hello(event, now)
             case ev.KeysReported():
-                return self._keys_reported(event, now)
+                return self._reports.keys(event, now)
             case ev.LoadReported():
-                return self._load_reported(event, now)
+                return self._reports.load(event, now)
             case ev.AgentGoodbye() | ev.AgentLost():
-                return self._agent_gone(event, now)
+                return self._reports.gone(event, now)
             case ev.GatewayHello():
                 return self._gateway_hello(event, now)
             case ev.GatewayLost():
@@ -173,97 +184,15 @@ class RouterState:
             assert self.reservations.get(held.request.request_id) is None, "a hold reserves nothing"
         self.migrations.check_invariants()
         self.truth.check_invariants(self.reservations)
+        self.views.check_invariants()
         for record in self.fleet.records():
             assert record.info.block_size % KEY_TOKENS == 0
         for reservation in self.reservations:
             assert self.owned.owns(reservation.pool), reservation
         for held in self.holding.queue:
             assert self.owned.owns(held.pool), held
-        for decision in self._placed.values():
+        for decision in self._placed:
             assert self.owned.owns(decision.pool), decision
-
-    # ---- agents ----
-
-    def _agent_hello(self, hello: ev.AgentHello, now: float) -> list[ev.Effect]:
-        info = hello.info
-        if hello.key_scheme != KEY_SCHEME:
-            return [
-                ev.RefuseReport(hello.stream_id, f"key scheme {hello.key_scheme!r}: this router uses {KEY_SCHEME!r}")
-            ]
-        if info.block_size <= 0 or info.block_size % KEY_TOKENS:
-            return [ev.RefuseReport(hello.stream_id, f"block size {info.block_size} is no multiple of {KEY_TOKENS}")]
-        if not (info.instance_id and info.incarnation and info.url and info.model):
-            return [ev.RefuseReport(hello.stream_id, "instance_id, incarnation, url and model must not be empty")]
-        effects: list[ev.Effect] = []
-        before = self.fleet.get(info.instance_id)
-        if before is not None and before.lost_at is None and before.stream_id != hello.stream_id:
-            effects.append(ev.RefuseReport(before.stream_id, "a newer stream reports this instance", replaced=True))
-        record = self.fleet.add(info, hello.stream_id, now)
-        if before is not None and before is not record:
-            self.truth.forget(info.instance_id)
-        resume = record.follows_events and record.sync.can_resume(hello.oldest_seq, hello.latest_seq)
-        if not resume:
-            record.sync.reset()
-        effects.append(
-            ev.Welcome(hello.stream_id, snapshot=not resume, resume_from_seq=record.sync.seq + 1 if resume else 0)
-        )
-        return [*effects, ev.FleetChanged()]
-
-    def _reporter(self, stream_id: int, instance_id: str, now: float) -> InstanceRecord | None:
-        record = self.fleet.get(instance_id)
-        if record is None or record.stream_id != stream_id:
-            return None
-        record.heard_at = now
-        return record
-
-    def _keys_reported(self, event: ev.KeysReported, now: float) -> list[ev.Effect]:
-        record = self._reporter(event.stream_id, event.instance_id, now)
-        if record is None or not (record.follows_events or record.sync.full):
-            return []
-        before = record.state
-        failure = record.sync.handle(event.message)
-        self.truth.keys_reported(record, event.message, self.reservations, now)
-        effects: list[ev.Effect] = [ev.FleetChanged()] if record.state is not before else []
-        if failure:
-            effects.append(ev.Resync(event.stream_id, event.instance_id, failure))
-        return effects
-
-    def _load_reported(self, event: ev.LoadReported, now: float) -> list[ev.Effect]:
-        record = self._reporter(event.stream_id, event.instance_id, now)
-        if record is None:
-            return []
-        before = record.state
-        record.load = event.load
-        effects: list[ev.Effect] = [ev.FleetChanged()] if record.state is not before else []
-        if record.idle.heard(event.load, now, self.settings.stale_report_s):
-            effects += self._release_unclaimed(record, now)
-        return effects
-
-    def _release_unclaimed(self, record: InstanceRecord, now: float) -> list[ev.Effect]:
-        instance_id = record.info.instance_id
-        if not self.reservations.counters(instance_id).num_requests:
-            return []
-        gone = unclaimed(self.reservations, instance_id, self.truth.opened_at, record.idle.since, now)
-        error = "its instance runs nothing and no gateway claims it"
-        return [
-            effect
-            for reservation in gone
-            for effect in self._finished(ev.Finished(reservation.request_id, "CANCELLED", error=error), now)
-        ]
-
-    def _agent_gone(self, event: ev.AgentGoodbye | ev.AgentLost, now: float) -> list[ev.Effect]:
-        record = self._reporter(event.stream_id, event.instance_id, now)
-        if record is None:
-            return []
-        if isinstance(event, ev.AgentGoodbye):
-            self._remove(event.instance_id)
-        else:
-            record.lost_at = now
-        return [ev.FleetChanged()]
-
-    def _remove(self, instance_id: str) -> None:
-        self.fleet.remove(instance_id)
-        self.truth.forget(instance_id)
 
     # ---- gateways ----
 
@@ -281,7 +210,7 @@ class RouterState:
                     ev.Finished(reservation.request_id, "CANCELLED", error="no gateway claims it"), now
                 )
                 # Its placement was lost on the way: when the gateway asks again, it is decided again.
-                self._placed.pop(reservation.request_id, None)
+                self._placed.drop(reservation.request_id)
         for request_id, stream in announced.items():
             known = self.reservations.get(request_id)
             pool = known.pool if known else self.fleet.pool_of(stream.request.model)
@@ -317,7 +246,7 @@ class RouterState:
         if (reservation := self.reservations.get(request.request_id)) is not None:
             # Placed by an earlier owner, whose answer may not have arrived: the same instance again, never a second one.
             restored = restored_decision(reservation, replace(request, keys=()), self.policy.ref())
-            self._placed[request.request_id] = restored
+            self._placed.put(restored)
             return [self._placed_effect(restored, 0, event.gateway_id)]
         self.truth.expire(now)
         return self.holding.place(request, event.gateway_id, now)
@@ -336,9 +265,9 @@ class RouterState:
             effects.append(ev.OwnerSet(session, decision.next_owner, decision.pool))
         if decision.mode == "OFFLOAD":
             self.migrations.record(decision.instance_id, now)
-        self._placed[request.request_id] = decision
-        while len(self._placed) > self.settings.remembered_requests + len(self.reservations):
-            self._forget_oldest()
+            self._unsee((decision.instance_id,))
+        self._placed.put(decision)
+        self._placed.bound(len(self.reservations), lambda one: self.reservations.get(one) is not None)
         return [*effects, self._placed_effect(decision, 0, gateway_id)]
 
     def _not_now(self, request: PlacementRequest, now: float) -> ev.Refused | None:
@@ -356,11 +285,6 @@ class RouterState:
         records = self.fleet.members(pool, pool) if pool else self.fleet.records()
         return self._warm_up.cold(pool, records, now)
 
-    def _forget_oldest(self) -> None:
-        request_id, decision = self._placed.popitem(last=False)
-        if self.reservations.get(request_id) is not None:
-            self._placed[request_id] = decision
-
     def _reserve(
         self,
         decision: Decision,
@@ -371,11 +295,9 @@ class RouterState:
         now: float,
     ) -> list[ev.Effect]:
         step = decision.ruling.steps[index]
+        candidate = decision.view.find(step.instance_id)
         # A decision of an earlier owner has no view; what was cached there is what it had said.
-        cached = next(
-            (one.cached_tokens for one in decision.view.candidates if one.instance_id == step.instance_id),
-            decision.cached_tokens,
-        )
+        cached = candidate.cached_tokens if candidate else decision.cached_tokens
         tokens = min(step.prefix_tokens, decision.request.input_tokens) or decision.request.input_tokens
         # After a PREFILL elsewhere its KV arrives by transfer: nothing is left to compute.
         new_tokens = 0 if step.kind is StepKind.SERVE and step.kv_source else max(tokens - cached, 0)
@@ -426,7 +348,7 @@ class RouterState:
         plan = (*steps[: index + 1], Step(StepKind.SERVE, decision.instance_id, COLOCATED_AFTER_ALL))
         ruling = replace(decision.ruling, steps=plan)
         decision = replace(decision, ruling=ruling, notes=(*decision.notes, note))
-        self._placed[event.request_id] = decision
+        self._placed.put(decision)
         keys = self.truth.keys_of(event.request_id)
         effects = self._reserve(decision, index + 1, reservation.gateway_id, reservation.lease_until, keys, now)
         noted = ev.Noted(decision.decision_id, note)
@@ -437,6 +359,7 @@ class RouterState:
         if reservation is None:
             return []
         judged = self.truth.finished(finished, self._placed.get(finished.request_id), now)
+        self._placed.ended(finished.request_id)
         return [
             ev.Released(finished.request_id, reservation.pool),
             ev.Closed(reservation.decision_id, finished),
@@ -450,6 +373,7 @@ class RouterState:
         if record is None or record.draining is not event.resume:
             return []
         record.draining = not event.resume
+        record.sight = None
         return [ev.FleetChanged()]
 
     def _pool_taken(self, event: ev.PoolTaken, now: float) -> list[ev.Effect]:
@@ -471,26 +395,19 @@ class RouterState:
         for reservation in self.reservations.of_pool(pool):
             self.reservations.release(reservation.request_id)
             self.truth.progress.close(reservation.request_id)
-        for request_id in [key for key, decision in self._placed.items() if decision.pool == pool]:
-            del self._placed[request_id]
+        self._placed.forget_pool(pool)
         self.affinity.forget_pool(pool)
         for record in self.fleet.members(pool, pool):
             self.migrations.drop(record.info.instance_id)
+            record.sight = None
 
     def _tick(self, now: float) -> list[ev.Effect]:
         effects: list[ev.Effect] = []
         for reservation in self.reservations.expired(now):
             effects += self._finished(ev.Finished(reservation.request_id, "CANCELLED", error="its lease ended"), now)
-        for record in self.fleet.records():
-            if record.lost_at is not None and record.lost_at + self.settings.lost_instance_s <= now:
-                self._remove(record.info.instance_id)
-                effects.append(ev.FleetChanged())
-            elif record.sync.full and record.lost_at is None and self.index.has_room(record.sync.wanted * 5 // 4):
-                record.sync.reset()
-                reason = "the index has room again"
-                effects += [ev.Resync(record.stream_id, record.info.instance_id, reason), ev.FleetChanged()]
+        effects += self._reports.tick(now)
         self.affinity.expire(now)
-        self.migrations.expire(now)
+        self._unsee(self.migrations.expire(now))
         self.truth.expire(now)
         return effects
 
@@ -500,7 +417,7 @@ class RouterState:
         pool = self.fleet.pool_of(request.model)
         if not pool:
             return ev.Refused(request.request_id, "NOT_FOUND", f"no instance serves a model {request.model!r}")
-        view = self._view(request, pool, now)
+        view = self.views.view(request, pool, self._turn.get(pool, 0), now)
         if not view.eligible():
             if any(candidate.excluded == SATURATED for candidate in view.candidates):
                 return Full(pool, view)
@@ -514,65 +431,7 @@ class RouterState:
         policy = policy or self.policy
         return decide(policy, request, pool, view, rng_of(decision_id), decision_id, degraded=self.degraded)
 
-    def _has_room(self, pool: str, now: float) -> bool:
-        return any(
-            record.state not in EXCLUDED_STATES and not self._saturated(record, now)
-            for record in self.fleet.members(pool, pool)
-        )
-
-    def _saturated(self, record: InstanceRecord, now: float) -> bool:
-        counters = self.reservations.counters(record.info.instance_id)
-        load = record.load
-        fresh = load is not None and now - load.sampled_at <= self.settings.stale_report_s
-        return self.settings.limits.saturated(counters.num_requests, load if fresh else None)
-
-    def _excluded(self, record: InstanceRecord, state: InstanceState, request: PlacementRequest, now: float) -> str:
-        if state in EXCLUDED_STATES:
-            return EXCLUDED_STATES[state]
-        if record.info.instance_id in request.exclude:
-            return "failed_before"
-        return SATURATED if self.settings.limits.on and self._saturated(record, now) else ""
-
-    def _view(self, request: PlacementRequest, pool: str, now: float) -> FleetView:
-        members = self.fleet.members(pool, request.model)
-        beliefs = self.truth.beliefs(request.keys, members, now)
-        return FleetView(
-            candidates=tuple(
-                self._candidate(record, request, beliefs[record.info.instance_id], now) for record in members
-            ),
-            session_owner=self.affinity.owner(request.session, now) if request.session else "",
-            turn=self._turn.get(pool, 0),
-        )
-
-    def _candidate(self, record: InstanceRecord, request: PlacementRequest, belief: Belief, now: float) -> Candidate:
-        info, load = record.info, record.load
-        counters = self.reservations.counters(info.instance_id)
-        # An engine reuses whole blocks of its own size, and always computes the last token itself.
-        reusable = min(belief.blocks * KEY_TOKENS, max(request.input_tokens - 1, 0))
-        cached = reusable // info.block_size * info.block_size
-        state = record.state
-        confirmed = (belief.blocks - belief.credited) * KEY_TOKENS
-        age = now - load.sampled_at if load else None
-        return Candidate(
-            instance_id=info.instance_id,
-            incarnation=info.incarnation,
-            state=state,
-            cached_tokens=cached,
-            new_tokens=request.input_tokens - cached,
-            num_requests=counters.num_requests,
-            pending_prefill_tokens=counters.pending_prefill_tokens,
-            ongoing_decode_tokens=counters.ongoing_decode_tokens,
-            ongoing_tokens=counters.ongoing_tokens,
-            running=load.running if load else 0,
-            waiting=load.waiting if load else 0,
-            kv_usage=load.kv_usage if load else 0.0,
-            report_age_s=age,
-            exact=belief.source is PrefixSource.EVENTS,
-            excluded=self._excluded(record, state, request, now),
-            recent_migrations=self.migrations.count(info.instance_id, now),
-            kv_capacity_tokens=info.kv_capacity_tokens,
-            stale=age is None or age > self.settings.stale_report_s,
-            credited_tokens=max(cached - confirmed, 0) if belief.credited else 0,
-            prefix_source=belief.source,
-            kv_protocol=info.kv_transfer.protocol if info.kv_transfer else "",
-        )
+    def _unsee(self, instance_ids: Iterable[str]) -> None:
+        for instance_id in instance_ids:
+            if (record := self.fleet.get(instance_id)) is not None:
+                record.sight = None

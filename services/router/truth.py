@@ -7,16 +7,15 @@ earn or lose. Only RouterState calls it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-
-import msgspec
+from typing import NamedTuple
 
 from services.common.keys import KEY_TOKENS
 from services.router import events as ev
 from services.router.approximate import Approximate
 from services.router.credit import Credit
-from services.router.domain import Decision, Phase, PrefixSource, StepKind
+from services.router.domain import Candidate, Decision, Phase, PrefixSource, StepKind
 from services.router.fleet import Fleet, InstanceRecord
 from services.router.prefix_index import PrefixIndex
 from services.router.progress import NO_KEYS, OpenPrompt, Progress
@@ -24,15 +23,14 @@ from services.router.reservations import Reservation, Reservations
 from services.router.sync import TIER_DEVICE, Delta, KeyMessage, SnapshotEnd
 
 
-class Belief(msgspec.Struct, frozen=True, gc=False):
-    """How many leading blocks of a prompt an instance has, `credited` of them by credit, and where that is known from."""
+class Beliefs(NamedTuple):
+    """How many leading blocks of a prompt instances have (absent: none), and how many of these rest on credit alone."""
 
-    source: PrefixSource
-    blocks: int = 0
-    credited: int = 0
+    blocks: Mapping[str, int]
+    credited: Mapping[str, int]
 
 
-_NO_BLOCKS = {source: Belief(source) for source in PrefixSource}
+_NOTHING = Beliefs({}, {})
 
 
 @dataclass(slots=True)
@@ -52,7 +50,7 @@ class Truth:
 
     def source(self, record: InstanceRecord, now: float) -> PrefixSource:
         """Where the instance's credit comes from now; NONE when it earns none."""
-        if record.lost_at is not None or now - record.heard_at > self.stale_keys_s:
+        if record.lost_at is not None or now > record.heard_at + self.stale_keys_s:
             return PrefixSource.NONE
         if record.sync.live:
             return PrefixSource.EVENTS
@@ -60,30 +58,27 @@ class Truth:
             return PrefixSource.NONE
         return PrefixSource.APPROXIMATE
 
-    def beliefs(self, keys: Sequence[int], members: Iterable[InstanceRecord], now: float) -> dict[str, Belief]:
-        """What each of `members` has of the prompt with these keys. Changes nothing."""
-        found: dict[str, Belief] = {}
-        exact: list[str] = []
-        learned: list[str] = []
-        for record in members:
-            source = self.source(record, now)
-            instance_id = record.info.instance_id
-            found[instance_id] = _NO_BLOCKS[source]
-            if source is PrefixSource.EVENTS:
-                exact.append(instance_id)
-            elif source is PrefixSource.APPROXIMATE:
-                learned.append(instance_id)
+    def source_changes_at(self, record: InstanceRecord) -> tuple[float, float]:
+        """The moments at which the source may change by time alone."""
+        return record.heard_at + self.stale_keys_s, record.trust.muted_until
+
+    def beliefs(self, keys: Sequence[int], candidates: Sequence[Candidate]) -> Beliefs:
+        """What each of `candidates` has, by its prefix_source, of the prompt with these keys. Changes nothing."""
         if not keys:
-            return found
-        credit = self.credit if len(self.credit) else None
-        if exact:
-            for instance_id, blocks in self.index.leading_blocks(keys, exact).items():
-                reach = credit.reach(instance_id, keys, blocks) if credit else blocks
-                found[instance_id] = Belief(PrefixSource.EVENTS, reach, reach - blocks)
-        if learned:
-            for instance_id, blocks in self.approximate.leading_blocks(keys, learned).items():
-                found[instance_id] = Belief(PrefixSource.APPROXIMATE, blocks)
-        return found
+            return _NOTHING
+        events = PrefixSource.EVENTS
+        exact = [one.instance_id for one in candidates if one.prefix_source is events]
+        blocks = self.index.leading_blocks(keys, exact)
+        credited = {}
+        for instance_id in self.credit.instances() if len(self.credit) else ():
+            if (confirmed := blocks.get(instance_id)) is not None:
+                reach = self.credit.reach(instance_id, keys, confirmed)
+                if reach > confirmed:
+                    blocks[instance_id], credited[instance_id] = reach, reach - confirmed
+        if len(exact) < len(candidates):
+            learned = [one.instance_id for one in candidates if one.prefix_source is PrefixSource.APPROXIMATE]
+            blocks |= self.approximate.leading_blocks(keys, learned)
+        return Beliefs(blocks, credited)
 
     # ---- agents ----
 
@@ -220,9 +215,7 @@ class Truth:
         record = self.fleet.get(prompt.instance_id)
         if reported is None or decision is None or record is None or prompt.evicted or record.lost_at is not None:
             return []
-        candidate = next(
-            (one for one in decision.view.candidates if one.instance_id == prompt.instance_id), None
-        )  # None: a gateway announced it elsewhere
+        candidate = decision.view.find(prompt.instance_id)  # None: a gateway announced it elsewhere
         last = decision.ruling.steps[-1]
         if (
             candidate is None
@@ -247,6 +240,7 @@ class Truth:
 
     def _distrust(self, record: InstanceRecord, followed: bool, now: float) -> list[ev.Effect]:
         instance_id, reason = record.info.instance_id, record.trust.reason
+        record.sight = None
         self.credit.drop(instance_id)
         self.approximate.drop(instance_id)
         if not followed:

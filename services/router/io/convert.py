@@ -29,6 +29,7 @@ from services.router.domain import (
 from services.router.fleet import InstanceRecord, PoolInfo
 from services.router.io.decision_log import LoggedDecision
 from services.router.ownership import Owner
+from services.router.replay import inputs_digest
 from services.router.state import RouterState
 from services.router.sync import Bookmark, Delta, KeyMessage, SnapshotBegin, SnapshotChunk, SnapshotEnd
 
@@ -384,7 +385,7 @@ def instance_status(state: RouterState, record: InstanceRecord, now: float) -> f
     return wire
 
 
-def _candidate(candidate: Candidate, score: float | None) -> fleet_pb2.Candidate:
+def _candidate(candidate: Candidate, age_s: float | None, score: float | None) -> fleet_pb2.Candidate:
     return fleet_pb2.Candidate(
         instance_id=candidate.instance_id,
         incarnation=candidate.incarnation,
@@ -398,7 +399,7 @@ def _candidate(candidate: Candidate, score: float | None) -> fleet_pb2.Candidate
         running=candidate.running,
         waiting=candidate.waiting,
         kv_usage=candidate.kv_usage,
-        report_age=None if candidate.report_age_s is None else duration(candidate.report_age_s),
+        report_age=None if age_s is None else duration(age_s),
         score=score,
         excluded=candidate.excluded,
         exact=candidate.exact,
@@ -432,7 +433,7 @@ def decision_to_wire(state: RouterState, logged: LoggedDecision, *, candidates: 
         session_owner=decision.view.session_owner,
         runner_up=decision.runner_up,
         margin=decision.margin,
-        inputs_digest=decision.inputs_digest,
+        inputs_digest=inputs_digest(decision),
         degraded=decision.degraded,
         outcome=logged.outcome,
         decide_time=duration(logged.decide_s),
@@ -442,7 +443,10 @@ def decision_to_wire(state: RouterState, logged: LoggedDecision, *, candidates: 
         next_owner=decision.next_owner if request.session else "",
     )
     if candidates:
-        wire.candidates.extend(_candidate(one, ruling.scores.get(one.instance_id)) for one in decision.view.candidates)
+        view = decision.view
+        wire.candidates.extend(
+            _candidate(one, view.report_age_s(one), ruling.scores.get(one.instance_id)) for one in view.candidates
+        )
     if logged.finished is not None:
         wire.finished.CopyFrom(finished_to_wire(logged.finished))
     return wire

@@ -6,21 +6,22 @@ import asyncio
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 import msgspec
+from msgspec.structs import replace
 
 from services.router.domain import Decision
 from services.router.events import Finished
+from services.router.replay import inputs_digest
 
 OPEN = "OPEN"
 DRY_RUN = "DRY_RUN"
 
 
-@dataclass(frozen=True, slots=True)
-class LoggedDecision:
+class LoggedDecision(msgspec.Struct, frozen=True, gc=False):
     """A decision, when it was made (unix s), how long that took (s), and how its request ended (None while it runs)."""
 
     decision: Decision
@@ -63,11 +64,13 @@ class DecisionFilter:
 
 
 class DecidedLine(msgspec.Struct, frozen=True, tag_field="event", tag="decided"):
-    """A line of the file: a decision with all that it takes to make it again, but its request's keys."""
+    """A line of the file: a decision with all that it takes to make it again, but its request's keys. `inputs_digest` is that of
+    services.router.replay."""
 
     unix_s: float
     decide_s: float
     decision: Decision
+    inputs_digest: int
 
 
 class ClosedLine(msgspec.Struct, frozen=True, tag_field="event", tag="closed"):
@@ -129,7 +132,8 @@ class DecisionLog:
         if len(self._by_id) > self._size:
             _, oldest = self._by_id.popitem(last=False)
             self._by_request.pop(oldest.decision.request.request_id, None)
-        self._write(DecidedLine(unix_s, decide_s, decision))
+        if self._file is not None:
+            self._write(DecidedLine(unix_s, decide_s, decision, inputs_digest(decision)))
         self._publish(logged)
         return logged
 

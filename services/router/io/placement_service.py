@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import replace
 from typing import TypeAlias
 
 import grpc
 import grpc.aio
+from msgspec.structs import replace
 
 from pointsman.router.v1 import placement_pb2, placement_pb2_grpc
 from services.common.channel import END_OF_STREAM

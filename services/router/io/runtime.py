@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import structlog
+from msgspec.structs import replace
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from services.router.domain import HEAVY_NEW_TOKENS, Candidate, FleetView, PlacementRequest, Ruling
-from services.router.policy.base import Policy, least, offload, serve, setting
+from services.router.policy.base import Policy, least, lowest, offload, serve, setting
 
 
 def most_cached(candidates: tuple[Candidate, ...], turn: int) -> Candidate:
@@ -33,14 +33,10 @@ class Adaptive(Policy):
         eligible = view.eligible()
         if most_cached(eligible, view.turn).new_tokens >= self.heavy_new_tokens:
             decode = {one.instance_id: float(one.ongoing_decode_tokens) for one in eligible}
-            best = least(
-                eligible,
-                view.turn,
-                lambda one: (one.ongoing_decode_tokens, one.num_requests, one.pending_prefill_tokens),
-            )
+            best = lowest(eligible, decode, view.turn, lambda one: (one.num_requests, one.pending_prefill_tokens))
             return serve(best, "least_decode", decode)
         scores = {one.instance_id: one.new_tokens + self.load_weight * one.ongoing_tokens for one in eligible}
-        return serve(least(eligible, view.turn, lambda one: scores[one.instance_id]), "cache_and_load", scores)
+        return serve(lowest(eligible, scores, view.turn), "cache_and_load", scores)
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields
+from functools import cached_property
 from typing import Any, ClassVar
 
-import msgspec
-from xxhash import xxh3_64_intdigest
+from msgspec.structs import replace
 
 from services.router.domain import (
     Candidate,
@@ -70,6 +71,10 @@ class Policy(ABC):
 
     def ref(self) -> PolicyRef:
         """Name and settings, as decisions record them."""
+        return self._ref
+
+    @cached_property
+    def _ref(self) -> PolicyRef:
         return PolicyRef(self.name, {one.name: getattr(self, one.name) for one in fields(self)})
 
 
@@ -133,7 +138,19 @@ def hold(reason: str, at_most_s: float = 0.0, scores: Mapping[str, float] | None
 
 def least(candidates: Sequence[Candidate], turn: int, key: Callable[[Candidate], Any]) -> Candidate:
     """argmin of `key` (comparable), ties in turn. `candidates` must not be empty."""
-    return min(rotated(candidates, turn), key=lambda turned: (key(turned[1]), turned[0]))[1]
+    return min(in_turn(candidates, turn), key=key)
+
+
+def lowest(
+    candidates: Sequence[Candidate],
+    scores: Mapping[str, float],
+    turn: int,
+    then: Callable[[Candidate], Any] | None = None,
+) -> Candidate:
+    """argmin of the scores, by instance id; ties by `then`, then in turn. `candidates` must not be empty."""
+    low = min([scores[one.instance_id] for one in candidates])
+    equal = [one for one in in_turn(candidates, turn) if scores[one.instance_id] == low]
+    return min(equal, key=then) if then and len(equal) > 1 else equal[0]
 
 
 def mean(values: Iterable[float]) -> float:
@@ -142,10 +159,10 @@ def mean(values: Iterable[float]) -> float:
     return sum(listed) / len(listed) if listed else 0.0
 
 
-def rotated(candidates: Sequence[Candidate], turn: int) -> Iterable[tuple[int, Candidate]]:
-    """Candidates with their round-robin distance from `turn`: the last tie-break, needed because all scores are 0 when cold."""
-    count = len(candidates)
-    return (((index - turn) % count, candidate) for index, candidate in enumerate(candidates))
+def in_turn(candidates: Sequence[Candidate], turn: int) -> Sequence[Candidate]:
+    """All of them, beginning with the one whose turn it is: the last tie-break, needed because all scores are 0 when cold."""
+    start = turn % max(len(candidates), 1)
+    return (*candidates[start:], *candidates[:start])
 
 
 def decide(
@@ -164,20 +181,19 @@ def decide(
     A decision to hold has mode HELD and no steps; its class and cached tokens are those of the best cached candidate.
     """
     ruling = policy.rule(request, view, rng)
-    by_id = {candidate.instance_id: candidate for candidate in view.candidates}
-    if not _kv_can_pass(ruling, by_id):
+    if not _kv_can_pass(ruling, view):
         last = ruling.steps[-1]
         ruling = replace(ruling, steps=(Step(StepKind.SERVE, last.instance_id, last.reason),), reason=NO_KV_TRANSFER)
-    if ruling.steps:
+    if steps := ruling.steps:
         # The class is that of the prefill's work, wherever the answer then comes from.
-        prefills, chosen = by_id[ruling.steps[0].instance_id], by_id[ruling.steps[-1].instance_id]
+        prefills = chosen = _named(view, steps[0].instance_id)
+        if len(steps) > 1:
+            chosen = _named(view, steps[-1].instance_id)
+        mode = "COLOCATED" if all(step.instance_id == chosen.instance_id for step in steps) else "OFFLOAD"
     else:
         prefills = chosen = max(view.eligible(), key=lambda candidate: candidate.cached_tokens)
-    others = sorted(
-        (score, instance_id) for instance_id, score in ruling.scores.items() if instance_id != chosen.instance_id
-    )
-    own = ruling.scores.get(chosen.instance_id)
-    places = {step.instance_id for step in ruling.steps}
+        mode = "HELD"
+    runner_up, margin = _runner_up(ruling.scores, chosen.instance_id)
     return Decision(
         decision_id=decision_id,
         request=request,
@@ -186,47 +202,44 @@ def decide(
         policy=policy.ref(),
         ruling=ruling,
         route_class=route_class(prefills.new_tokens, request.input_tokens),
-        mode="HELD" if not places else "COLOCATED" if len(places) == 1 else "OFFLOAD",
+        mode=mode,
         cached_tokens=chosen.cached_tokens,
-        runner_up=others[0][1] if others else "",
-        margin=others[0][0] - own if others and own is not None else None,
-        inputs_digest=_digest(policy.ref(), request, pool, view),
+        runner_up=runner_up,
+        margin=margin,
         key_count=len(request.keys),
         degraded=degraded,
-        notes=_owner_note(view),
+        notes=_owner_note(view) if view.session_owner else (),
     )
 
 
-def _kv_can_pass(ruling: Ruling, by_id: Mapping[str, Candidate]) -> bool:
+def _kv_can_pass(ruling: Ruling, view: FleetView) -> bool:
     """Whether every step that answers from another instance's KV can: both speak one protocol."""
     return all(
-        by_id[step.instance_id].kv_protocol == by_id[step.kv_source].kv_protocol != ""
+        _named(view, step.instance_id).kv_protocol == _named(view, step.kv_source).kv_protocol != ""
         for step in ruling.steps
         if step.kv_source
     )
 
 
+def _named(view: FleetView, instance_id: str) -> Candidate:
+    found = view.find(instance_id)
+    if found is None:
+        raise LookupError(f"no candidate {instance_id!r}")
+    return found
+
+
+def _runner_up(scores: Mapping[str, float], chosen: str) -> tuple[str, float | None]:
+    """The best scored of the others (of equal ones the first by name), and how much worse it is than the chosen one."""
+    runner_up, least_score = "", math.inf
+    for instance_id, score in scores.items():
+        if score <= least_score and instance_id != chosen and (score < least_score or instance_id < runner_up):
+            runner_up, least_score = instance_id, score
+    return runner_up, least_score - scores[chosen] if runner_up and chosen in scores else None
+
+
 def _owner_note(view: FleetView) -> tuple[str, ...]:
     """Why a session had to leave its owner, whatever the policy: owner_draining, owner_saturated, ..., owner_gone."""
-    if not view.session_owner:
-        return ()
-    owner = next((one for one in view.candidates if one.instance_id == view.session_owner), None)
+    owner = view.find(view.session_owner)
     if owner is None:
         return ("owner_gone",)
     return (f"owner_{owner.excluded}",) if owner.excluded else ()
-
-
-def _digest(ref: PolicyRef, request: PlacementRequest, pool: str, view: FleetView) -> int:
-    # The cached tokens in the view stand for the keys; request and decision ids do not change a decision.
-    inputs = (
-        ref.name,
-        sorted(ref.settings.items()),
-        pool,
-        request.session,
-        request.input_tokens,
-        request.max_output_tokens,
-        request.exclude,
-        request.age_s,
-        view,
-    )
-    return xxh3_64_intdigest(msgspec.msgpack.encode(inputs))

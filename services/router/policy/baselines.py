@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from services.router.domain import FleetView, PlacementRequest, Ruling
-from services.router.policy.base import Policy, rotated, serve
+from services.router.policy.base import Policy, lowest, serve
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,7 @@ class LeastRequests(Policy):
     def rule(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> Ruling:
         eligible = view.eligible()
         scores = {candidate.instance_id: float(candidate.num_requests) for candidate in eligible}
-        _, best = min(rotated(eligible, view.turn), key=lambda turned: (turned[1].num_requests, turned[0]))
-        return serve(best, "least_requests", scores)
+        return serve(lowest(eligible, scores, view.turn), "least_requests", scores)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
+
+from msgspec.structs import replace
 
 from services.router.domain import HEAVY_NEW_TOKENS, Candidate, FleetView, PlacementRequest, Ruling
 from services.router.policy.base import choice, least, mean, offload, setting

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from services.router.domain import FleetView, PlacementRequest, Ruling
-from services.router.policy.base import Policy, least, mean, serve, setting
+from services.router.policy.base import Policy, lowest, mean, serve, setting
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Linear(Policy):
             one.instance_id: self.load_weight * one.ongoing_tokens - self.cache_weight * one.cached_tokens
             for one in eligible
         }
-        return serve(least(eligible, view.turn, lambda one: scores[one.instance_id]), "linear", scores)
+        return serve(lowest(eligible, scores, view.turn), "linear", scores)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Additive(Policy):
             + (one.pending_prefill_tokens + one.new_tokens) / self.throughput
             for one in eligible
         }
-        best = least(eligible, view.turn, lambda one: scores[one.instance_id])
+        best = lowest(eligible, scores, view.turn)
         limit = mean(one.ongoing_tokens for one in eligible) * self.overload_factor
         for one in eligible:
             if (

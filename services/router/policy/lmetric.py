@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from services.router.domain import Candidate, FleetView, PlacementRequest, Ruling
-from services.router.policy.base import Policy, least, serve
+from services.router.policy.base import Policy, lowest, serve
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class _LeastWork(Policy):
         eligible = view.eligible()
         scores: Mapping[str, float] = {one.instance_id: float(self.score(one)) for one in eligible}
         # Idle instances all score 0 under `lmetric`: without this order it would be blind to their caches.
-        best = least(eligible, view.turn, lambda one: (scores[one.instance_id], one.new_tokens, one.num_requests))
+        best = lowest(eligible, scores, view.turn, lambda one: (one.new_tokens, one.num_requests))
         return serve(best, self.name, scores)
 
 

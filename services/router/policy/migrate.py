@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
+
+from msgspec.structs import replace
 
 from services.router.domain import WARM_NEW_TOKENS, Candidate, FleetView, PlacementRequest, Ruling
 from services.router.policy.base import choice, least, offload, setting, switch

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from services.router.domain import Candidate, FleetView, PlacementRequest, Ruling
-from services.router.policy.base import Policy, least, mean, serve, setting
+from services.router.policy.base import Policy, lowest, mean, serve, setting
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,11 @@ class Unified(Policy):
     def rule(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> Ruling:
         eligible = view.eligible()
         below = self.below_ceiling(eligible)
+        weight = self.decode_weight
         scores = {
-            candidate.instance_id: (
-                candidate.pending_prefill_tokens
-                + candidate.new_tokens
-                + self.decode_weight * candidate.ongoing_decode_tokens
-            )
-            * max(candidate.num_requests, 1)
-            for candidate in eligible
+            one.instance_id: (one.pending_prefill_tokens + one.new_tokens + weight * one.ongoing_decode_tokens)
+            * (one.num_requests or 1)
+            for one in eligible
         }
         limit = mean([candidate.num_requests for candidate in eligible]) * self.overload_factor
         for candidate in below:
@@ -56,11 +53,8 @@ class Unified(Policy):
             ):
                 return serve(candidate, "affinity", scores)
 
-        def rank(one: Candidate) -> tuple[float, int, int]:
-            return scores[one.instance_id], one.new_tokens, one.num_requests
-
-        best = least(below, view.turn, rank)
-        changed = len(below) < len(eligible) and least(eligible, view.turn, rank) not in below
+        best = lowest(below, scores, view.turn, _work)
+        changed = len(below) < len(eligible) and lowest(eligible, scores, view.turn, _work) not in below
         return serve(best, "ceiling_fallback" if changed else "lmetric_fallback", scores)
 
     def below_ceiling(self, eligible: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
@@ -75,3 +69,7 @@ class Unified(Policy):
             if candidate.num_requests
             <= max(self.ceiling_min, self.ceiling_factor * (total - candidate.num_requests) / others)
         )
+
+
+def _work(one: Candidate) -> tuple[int, int]:
+    return one.new_tokens, one.num_requests

@@ -47,8 +47,7 @@ def candidate(name: str, *, new: int = 100, cached: int = 0, **changes: Any) -> 
         "running": 0,
         "waiting": 0,
         "kv_usage": 0.0,
-        "report_age_s": 0.1,
-        "exact": True,
+        "reported_at": 0.0,
     }
     return Candidate(**{**values, **changes})
 

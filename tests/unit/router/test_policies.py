@@ -9,6 +9,7 @@ import pytest
 from services.router.domain import FleetView, PlacementRequest, route_class
 from services.router.policy.base import SettingError, decide
 from services.router.policy.registry import POLICIES, make_policy
+from services.router.replay import inputs_digest
 from tests.unit.router.builders import candidate, request, view
 
 
@@ -171,9 +172,9 @@ def test_route_class(new: int, total: int, expected: str) -> None:
 def test_equal_inputs_have_equal_digests() -> None:
     seen = view(candidate("a"), candidate("b"))
     digests = {
-        decide(make_policy("unified"), request(name, tokens=100), "m", seen, random.Random(0), name).inputs_digest
+        inputs_digest(decide(make_policy("unified"), request(name, tokens=100), "m", seen, random.Random(0), name))
         for name in ("r1", "r2")
     }
     assert len(digests) == 1
-    other = decide(make_policy("unified"), request(tokens=101), "m", seen, random.Random(0), "d").inputs_digest
-    assert other not in digests
+    other = decide(make_policy("unified"), request(tokens=101), "m", seen, random.Random(0), "d")
+    assert inputs_digest(other) not in digests

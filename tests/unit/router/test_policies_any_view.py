@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from services.router.domain import Candidate, FleetView, InstanceState, PlacementRequest, StepKind
+from services.router.domain import Candidate, FleetView, InstanceState, PlacementRequest, PrefixSource, StepKind
 from services.router.policy.base import Policy, decide
 from services.router.policy.registry import POLICIES, make_policy
 from services.router.policy.unified import Unified
@@ -43,8 +44,8 @@ def candidates(
         running=draw(REQUESTS),
         waiting=draw(REQUESTS),
         kv_usage=draw(st.floats(0, 1)),
-        report_age_s=draw(st.none() | st.floats(0, 60)),
-        exact=draw(st.booleans()),
+        reported_at=draw(st.none() | st.floats(0, 60)),
+        prefix_source=draw(st.sampled_from(PrefixSource)),
         excluded=draw(st.sampled_from(excluded)),
         recent_migrations=draw(st.integers(0, 20)),
         kv_capacity_tokens=draw(st.sampled_from((0, 1, 280_000))),

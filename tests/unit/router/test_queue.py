@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
-from msgspec import structs
+from msgspec.structs import replace
 
 from services.router import events as ev
 from services.router.domain import Decision, FleetView, InstanceState, Load, PlacementRequest, Ruling
@@ -180,7 +180,7 @@ def test_freed_room_goes_to_the_first_in_order_not_to_the_newest() -> None:
     router.handle(ev.Drain("a"), 1.0)
     router.handle(ev.Finished("xa", "OK"), 1.5)
     assert len(router.holding.queue) == 2
-    router.settings = replace(router.settings, limits=Limits(2))
+    router.views.limits = Limits(2)
     assert tell(router, ev.Drain("a", resume=True), 2.0) == [("short", "a"), ("long", "a")]
 
 
@@ -188,7 +188,7 @@ def test_a_new_request_does_not_overtake_those_that_wait_for_room() -> None:
     router, _ = busy(ageing_tokens_per_s=1_000.0)
     ask(router, "old", 0.0, tokens=5_000)
     # The limit is raised without an event that would have told the queue.
-    router.settings = replace(router.settings, limits=Limits(2))
+    router.views.limits = Limits(2)
     given = ask(router, "new", 10.0, tokens=100)
     assert [one.request_id for one in given] == ["old"]
     assert router.holding.queue.get("new") is not None
@@ -330,7 +330,7 @@ def test_explain_and_what_if_tell_of_holds_and_change_nothing() -> None:
     assert (dry.mode, dry.instance_id, dry.ruling.reason) == ("HELD", "", "all_busy")
     assert isinstance(first, ev.Placed)
     view = first.decision.view
-    seen = replace(view, candidates=tuple(structs.replace(one, num_requests=1) for one in view.candidates))
+    seen = replace(view, candidates=tuple(replace(one, num_requests=1) for one in view.candidates))
     recorded = replace(first.decision, view=seen, request=replace(first.decision.request, input_tokens=2_000))
     assert router.what_if(recorded, Picky()).mode == "HELD"
     assert len(router.holding.queue) == 0

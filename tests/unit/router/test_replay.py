@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 import typer
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from services.ask import add_ask_commands
@@ -23,7 +23,7 @@ from services.router.io.decision_log import (
     read_log,
 )
 from services.router.policy.registry import POLICIES, make_policy
-from services.router.replay import decide_again, differences, rng_of
+from services.router.replay import decide_again, differences, inputs_digest, rng_of
 from services.router.state import RouterState, StateSettings
 from tests.unit.router.builders import join, place, request, state
 
@@ -80,6 +80,7 @@ def test_a_log_of_every_policy_reproduces_every_decision_to_the_bit(tmp_path: Pa
         assert differences(decision, line.decision) == []
         assert differences(line.decision, decide_again(line.decision)) == []
         assert decide_again(line.decision).key_count == decision.key_count
+        assert line.inputs_digest == inputs_digest(decision) == inputs_digest(line.decision)
     answer = CliRunner().invoke(app, ["decisions", "replay", str(file)])
     assert (answer.exit_code, answer.output) == (
         0,
@@ -95,13 +96,19 @@ def test_a_changed_decision_is_told_with_file_line_and_field(tmp_path: Path) -> 
     log.decided(replace(made[0], policy=replace(made[0].policy, name="gone")), 0.0, 0.0)
     log.decided(replace(made[0], view=replace(made[0].view, candidates=())), 0.0, 0.0)
     log.close()
-    total = len(file.read_bytes().splitlines())
+    recorded = file.read_bytes()
+    lines = recorded.splitlines()
+    changed = lines[0].replace(b'"input_tokens":', b'"input_tokens":1')
+    assert changed != lines[0]
+    file.write_bytes(recorded + changed + b"\n")
+    total = len(lines)
     answer = CliRunner().invoke(app, ["decisions", "replay", str(file)])
     assert answer.exit_code == 1
     assert f"line {total - 2}, {made[0].decision_id}: cached_tokens: 1 -> " in answer.output
     assert f"line {total - 1}, {made[0].decision_id}: policy.name: no policy 'gone'" in answer.output
     assert f"line {total}, {made[0].decision_id}: cannot be made again" in answer.output
-    assert f"{len(made)} of {len(made) + 3} decisions are the same" in answer.output
+    assert f"line {total + 1}, {made[0].decision_id}: inputs_digest: " in answer.output
+    assert f"{len(made)} of {len(made) + 4} decisions are the same" in answer.output
 
 
 def test_a_malformed_line_is_told_with_file_line_and_reason(tmp_path: Path) -> None:
@@ -135,9 +142,10 @@ def test_an_instance_that_reports_nonsense_leaves_the_log_readable(tmp_path: Pat
     router.handle(ev.LoadReported(1, "a", convert.load(wire, 1.0)), 1.0)
     answer = place(router, request(tokens=5))
     assert isinstance(answer, ev.Placed)
-    line = DecidedLine(0.0, 0.0, answer.decision)
+    line = DecidedLine(0.0, 0.0, answer.decision, inputs_digest(answer.decision))
     again = msgspec.json.decode(msgspec.json.encode(line), type=DecidedLine)
     assert differences(answer.decision, decide_again(again.decision)) == []
+    assert inputs_digest(again.decision) == again.inputs_digest
 
 
 def test_randomness_follows_from_the_decisions_id_alone() -> None:

@@ -383,7 +383,7 @@ def test_an_index_distrusted_twice_within_a_minute_is_replaced_by_the_approximat
 def test_old_figures_are_marked_stale_and_old_keys_earn_nothing() -> None:
     router = state(stale_report_s=5.0, stale_keys_s=10.0)
     join(router, "a", 1, KEYS)
-    assert (seen(router).stale, seen(router).report_age_s) == (True, None)
+    assert (seen(router).stale, seen(router).reported_at) == (True, None)
     router.handle(ev.LoadReported(1, "a", Load(sampled_at=0.0, running=3)), 1.0)
     assert [seen(router, now=at).stale for at in (1.0, 5.0, 5.1)] == [False, False, True]
     assert seen(router, now=11.0).cached_tokens == 192

@@ -1,0 +1,139 @@
+"""What agents tell, into the fleet and what is believed of it. Pure. Only RouterState calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.common.keys import KEY_SCHEME, KEY_TOKENS
+from services.router import events as ev
+from services.router.fleet import Fleet, InstanceRecord
+from services.router.idle import unclaimed
+from services.router.prefix_index import PrefixIndex
+from services.router.reservations import Reservations
+from services.router.truth import Truth
+
+# (event, now): ends a request and returns the effects.
+Finish = Callable[[ev.Finished, float], list[ev.Effect]]
+
+
+class Reports:
+    """Agents' streams. `stale_report_s`: figures count for so long; `lost_instance_s`: an instance outlives its stream."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        index: PrefixIndex,
+        truth: Truth,
+        reservations: Reservations,
+        finish: Finish,
+        *,
+        stale_report_s: float,
+        lost_instance_s: float,
+    ) -> None:
+        self._fleet = fleet
+        self._index = index
+        self._truth = truth
+        self._reservations = reservations
+        self._finish = finish
+        self._stale_report_s = stale_report_s
+        self._lost_instance_s = lost_instance_s
+
+    def hello(self, hello: ev.AgentHello, now: float) -> list[ev.Effect]:
+        """An agent opened a stream: welcome or refuse it. Mutates."""
+        info = hello.info
+        if hello.key_scheme != KEY_SCHEME:
+            return [
+                ev.RefuseReport(hello.stream_id, f"key scheme {hello.key_scheme!r}: this router uses {KEY_SCHEME!r}")
+            ]
+        if info.block_size <= 0 or info.block_size % KEY_TOKENS:
+            return [ev.RefuseReport(hello.stream_id, f"block size {info.block_size} is no multiple of {KEY_TOKENS}")]
+        if not (info.instance_id and info.incarnation and info.url and info.model):
+            return [ev.RefuseReport(hello.stream_id, "instance_id, incarnation, url and model must not be empty")]
+        effects: list[ev.Effect] = []
+        before = self._fleet.get(info.instance_id)
+        if before is not None and before.lost_at is None and before.stream_id != hello.stream_id:
+            effects.append(ev.RefuseReport(before.stream_id, "a newer stream reports this instance", replaced=True))
+        record = self._fleet.add(info, hello.stream_id, now)
+        if before is not None and before is not record:
+            self._truth.forget(info.instance_id)
+        resume = record.follows_events and record.sync.can_resume(hello.oldest_seq, hello.latest_seq)
+        if not resume:
+            record.sync.reset()
+        effects.append(
+            ev.Welcome(hello.stream_id, snapshot=not resume, resume_from_seq=record.sync.seq + 1 if resume else 0)
+        )
+        return [*effects, ev.FleetChanged()]
+
+    def keys(self, event: ev.KeysReported, now: float) -> list[ev.Effect]:
+        """A message about an instance's keys. Mutates."""
+        record = self._reporter(event.stream_id, event.instance_id, now)
+        if record is None or not (record.follows_events or record.sync.full):
+            return []
+        before = record.state
+        failure = record.sync.handle(event.message)
+        self._truth.keys_reported(record, event.message, self._reservations, now)
+        effects: list[ev.Effect] = [ev.FleetChanged()] if record.state is not before else []
+        if failure:
+            effects.append(ev.Resync(event.stream_id, event.instance_id, failure))
+        return effects
+
+    def load(self, event: ev.LoadReported, now: float) -> list[ev.Effect]:
+        """A load sample. Mutates."""
+        record = self._reporter(event.stream_id, event.instance_id, now)
+        if record is None:
+            return []
+        before = record.state
+        record.load = event.load
+        effects: list[ev.Effect] = [ev.FleetChanged()] if record.state is not before else []
+        if record.idle.heard(event.load, now, self._stale_report_s):
+            effects += self._release_unclaimed(record, now)
+        return effects
+
+    def gone(self, event: ev.AgentGoodbye | ev.AgentLost, now: float) -> list[ev.Effect]:
+        """A stream ended, with or without a word. Mutates."""
+        record = self._reporter(event.stream_id, event.instance_id, now)
+        if record is None:
+            return []
+        if isinstance(event, ev.AgentGoodbye):
+            self._remove(event.instance_id)
+        else:
+            record.lost_at = now
+        return [ev.FleetChanged()]
+
+    def tick(self, now: float) -> list[ev.Effect]:
+        """Time has passed: forget lost instances, and ask those for a snapshot that the index has room for again. Mutates."""
+        effects: list[ev.Effect] = []
+        for record in self._fleet.records():
+            if record.lost_at is not None and record.lost_at + self._lost_instance_s <= now:
+                self._remove(record.info.instance_id)
+                effects.append(ev.FleetChanged())
+            elif record.sync.full and record.lost_at is None and self._index.has_room(record.sync.wanted * 5 // 4):
+                record.sync.reset()
+                record.sight = None
+                reason = "the index has room again"
+                effects += [ev.Resync(record.stream_id, record.info.instance_id, reason), ev.FleetChanged()]
+        return effects
+
+    def _reporter(self, stream_id: int, instance_id: str, now: float) -> InstanceRecord | None:
+        record = self._fleet.get(instance_id)
+        if record is None or record.stream_id != stream_id:
+            return None
+        record.heard_at = now
+        record.sight = None
+        return record
+
+    def _release_unclaimed(self, record: InstanceRecord, now: float) -> list[ev.Effect]:
+        instance_id = record.info.instance_id
+        if not self._reservations.counters(instance_id).num_requests:
+            return []
+        gone = unclaimed(self._reservations, instance_id, self._truth.opened_at, record.idle.since, now)
+        error = "its instance runs nothing and no gateway claims it"
+        return [
+            effect
+            for reservation in gone
+            for effect in self._finish(ev.Finished(reservation.request_id, "CANCELLED", error=error), now)
+        ]
+
+    def _remove(self, instance_id: str) -> None:
+        self._fleet.remove(instance_id)
+        self._truth.forget(instance_id)
