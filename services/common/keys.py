@@ -7,6 +7,7 @@ equal prefix under equal conditions, whatever hash and block size an engine uses
 
 from __future__ import annotations
 
+import struct
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
@@ -34,13 +35,11 @@ def extend_keys(parent: int, token_ids: Sequence[int], extra: bytes = b"") -> li
     words = array("I", token_ids[: len(token_ids) // KEY_TOKENS * KEY_TOKENS])
     if sys.byteorder != "little":
         words.byteswap()
-    data = memoryview(words.tobytes())
     seed = parent ^ xxh3_64_intdigest(extra) if extra else parent
-    keys: list[int] = []
-    for start in range(0, len(data), _KEY_BYTES):
-        seed = xxh3_64_intdigest(data[start : start + _KEY_BYTES], seed)
-        keys.append(seed)
-    return keys
+    # Half the time that slices of a memoryview take.
+    return [
+        seed := xxh3_64_intdigest(block, seed) for (block,) in struct.iter_unpack(f"{_KEY_BYTES}s", words.tobytes())
+    ]
 
 
 def prompt_keys(token_ids: Sequence[int], model: str, lora: str = "", cache_salt: str = "") -> list[int]:

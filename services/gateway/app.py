@@ -16,7 +16,6 @@ from google.protobuf.json_format import MessageToDict
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from pointsman.router.v1 import placement_pb2
-from services.common.keys import prompt_keys
 from services.common.settings import Tokens
 from services.gateway import choreography
 from services.gateway.auth import DEFAULT_TENANT, ApiKeys
@@ -29,7 +28,8 @@ from services.gateway.router_client import RouterAway, RouterClient
 from services.gateway.sessions import Sessions, bounded_id
 from services.gateway.settings import GatewaySettings
 from services.gateway.telemetry import Telemetry
-from services.gateway.tokens import INLINE_BYTES, ModelTokenizer
+from services.gateway.token_cache import Ids, TokenCache
+from services.gateway.tokens import INLINE_CHARS, ModelTokenizer
 from services.gateway.upstream import FORWARD_UP, Upstream
 
 log = structlog.get_logger()
@@ -61,9 +61,10 @@ class Gateway:
         self._settings = settings
         self._keys = ApiKeys.load(settings.api_keys_file) if settings.api_keys_file else ApiKeys()
         self._sessions = Sessions()
-        self.telemetry = Telemetry()
+        self._token_cache = TokenCache(settings.token_cache_mb << 20)
+        self.telemetry = Telemetry(self._token_cache)
         self._upstream = Upstream(settings)
-        self.pools = Pools(self._upstream, self.telemetry, settings.tokenizer_paths())
+        self.pools = Pools(self._upstream, self.telemetry, settings.tokenizer_paths(), self._token_cache)
         self.router = RouterClient(
             settings.routers,
             settings.gateway_id,
@@ -231,7 +232,7 @@ class Gateway:
         """Tokens, keys and session of a call. Raises DialectError when the prompt is too long. A dry run remembers nothing."""
         request_id = uuid.uuid4().hex
         tokenizer = state.usable
-        ids: list[int] | None = None
+        ids: Ids | None = None
         keys: list[int] = []
         count = estimated_tokens(call)
         if tokenizer is not None:
@@ -265,24 +266,18 @@ class Gateway:
         several = (
             call.kind is Kind.COMPLETION
             and isinstance(call.body.get("prompt"), list)
-            and ids is not call.body["prompt"]
+            and not isinstance(call.body["prompt"][0], int)
         )
         if several and len(call.body["prompt"]) > 1:
             ids = None  # of several prompts only the first was counted
         return Job(request_id, call, state, placement, ids, headers, received)
 
-    async def _tokens(
-        self, call: Call, tokenizer: ModelTokenizer, model: str, lora: str
-    ) -> tuple[list[int], list[int], int]:
+    async def _tokens(self, call: Call, tokenizer: ModelTokenizer, model: str, lora: str) -> tuple[Ids, list[int], int]:
         """Ids and keys of the (first) prompt, and the longest prompt's length. Raises Unrenderable."""
-
-        def work() -> tuple[list[int], list[int], int]:
-            prompt = tokenizer.prompt(call)
-            ids = prompt.ids if isinstance(prompt.ids, list) else list(prompt.ids)
-            return ids, prompt_keys(ids, model, lora, call.cache_salt), prompt.longest
-
         with self.telemetry.tokenize.time():
-            return work() if len(call.payload) <= INLINE_BYTES else await asyncio.to_thread(work)
+            unread = tokenizer.begin(call)
+            prompt = unread.read() if unread.missing <= INLINE_CHARS else await asyncio.to_thread(unread.read)
+            return prompt.ids, self._token_cache.keys(prompt.ids, model, lora, call.cache_salt), prompt.longest
 
     async def _explain(self, job: Job) -> Response:
         try:

@@ -20,6 +20,7 @@ from services.gateway.http.message import Request, Response
 from services.gateway.pools import Pools, PoolState
 from services.gateway.router_client import RouterAway, RouterClient, Step
 from services.gateway.telemetry import Telemetry
+from services.gateway.token_cache import Ids
 from services.gateway.upstream import Upstream, UpstreamError, down_headers
 
 log = structlog.get_logger()
@@ -56,7 +57,7 @@ class Job:
     call: Call
     state: PoolState
     placement: placement_pb2.PlacementRequest
-    ids: list[int] | None  # the prompt's tokens, None where they are only estimated
+    ids: Ids | None  # the prompt's tokens, None where they are only estimated
     up_headers: dict[str, str]
     received: float
 
@@ -252,7 +253,11 @@ class Conductor:
         call = self._job.call
         try:
             await self._tools.upstream.prefill(
-                step.target, call.model, self._job.ids[: step.prefill_tokens], call.cache_salt, self._job.up_headers
+                step.target,
+                call.model,
+                self._job.ids[: step.prefill_tokens].tolist(),
+                call.cache_salt,
+                self._job.up_headers,
             )
         except UpstreamError as error:
             return ch.PrefillEnded(error.text)

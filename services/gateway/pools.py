@@ -14,6 +14,7 @@ import structlog
 from pointsman.router.v1 import placement_pb2
 from services.gateway.self_check import differs
 from services.gateway.telemetry import Telemetry
+from services.gateway.token_cache import TokenCache
 from services.gateway.tokens import ModelTokenizer, TokenizerMissing, locate
 from services.gateway.upstream import Upstream, UpstreamError
 
@@ -56,10 +57,13 @@ class PoolState:
 class Pools:
     """All models of the fleet as last told, each with its self-check. update() is called for every Fleet."""
 
-    def __init__(self, upstream: Upstream, telemetry: Telemetry, tokenizers: Mapping[str, str]) -> None:
+    def __init__(
+        self, upstream: Upstream, telemetry: Telemetry, tokenizers: Mapping[str, str], cache: TokenCache
+    ) -> None:
         self._upstream = upstream
         self._telemetry = telemetry
         self._tokenizers = tokenizers
+        self._cache = cache
         self._states: dict[str, PoolState] = {}
         self._names: dict[str, tuple[str, str]] = {}  # any name -> (pool, LoRA adapter or "")
 
@@ -150,7 +154,7 @@ class Pools:
         source = self._tokenizers.get(state.pool.model) or state.pool.model_root
         if state.tokenizer is None or state.source != source:
             try:
-                state.tokenizer = await asyncio.to_thread(_load, source)
+                state.tokenizer = await asyncio.to_thread(_load, source, self._cache)
                 state.source = source
             except TokenizerMissing as missing:
                 state.tokenizer = None
@@ -186,6 +190,6 @@ class Pools:
             return None
 
 
-def _load(source: str) -> ModelTokenizer:
+def _load(source: str, cache: TokenCache) -> ModelTokenizer:
     folder: Path = locate(source)
-    return ModelTokenizer.load(folder)
+    return ModelTokenizer.load(folder, cache)

@@ -25,6 +25,7 @@ class GatewaySettings(BaseSettings):
     )
     api_keys_file: Path | None = Field(None, description="file with lines TENANT:KEY; without it every client may call")
     client_cache_salt: bool = Field(False, description="let clients set cache_salt")
+    token_cache_mb: int = Field(128, ge=0, description="room for tokens and keys of texts seen before, in MiB")
     max_body_bytes: int = Field(32 << 20, gt=0, description="largest request body in bytes")
     connect_timeout_s: float = Field(3.0, gt=0, description="until an instance accepts the connection")
     place_timeout_s: float = Field(60.0, gt=0, description="until the router names the first step, a hold included")

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from services.gateway.token_cache import TokenCache
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 150, 600)
 
@@ -10,8 +16,9 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 class Telemetry:
     """One gateway's metrics, in a registry of its own so that several can live in one process."""
 
-    def __init__(self) -> None:
+    def __init__(self, token_cache: TokenCache) -> None:
         self.registry = CollectorRegistry()
+        self.registry.register(_TokenCacheCollector(token_cache))
         of = self.registry
         name = "pointsman_gateway_"
         self.requests = Counter(
@@ -40,3 +47,21 @@ class Telemetry:
         self.total = Histogram(
             f"{name}request_seconds", "From the request's last byte to the answer's last", buckets=_SECONDS, registry=of
         )
+
+
+class _TokenCacheCollector(Collector):
+    """Read when asked, so that nothing is counted twice on the way of a request."""
+
+    def __init__(self, cache: TokenCache) -> None:
+        self._cache = cache
+
+    def collect(self) -> Iterator[Metric]:
+        """The cache's counters."""
+        name = "pointsman_gateway_token_cache"
+        characters = CounterMetricFamily(
+            f"{name}_characters", "Characters of prompts by whether their tokens were known", labels=["known"]
+        )
+        characters.add_metric(["yes"], self._cache.hits)
+        characters.add_metric(["no"], self._cache.misses)
+        yield characters
+        yield GaugeMetricFamily(f"{name}_bytes", "Room that remembered tokens and keys take", self._cache.bytes)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -13,14 +15,21 @@ from typing import Any
 import huggingface_hub
 import huggingface_hub.errors
 import jinja2
+import structlog
 from tokenizers import Tokenizer
 
+from services.gateway import probes
 from services.gateway.chat_template import ChatTemplate, Unrenderable
+from services.gateway.cuts import Cuts, cuts_for
 from services.gateway.dialects import Call, Kind
 from services.gateway.dialects.messages import DISABLED, disabled_effort, merged_system, system_only_first
+from services.gateway.token_cache import Ids, TokenCache
 
-# Encoding this much text holds the event loop for about a millisecond; more of it goes to a thread.
-INLINE_BYTES = 16 << 10
+log = structlog.get_logger()
+
+# Encoding this many characters holds the event loop for about a millisecond; more of them go to a thread.
+INLINE_CHARS = 4 << 10
+_NONE: Ids = array("I")
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -33,12 +42,42 @@ class TokenizerMissing(Exception):
 class Prompt:
     """Token ids of a request's prompt (of its first, when it brings several) and the length of its longest."""
 
-    ids: Sequence[int]
+    ids: Ids
     longest: int
 
 
+@dataclass
+class _Text:
+    """One text: its pieces, the tokens of those that are known, and special tokens around them (None: only the engine's
+    library can tell where they go, and the text is one piece)."""
+
+    pieces: list[str]
+    found: list[Ids | None]
+    around: tuple[Ids, Ids] | None
+
+
+class Unread:
+    """A prompt of which some pieces' tokens may still have to be made. `missing` counts their characters."""
+
+    def __init__(self, tokenizer: ModelTokenizer, prompts: Sequence[_Text | Ids]) -> None:
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        texts = [one for one in prompts if isinstance(one, _Text)]
+        self.missing = sum(
+            len(piece) for text in texts for piece, ids in zip(text.pieces, text.found, strict=True) if ids is None
+        )
+
+    def read(self) -> Prompt:
+        """The prompt. Raises Unrenderable. May run in any thread; other threads go on meanwhile."""
+        every = [self._tokenizer.tokens(one) if isinstance(one, _Text) else one for one in self._prompts]
+        return Prompt(every[0], max(map(len, every)))
+
+
 class ModelTokenizer:
-    """Tokenizer and chat template of one model. Safe to use from several threads."""
+    """Tokenizer and chat template of one model. Safe to use from several threads.
+
+    Tokens are made and remembered by pieces (services.gateway.cuts).
+    """
 
     def __init__(
         self,
@@ -46,6 +85,7 @@ class ModelTokenizer:
         template: ChatTemplate | None,
         tool_template: ChatTemplate | None,
         merges_system: bool = False,
+        cache: TokenCache | None = None,
     ) -> None:
         """`merges_system`: the engine moves an Anthropic request's late system messages to the front."""
         tokenizer.no_truncation()
@@ -54,10 +94,18 @@ class ModelTokenizer:
         self._template = template
         self._tool_template = tool_template or template
         self._merges_system = merges_system
+        self._cache = cache or TokenCache(0)
+        self._space = TokenCache.space()
+        self._around = self._special_tokens_around()
+        self.cuts = Cuts()
+        rendered = self._rendered_probes()
+        self.cuts = self._tried(cuts_for(tokenizer, rendered), rendered)
 
     @classmethod
-    def load(cls, folder: Path) -> ModelTokenizer:
-        """Read `folder` as transformers would. Raises TokenizerMissing, saying what is missing or broken."""
+    def load(cls, folder: Path, cache: TokenCache | None = None) -> ModelTokenizer:
+        """Read `folder` as transformers would; tokens are remembered in `cache`.
+
+        Raises TokenizerMissing, saying what is missing or broken."""
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise TokenizerMissing(f"no tokenizer.json in {folder}")
@@ -73,21 +121,27 @@ class ModelTokenizer:
         except (ValueError, jinja2.TemplateError) as error:
             raise TokenizerMissing(f"{folder}: {error}") from error
         used = [templates[name] for name in ("default", "tool_use") if name in templates]
-        return cls(tokenizer, compiled.get("default"), compiled.get("tool_use"), any(map(system_only_first, used)))
+        merges_system = any(map(system_only_first, used))
+        return cls(tokenizer, compiled.get("default"), compiled.get("tool_use"), merges_system, cache)
 
-    def prompt(self, call: Call) -> Prompt:
-        """Tokens of `call`'s prompt as the engine will see them. Raises Unrenderable when they cannot be told."""
+    def begin(self, call: Call) -> Unread:
+        """`call`'s prompt as the engine will see it, rendered and looked up. Raises Unrenderable when it cannot be told."""
         if call.opaque:
             raise Unrenderable(call.opaque)
         if call.chat is not None:
-            ids = self.chat(self._anthropic(call.chat) if call.kind is Kind.MESSAGES else call.chat)
-            return Prompt(ids, len(ids))
+            return Unread(self, [self._chat(self._anthropic(call.chat) if call.kind is Kind.MESSAGES else call.chat)])
         add = call.body.get("add_special_tokens") is not False
         given = call.body["prompt"]
         if isinstance(given, str) or isinstance(given[0], int):
             given = [given]
-        every = [self.text(one, add_special_tokens=add) if isinstance(one, str) else one for one in given]
-        return Prompt(every[0], max(map(len, every)))
+        return Unread(
+            self,
+            [self._text(one, add_special_tokens=add) if isinstance(one, str) else array("I", one) for one in given],
+        )
+
+    def prompt(self, call: Call) -> Prompt:
+        """begin() and read() at once."""
+        return self.begin(call).read()
 
     def _anthropic(self, chat: dict[str, Any]) -> dict[str, Any]:
         """What vLLM changes in a converted chat by what the template does."""
@@ -108,16 +162,87 @@ class ModelTokenizer:
         return disabled_effort(render)
 
     def chat(self, body: dict[str, Any]) -> list[int]:
-        """Ids of a chat completions body. Special tokens come from the template unless the body asks for more."""
+        """Ids of a chat completions body. Raises Unrenderable."""
+        return self.tokens(self._chat(body)).tolist()
+
+    def text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Ids of plain text. Raises Unrenderable."""
+        return self.tokens(self._text(text, add_special_tokens=add_special_tokens)).tolist()
+
+    def tokens(self, text: _Text) -> Ids:
+        """All tokens of `text`, of which those that are not known are made and remembered. Raises Unrenderable."""
+        if text.around is None:
+            return self._encode(text.pieces, add_special_tokens=True)[0]
+        known = {piece: ids for piece, ids in zip(text.pieces, text.found, strict=True) if ids is not None}
+        missing = list(dict.fromkeys(piece for piece in text.pieces if piece not in known))
+        for piece, ids in zip(missing, self._encode(missing), strict=True):
+            known[piece] = ids
+            self._cache.keep(self._space, piece, ids)
+        before, after = text.around
+        all_ids = before[:]
+        for piece in text.pieces:
+            all_ids += known[piece]
+        return all_ids + after
+
+    def whole(self, text: str) -> Ids:
+        """Ids of plain text without special tokens, tokenised whole: what all else is measured by."""
+        return self._encode([text])[0]
+
+    def _encode(self, texts: list[str], *, add_special_tokens: bool = False) -> list[Ids]:
+        if not texts:
+            return []
+        try:
+            # encode() holds the interpreter's lock all the while; this one lets it go, and works on all cores.
+            encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        except (TypeError, UnicodeError) as error:
+            raise Unrenderable("a text with half a surrogate pair") from error
+        return [array("I", one.ids) for one in encoded]
+
+    def _chat(self, body: dict[str, Any]) -> _Text:
         template = self._tool_template if body.get("tools") is not None else self._template
         if template is None:
             raise Unrenderable("the model has no chat template")
-        return self.text(template.render(body), add_special_tokens=body.get("add_special_tokens") is True)
+        # Special tokens come from the template unless the body asks for more.
+        return self._text(template.render(body), add_special_tokens=body.get("add_special_tokens") is True)
 
-    def text(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Ids of plain text."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+    def _text(self, text: str, *, add_special_tokens: bool) -> _Text:
+        around = self._around if add_special_tokens else (_NONE, _NONE)
+        if around is None:
+            return _Text([text], [None], None)
+        pieces = self.cuts.pieces(text)
+        return _Text(pieces, self._cache.find(self._space, pieces), around)
+
+    def _special_tokens_around(self) -> tuple[Ids, Ids] | None:
+        """What add_special_tokens puts before and after any text; None where it does something else."""
+        found: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+        for text in ("points", "7 tracks"):
+            inner, outer = self._encode([text])[0], self._encode([text], add_special_tokens=True)[0]
+            places = [at for at in range(len(outer)) if inner and outer[at : at + len(inner)] == inner]
+            if len(places) != 1:
+                return None
+            found.add((tuple(outer[: places[0]]), tuple(outer[places[0] + len(inner) :])))
+        if len(found) != 1:
+            return None
+        before, after = found.pop()
+        return array("I", before), array("I", after)
+
+    def _rendered_probes(self) -> list[str]:
+        if self._template is None:
+            return []
+        rendered = []
+        for probe in probes.CHATS:
+            with contextlib.suppress(Unrenderable):
+                rendered.append(self._template.render(probe))
+        return rendered
+
+    def _tried(self, cuts: Cuts, rendered: list[str]) -> Cuts:
+        """`cuts`, unless pieces of the probes have other tokens than the whole probes: then none are used."""
+        for text in (*probes.TEXTS, *rendered):
+            pieces = self._encode(cuts.pieces(text))
+            if sum(pieces, array("I")) != self.whole(text):
+                log.error("pieces of a text have other tokens than the whole; nothing is cut", cuts=cuts)
+                return Cuts()
+        return cuts
 
 
 def locate(place: str) -> Path:

@@ -122,6 +122,7 @@ def test_digest_fits_64_bits_and_follows_the_proto(tier: int, keys: set[int]) ->
     assert digest == reduce(lambda d, key: d ^ (key * (2 * tier + 1) % 2**64), keys, 0)
 
 
-@given(KEY.filter(bool))
+# Factors 3, 5 and 7 are the same modulo 2^64 / key for the four keys left out.
+@given(KEY.filter(lambda key: key % 2**62))
 def test_digest_tells_tiers_apart(key: int) -> None:
     assert len({digest_of(tier, [key]) for tier in (1, 2, 3)}) == 3
