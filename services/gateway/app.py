@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from array import array
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +25,11 @@ from services.gateway.conduct import Conductor, Job, Tools
 from services.gateway.dialects import Call, DialectError, Kind, Rules, estimated_tokens, parse
 from services.gateway.http.message import Request, Response
 from services.gateway.pools import Exactness, Pools, PoolState
-from services.gateway.router_client import RouterAway, RouterClient
+from services.gateway.router_client import RouterAway, RouterClient, set_keys
 from services.gateway.sessions import Sessions, bounded_id
 from services.gateway.settings import GatewaySettings
 from services.gateway.telemetry import Telemetry
-from services.gateway.token_cache import Ids, TokenCache
+from services.gateway.token_cache import Ids, Keys, TokenCache
 from services.gateway.tokens import INLINE_CHARS, ModelTokenizer
 from services.gateway.upstream import FORWARD_UP, Upstream
 
@@ -233,7 +234,7 @@ class Gateway:
         request_id = uuid.uuid4().hex
         tokenizer = state.usable
         ids: Ids | None = None
-        keys: list[int] = []
+        keys: Keys = array("Q")
         count = estimated_tokens(call)
         if tokenizer is not None:
             try:
@@ -256,10 +257,10 @@ class Gateway:
             tenant=tenant,
             session_id=session,
             input_tokens=count,
-            keys=keys,
             max_output_tokens=call.max_output_tokens,
             traceparent=traceparent if len(traceparent) <= MAX_TRACEPARENT else "",
         )
+        set_keys(placement, keys)
         headers = {name: request.headers[name] for name in FORWARD_UP if name in request.headers}
         headers["X-Request-ID"] = bounded_id(request.headers.get("X-Request-ID", "") or request_id)
         headers["X-Session-ID"] = bounded_id(session if tenant == DEFAULT_TENANT else f"{tenant}/{session}")
@@ -268,16 +269,19 @@ class Gateway:
             and isinstance(call.body.get("prompt"), list)
             and not isinstance(call.body["prompt"][0], int)
         )
-        if several and len(call.body["prompt"]) > 1:
-            ids = None  # of several prompts only the first was counted
+        if (several and len(call.body["prompt"]) > 1) or not call.reads_cache:
+            ids = None  # of several prompts only the first was counted, and what no cache is read for needs no PREFILL
         return Job(request_id, call, state, placement, ids, headers, received)
 
-    async def _tokens(self, call: Call, tokenizer: ModelTokenizer, model: str, lora: str) -> tuple[Ids, list[int], int]:
+    async def _tokens(self, call: Call, tokenizer: ModelTokenizer, model: str, lora: str) -> tuple[Ids, Keys, int]:
         """Ids and keys of the (first) prompt, and the longest prompt's length. Raises Unrenderable."""
         with self.telemetry.tokenize.time():
             unread = tokenizer.begin(call)
             prompt = unread.read() if unread.missing <= INLINE_CHARS else await asyncio.to_thread(unread.read)
-            return prompt.ids, self._token_cache.keys(prompt.ids, model, lora, call.cache_salt), prompt.longest
+            keys = array("Q")
+            if call.reads_cache:
+                keys = self._token_cache.keys(prompt.ids, model, lora, call.cache_salt)
+            return prompt.ids, keys, prompt.longest
 
     async def _explain(self, job: Job) -> Response:
         try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +24,25 @@ FLUSH_S = 2.0
 OWNER_S = 5.0
 ASK_AGAIN_S = 0.1
 
+_KEYS_FIELD = placement_pb2.PlacementRequest.KEYS_FIELD_NUMBER
+
 Step = placement_pb2.Placement | placement_pb2.Refusal
+
+
+def set_keys(request: placement_pb2.PlacementRequest, keys: array[int]) -> None:
+    """Put block keys (of type "Q") into `request`, which has none. As bytes: one by one takes 40 us a thousand."""
+    if not keys:
+        return
+    if sys.byteorder != "little":
+        keys = keys[:]
+        keys.byteswap()
+    packed, size = keys.tobytes(), len(keys) * keys.itemsize
+    head = bytearray([_KEYS_FIELD << 3 | 2])  # a field of bytes, and its length as a varint
+    while size > 0x7F:
+        head.append(size & 0x7F | 0x80)
+        size >>= 7
+    head.append(size)
+    request.MergeFromString(bytes(head) + packed)
 
 
 class RouterAway(Exception):

@@ -28,18 +28,19 @@ class Sessions:
     """The tails of recent prompts: (tenant, last block key) -> session, at most `capacity` of them, least recent out first.
 
     A prompt that contains the tail of an earlier one continues its session, unless a prompt that differs after the tail did so
-    before: then this is a fork (another conversation over the same system prompt) and gets a session of its own. A miss costs
-    one dictionary look-up per key.
+    before: then this is a fork (another conversation over the same system prompt) and gets a session of its own. A turn costs
+    one dictionary look-up for each key that it adds, a prompt that continues nothing one for each key.
     """
 
     def __init__(self, capacity: int = 100_000) -> None:
         if capacity < 1:
             raise ValueError("capacity must be at least 1")
         self._capacity = capacity
-        self._tails: OrderedDict[tuple[str, int], _Tail] = OrderedDict()
+        self._tails: dict[str, dict[int, _Tail]] = {}
+        self._recent: OrderedDict[tuple[str, int], None] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._tails)
+        return len(self._recent)
 
     def resolve(self, tenant: str, keys: Sequence[int], *, hint: str, fresh: str) -> str:
         """The session of a prompt with block keys `keys`, and remember its tail. `hint` is the client's own name for it
@@ -55,12 +56,15 @@ class Sessions:
         return found[0].session if found else None
 
     def _longest(self, tenant: str, keys: Sequence[int]) -> tuple[_Tail, int | None] | None:
-        for at in range(len(keys) - 1, -1, -1):
-            tail = self._tails.get((tenant, keys[at]))
-            if tail is None:
-                continue
-            follower = keys[at + 1] if at + 1 < len(keys) else None
-            return None if follower is not None and tail.follower not in (None, follower) else (tail, follower)
+        tails = self._tails.get(tenant)
+        if not tails:
+            return None
+        follower = None
+        for key in reversed(keys):
+            if key in tails:
+                tail = tails[key]
+                return None if follower is not None and tail.follower not in (None, follower) else (tail, follower)
+            follower = key
         return None
 
     def _continued(self, tenant: str, keys: Sequence[int]) -> str | None:
@@ -73,10 +77,14 @@ class Sessions:
         return tail.session
 
     def _remember(self, tenant: str, key: int, session: str) -> None:
-        at = (tenant, key)
-        known = self._tails.get(at)
+        tails = self._tails.setdefault(tenant, {})
+        known = tails.get(key)
         if known is None or known.session != session:
-            self._tails[at] = _Tail(session)
-        self._tails.move_to_end(at)
-        while len(self._tails) > self._capacity:
-            self._tails.popitem(last=False)
+            tails[key] = _Tail(session)
+        self._recent[tenant, key] = None
+        self._recent.move_to_end((tenant, key))
+        while len(self._recent) > self._capacity:
+            old_tenant, old = self._recent.popitem(last=False)[0]
+            del self._tails[old_tenant][old]
+            if not self._tails[old_tenant]:
+                del self._tails[old_tenant]

@@ -21,7 +21,8 @@ RUN_TOKENS = RUN_KEYS * KEY_TOKENS
 # Keys take an eighth of the room that tokens take.
 KEYS_SHARE = 1 / 8
 
-Ids: TypeAlias = "array[int]"  # unsigned, 32 bits a token, 64 a key
+Ids: TypeAlias = "array[int]"  # "I"
+Keys: TypeAlias = "array[int]"  # "Q"
 _spaces = itertools.count()
 
 
@@ -94,10 +95,10 @@ class TokenCache:
         """Remember a piece's tokens."""
         self._pieces.put((space, piece), ids, sys.getsizeof(piece))
 
-    def keys(self, ids: Ids, model: str, lora: str = "", cache_salt: str = "") -> list[int]:
+    def keys(self, ids: Ids, model: str, lora: str = "", cache_salt: str = "") -> Keys:
         """services.common.keys.prompt_keys, of which only runs that were not seen behind the same tokens are computed."""
         parent = root_key(model, lora, cache_salt)
-        keys: list[int] = []
+        keys = array("Q")
         for start in range(0, len(ids) - RUN_TOKENS + 1, RUN_TOKENS):
             run = ids[start : start + RUN_TOKENS]
             # As strong as the keys themselves: a key is a hash of everything before it.
@@ -108,4 +109,5 @@ class TokenCache:
                 self._runs.put(name, known, 0)
             keys += known
             parent = keys[-1]
-        return keys + extend_keys(parent, ids[len(keys) * KEY_TOKENS :])
+        keys.extend(extend_keys(parent, ids[len(keys) * KEY_TOKENS :]))
+        return keys

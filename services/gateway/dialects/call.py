@@ -88,6 +88,7 @@ class Call:
     session_hint: str  # body session_id, else prompt_cache_key; empty when neither
     cache_salt: str
     opaque: str  # why the engine's tokens cannot be told from the body; empty where they can
+    reads_cache: bool  # whether the engine looks for the prompt in its prefix cache
     body: dict[str, Any]
     payload: bytes
     chat: dict[str, Any] | None = None

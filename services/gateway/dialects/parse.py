@@ -17,7 +17,7 @@ FORBIDDEN_FIELDS = ("kv_transfer_params", "ec_transfer_params", "priority")
 FORBIDDEN_XARGS = ("kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode")
 
 # Requests with these are answered by the engine as ever; only their tokens cannot be told from outside it.
-OPAQUE_FIELDS = ("prompt_embeds", "truncate_prompt_tokens", "chat_template", "mm_processor_kwargs", "prompt_logprobs")
+OPAQUE_FIELDS = ("prompt_embeds", "truncate_prompt_tokens", "chat_template", "mm_processor_kwargs")
 
 _MEDIA = ("image", "audio", "video", "input_audio", "input_image", "prompt_embeds", "file", "source")
 _CHECKS: Mapping[Kind, Callable[[Mapping[str, Any]], None]] = {
@@ -88,6 +88,7 @@ def _parse(kind: Kind, raw: bytes, rules: Rules) -> Call:
         session_hint=hint if isinstance(hint, str) else "",
         cache_salt=rules.cache_salt or body.get("cache_salt") or "",
         opaque=opaque,
+        reads_cache=not _wants_prompt_logprobs(kind, body),
         body=body,
         payload=payload,
         chat=chat,
@@ -129,6 +130,18 @@ def _usage(kind: Kind, body: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
     # Without include_usage an engine ignores continuous_usage_stats; beside ours it would not.
     ours = {"include_usage": True} | ({"continuous_usage_stats": False} if "continuous_usage_stats" in wanted else {})
     return True, {"stream_options": {**wanted, **ours}}
+
+
+def _wants_prompt_logprobs(kind: Kind, body: Mapping[str, Any]) -> bool:
+    """vLLM computes the whole prompt anew for them (SamplingParams.skip_reading_prefix_cache), also where an echo implies them
+    (to_sampling_params of both bodies; a chat's top_logprobs are 0 unless it says null)."""
+    if any(body.get(name) is not None for name in ("prompt_logprobs", "prompt_logprob_token_ids")):
+        return True
+    if not body.get("echo"):
+        return False
+    return (kind is Kind.COMPLETION and body.get("logprobs") is not None) or (
+        kind is Kind.CHAT and body.get("top_logprobs", 0) is not None
+    )
 
 
 def _prompt(kind: Kind, body: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from typing import Any
 
 import pytest
@@ -10,11 +11,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
+from pointsman.router.v1 import placement_pb2
+from services.common.keys import prompt_keys
 from services.gateway import cuts
 from services.gateway.chat_template import Unrenderable
 from services.gateway.cuts import Cuts, cuts_for
 from services.gateway.dialects import Kind, parse
-from services.gateway.token_cache import TokenCache
+from services.gateway.router_client import set_keys
+from services.gateway.token_cache import ENTRY_BYTES, RUN_TOKENS, Bounded, TokenCache
 from services.gateway.tokens import ModelTokenizer
 from tests.unit.gateway import families
 
@@ -280,3 +284,34 @@ def test_half_a_surrogate_pair_cannot_be_told() -> None:
     tokenizer, _ = families.model("qwen", TokenCache(LIMIT))
     with pytest.raises(Unrenderable, match="surrogate"):
         tokenizer.text("a\ud800", add_special_tokens=False)
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.integers(0, 3), st.sampled_from(["", "red"]))
+def test_remembered_keys_are_the_prompts_keys(tail: list[int], runs: int, salt: str) -> None:
+    cache = TokenCache(LIMIT)
+    ids = array("I", [*range(runs * RUN_TOKENS), *tail])
+    for prompt in (ids, ids[:-1], ids + ids, ids):
+        assert cache.keys(prompt, "m", "lora", salt).tolist() == prompt_keys(prompt, "m", "lora", salt)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30)), max_size=60), st.integers(0, 3_000))
+def test_what_is_remembered_is_bounded(puts: list[tuple[int, int]], limit: int) -> None:
+    kept = Bounded(limit)
+    sizes: dict[int, int] = {}
+    for key, length in puts:
+        sizes.setdefault(key, length)
+        kept.put(key, array("I", [key] * sizes[key]), 10)
+        assert kept.bytes <= limit
+        found = kept.get(key)
+        assert found is None or found.tolist() == [key] * sizes[key]
+        assert (found is not None) == (ENTRY_BYTES + 10 + 4 * sizes[key] <= limit)
+    for key in range(10):
+        kept.get(key)
+    assert kept.bytes == sum(ENTRY_BYTES + 10 + 4 * sizes[key] for key in sizes if kept.get(key) is not None)
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), max_size=300))
+def test_keys_reach_the_wire_as_they_are(keys: list[int]) -> None:
+    request = placement_pb2.PlacementRequest(request_id="r", input_tokens=3)
+    set_keys(request, array("Q", keys))
+    assert request == placement_pb2.PlacementRequest(request_id="r", input_tokens=3, keys=keys)

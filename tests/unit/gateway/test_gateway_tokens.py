@@ -173,6 +173,26 @@ def test_opaque_calls_have_no_tokens(folder: Path) -> None:
         ModelTokenizer.load(folder).prompt(call)
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields", "reads"),
+    [
+        (Kind.CHAT, {}, True),
+        (Kind.CHAT, {"top_logprobs": 3, "logprobs": True}, True),
+        (Kind.CHAT, {"prompt_logprobs": 0}, False),
+        (Kind.CHAT, {"echo": True}, False),
+        (Kind.CHAT, {"echo": True, "top_logprobs": None}, True),
+        (Kind.COMPLETION, {"echo": True}, True),
+        (Kind.COMPLETION, {"logprobs": 1}, True),
+        (Kind.COMPLETION, {"echo": True, "logprobs": 0}, False),
+        (Kind.COMPLETION, {"prompt_logprob_token_ids": [1]}, False),
+    ],
+)
+def test_it_is_known_when_the_engine_computes_a_prompt_anew(kind: Kind, fields: dict[str, Any], reads: bool) -> None:
+    prompt = user("x") if kind is Kind.CHAT else {"prompt": "x"}
+    call = parse(kind, json.dumps({"model": "m", **prompt, **fields}).encode())
+    assert (call.reads_cache, call.opaque) == (reads, "")
+
+
 def test_template_files_win_over_the_config(folder: Path, tmp_path: Path) -> None:
     make_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("file")
