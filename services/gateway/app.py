@@ -24,6 +24,7 @@ from services.gateway.chat_template import Unrenderable
 from services.gateway.conduct import Conductor, Job, Tools
 from services.gateway.dialects import Call, DialectError, Kind, Rules, estimated_tokens, parse
 from services.gateway.http.message import Request, Response
+from services.gateway.offload import Bootstraps
 from services.gateway.pools import Exactness, Pools, PoolState
 from services.gateway.router_client import RouterAway, RouterClient, set_keys
 from services.gateway.sessions import Sessions, bounded_id
@@ -77,9 +78,15 @@ class Gateway:
         self._tools = Tools(
             self.router,
             self._upstream,
+            Bootstraps(self._upstream),
             self.pools,
             self.telemetry,
-            choreography.Limits(settings.place_timeout_s, settings.first_byte_timeout_s, settings.first_byte_timeout_s),
+            choreography.Limits(
+                place_s=settings.place_timeout_s,
+                prefill_s=settings.prefill_timeout_s,
+                first_byte_s=settings.first_byte_timeout_s,
+                transfer_s=settings.transfer_timeout_s,
+            ),
             settings.answer_timeout_s,
         )
         self._routes = {

@@ -1,14 +1,16 @@
 """One request's way through its plan: a state machine that is told what happened and says what to do next. Pure.
 
-A plan unfolds: PREFILL steps, each answered by the next step, then one SERVE. Every wait has a deadline, failures before the
-first byte are tried again elsewhere (a new attempt with its own id, the failed instance excluded), and every attempt that the
-router may have placed ends in exactly one Finished, however the request ends.
+A plan unfolds: PREFILL steps, each answered by the next step, then one SERVE. A SERVE may answer from the KV that another
+instance has prefilled: the request brings it along, or, where it cannot (`direct`), a request of its own pulls it before.
+Every wait has a deadline. A PREFILL or a transfer that fails is told to the router, and from then on only a plain SERVE follows;
+a plain SERVE that fails before its first byte is tried again elsewhere (a new attempt with its own id, the failed instance
+excluded). Every attempt that the router may have placed ends in exactly one Finished, however the request ends.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 class Outcome(enum.IntEnum):
@@ -25,7 +27,8 @@ class Phase(enum.Enum):
 
     ASKING = "asking"  # for its first step
     PREFILLING = "prefilling"
-    ASKING_NEXT = "asking_next"  # for the step after a PREFILL
+    ASKING_NEXT = "asking_next"  # for the step after one that is done, or failed
+    PULLING = "pulling"  # KV from another instance
     SERVING = "serving"  # sent, no byte of the answer yet
     STREAMING = "streaming"
     DONE = "done"
@@ -33,11 +36,17 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True)
 class Target:
-    """An instance to send to; `rank` is its data-parallel rank, None where there is only one."""
+    """An instance to send to; `rank` is its data-parallel rank, None where there is only one.
+
+    `kv_protocol` says how it passes KV on (MOONCAKE, NIXL; empty: not at all), `bootstrap` is its bootstrap server's base URL.
+    """
 
     instance_id: str
     url: str
     rank: int | None = None
+    incarnation: str = ""
+    kv_protocol: str = ""
+    bootstrap: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,13 +56,17 @@ class Limits:
     place_s: float = 60.0
     prefill_s: float = 600.0
     first_byte_s: float = 600.0
+    transfer_s: float = 30.0
     retries: int = 2
 
 
 # What happened.
 @dataclass(frozen=True)
 class StepGiven:
-    """The router's (or the gateway's own) next step. `deadline_s` 0: none of its own."""
+    """The router's (or the gateway's own) next step. `deadline_s` 0: none of its own.
+
+    `kv_target`: who answers from the KV of this PREFILL, where it is another instance. `kv_source`: who has it for this SERVE.
+    """
 
     attempt_id: str
     target: Target
@@ -63,6 +76,8 @@ class StepGiven:
     decision_id: str = ""
     cached_tokens: int = 0
     degraded: bool = False
+    kv_target: Target | None = None
+    kv_source: Target | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +100,13 @@ class RouterLost:
 @dataclass(frozen=True)
 class PrefillEnded:
     """A PREFILL step is over; `error` is empty when it is done."""
+
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class PullEnded:
+    """A pull is over; `error` is empty when the KV is there."""
 
     error: str = ""
 
@@ -131,6 +153,7 @@ Event = (
     | Refused
     | RouterLost
     | PrefillEnded
+    | PullEnded
     | AnswerBegan
     | AnswerRejected
     | AnswerEnded
@@ -159,7 +182,7 @@ class AskLocally:
 
 @dataclass(frozen=True)
 class AwaitNext:
-    """Report a PREFILL step's end; the next step follows."""
+    """Report a step's end; the next step follows."""
 
     attempt_id: str
     index: int
@@ -174,8 +197,15 @@ class Prefill:
 
 
 @dataclass(frozen=True)
+class Pull:
+    """Let an instance fetch the prompt's KV from the step's source."""
+
+    step: StepGiven
+
+
+@dataclass(frozen=True)
 class Serve:
-    """Send the request to an instance and pass its answer on."""
+    """Send the request to an instance, with the way to the step's source where it has one, and pass its answer on."""
 
     step: StepGiven
 
@@ -218,17 +248,22 @@ class BreakStream:
     message: str
 
 
-Effect = Ask | AskLocally | AwaitNext | Prefill | Serve | Abort | FirstToken | Finished | Fail | BreakStream
+Effect = Ask | AskLocally | AwaitNext | Prefill | Pull | Serve | Abort | FirstToken | Finished | Fail | BreakStream
 
 NOT_FOUND, SATURATED, UNAVAILABLE, FAILED, TIMED_OUT = 5, 8, 14, 13, 4
 
 
 class Choreography:
-    """The machine. `handle` is its only mutator; events that belong to an earlier attempt or phase change nothing."""
+    """The machine. `handle` is its only mutator; events that belong to an earlier attempt or phase change nothing.
 
-    def __init__(self, request_id: str, limits: Limits) -> None:
+    `direct`: the request can bring another instance's KV along, and its first byte tells that it came.
+    """
+
+    def __init__(self, request_id: str, limits: Limits, *, direct: bool = True) -> None:
         self._request_id = request_id
         self._limits = limits
+        self._direct = direct
+        self._plain = False  # a step of this attempt failed: only a SERVE without anybody's KV may follow
         self._exclude: list[str] = []
         self._attempts = 0
         self._local = False
@@ -263,7 +298,9 @@ class Choreography:
             case RouterLost():
                 return self._router_lost(event, now)
             case PrefillEnded():
-                return self._prefilled(event.error, now) if self.phase is Phase.PREFILLING else []
+                return self._step_ended(event.error, now) if self.phase is Phase.PREFILLING else []
+            case PullEnded():
+                return self._pulled(event.error, now) if self.phase is Phase.PULLING else []
             case AnswerBegan():
                 return self._began()
             case AnswerRejected():
@@ -276,7 +313,7 @@ class Choreography:
 
     def _ask(self, now: float) -> list[Effect]:
         self.attempt_id = f"{self._request_id}.{self._attempts}" if self._attempts else self._request_id
-        self.phase, self.step, self._open = Phase.ASKING, None, True
+        self.phase, self.step, self._open, self._plain = Phase.ASKING, None, True, False
         self._deadline = now + self._limits.place_s
         exclude = tuple(self._exclude)
         return [AskLocally(self.attempt_id, exclude) if self._local else Ask(self.attempt_id, exclude)]
@@ -284,13 +321,20 @@ class Choreography:
     def _given(self, step: StepGiven, now: float) -> list[Effect]:
         if step.attempt_id != self.attempt_id or self.phase not in (Phase.ASKING, Phase.ASKING_NEXT):
             return []
-        self.step = step
+        if self._plain:
+            step = replace(step, prefill_tokens=0, kv_target=None, kv_source=None)
         if step.prefill_tokens:
-            self.phase, own = Phase.PREFILLING, self._limits.prefill_s
-        else:
-            self.phase, own = Phase.SERVING, self._limits.first_byte_s
-        self._deadline = now + (min(own, step.deadline_s) if step.deadline_s > 0 else own)
-        return [Prefill(step) if step.prefill_tokens else Serve(step)]
+            return self._begin(Phase.PREFILLING, step, Prefill(step), self._limits.prefill_s, now)
+        if step.kv_source is None:
+            return self._begin(Phase.SERVING, step, Serve(step), self._limits.first_byte_s, now)
+        if self._direct:
+            return self._begin(Phase.SERVING, step, Serve(step), self._limits.transfer_s, now)
+        return self._begin(Phase.PULLING, step, Pull(step), self._limits.transfer_s, now)
+
+    def _begin(self, phase: Phase, step: StepGiven, effect: Effect, own_s: float, now: float) -> list[Effect]:
+        self.phase, self.step = phase, step
+        self._deadline = now + (min(own_s, step.deadline_s) if step.deadline_s > 0 else own_s)
+        return [effect]
 
     def _refused(self, refused: Refused) -> list[Effect]:
         if refused.attempt_id != self.attempt_id or self.phase not in (Phase.ASKING, Phase.ASKING_NEXT):
@@ -311,15 +355,24 @@ class Choreography:
         return self._fall_back(now) if self.phase is Phase.ASKING_NEXT else []
 
     def _fall_back(self, now: float) -> list[Effect]:
-        """No next step came: the one SERVE goes where the prefix was computed, or at least tried."""
+        """No next step came: the one SERVE goes where the prefix is, or where it was to be used."""
         assert self.step is not None
-        return self._given(StepGiven(self.attempt_id, self.step.target, self.step.index + 1, degraded=True), now)
+        target = (self.step.kv_target if self._plain else None) or self.step.target
+        return self._given(StepGiven(self.attempt_id, target, self.step.index + 1, degraded=True), now)
 
-    def _prefilled(self, error: str, now: float) -> list[Effect]:
+    def _step_ended(self, error: str, now: float) -> list[Effect]:
         assert self.step is not None
         self.phase = Phase.ASKING_NEXT
+        self._plain = self._plain or bool(error)
         self._deadline = now + self._limits.place_s
         return [AwaitNext(self.attempt_id, self.step.index, error)]
+
+    def _pulled(self, error: str, now: float) -> list[Effect]:
+        assert self.step is not None
+        if error:
+            return self._step_ended(error, now)
+        step = replace(self.step, kv_source=None)
+        return self._begin(Phase.SERVING, step, Serve(step), self._limits.first_byte_s, now)
 
     def _began(self) -> list[Effect]:
         if self.phase is not Phase.SERVING:
@@ -328,8 +381,9 @@ class Choreography:
         return [FirstToken(self.attempt_id)]
 
     def _late(self, now: float) -> list[Effect]:
-        if self.phase is Phase.PREFILLING:
-            return [Abort(), *self._prefilled("deadline", now)]
+        transferring = self.step is not None and self.step.kv_source is not None
+        if self.phase in (Phase.PREFILLING, Phase.PULLING) or (self.phase is Phase.SERVING and transferring):
+            return [Abort(), *self._step_ended("deadline", now)]
         if self.phase is Phase.ASKING_NEXT:
             return self._fall_back(now)
         if self.phase is Phase.SERVING:
@@ -342,6 +396,9 @@ class Choreography:
         if self.phase is not Phase.SERVING:
             return []
         assert self.step is not None
+        if self.step.kv_source is not None and failed.status:
+            # It answers, so it can serve; that it does not, with KV from elsewhere, may be the other side's fault.
+            return [Abort(), *self._step_ended(failed.error, now)]
         self._exclude.append(self.step.target.instance_id)
         effects = self._end(Outcome.FAILED, failed.error, failed.status)
         if self._attempts >= self._limits.retries:

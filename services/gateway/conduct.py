@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
 
+from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2
 from services.gateway import choreography as ch
 from services.gateway.answer import Tail, Usage, usage_of
@@ -17,6 +18,16 @@ from services.gateway.dialects import Call, DialectError, error_event
 from services.gateway.events import EventStream
 from services.gateway.http.client import Answer
 from services.gateway.http.message import Request, Response
+from services.gateway.kv_transfer import (
+    MOONCAKE,
+    NIXL,
+    TransferError,
+    begins_with_error,
+    fell_short,
+    is_direct,
+    slice_request,
+)
+from services.gateway.offload import Bootstraps, Offload
 from services.gateway.pools import Pools, PoolState
 from services.gateway.router_client import RouterAway, RouterClient, Step
 from services.gateway.telemetry import Telemetry
@@ -34,6 +45,7 @@ _FAILURES = {
     ch.TIMED_OUT: (503, "server_error", "placement_timeout"),
 }
 _RETRY_S = 1.0
+_PROTOCOLS = {agent_pb2.KV_PROTOCOL_MOONCAKE: MOONCAKE, agent_pb2.KV_PROTOCOL_NIXL: NIXL}
 
 
 @dataclass
@@ -42,6 +54,7 @@ class Tools:
 
     router: RouterClient
     upstream: Upstream
+    bootstraps: Bootstraps
     pools: Pools
     telemetry: Telemetry
     limits: ch.Limits
@@ -79,8 +92,10 @@ class Conductor:
         self._job = job
         self._out = request.outgoing
         self._machine = ch.Choreography(
-            job.request_id, ch.Limits(tools.limits.place_s, tools.limits.prefill_s, limit, tools.limits.retries)
+            job.request_id, replace(tools.limits, first_byte_s=limit), direct=is_direct(job.call)
         )
+        self._offload = Offload(tools.upstream, tools.bootstraps, job.call, job.up_headers)
+        self._sliced: tuple[str, int] | None = None  # the last slice: where, and up to which token
         self._op: asyncio.Task[ch.Event] | None = None
         self._upstream: Answer | None = None
         self._placed: dict[str, placement_pb2.PlacementRequest] = {}
@@ -140,10 +155,16 @@ class Conductor:
                 case ch.AskLocally():
                     self._begin(self._ask_locally(effect))
                 case ch.AwaitNext():
+                    if effect.error:
+                        self._offload.failed()
+                        log.info("a step failed", request_id=effect.attempt_id, step=effect.index, error=effect.error)
                     self._begin(self._await_next(effect))
                 case ch.Prefill():
                     self._note_step(effect.step)
                     self._begin(self._prefill(effect.step))
+                case ch.Pull():
+                    self._note_step(effect.step)
+                    self._begin(self._pull(effect.step))
                 case ch.Serve():
                     self._note_step(effect.step)
                     self._begin(self._serve(effect.step))
@@ -236,6 +257,8 @@ class Conductor:
             step.decision_id,
             step.cached_tokens,
             step.degraded,
+            _target(given.kv_target) if given.HasField("kv_target") else None,
+            _target(given.kv_source) if given.HasField("kv_source") else None,
         )
 
     def _note_step(self, step: ch.StepGiven) -> None:
@@ -248,38 +271,54 @@ class Conductor:
     # Upstream.
 
     async def _prefill(self, step: ch.StepGiven) -> ch.Event:
-        if self._job.ids is None:
-            return ch.PrefillEnded("tokens unknown")
-        call = self._job.call
         try:
-            await self._tools.upstream.prefill(
-                step.target,
-                call.model,
-                self._job.ids[: step.prefill_tokens].tolist(),
-                call.cache_salt,
-                self._job.up_headers,
-            )
+            await (self._offload.prefill(step) if step.kv_target is not None else self._slice(step))
+        except TransferError as error:
+            return ch.PrefillEnded(str(error))
         except UpstreamError as error:
             return ch.PrefillEnded(error.text)
         return ch.PrefillEnded()
+
+    async def _slice(self, step: ch.StepGiven) -> None:
+        """The prompt's first tokens into the instance's own cache. Raises TransferError, UpstreamError."""
+        job = self._job
+        if job.ids is None:
+            raise TransferError("tokens unknown")
+        path, body = slice_request(job.call, job.ids[: step.prefill_tokens].tolist())
+        answer = await self._tools.upstream.whole(step.target, path, body, job.up_headers)
+        before, self._sliced = self._sliced, (step.target.instance_id, step.prefill_tokens)
+        if before is not None and before[0] == step.target.instance_id and fell_short(answer, before[1]):
+            raise TransferError("an earlier slice is not cached any more")
+
+    async def _pull(self, step: ch.StepGiven) -> ch.Event:
+        try:
+            await self._offload.pull(step)
+        except TransferError as error:
+            return ch.PullEnded(str(error))
+        return ch.PullEnded()
 
     async def _serve(self, step: ch.StepGiven) -> ch.Event:
         call, upstream = self._job.call, self._tools.upstream
         self._times.sent = time.monotonic()
         try:
-            answer = await upstream.post(step.target, call.kind.value, call.payload, self._job.up_headers)
+            payload = self._offload.payload(step, call.payload)
+            answer = await upstream.post(step.target, call.kind.value, payload, self._job.up_headers)
             self._upstream = answer
             if answer.status >= 500 or 300 <= answer.status < 400:
                 return ch.UpstreamFailed(f"status {answer.status}", answer.status)
             if answer.status < 400 and answer.media_type == "text/event-stream":
                 if not await answer.begun():
                     return ch.UpstreamFailed("an empty answer", answer.status)
+                if step.kv_source is not None and begins_with_error(answer.arrived):
+                    return ch.UpstreamFailed("the answer began with an error", answer.status)
             else:
                 body = await upstream.read_all(answer)
                 self._reply = Response(answer.status, body, down_headers(answer.headers) | self._decision_headers())
                 if answer.status >= 400:
                     return ch.AnswerRejected(answer.status)
                 self._usage = usage_of(body)
+        except TransferError as error:
+            return ch.UpstreamFailed(str(error), 500)
         except UpstreamError as error:
             return ch.UpstreamFailed(error.text, error.status)
         self._times.first = time.monotonic()
@@ -365,7 +404,15 @@ class Conductor:
 
 def _target(instance: placement_pb2.InstanceRef) -> ch.Target:
     rank = instance.data_parallel_rank if instance.HasField("data_parallel_rank") else None
-    return ch.Target(instance.instance_id, instance.url, rank)
+    kv = instance.kv_transfer
+    return ch.Target(
+        instance.instance_id,
+        instance.url,
+        rank,
+        instance.incarnation,
+        _PROTOCOLS.get(kv.protocol, ""),
+        kv.bootstrap_url,
+    )
 
 
 def _ms(at: float, since: float) -> float:

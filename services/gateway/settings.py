@@ -29,7 +29,13 @@ class GatewaySettings(BaseSettings):
     max_body_bytes: int = Field(32 << 20, gt=0, description="largest request body in bytes")
     connect_timeout_s: float = Field(3.0, gt=0, description="until an instance accepts the connection")
     place_timeout_s: float = Field(60.0, gt=0, description="until the router names the first step, a hold included")
-    first_byte_timeout_s: float = Field(600.0, gt=0, description="until a stream's first byte, or a PREFILL step's end")
+    first_byte_timeout_s: float = Field(600.0, gt=0, description="until a stream's first byte")
+    prefill_timeout_s: float = Field(
+        600.0, gt=0, description="until a PREFILL step's end; then the answer is colocated"
+    )
+    transfer_timeout_s: float = Field(
+        30.0, gt=0, description="until KV has come from another instance; then the answer is colocated"
+    )
     answer_timeout_s: float = Field(3600.0, gt=0, description="until an answer that is not streamed begins")
     idle_timeout_s: float = Field(300.0, gt=0, description="between two pieces of an answer")
     router_grace_s: float = Field(0.5, ge=0, description="wait for a lost router before placing without it")

@@ -58,20 +58,23 @@ class Upstream:
                 raise UpstreamError("the answer is too long", answer.status)
         return b"".join(parts)
 
-    async def prefill(
-        self, target: Target, model: str, ids: list[int], cache_salt: str, headers: Mapping[str, str]
-    ) -> None:
-        """Let an instance compute the KV of `ids`; its one token is thrown away. Raises UpstreamError."""
-        body: dict[str, Any] = {"model": model, "prompt": ids, "max_tokens": 1, "stream": False, "temperature": 0}
-        if cache_salt:
-            body["cache_salt"] = cache_salt
-        answer = await self.post(target, "/v1/completions", msgspec.json.encode(body), headers)
+    async def whole(self, target: Target, path: str, payload: bytes, headers: Mapping[str, str]) -> bytes:
+        """The body of a 200 answer to one request. Raises UpstreamError; whoever fails or is cancelled in here closes the
+        connection, by which the engine notices."""
+        return await self._whole(await self.post(target, path, payload, headers))
+
+    async def get(self, url: str, path: str) -> bytes:
+        """The same of GET `url` + `path`."""
+        return await self._whole(await self._pool.send("GET", url, path, {}))
+
+    async def _whole(self, answer: Answer) -> bytes:
         try:
-            await self.read_all(answer, MAX_ERROR_BYTES)
+            body = await self.read_all(answer, MAX_ERROR_BYTES)
         finally:
             answer.close()
         if answer.status != 200:
             raise UpstreamError(f"status {answer.status}", answer.status)
+        return body
 
     async def tokenize(self, url: str, body: dict[str, Any], within_s: float) -> list[int] | None:
         """The engine's own token ids, None when it refuses this body (4xx). Raises UpstreamError."""

@@ -81,6 +81,8 @@ class FakeEngine:
     token_shift: int = 0
     hold: asyncio.Event | None = None  # a stream waits here after its first word
     requests: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
+    engine_id: str = "e1"  # of the KV connector
+    queries: int = 0
     aborted: int = 0
     open: int = 0
 
@@ -91,6 +93,13 @@ class FakeEngine:
         else:
             ids = self.tokenizer.text(body["prompt"], add_special_tokens=body.get("add_special_tokens", True))
         return web.json_response({"tokens": [one + self.token_shift for one in ids], "count": len(ids)})
+
+    async def query(self, request: web.Request) -> web.Response:
+        """As Mooncake's bootstrap server."""
+        self.queries += 1
+        if not self.engine_id:
+            return web.Response(status=503)
+        return web.json_response({"0": {"engine_id": self.engine_id, "worker_addr": {"0": {"0": "tcp://127.0.0.1:1"}}}})
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
@@ -112,7 +121,8 @@ class FakeEngine:
                 "prompt_tokens_details": {"cached_tokens": 16},
             }
             if not body.get("stream"):
-                choice = {"index": 0, "text": "".join(self.words), "finish_reason": "stop"}
+                reason = "length" if body.get("ignore_eos") else "stop"
+                choice = {"index": 0, "text": "".join(self.words), "finish_reason": reason}
                 if request.path == Kind.CHAT.value:
                     message = {"role": "assistant", "content": choice.pop("text")}
                     choice |= {"message": message}
@@ -156,6 +166,7 @@ class FakeEngine:
     async def serve(self) -> AsyncIterator[FakeEngine]:
         app = web.Application(client_max_size=64 << 20)
         app.router.add_post("/tokenize", self.tokenize)
+        app.router.add_get("/query", self.query)
         app.router.add_post(Kind.CHAT.value, self.generate)
         app.router.add_post(Kind.COMPLETION.value, self.generate)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
@@ -178,6 +189,7 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
         self.pools = pools
         self.placer: Placer = self.first
         self.next_steps: list[placement_pb2.Placement] = []
+        self.after_failure: Callable[[placement_pb2.StepDone], placement_pb2.Placement] | None = None
         self.hellos: list[placement_pb2.GatewayHello] = []
         self.places: list[placement_pb2.PlacementRequest] = []
         self.first_tokens: list[str] = []
@@ -231,7 +243,10 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
                     self.reserved.add(message.place.request_id)
             case "step_done":
                 self.step_dones.append(message.step_done)
-                answer = self.next_steps.pop(0)
+                if not message.step_done.ok and self.after_failure is not None:
+                    answer = self.after_failure(message.step_done)
+                else:
+                    answer = self.next_steps.pop(0)
                 answer.request_id = message.step_done.request_id
             case "first_token":
                 self.first_tokens.append(message.first_token.request_id)
@@ -294,10 +309,12 @@ class Stack:
 
 
 @asynccontextmanager
-async def stack(folder: Path, engines: int = 2, *, ready: bool = True, **settings: Any) -> AsyncIterator[Stack]:
+async def stack(
+    folder: Path, engines: int = 2, *, ready: bool = True, engine: type[FakeEngine] = FakeEngine, **settings: Any
+) -> AsyncIterator[Stack]:
     """Everything running, the tokenizer checked (unless `ready` is False)."""
     tokenizer = ModelTokenizer.load(make_tokenizer(folder / "model"))
-    servers = [FakeEngine(tokenizer) for _ in range(engines)]
+    servers = [engine(tokenizer) for _ in range(engines)]
     contexts = [server.serve() for server in servers]
     for context in contexts:
         await context.__aenter__()

@@ -294,23 +294,30 @@ async def test_models_health_and_metrics_tell_what_is_there(up: Stack) -> None:
     assert "pointsman_gateway_open_requests 0.0" in text
 
 
-async def test_a_prefill_step_comes_before_the_serve_step(up: Stack) -> None:
-    p, d = up.router.pools[0].instances
-    p.data_parallel_rank = 2
+async def test_slices_come_before_the_serve_step(up: Stack) -> None:
+    one, _ = up.router.pools[0].instances
+    one.data_parallel_rank = 2
 
-    def offload(request: placement_pb2.PlacementRequest) -> placement_pb2.Placement:
-        step = placement_pb2.Step(kind=placement_pb2.STEP_KIND_PREFILL, instance=p, prefix_tokens=16)
-        return placement_pb2.Placement(request_id=request.request_id, decision_id="d", step=step)
+    def step(index: int, tokens: int) -> placement_pb2.Placement:
+        kind = placement_pb2.STEP_KIND_PREFILL if tokens else placement_pb2.STEP_KIND_SERVE
+        given = placement_pb2.Step(index=index, kind=kind, instance=one, prefix_tokens=tokens)
+        return placement_pb2.Placement(decision_id="d", step=given, last=not tokens)
 
-    up.router.placer = offload
-    after = placement_pb2.Step(index=1, kind=placement_pb2.STEP_KIND_SERVE, instance=d, kv_source=p)
-    up.router.next_steps = [placement_pb2.Placement(decision_id="d", step=after, last=True)]
-    status, _, headers = await post(up, "/v1/chat/completions", json=CHAT)
-    assert (status, headers["X-Pointsman-Instance"]) == (200, "i1")
-    ((path, body, sent),) = up.engines[0].requests
-    assert path == "/v1/completions"
-    assert body["prompt"] == up.engines[0].tokenizer.chat(CHAT)[:16]
-    assert (body["max_tokens"], body["stream"], sent["X-data-parallel-rank"]) == (1, False, "2")
+    def sliced(request: placement_pb2.PlacementRequest) -> placement_pb2.Placement:
+        first = step(0, 16)
+        first.request_id = request.request_id
+        return first
+
+    up.router.placer = sliced
+    up.router.next_steps = [step(1, 32), step(2, 0)]
+    status, _, headers = await post(up, "/v1/chat/completions", json=CHAT, headers={"X-Session-ID": "s1"})
+    assert (status, headers["X-Pointsman-Instance"]) == (200, "i0")
+    slices, ids = up.engines[0].requests[:2], up.engines[0].tokenizer.chat(CHAT)
+    assert [path for path, _, _ in slices] == ["/v1/completions"] * 2
+    assert [body["prompt"] for _, body, _ in slices] == [ids[:16], ids[:32]]
+    for _, body, sent in slices:
+        assert (body["model"], body["max_tokens"], body["stream"]) == (CHAT["model"], 1, False)
+        assert (sent["X-data-parallel-rank"], sent["X-Session-ID"]) == ("2", "s1")
     await up.router.until(lambda: len(up.router.finished) == 1)
-    assert [(done.step_index, done.ok) for done in up.router.step_dones] == [(0, True)]
+    assert [(done.step_index, done.ok) for done in up.router.step_dones] == [(0, True), (1, True)]
     assert outcomes(up) == [placement_pb2.OUTCOME_OK]

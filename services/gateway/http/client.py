@@ -84,6 +84,11 @@ class Answer:
             await self._change()
         return bool(self._pieces)
 
+    @property
+    def arrived(self) -> bytes:
+        """What of the body has come and was not taken yet; it stays to be read."""
+        return b"".join(self._pieces)
+
     async def pipe(self, sink: Callable[[bytes], None]) -> None:
         """Hand every piece to `sink` as it comes, until the end. Raises UpstreamError."""
         if self._pieces:

@@ -6,11 +6,12 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.gateway import choreography as ch
 from services.gateway.choreography import Choreography, Limits, Outcome, Phase, StepGiven, Target
 
-LIMITS = Limits(place_s=10, prefill_s=20, first_byte_s=30, retries=2)
+LIMITS = Limits(place_s=10, prefill_s=20, first_byte_s=30, transfer_s=5, retries=2)
 A, B = Target("a", "http://a"), Target("b", "http://b", 1)
 
 
@@ -134,27 +135,96 @@ def test_no_step_in_time_is_an_error() -> None:
     assert fail.code == ch.TIMED_OUT
 
 
+FIRST = StepGiven("r", A, prefill_tokens=64, kv_target=B)
+SECOND = StepGiven("r", B, index=1, kv_source=A)
+ALONE = StepGiven("r", B, index=2)
+
+
+def prefilled(*, direct: bool = True) -> Choreography:
+    machine = Choreography("r", LIMITS, direct=direct)
+    machine.start(0.0)
+    assert machine.handle(FIRST, 0.0) == [ch.Prefill(FIRST)]
+    assert machine.handle(ch.PrefillEnded(), 1.0) == [ch.AwaitNext("r", 0, "")]
+    return machine
+
+
+def test_an_offload_whose_request_brings_the_kv_along() -> None:
+    machine = prefilled()
+    assert machine.handle(SECOND, 2.0) == [ch.Serve(SECOND)]
+    assert machine.deadline == 7.0
+    assert machine.handle(ch.AnswerBegan(), 3.0) == [ch.FirstToken("r")]
+
+
+def test_an_offload_that_pulls_the_kv_before() -> None:
+    machine = prefilled(direct=False)
+    assert machine.handle(SECOND, 2.0) == [ch.Pull(SECOND)]
+    assert machine.deadline == 7.0
+    plain = StepGiven("r", B, index=1)
+    assert machine.handle(ch.PullEnded(), 3.0) == [ch.Serve(plain)]
+    assert machine.deadline == 33.0
+    # From here on it is a request like any other.
+    assert machine.handle(ch.UpstreamFailed("no", 500), 4.0)[-1] == ch.Ask("r.1", ("b",))
+
+
+def test_a_transfer_that_fails_is_told_and_answered_without_it() -> None:
+    cases: list[tuple[bool, ch.Event, float, list[ch.Effect]]] = [
+        (True, ch.UpstreamFailed("status 500", 500), 3.0, [ch.Abort(), ch.AwaitNext("r", 1, "status 500")]),
+        (True, ch.Tick(), 7.0, [ch.Abort(), ch.AwaitNext("r", 1, "deadline")]),
+        (False, ch.PullEnded("status 500"), 3.0, [ch.AwaitNext("r", 1, "status 500")]),
+        (False, ch.Tick(), 7.0, [ch.Abort(), ch.AwaitNext("r", 1, "deadline")]),
+    ]
+    for direct, event, now, expected in cases:
+        machine = prefilled(direct=direct)
+        machine.handle(SECOND, 2.0)
+        assert machine.handle(event, now) == expected
+        # Whatever the router says now, nothing but a plain SERVE is sent.
+        assert machine.handle(StepGiven("r", B, index=2, prefill_tokens=9, kv_source=A), 8.0) == [ch.Serve(ALONE)]
+        assert machine.deadline == 38.0
+
+
+def test_an_instance_that_is_not_there_is_left_with_its_kv() -> None:
+    machine = prefilled()
+    machine.handle(SECOND, 2.0)
+    abort, finished, ask = machine.handle(ch.UpstreamFailed("no answer"), 3.0)
+    assert (abort, ask) == (ch.Abort(), ch.Ask("r.1", ("b",)))
+    assert isinstance(finished, ch.Finished)
+    # The next attempt may offload again.
+    again = StepGiven("r.1", A, prefill_tokens=64, kv_target=B)
+    assert machine.handle(again, 4.0) == [ch.Prefill(again)]
+
+
+def test_without_a_next_step_the_target_of_a_failed_prefill_serves() -> None:
+    machine = Choreography("r", LIMITS)
+    machine.start(0.0)
+    machine.handle(FIRST, 0.0)
+    machine.handle(ch.PrefillEnded("broke"), 1.0)
+    assert machine.handle(ch.RouterLost("r"), 2.0) == [ch.Serve(StepGiven("r", B, 1, degraded=True))]
+
+
 EVENTS = st.one_of(
     st.builds(
         StepGiven,
         st.sampled_from(["r", "r.1", "r.2"]),
         st.sampled_from([A, B]),
         prefill_tokens=st.sampled_from([0, 16]),
+        kv_target=st.sampled_from([None, B]),
+        kv_source=st.sampled_from([None, A]),
     ),
     st.builds(ch.Refused, st.sampled_from(["r", "r.1", "r.2"]), st.sampled_from([5, 8, 14]), st.just("no")),
     st.builds(ch.RouterLost, st.sampled_from(["r", "r.1", "r.2"])),
     st.builds(ch.PrefillEnded, st.sampled_from(["", "broke"])),
+    st.builds(ch.PullEnded, st.sampled_from(["", "broke"])),
     st.builds(ch.AnswerEnded, st.sampled_from(["", "broke"])),
     st.builds(ch.AnswerRejected, st.just(400)),
-    st.builds(ch.UpstreamFailed, st.just("no")),
+    st.builds(ch.UpstreamFailed, st.just("no"), st.sampled_from([0, 500])),
     st.sampled_from([ch.AnswerBegan(), ch.ClientGone(), ch.Tick()]),
 )
 
 
 @settings(max_examples=500)
-@given(st.lists(st.tuples(EVENTS, st.floats(0, 40)), max_size=30))
-def test_every_attempt_ends_exactly_once_whatever_happens(history: list[tuple[ch.Event, float]]) -> None:
-    machine = Choreography("r", LIMITS)
+@given(st.lists(st.tuples(EVENTS, st.floats(0, 40)), max_size=30), st.booleans())
+def test_every_attempt_ends_exactly_once_whatever_happens(history: list[tuple[ch.Event, float]], direct: bool) -> None:
+    machine = Choreography("r", LIMITS, direct=direct)
     now, asked, ended, refused, first = 0.0, set[str](), list[str](), 0, list[str]()
     effects = machine.start(now)
     # The client leaves in the end, so that every history comes to one.
@@ -178,6 +248,163 @@ def test_every_attempt_ends_exactly_once_whatever_happens(history: list[tuple[ch
     assert len(ended) == len(set(ended)) == len(asked) - refused
     assert set(ended) <= asked
     assert len(first) == len(set(first)) <= 1
+
+
+class Conversation(RuleBasedStateMachine):
+    """Engines, a router, a client and a clock that do anything they can do, in any order; the machine's effects are carried out.
+
+    Only what is open can end, as with real connections: the machine is held to have one thing open at most, to leave nothing
+    open when it is done, and to give the client one answer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.machine = Choreography("r", LIMITS)
+        self.waiting: ch.Effect | None = None  # what was asked of the router
+        self.upstream: ch.Effect | None = None  # what is open at an engine
+        self.answers: list[str] = []
+        self.ended: list[str] = []
+        self.plain_only: set[str] = set()
+
+    @initialize(direct=st.booleans())
+    def begin(self, direct: bool) -> None:
+        self.machine = Choreography("r", LIMITS, direct=direct)
+        self.carry_out(self.machine.start(self.now))
+
+    def tell(self, event: ch.Event) -> None:
+        self.carry_out(self.machine.handle(event, self.now))
+
+    def carry_out(self, effects: list[ch.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case ch.Ask() | ch.AskLocally() | ch.AwaitNext():
+                    assert self.upstream is None, "asked for the next step while one runs"
+                    if isinstance(effect, ch.AwaitNext) and effect.error:
+                        self.plain_only.add(effect.attempt_id)
+                    self.waiting = effect
+                case ch.Prefill(step) | ch.Pull(step) | ch.Serve(step):
+                    assert self.upstream is None, "two requests at once"
+                    assert step.attempt_id not in self.ended
+                    if step.attempt_id in self.plain_only:
+                        assert isinstance(effect, ch.Serve)
+                        assert step.kv_source is None
+                    self.waiting, self.upstream = None, effect
+                case ch.Abort():
+                    self.upstream = None
+                case ch.FirstToken():
+                    self.answers.append("stream")
+                case ch.Finished(attempt_id, outcome):
+                    assert attempt_id not in self.ended
+                    self.ended.append(attempt_id)
+                    if outcome is Outcome.REJECTED:
+                        self.answers.append("rejection")
+                    elif outcome is Outcome.CANCELLED and not self.answers:
+                        self.answers.append("nobody listens")
+                case ch.Fail():
+                    self.answers.append("error")
+                case ch.BreakStream():
+                    assert self.answers == ["stream"]
+
+    @precondition(lambda self: self.waiting is not None)
+    @rule(
+        where=st.sampled_from([A, B]), shape=st.sampled_from(["serve", "slice", "prefill", "fetch"]), own=st.booleans()
+    )
+    def step_given(self, where: Target, shape: str, own: bool) -> None:
+        step = StepGiven(
+            self.machine.attempt_id,
+            where,
+            prefill_tokens=64 * (shape in ("slice", "prefill")),
+            kv_target=B if shape == "prefill" else None,
+            kv_source=A if shape == "fetch" else None,
+            deadline_s=2.0 * own,
+        )
+        self.tell(step)
+
+    @precondition(lambda self: self.waiting is not None)
+    @rule(code=st.sampled_from([5, 8, 14]))
+    def refused(self, code: int) -> None:
+        self.tell(ch.Refused(self.machine.attempt_id, code, "no"))
+
+    @precondition(lambda self: self.waiting is not None)
+    @rule()
+    def router_lost(self) -> None:
+        self.tell(ch.RouterLost(self.machine.attempt_id))
+
+    @precondition(lambda self: isinstance(self.upstream, ch.Prefill | ch.Pull))
+    @rule(error=st.sampled_from(["", "broke"]))
+    def helper_ended(self, error: str) -> None:
+        pulled = isinstance(self.upstream, ch.Pull)
+        self.upstream = None
+        self.tell(ch.PullEnded(error) if pulled else ch.PrefillEnded(error))
+
+    @precondition(lambda self: isinstance(self.upstream, ch.Serve) and self.machine.phase is Phase.SERVING)
+    @rule(event=st.sampled_from([ch.AnswerBegan(), ch.AnswerRejected(400)]))
+    def answered(self, event: ch.Event) -> None:
+        if isinstance(event, ch.AnswerRejected):
+            self.upstream = None
+        self.tell(event)
+
+    @precondition(lambda self: isinstance(self.upstream, ch.Serve))
+    @rule(status=st.sampled_from([0, 500]))
+    def serve_failed(self, status: int) -> None:
+        self.tell(ch.UpstreamFailed("broke", status))
+
+    @precondition(lambda self: self.machine.phase is Phase.STREAMING)
+    @rule(error=st.sampled_from(["", "its own"]))
+    def answer_ended(self, error: str) -> None:
+        self.upstream = None
+        self.tell(ch.AnswerEnded(error))
+
+    @rule(event=EVENTS)
+    def something_stale(self, event: ch.Event) -> None:
+        """What belongs to an attempt that is over changes nothing."""
+        if isinstance(event, StepGiven | ch.Refused | ch.RouterLost) and event.attempt_id != self.machine.attempt_id:
+            assert self.machine.handle(event, self.now) == []
+
+    @rule()
+    def client_gone(self) -> None:
+        self.tell(ch.ClientGone())
+
+    @rule(passed=st.sampled_from([0.0, 1.9, 5.0, 30.0]))
+    def time_passes(self, passed: float) -> None:
+        self.now += passed
+        self.tell(ch.Tick())
+
+    @precondition(lambda self: self.machine.deadline is not None)
+    @rule()
+    def deadline(self) -> None:
+        assert self.machine.deadline is not None
+        before = (self.machine.phase, self.machine.attempt_id)
+        self.now = max(self.now, self.machine.deadline)
+        self.tell(ch.Tick())
+        assert (self.machine.phase, self.machine.attempt_id) != before, "a deadline that changes nothing"
+
+    @invariant()
+    def one_answer_and_nothing_left(self) -> None:
+        assert len(self.answers) <= 1
+        if self.machine.phase is Phase.DONE:
+            assert len(self.answers) == 1
+            assert self.upstream is None
+        elif self.machine.phase is not Phase.STREAMING:
+            assert self.answers == []
+            assert self.machine.deadline is not None
+
+    def teardown(self) -> None:
+        # Silence to the end: the deadlines alone bring every request to its one answer.
+        for _ in range(40):
+            if self.machine.deadline is None:
+                break
+            self.now = self.machine.deadline
+            self.tell(ch.Tick())
+        if self.machine.phase is Phase.STREAMING:
+            self.tell(ch.ClientGone())
+        assert self.machine.phase is Phase.DONE
+        self.one_answer_and_nothing_left()
+
+
+TestConversation = Conversation.TestCase
+TestConversation.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 
 @given(

@@ -1,0 +1,202 @@
+"""What the two requests of a KV transfer say: the one that prefills on P, and the one on D that answers from P's KV. Pure.
+
+Both engines must see the same prompt, or D would read KV of other tokens. So P gets the client's own body without what
+shapes the answer only, and D's answering request brings the KV along only where nothing was taken out that a chat template might
+show; elsewhere (and for answers whose first byte says nothing of the transfer) a request like P's pulls the KV into D's prefix
+cache, from where the client's own request takes what is really its prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from services.gateway.dialects import Call, Kind, with_fields
+
+MOONCAKE, NIXL = "MOONCAKE", "NIXL"
+# Engines keep whole blocks; this much of what was prefilled just now may be missing for no other reason.
+SLACK_TOKENS = 256
+
+# How the answer looks, when it ends, what is told of it. No template sees these.
+_ANSWER_ONLY = (
+    "stream",
+    "stream_options",
+    "n",
+    "best_of",
+    "max_tokens",
+    "max_completion_tokens",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "logprobs",
+    "top_logprobs",
+    "include_stop_str_in_output",
+    "allowed_token_ids",
+    "bad_words",
+    "logit_bias",
+    "use_beam_search",
+    "length_penalty",
+    "echo",
+    "suffix",
+)
+# These shape the answer too, but a template may show them to the model (harmony does).
+_MAYBE_IN_PROMPT = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+
+
+class TransferError(Exception):
+    """A transfer that cannot go on, in words that name no address."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """KV on its way: what D's request must carry."""
+
+    params: Mapping[str, Any]
+
+
+def why_not(call: Call) -> str:
+    """Why a call's prompt cannot be prefilled elsewhere; empty when it can."""
+    if _prompt(call) is None:
+        return "a prompt that only its own API can render"
+    if call.body.get("prompt_embeds") is not None:
+        return "prompt embeddings"
+    if call.body.get("prompt_logprobs") is not None:
+        return "prompt_logprobs recompute the prompt"
+    prompt = call.body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
+        return "several prompts"
+    return ""
+
+
+def is_direct(call: Call) -> bool:
+    """Whether the client's own request can bring the KV along: one streamed answer, and nothing in it that P may not see."""
+    body = call.body
+    several = any(body.get(name) not in (None, 1) for name in ("n", "best_of")) or bool(body.get("use_beam_search"))
+    hidden = any(body.get(name) is not None for name in _MAYBE_IN_PROMPT)
+    as_it_is = call.kind in (Kind.CHAT, Kind.COMPLETION)
+    return call.stream and as_it_is and not several and not hidden and not why_not(call)
+
+
+def prefill_request(call: Call, params: Mapping[str, Any]) -> tuple[str, bytes]:
+    """Path and body of a request for the KV of the call's prompt: one token, whatever it is, in one piece."""
+    prompt = _prompt(call)
+    assert prompt is not None, "why_not() comes first"
+    kind, said = prompt
+    body = {name: value for name, value in said.items() if name not in _ANSWER_ONLY + _MAYBE_IN_PROMPT}
+    limit = "max_completion_tokens" if kind is Kind.CHAT else "max_tokens"
+    # A first token that ends the answer would end P's request as one that has nothing to send.
+    body |= {"model": call.model, "stream": False, limit: 1, "n": 1, "ignore_eos": True}
+    if call.cache_salt:
+        body["cache_salt"] = call.cache_salt
+    return kind.value, msgspec.json.encode(body | {"kv_transfer_params": dict(params)})
+
+
+def slice_request(call: Call, ids: Sequence[int]) -> tuple[str, bytes]:
+    """Path and body of a request that leaves the KV of a prompt's first tokens in an instance's own prefix cache."""
+    body = {"model": call.model, "prompt": list(ids), "max_tokens": 1, "stream": False, "temperature": 0}
+    if call.cache_salt:
+        body["cache_salt"] = call.cache_salt
+    return Kind.COMPLETION.value, msgspec.json.encode(body)
+
+
+def with_params(payload: bytes, transfer: Transfer) -> bytes:
+    """A request's JSON object with the way to the KV in it; all other bytes are as they were."""
+    return with_fields(payload, {"kv_transfer_params": dict(transfer.params)})
+
+
+def send_params(protocol: str, transfer_id: str) -> dict[str, Any]:
+    """What makes P keep the KV for a transfer. `transfer_id` must be new and hard to guess: who knows it can fetch the KV."""
+    params: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+    if protocol == MOONCAKE:
+        return {**params, "transfer_id": transfer_id}
+    return {**params, "remote_engine_id": None, "remote_block_ids": None, "remote_host": None, "remote_port": None}
+
+
+def fetch_params(protocol: str, transfer_id: str, engine_id: str, bootstrap: str, answer: bytes) -> Transfer:
+    """What makes D fetch the KV that P, having given `answer`, keeps. Raises TransferError when P keeps none."""
+    try:
+        told = msgspec.json.decode(answer, type=_Answer)
+    except msgspec.MsgspecError:
+        raise TransferError("the prefill's answer is no completion") from None
+    if not told.choices or told.choices[0].finish_reason != "length":
+        raise TransferError("the prefill stopped early")
+    if protocol == MOONCAKE:
+        return Transfer(
+            {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "transfer_id": transfer_id,
+                "remote_engine_id": engine_id,
+                "remote_bootstrap_addr": bootstrap,
+            }
+        )
+    if not told.kv_transfer_params:
+        raise TransferError("the prefill's answer says nothing of its KV")
+    return Transfer(told.kv_transfer_params)
+
+
+def engine_id_of(answer: bytes, rank: int | None) -> str:
+    """The engine id in a bootstrap server's answer to /query. Raises TransferError when that rank is not registered."""
+    try:
+        ranks = msgspec.json.decode(answer, type=dict[str, _Registered])
+    except msgspec.MsgspecError:
+        raise TransferError("the bootstrap server's answer is not understood") from None
+    registered = ranks.get(str(rank or 0))
+    if registered is None or not registered.engine_id:
+        raise TransferError("the engine is not registered with its bootstrap server")
+    return registered.engine_id
+
+
+def begins_with_error(piece: bytes) -> bool:
+    """Whether a stream begins with an error instead of a token: what a failed transfer looks like behind a status of 200."""
+    return piece.lstrip().startswith((b'data: {"error"', b"event: error"))
+
+
+def fell_short(answer: bytes, prefilled_before: int) -> bool:
+    """Whether the answer to a slice shows that the slices before it are not in the cache any more."""
+    try:
+        told = msgspec.json.decode(answer, type=_Answer)
+    except msgspec.MsgspecError:
+        return False
+    details = told.usage.prompt_tokens_details if told.usage else None
+    return details is not None and (details.cached_tokens or 0) + SLACK_TOKENS < prefilled_before
+
+
+def _prompt(call: Call) -> tuple[Kind, Mapping[str, Any]] | None:
+    """The body that engines render to the call's prompt, and its API."""
+    if call.kind in (Kind.CHAT, Kind.COMPLETION):
+        return call.kind, call.body
+    return None if call.chat is None or call.previous else (Kind.CHAT, call.chat)
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _Details | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class _Registered(msgspec.Struct):
+    engine_id: str = ""

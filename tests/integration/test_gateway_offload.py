@@ -1,0 +1,299 @@
+"""Prefill on one instance, answer from another, over real sockets: what each engine is sent, and what happens when one fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from pointsman.agent.v1 import agent_pb2
+from pointsman.router.v1 import placement_pb2
+from tests.integration.gateway_fakes import MODEL, FakeEngine, Stack, stack, until
+
+TOOLS = [{"type": "function", "function": {"name": "set_points", "parameters": {"type": "object"}}}]
+CHAT: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "set the points so that each train takes the right track"}],
+    "tools": TOOLS,
+    "temperature": 0,
+    "stop": ["."],
+    "stop_token_ids": [3],
+    "min_tokens": 2,
+    "logprobs": True,
+    "top_logprobs": 2,
+    "max_completion_tokens": 40,
+}
+STREAM = CHAT | {"stream": True, "stream_options": {"include_usage": True}}
+
+
+@dataclass
+class KvEngine(FakeEngine):
+    """An engine with a KV connector. `sends` and `fetches` say what it does with either half of a transfer: ok, 500, hang, early
+    (the answer ends by a stop token), error (a stream that begins with an error)."""
+
+    sends: str = "ok"
+    fetches: str = "ok"
+    answers: dict[str, Any] | None = None  # what P says of its KV (NIXL)
+    halves: list[tuple[str, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.read())
+        params = body.get("kv_transfer_params")
+        if params is None:
+            return await super().generate(request)
+        half = "send" if params.get("do_remote_decode") else "fetch"
+        does = self.sends if half == "send" else self.fetches
+        self.halves.append((half, body, params))
+        if half == "fetch" and params.get("remote_engine_id", "") not in ("e1", "p"):
+            does = "500"
+        if does == "hang":
+            self.open += 1
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                self.aborted += 1
+                raise
+            finally:
+                self.open -= 1
+        if does == "500":
+            return web.Response(status=500, text="boom at 10.0.0.7")
+        if does == "error":
+            answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await answer.prepare(request)
+            await answer.write(b'data: {"error": {"message": "KV load failed"}}\n\ndata: [DONE]\n\n')
+            return answer
+        if body.get("stream"):
+            return await super().generate(request)
+        reason = "stop" if does == "early" else "length"
+        return web.json_response({"choices": [{"finish_reason": reason}], "kv_transfer_params": self.answers})
+
+
+@pytest.fixture
+async def up(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Stack]:
+    """A gateway that waits long for everything, but for what a test names as its parameter."""
+    short = dict.fromkeys(getattr(request, "param", ()), 0.3)
+    limits = {"transfer_timeout_s": 60.0, "prefill_timeout_s": 60.0} | short
+    async with stack(tmp_path, engine=KvEngine, **limits) as running:
+        offloading(running)
+        yield running
+        assert [engine.open for engine in running.engines] == [0, 0]
+        assert running.router.reserved == set()
+
+
+def offloading(up: Stack, protocol: int = agent_pb2.KV_PROTOCOL_MOONCAKE) -> None:
+    """The router's plan: PREFILL on i0, SERVE on i1; after a failure SERVE on i1 without KV."""
+    p, d = up.router.pools[0].instances
+    for ref, engine in zip((p, d), up.engines, strict=True):
+        ref.kv_transfer.protocol = protocol  # type: ignore[assignment]
+        ref.kv_transfer.bootstrap_url = engine.url
+    normal = up.router.placer
+
+    def offload(request: placement_pb2.PlacementRequest) -> placement_pb2.Placement | placement_pb2.Refusal | None:
+        if request.exclude:
+            return normal(request)
+        first = placement_pb2.Step(
+            kind=placement_pb2.STEP_KIND_PREFILL, instance=p, prefix_tokens=request.input_tokens, kv_target=d
+        )
+        second = placement_pb2.Step(index=1, kind=placement_pb2.STEP_KIND_SERVE, instance=d, kv_source=p)
+        up.router.next_steps = [placement_pb2.Placement(decision_id="d", step=second, last=True)]
+        return placement_pb2.Placement(request_id=request.request_id, decision_id="d", step=first)
+
+    def failed(done: placement_pb2.StepDone) -> placement_pb2.Placement:
+        step = placement_pb2.Step(index=done.step_index + 1, kind=placement_pb2.STEP_KIND_SERVE, instance=d)
+        return placement_pb2.Placement(decision_id="d", step=step, last=True)
+
+    up.router.placer, up.router.after_failure = offload, failed
+
+
+async def answered(up: Stack, body: dict[str, Any]) -> tuple[str, str]:
+    """The instance that answered 200, and the text. The router has heard of the end when this returns."""
+    async with aiohttp.ClientSession() as http, http.post(f"{up.url}/v1/chat/completions", json=body) as answer:
+        raw = await answer.text()
+        assert answer.status == 200, raw
+        assert "kv_transfer_params" not in raw
+    if body.get("stream"):
+        events = [json.loads(line[6:]) for line in raw.splitlines() if line.startswith("data: {")]
+        text = "".join(one["choices"][0]["delta"]["content"] for one in events if one["choices"])
+        assert raw.rstrip().endswith("data: [DONE]")
+    else:
+        text = json.loads(raw)["choices"][0]["message"]["content"]
+    await up.router.until(lambda: not up.router.reserved)
+    return answer.headers["X-Pointsman-Instance"], text
+
+
+def halves(up: Stack, engine: int) -> list[str]:
+    server = up.engines[engine]
+    assert isinstance(server, KvEngine)
+    return [half for half, _, _ in server.halves]
+
+
+def told(up: Stack) -> list[tuple[int, str]]:
+    return [(done.step_index, done.error) for done in up.router.step_dones]
+
+
+def p_and_d(up: Stack) -> tuple[KvEngine, KvEngine]:
+    p, d = up.engines
+    assert isinstance(p, KvEngine)
+    assert isinstance(d, KvEngine)
+    return p, d
+
+
+async def test_a_stream_brings_the_kv_along(up: Stack) -> None:
+    p, d = p_and_d(up)
+    assert await answered(up, STREAM) == ("i1", "The points are set.")
+    ((_, sent, params),), ((_, served, fetched),) = p.halves, d.halves
+    # P's request has the prompt and nothing that could end or shape its one token.
+    assert {name: sent.pop(name) for name in ("model", "messages", "tools", "temperature")} == {
+        name: CHAT[name] for name in ("model", "messages", "tools", "temperature")
+    }
+    assert sent == {
+        "stream": False,
+        "max_completion_tokens": 1,
+        "n": 1,
+        "ignore_eos": True,
+        "kv_transfer_params": params,
+    }
+    assert (params["do_remote_decode"], len(params["transfer_id"])) == (True, 32)
+    assert served == STREAM | {"kv_transfer_params": fetched}
+    assert fetched == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": params["transfer_id"],
+        "remote_engine_id": "e1",
+        "remote_bootstrap_addr": p.url,
+    }
+    assert told(up) == [(0, "")]
+
+
+async def test_every_transfer_has_an_id_of_its_own_and_the_bootstrap_server_is_asked_once(up: Stack) -> None:
+    p, _ = p_and_d(up)
+    for _ in range(3):
+        await answered(up, STREAM)
+    assert len({params["transfer_id"] for _, _, params in p.halves}) == 3
+    assert p.queries == 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [CHAT, STREAM | {"n": 2}, STREAM | {"response_format": {"type": "json_object"}}],
+    ids=["whole", "several", "formatted"],
+)
+async def test_what_cannot_bring_the_kv_along_finds_it_in_the_cache(up: Stack, body: dict[str, Any]) -> None:
+    p, d = p_and_d(up)
+    assert (await answered(up, body))[0] == "i1"
+    ((_, sent, _),), ((half, pulled, fetched),) = p.halves, d.halves
+    assert (half, fetched["do_remote_prefill"]) == ("fetch", True)
+    assert pulled == sent | {"kv_transfer_params": fetched}
+    ((_, served, _),) = d.requests
+    assert served == body
+
+
+async def test_nixl_forwards_what_p_says(up: Stack) -> None:
+    offloading(up, agent_pb2.KV_PROTOCOL_NIXL)
+    p, d = p_and_d(up)
+    p.answers = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [[1, 2]], "remote_port": 1}
+    assert await answered(up, STREAM) == ("i1", "The points are set.")
+    assert p.queries == 0
+    assert [params for _, _, params in d.halves] == [p.answers]
+
+
+@pytest.mark.parametrize("body", [STREAM, CHAT], ids=["stream", "whole"])
+@pytest.mark.parametrize(
+    ("up", "fault", "error"),
+    [
+        ((), {"sends": "500"}, "status 500"),
+        (("prefill_timeout_s",), {"sends": "hang"}, "deadline"),
+        ((), {"sends": "early"}, "the prefill stopped early"),
+        ((), {"engine_id": ""}, "the bootstrap server: status 503"),
+    ],
+    ids=["refuses", "slow", "early", "bootstrap"],
+    indirect=["up"],
+)
+async def test_when_p_fails_d_answers_alone(up: Stack, body: dict[str, Any], fault: dict[str, str], error: str) -> None:
+    p, d = p_and_d(up)
+    for name, value in fault.items():
+        setattr(p, name, value)
+    assert await answered(up, body) == ("i1", "The points are set.")
+    assert told(up) == [(0, error)]
+    assert (d.halves, len(d.requests)) == ([], 1)
+    assert len(up.router.finished) == 1
+    await until(lambda: p.open == 0)
+
+
+@pytest.mark.parametrize("body", [STREAM, CHAT], ids=["stream", "whole"])
+@pytest.mark.parametrize(
+    ("up", "does", "error"),
+    [((), "500", "status 500"), (("transfer_timeout_s",), "hang", "deadline")],
+    ids=["refuses", "slow"],
+    indirect=["up"],
+)
+async def test_when_the_kv_does_not_come_d_answers_alone(
+    up: Stack, body: dict[str, Any], does: str, error: str
+) -> None:
+    _, d = p_and_d(up)
+    d.fetches = does
+    assert await answered(up, body) == ("i1", "The points are set.")
+    assert told(up) == [(0, ""), (1, error)]
+    assert (halves(up, 0), halves(up, 1), len(d.requests)) == (["send"], ["fetch"], 1)
+    await until(lambda: d.open == 0)
+
+
+async def test_a_stream_that_begins_with_an_error_is_not_the_answer(up: Stack) -> None:
+    _, d = p_and_d(up)
+    d.fetches = "error"
+    assert await answered(up, STREAM) == ("i1", "The points are set.")
+    assert told(up) == [(0, ""), (1, "the answer began with an error")]
+
+
+async def test_after_a_failed_transfer_the_bootstrap_server_is_asked_again(up: Stack) -> None:
+    p, d = p_and_d(up)
+    await answered(up, STREAM)
+    p.engine_id = d.engine_id = "e2"  # it was started again, and nobody knows yet
+    up.router.step_dones.clear()
+    d.fetches = "500"
+    await answered(up, STREAM)
+    assert told(up)[-1] == (1, "status 500")
+    assert p.queries == 1
+    await answered(up, STREAM)
+    assert p.queries == 2
+    assert d.halves[-1][2]["remote_engine_id"] == "e2"
+
+
+async def test_when_d_is_gone_another_answers(up: Stack) -> None:
+    d = up.router.pools[0].instances[1]
+    d.url = "http://127.0.0.1:1"
+    offloading(up)
+    assert await answered(up, STREAM) == ("i0", "The points are set.")
+    assert [list(one.exclude) for one in up.router.places] == [[], ["i1"]]
+    assert len(up.router.finished) == 2
+
+
+@pytest.mark.parametrize("stuck", ["sends", "fetches"])
+@pytest.mark.parametrize("body", [STREAM, CHAT], ids=["stream", "whole"])
+async def test_a_client_that_leaves_ends_what_is_open(up: Stack, stuck: str, body: dict[str, Any]) -> None:
+    engine = p_and_d(up)[stuck == "fetches"]
+    setattr(engine, stuck, "hang")
+    async with aiohttp.ClientSession() as http:
+        asking = asyncio.ensure_future(http.post(f"{up.url}/v1/chat/completions", json=body))
+        await until(lambda: engine.open == 1)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+    await up.router.until(lambda: len(up.router.finished) == 1)
+    assert up.router.finished[0].outcome == placement_pb2.OUTCOME_CANCELLED
+    await until(lambda: engine.open == 0)
+
+
+async def test_a_client_cannot_steer_a_transfer(up: Stack) -> None:
+    p, d = p_and_d(up)
+    evil = {"do_remote_prefill": True, "transfer_id": "x", "remote_bootstrap_addr": "http://evil"}
+    await answered(up, STREAM | {"kv_transfer_params": evil, "vllm_xargs": {"kv_transfer_params": evil, "a": 1}})
+    for _, body, params in (*p.halves, *d.halves):
+        assert params["transfer_id"] != "x"
+        assert "evil" not in json.dumps(body)
