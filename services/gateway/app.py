@@ -1,4 +1,4 @@
-"""The gateway's HTTP surface: an allow-list of routes, OpenAI-style errors, and the way from a body to a placement."""
+"""The gateway's HTTP surface: an allow-list of routes, errors in each API's form, and the way from a body to a placement."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import uuid
 from array import array
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from urllib.parse import unquote
 
 import grpc.aio
 import msgspec
@@ -19,11 +21,14 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pointsman.router.v1 import placement_pb2
 from services.common.settings import Tokens
 from services.gateway import choreography
-from services.gateway.auth import DEFAULT_TENANT, ApiKeys
+from services.gateway.aside import STORED, Aside, not_stored
+from services.gateway.auth import DEFAULT_TENANT, ApiKeys, Client, KeysFromEnvironment
 from services.gateway.chat_template import Unrenderable
 from services.gateway.conduct import Conductor, Job, Tools
-from services.gateway.dialects import Call, DialectError, Kind, Rules, estimated_tokens, parse
+from services.gateway.dialects import ROUTES, Call, DialectError, Form, Kind, Rules, estimated_tokens, form_of, parse
+from services.gateway.dialects.responses import stored_at
 from services.gateway.http.message import Request, Response
+from services.gateway.limits import Grant, Limited, Limiter
 from services.gateway.offload import Bootstraps
 from services.gateway.pools import Exactness, Pools, PoolState
 from services.gateway.router_client import RouterAway, RouterClient, set_keys
@@ -38,16 +43,19 @@ log = structlog.get_logger()
 
 EXPLAIN_S = 10.0
 MAX_TRACEPARENT = 128
+_PROMPT_FIELDS = {Kind.COMPLETION: "prompt", Kind.RESPONSES: "input", Kind.CHAT: "messages", Kind.MESSAGES: "messages"}
 Handler = Callable[[Request], Awaitable[Response | None]]
 
 
 @dataclass(frozen=True)
 class Route:
-    """One path. `open`: needs no key."""
+    """One path, or all paths of a shape; `name` is its label. `open`: needs no key; `body`: a JSON body must come."""
 
+    name: str
     method: str
     handler: Handler
     open: bool = False
+    body: bool = False
 
     @property
     def allowed(self) -> str:
@@ -61,7 +69,9 @@ class Gateway:
     def __init__(self, settings: GatewaySettings) -> None:
         """Raises ValueError or OSError for an unusable api_keys_file."""
         self._settings = settings
-        self._keys = ApiKeys.load(settings.api_keys_file) if settings.api_keys_file else ApiKeys()
+        self._keys = ApiKeys(settings.api_keys_file, KeysFromEnvironment().lines())
+        self._limiter = Limiter()
+        self._aliases = settings.alias_map()
         self._sessions = Sessions()
         self._token_cache = TokenCache(settings.token_cache_mb << 20)
         self.telemetry = Telemetry(self._token_cache)
@@ -89,14 +99,23 @@ class Gateway:
             ),
             settings.answer_timeout_s,
         )
-        self._routes = {
-            Kind.CHAT.value: Route("POST", self._chat),
-            Kind.COMPLETION.value: Route("POST", self._completions),
-            "/v1/models": Route("GET", self._models),
-            "/health": Route("GET", self._health, open=True),
-            "/ready": Route("GET", self._health, open=True),
-            "/metrics": Route("GET", self._metrics, open=True),
-        }
+        self._aside = Aside(self._upstream, self.pools, self.router, settings.first_byte_timeout_s)
+        routes = [
+            *(Route(path, "POST", partial(self._call, kind), body=True) for path, kind in ROUTES.items()),
+            Route("/v1/models", "GET", self._models),
+            Route("/health", "GET", self._health, open=True),
+            Route("/ready", "GET", self._health, open=True),
+            Route("/metrics", "GET", self._metrics, open=True),
+        ]
+        self._routes = {route.name: route for route in routes}
+        self._model = Route("/v1/models/{id}", "GET", self._one_model)
+        self._stored = Route("/v1/responses/{id}", "GET", self._stored_response)
+        self._cancel = Route("/v1/responses/{id}/cancel", "POST", self._stored_response)
+
+    @property
+    def keys_needed(self) -> bool:
+        """Whether clients must show a key."""
+        return self._keys.needed
 
     async def start(self) -> None:
         """Open the pool of connections and begin to dial routers."""
@@ -119,56 +138,66 @@ class Gateway:
         return refusal
 
     async def answer(self, request: Request) -> Response | None:
-        """The answer of the request's route; every error in OpenAI's form."""
-        route = self._routes[request.path]
+        """The answer of the request's route; every error in the form of its API."""
+        route = self._route(request.path)
+        assert route is not None, "admit() refuses unknown paths"
+        form = form_of(request.path)
         status = 499  # the client left
         answer: Response | None
         try:
             answer = await route.handler(request)
             status = 200 if answer is None else answer.status
         except DialectError as error:
-            answer = _error(error)
+            answer = _error(error, form)
             status = error.status
         except asyncio.CancelledError:
             raise
         except Exception:
             status = 500
-            log.exception("a fault in the gateway", route=request.path)
-            answer = _error(DialectError(500, "The gateway failed.", type_="server_error", code="internal_error"))
+            log.exception("a fault in the gateway", route=route.name)
+            fault = DialectError(500, "The gateway failed.", type_="server_error", code="internal_error")
+            answer = _error(fault, form)
         finally:
             self._count(request, status)
         return answer
 
-    def error(self, status: int, message: str, code: str) -> Response:
+    def error(self, status: int, message: str, code: str, path: str) -> Response:
         """The form of errors that the server itself answers."""
         self.telemetry.requests.labels("", "other", str(status)).inc()
-        return _error(DialectError(status, message, code=code))
+        return _error(DialectError(status, message, code=code), form_of(path))
+
+    def _route(self, path: str) -> Route | None:
+        if (route := self._routes.get(path)) is not None:
+            return route
+        if found := STORED.fullmatch(path):
+            return self._cancel if found[2] else self._stored
+        return self._model if path.startswith("/v1/models/") else None
 
     def _refusal(self, request: Request) -> Response | None:
-        route = self._routes.get(request.path)
+        route, form = self._route(request.path), form_of(request.path)
         if route is None:
-            return _error(DialectError(404, "Unknown path.", code="not_found"))
+            return _error(DialectError(404, "Unknown path.", code="not_found"), form)
         if request.method == "OPTIONS":
             return Response(204, headers={"Allow": route.allowed})
         if request.method not in route.allowed.split(", "):
-            wrong = _error(DialectError(405, "This path does not take that method.", code="method_not_allowed"))
+            wrong = _error(DialectError(405, "This path does not take that method.", code="method_not_allowed"), form)
             wrong.headers["Allow"] = route.allowed
             return wrong
         try:
             if not route.open:
-                self._tenant(request)
-            if route.method == "POST" and request.media_type != "application/json":
+                self._client(request)
+            if route.body and request.media_type != "application/json":
                 raise DialectError(415, "Content-Type must be application/json.", code="unsupported_media_type")
             if request.headers.get("Content-Encoding", "identity").lower() != "identity":
                 raise DialectError(415, "The body must come as it is, not encoded.", code="unsupported_encoding")
         except DialectError as error:
-            return _error(error)
+            return _error(error, form)
         return None
 
     def _count(self, request: Request, status: int) -> None:
         # Only a route of ours as a label: a client must not be able to invent label values.
-        route = request.path if request.path in self._routes else "other"
-        self.telemetry.requests.labels(request.model, route, str(status)).inc()
+        route = self._route(request.path)
+        self.telemetry.requests.labels(request.model, route.name if route else "other", str(status)).inc()
 
     # Routes.
 
@@ -201,22 +230,47 @@ class Gateway:
         return _json(body, 200 if usable else 503)
 
     async def _models(self, request: Request) -> Response:
-        names = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "pointsman", "root": pool}
-            for name, pool in self.pools.names()
-        ]
-        return _json({"object": "list", "data": names})
+        cards = [_card(name, pool) for name, pool in self.pools.names(self._aliases)]
+        # Both vendors' clients read this: Anthropic's pages by the last three.
+        ends = {"first_id": cards[0]["id"] if cards else None, "last_id": cards[-1]["id"] if cards else None}
+        return _json({"object": "list", "data": cards, "has_more": False, **ends})
 
-    async def _chat(self, request: Request) -> Response | None:
-        return await self._generate(request, Kind.CHAT)
+    async def _one_model(self, request: Request) -> Response:
+        asked = unquote(request.path.removeprefix("/v1/models/"))
+        for name, pool in self.pools.names(self._aliases):
+            if name == asked:
+                return _json(_card(name, pool))
+        raise _unknown_model(asked)
 
-    async def _completions(self, request: Request) -> Response | None:
-        return await self._generate(request, Kind.COMPLETION)
+    async def _stored_response(self, request: Request) -> Response | None:
+        return await self._aside.stored(request, self._client(request).tenant)
 
-    async def _generate(self, request: Request, kind: Kind) -> Response | None:
-        tenant = self._tenant(request)
-        received = time.monotonic()
-        call = parse(kind, request.body, Rules(client_cache_salt=self._settings.client_cache_salt))
+    async def _call(self, kind: Kind, request: Request) -> Response | None:
+        client, now = self._client(request), time.monotonic()
+        try:
+            grant = self._limiter.admit(client.key, client.limits, now)
+        except Limited as limited:
+            self.telemetry.limited.inc()
+            message = f"This key's limit of {limited.what} is reached."
+            raise DialectError(
+                429,
+                message,
+                type_="rate_limit_error",
+                code="rate_limit_exceeded",
+                retry_after_s=limited.retry_after_s,
+            ) from None
+        try:
+            return await self._admitted(kind, request, client, grant, now)
+        finally:
+            grant.close()
+
+    async def _admitted(
+        self, kind: Kind, request: Request, client: Client, grant: Grant, received: float
+    ) -> Response | None:
+        rules = Rules(
+            self._aliases, self._settings.client_cache_salt, client.cache_salt, client.tenant == DEFAULT_TENANT
+        )
+        call = parse(kind, request.body, rules)
         for name in call.stripped:
             self.telemetry.stripped.labels(name).inc()
         found = self.pools.resolve(call.model)
@@ -225,21 +279,33 @@ class Gateway:
                 raise DialectError(
                     503, "No instance is ready.", type_="server_error", code="no_instance", retry_after_s=1.0
                 )
-            raise DialectError(404, f"The model `{call.model}` does not exist.", param="model", code="model_not_found")
+            raise _unknown_model(call.asked)
         state, lora = found
         request.model = state.pool.model
+        if not kind.placed:
+            return await self._aside.ask(call.model, kind.value, call.payload, kind.form)
         dry = request.headers.get("X-Pointsman-Dry-Run", "") == "1"
-        job = await self._understand(request, call, state, lora, tenant, received, dry=dry)
+        job = await self._understand(request, call, state, lora, client.tenant, grant, received, dry=dry)
         if dry:
             return await self._explain(job)
+        grant.charge(job.placement.input_tokens, received)
         return await Conductor(self._tools, job, request).run()
 
     async def _understand(
-        self, request: Request, call: Call, state: PoolState, lora: str, tenant: str, received: float, *, dry: bool
+        self,
+        request: Request,
+        call: Call,
+        state: PoolState,
+        lora: str,
+        tenant: str,
+        grant: Grant,
+        received: float,
+        *,
+        dry: bool,
     ) -> Job:
         """Tokens, keys and session of a call. Raises DialectError when the prompt is too long. A dry run remembers nothing."""
         request_id = uuid.uuid4().hex
-        tokenizer = state.usable
+        tokenizer = state.usable(call.kind) if call.kind.generates else None
         ids: Ids | None = None
         keys: Keys = array("Q")
         count = estimated_tokens(call)
@@ -250,10 +316,12 @@ class Gateway:
                 _check_length(call, longest, state.pool.max_model_len)
             except Unrenderable as reason:
                 log.debug("placed without keys", request_id=request_id, reason=str(reason))
-        if not keys:
+        if not keys and call.kind.generates:
             self.telemetry.keyless.labels(state.pool.model).inc()
         hint = request.headers.get("X-Session-ID") or call.session_hint
-        if dry:
+        if not call.kind.generates:
+            session = ""
+        elif dry:
             session = bounded_id(hint) if hint else (self._sessions.find(tenant, keys) or "")
         else:
             session = self._sessions.resolve(tenant, keys, hint=hint, fresh=f"s-{request_id}")
@@ -264,13 +332,16 @@ class Gateway:
             tenant=tenant,
             session_id=session,
             input_tokens=count,
-            max_output_tokens=call.max_output_tokens,
+            # Who only embeds or scores decodes nothing; 0 would mean an open end.
+            max_output_tokens=call.max_output_tokens if call.kind.generates else 1,
+            exclude=self._elsewhere(call, state, tenant),
             traceparent=traceparent if len(traceparent) <= MAX_TRACEPARENT else "",
         )
         set_keys(placement, keys)
         headers = {name: request.headers[name] for name in FORWARD_UP if name in request.headers}
         headers["X-Request-ID"] = bounded_id(request.headers.get("X-Request-ID", "") or request_id)
-        headers["X-Session-ID"] = bounded_id(session if tenant == DEFAULT_TENANT else f"{tenant}/{session}")
+        if session:
+            headers["X-Session-ID"] = bounded_id(session if tenant == DEFAULT_TENANT else f"{tenant}/{session}")
         several = (
             call.kind is Kind.COMPLETION
             and isinstance(call.body.get("prompt"), list)
@@ -278,7 +349,18 @@ class Gateway:
         )
         if (several and len(call.body["prompt"]) > 1) or not call.reads_cache:
             ids = None  # of several prompts only the first was counted, and what no cache is read for needs no PREFILL
-        return Job(request_id, call, state, placement, ids, headers, received)
+        return Job(request_id, call, state, placement, ids, headers, received, grant)
+
+    @staticmethod
+    def _elsewhere(call: Call, state: PoolState, tenant: str) -> list[str]:
+        """Every instance but the one that stores the response which `call` continues. Raises DialectError when none does."""
+        if not call.previous:
+            return []
+        ids = [one.instance_id for one in state.pool.instances]
+        here = stored_at(call.previous, tenant, ids)
+        if here is None:
+            raise not_stored(call.previous)
+        return [one for one in ids if one != here]
 
     async def _tokens(self, call: Call, tokenizer: ModelTokenizer, model: str, lora: str) -> tuple[Ids, Keys, int]:
         """Ids and keys of the (first) prompt, and the longest prompt's length. Raises Unrenderable."""
@@ -303,11 +385,13 @@ class Gateway:
             return _json({"decision": MessageToDict(decision, preserving_proto_field_name=True)})
         raise DialectError(503, message, type_="server_error", code="unavailable", retry_after_s=1.0)
 
-    def _tenant(self, request: Request) -> str:
-        tenant = self._keys.tenant_of(request.headers.get("Authorization", ""))
-        if tenant is None:
+    def _client(self, request: Request) -> Client:
+        if self._keys.refresh(time.monotonic()):
+            self._limiter.keep(self._keys.digests)
+        client = self._keys.client_of(request.headers.get("Authorization", ""), request.headers.get("x-api-key", ""))
+        if client is None:
             raise DialectError(401, "A valid API key is needed.", code="invalid_api_key")
-        return tenant
+        return client
 
 
 def _check_length(call: Call, longest: int, limit: int) -> None:
@@ -316,7 +400,7 @@ def _check_length(call: Call, longest: int, limit: int) -> None:
         raise DialectError(
             400,
             f"The model's context is {limit} tokens, but the request needs {longest} of input{asked}.",
-            param="messages" if call.kind is Kind.CHAT else "prompt",
+            param=_PROMPT_FIELDS[call.kind],
             code="context_length_exceeded",
         )
 
@@ -325,5 +409,15 @@ def _json(body: dict[str, Any], status: int = 200) -> Response:
     return Response(status, msgspec.json.encode(body), {"Content-Type": "application/json"})
 
 
-def _error(error: DialectError) -> Response:
-    return Response(error.status, error.body(), {"Content-Type": "application/json"} | error.headers())
+def _error(error: DialectError, form: Form) -> Response:
+    return Response(error.status, error.body(form), {"Content-Type": "application/json"} | error.headers())
+
+
+def _unknown_model(name: str) -> DialectError:
+    return DialectError(404, f"The model `{name}` does not exist.", param="model", code="model_not_found")
+
+
+def _card(name: str, pool: str) -> dict[str, Any]:
+    """A model as OpenAI's clients read it, and as Anthropic's do."""
+    openai = {"id": name, "object": "model", "created": 0, "owned_by": "pointsman", "root": pool}
+    return openai | {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}

@@ -1,49 +1,154 @@
-"""Which tenant a client's key belongs to."""
+"""Who a client is: keys, the tenants they belong to, and what each key may use. Reloaded while the gateway runs."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+import structlog
+from pydantic import SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from services.gateway.limits import Limits
+
+log = structlog.get_logger()
+
 DEFAULT_TENANT = "default"
+LOOK_AGAIN_S = 1.0
+_LIMITS = tuple(one.name for one in fields(Limits))
+
+
+@dataclass(frozen=True)
+class Client:
+    """Whoever shows one key. `key` is its digest; `cache_salt` keeps its tenant's cached prefixes apart ("": shared)."""
+
+    tenant: str
+    key: bytes = b""
+    limits: Limits = field(default_factory=Limits)
+    cache_salt: str = ""
+
+
+ANYONE = Client(DEFAULT_TENANT)
+
+
+class KeysFromEnvironment(BaseSettings):
+    """POINTSMAN_GATEWAY_API_KEYS: lines as in a keys file, separated by line ends or semicolons. No flag: all can see flags."""
+
+    model_config = SettingsConfigDict(env_prefix="POINTSMAN_GATEWAY_")
+
+    api_keys: SecretStr | None = None
+
+    def lines(self) -> list[str] | None:
+        """The lines, None when the variable is not set."""
+        return None if self.api_keys is None else self.api_keys.get_secret_value().replace(";", "\n").splitlines()
+
+
+def parse_keys(lines: Iterable[str], source: str) -> dict[bytes, Client]:
+    """Digest -> client, from lines `TENANT:KEY [NAME=VALUE ...]` with requests_per_minute, tokens_per_minute, in_flight and
+    cache_salt as names. Blank lines and lines that begin with # do not count. Raises ValueError with the line's number."""
+    clients: dict[bytes, Client] = {}
+    for number, line in enumerate(lines, 1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        shown, *options = text.split()
+        tenant, colon, key = shown.partition(":")
+        if not (colon and tenant and key):
+            raise ValueError(f"{source}:{number}: TENANT:KEY is needed")
+        digest = _digest(key)
+        if digest in clients:
+            raise ValueError(f"{source}:{number}: this key was given before")
+        try:
+            clients[digest] = _client(tenant, digest, options)
+        except ValueError as error:
+            raise ValueError(f"{source}:{number}: {error}") from None
+    return clients
+
+
+def _client(tenant: str, digest: bytes, options: list[str]) -> Client:
+    given: dict[str, str] = {}
+    for option in options:
+        name, equals, value = option.partition("=")
+        if not (equals and value) or name not in (*_LIMITS, "cache_salt") or name in given:
+            raise ValueError(f"options are {', '.join(_LIMITS)} and cache_salt, each once and as NAME=VALUE")
+        given[name] = value
+    salt = given.pop("cache_salt", "")
+    if not all(value.isascii() and value.isdigit() and len(value) < 12 for value in given.values()):
+        raise ValueError("limits are whole numbers")
+    return Client(tenant, digest, Limits(**{name: int(value) for name, value in given.items()}), salt)
 
 
 class ApiKeys:
-    """Keys by tenant. Without any, every client is the tenant "default"."""
+    """All keys. Without any source every client is the tenant "default"; a source without keys lets nobody in."""
 
-    def __init__(self, keys: dict[str, str] | None = None) -> None:
-        """`keys` maps key -> tenant; None lets everyone in."""
-        self._digests = None if keys is None else [(_digest(key), tenant) for key, tenant in keys.items()]
+    def __init__(self, file: Path | None = None, lines: Iterable[str] | None = None) -> None:
+        """Raises ValueError for a bad line, OSError when `file` cannot be read."""
+        self._file = file
+        self._fixed = None if lines is None else parse_keys(lines, "POINTSMAN_GATEWAY_API_KEYS")
+        self._seen: tuple[int, int, int] | None = None
+        self._looked_at: float | None = None
+        self._clients: Mapping[bytes, Client] = self._fixed or {}
+        if file is not None:
+            self._seen = _stamp(file)
+            self._clients = self._read(file)
 
-    @classmethod
-    def load(cls, file: Path) -> ApiKeys:
-        """Read lines TENANT:KEY; blank lines and lines that begin with # do not count. Raises ValueError naming the line (never
-        the key), OSError when the file cannot be read. An empty file lets nobody in."""
-        keys: dict[str, str] = {}
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-            text = line.strip()
-            if not text or text.startswith("#"):
-                continue
-            tenant, colon, key = text.partition(":")
-            if not (colon and tenant.strip() and key.strip()):
-                raise ValueError(f"{file}:{number}: TENANT:KEY is needed")
-            if key.strip() in keys:
-                raise ValueError(f"{file}:{number}: this key was given before")
-            keys[key.strip()] = tenant.strip()
-        return cls(keys)
+    @property
+    def needed(self) -> bool:
+        """Whether a key must be shown."""
+        return self._file is not None or self._fixed is not None
 
-    def tenant_of(self, authorization: str) -> str | None:
-        """The tenant whose key `authorization` ("Bearer KEY") shows, or None. Takes the same time for every key."""
-        if self._digests is None:
-            return DEFAULT_TENANT
-        scheme, _, key = authorization.partition(" ")
-        shown = _digest(key.strip())
+    @property
+    def digests(self) -> set[bytes]:
+        """The names of all keys."""
+        return set(self._clients)
+
+    def refresh(self, now: float) -> bool:
+        """Read the file again if it has changed, looking at most once in LOOK_AGAIN_S; whether other keys are valid now. A file
+        that cannot be used changes nothing, and is said once. `now` is monotonic seconds. Mutates."""
+        if self._file is None or (self._looked_at is not None and now - self._looked_at < LOOK_AGAIN_S):
+            return False
+        self._looked_at = now
+        try:
+            stamp = _stamp(self._file)
+            if stamp == self._seen:
+                return False
+            self._seen = stamp
+            self._clients = self._read(self._file)
+        except (OSError, ValueError) as error:
+            log.error("the keys file cannot be used; the keys from before stay", error=str(error))
+            return False
+        log.info("keys read again", keys=len(self._clients))
+        return True
+
+    def client_of(self, authorization: str, x_api_key: str = "") -> Client | None:
+        """The client whose key "Bearer KEY" or `x_api_key` shows, or None. Takes the same time for every key."""
+        if not self.needed:
+            return ANYONE
+        scheme, _, token = authorization.partition(" ")
+        shown = [token.strip()] if scheme.lower() == "bearer" else []
+        shown += [x_api_key.strip()] if x_api_key else []
         found = None
-        for digest, tenant in self._digests:
-            if hmac.compare_digest(digest, shown) and scheme.lower() == "bearer":
-                found = tenant
+        for key in shown:
+            digest = _digest(key)
+            for known, client in self._clients.items():
+                if hmac.compare_digest(known, digest):
+                    found = found or client
         return found
+
+    def _read(self, file: Path) -> dict[bytes, Client]:
+        read = parse_keys(file.read_text(encoding="utf-8").splitlines(), str(file))
+        if twice := read.keys() & (self._fixed or {}).keys():
+            raise ValueError(f"{file}: {len(twice)} of its keys are in POINTSMAN_GATEWAY_API_KEYS too")
+        return {**(self._fixed or {}), **read}
+
+
+def _stamp(file: Path) -> tuple[int, int, int]:
+    """Changes when the file is written, replaced, or its link points elsewhere (as a mounted secret's does)."""
+    found = file.stat()
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _digest(key: str) -> bytes:

@@ -13,8 +13,10 @@ import structlog
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2
 from services.gateway import choreography as ch
-from services.gateway.answer import Tail, Usage, usage_of
-from services.gateway.dialects import Call, DialectError, error_event
+from services.gateway.answer import Tail
+from services.gateway.dialects import Call, DialectError, Kind, engine_error, error_event, with_fields
+from services.gateway.dialects.endings import Ending, Usage, usage_of
+from services.gateway.dialects.responses import response_id
 from services.gateway.events import EventStream
 from services.gateway.http.client import Answer
 from services.gateway.http.message import Request, Response
@@ -27,6 +29,7 @@ from services.gateway.kv_transfer import (
     is_direct,
     slice_request,
 )
+from services.gateway.limits import Grant
 from services.gateway.offload import Bootstraps, Offload
 from services.gateway.pools import Pools, PoolState
 from services.gateway.router_client import RouterAway, RouterClient, Step
@@ -73,6 +76,14 @@ class Job:
     ids: Ids | None  # the prompt's tokens, None where they are only estimated
     up_headers: dict[str, str]
     received: float
+    grant: Grant
+
+    def payload_at(self, instance_id: str) -> bytes:
+        """What to send to an instance. A response's id says where it is stored, so that is known only now."""
+        if self.call.kind is not Kind.RESPONSES:
+            return self.call.payload
+        id_ = response_id(instance_id, self.placement.tenant, self.request_id)
+        return with_fields(self.call.payload, {"request_id": id_})
 
 
 @dataclass
@@ -102,7 +113,7 @@ class Conductor:
         self._times = _Times()
         self._usage = Usage()
         self._reply: Response | None = None  # a whole answer: a rejection, or one that is not streamed
-        self._tail = Tail()
+        self._tail = Tail(job.call.kind)
         self._events = EventStream(self._tail, withhold_usage=job.call.usage_is_ours)
         self._failure: ch.Fail | None = None
         self._tried = ""  # the instance of the last step, which a new attempt has already forgotten
@@ -136,7 +147,12 @@ class Conductor:
         if self._reply is not None:
             return self._reply
         if self._broken:
-            event = error_event("The instance failed while it answered.", code="instance_failed")
+            event = error_event(
+                "The instance failed while it answered.",
+                self._job.call.kind.form,
+                "instance_failed",
+                self._tail.ending().sequence_number + 1,
+            )
             self._out.write(b"\n\n" + event if self._events.torn else event)
         self._out.end()
         return None
@@ -234,12 +250,14 @@ class Conductor:
         request = self._request_for(ask.attempt_id, ask.exclude)
         instances = {one.instance_id: one for one in self._job.state.pool.instances}
         self._tools.turn += 1
-        chosen = ch.least_inflight(sorted(instances), self._tools.router.inflight(), ask.exclude, self._tools.turn)
+        chosen = ch.least_inflight(
+            sorted(instances), self._tools.router.inflight(), tuple(request.exclude), self._tools.turn
+        )
         if chosen is None:
             return ch.Refused(ask.attempt_id, ch.UNAVAILABLE, "No instance is ready for this model.", _RETRY_S)
         self._tools.telemetry.local.inc()
         log.debug("placed without a router", request_id=request.request_id, instance=chosen)
-        return ch.StepGiven(ask.attempt_id, _target(instances[chosen]), degraded=True)
+        return ch.StepGiven(ask.attempt_id, target_of(instances[chosen]), degraded=True)
 
     def _understood(self, attempt_id: str, step: Step) -> ch.Event:
         if isinstance(step, placement_pb2.Refusal):
@@ -250,15 +268,15 @@ class Conductor:
         prefill = given.prefix_tokens if given.kind == placement_pb2.STEP_KIND_PREFILL else 0
         return ch.StepGiven(
             attempt_id,
-            _target(given.instance),
+            target_of(given.instance),
             given.index,
             prefill,
             given.deadline.ToTimedelta().total_seconds() if given.HasField("deadline") else 0.0,
             step.decision_id,
             step.cached_tokens,
             step.degraded,
-            _target(given.kv_target) if given.HasField("kv_target") else None,
-            _target(given.kv_source) if given.HasField("kv_source") else None,
+            target_of(given.kv_target) if given.HasField("kv_target") else None,
+            target_of(given.kv_source) if given.HasField("kv_source") else None,
         )
 
     def _note_step(self, step: ch.StepGiven) -> None:
@@ -301,7 +319,7 @@ class Conductor:
         call, upstream = self._job.call, self._tools.upstream
         self._times.sent = time.monotonic()
         try:
-            payload = self._offload.payload(step, call.payload)
+            payload = self._offload.payload(step, self._job.payload_at(step.target.instance_id))
             answer = await upstream.post(step.target, call.kind.value, payload, self._job.up_headers)
             self._upstream = answer
             if answer.status >= 500 or 300 <= answer.status < 400:
@@ -313,10 +331,14 @@ class Conductor:
                     return ch.UpstreamFailed("the answer began with an error", answer.status)
             else:
                 body = await upstream.read_all(answer)
-                self._reply = Response(answer.status, body, down_headers(answer.headers) | self._decision_headers())
+                headers = down_headers(answer.headers) | self._decision_headers()
+                if answer.status >= 400:
+                    body = engine_error(call.kind.form, answer.status, body)
+                    headers["Content-Type"] = "application/json"
+                self._reply = Response(answer.status, body, headers)
                 if answer.status >= 400:
                     return ch.AnswerRejected(answer.status)
-                self._usage = usage_of(body)
+                self._usage = usage_of(body, call.kind)
         except TransferError as error:
             return ch.UpstreamFailed(str(error), 500)
         except UpstreamError as error:
@@ -345,14 +367,19 @@ class Conductor:
             return ch.UpstreamFailed(error.text, error.status)
         except asyncio.CancelledError:
             # Clients hang up at [DONE], often before the engine's own end is read here: they had the whole answer.
-            complete, self._usage, error_text = tail.summary()
-            if complete:
-                self._handle(ch.AnswerEnded(error_text))
+            ending = self._ended()
+            if ending.complete:
+                self._handle(ch.AnswerEnded(ending.error))
             raise
-        complete, self._usage, error_text = tail.summary()
-        if not complete:
+        ending = self._ended()
+        if not ending.complete:
             return ch.UpstreamFailed("the stream ended early", upstream.status)
-        return ch.AnswerEnded(error_text)
+        return ch.AnswerEnded(ending.error)
+
+    def _ended(self) -> Ending:
+        ending = self._tail.ending()
+        self._usage = ending.usage
+        return ending
 
     # Reports.
 
@@ -371,6 +398,8 @@ class Conductor:
             http_status=status,
         )
         now = time.monotonic()
+        prompt = job.placement.input_tokens if usage.prompt is None else usage.prompt
+        job.grant.charge(prompt + (self._tail.events if usage.output is None else usage.output), now)
         finished.timings.placed_ms = _ms(times.placed, job.received)
         finished.timings.sent_ms = _ms(times.sent, job.received)
         finished.timings.first_token_ms = _ms(times.first, job.received)
@@ -382,7 +411,7 @@ class Conductor:
         if effect.outcome is ch.Outcome.OK:
             telemetry.total.observe(now - job.received)
             if job.ids is not None and usage.prompt is not None:
-                self._tools.pools.counted(job.state, len(job.ids), usage.prompt)
+                self._tools.pools.counted(job.state, job.call.kind, len(job.ids), usage.prompt)
         if effect.outcome is ch.Outcome.FAILED:
             log.warning(
                 "attempt failed", request_id=effect.attempt_id, instance=self._tried, error=effect.error, status=status
@@ -402,7 +431,8 @@ class Conductor:
         return headers
 
 
-def _target(instance: placement_pb2.InstanceRef) -> ch.Target:
+def target_of(instance: placement_pb2.InstanceRef) -> ch.Target:
+    """Where to send for `instance`."""
     rank = instance.data_parallel_rank if instance.HasField("data_parallel_rank") else None
     kv = instance.kv_transfer
     return ch.Target(

@@ -42,14 +42,14 @@ async def _serve(settings: GatewaySettings) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with AsyncExitStack() as stack:
         try:
-            _, url = await stack.enter_async_context(serving(settings))
+            gateway, url = await stack.enter_async_context(serving(settings))
         except (OSError, ValueError) as error:
             # An address that is taken, a keys file that cannot be used: for the operator to read, not to debug.
             raise SystemExit(f"pointsman gateway: {error}") from None
-        keys = settings.api_keys_file is not None
+        keys = gateway.keys_needed
         log.info("gateway serves", url=url, gateway_id=settings.gateway_id, keys=keys)
         if not keys and not is_loopback(settings.listen):
-            log.warning("everyone who reaches this address may call; set api_keys_file to change that")
+            log.warning("everyone who reaches this address may call; give it API keys to change that")
         await stop.wait()
         log.info("gateway drains", drain_s=settings.drain_s)
 

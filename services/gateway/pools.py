@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import structlog
 
 from pointsman.router.v1 import placement_pb2
+from services.gateway.dialects import Kind
 from services.gateway.self_check import differs
 from services.gateway.telemetry import Telemetry
 from services.gateway.token_cache import TokenCache
@@ -24,6 +26,7 @@ ASK_AGAIN_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 SILENT_ROUNDS = 3  # without an answer from any instance, before the model is declared without exact tokens
 MISMATCHES = 3
 RECHECK_PAUSE_S = 60.0
+_CONVERTED = frozenset({Kind.RESPONSES, Kind.MESSAGES})
 
 
 class Exactness(enum.Enum):
@@ -44,14 +47,14 @@ class PoolState:
     exactness: Exactness = Exactness.CHECKING
     reason: str = "not checked yet"
     verified: set[tuple[str, str]] = field(default_factory=set)  # (url, incarnation)
-    mismatches: int = 0  # in a row
+    mismatches: Counter[Kind] = field(default_factory=Counter)  # in a row
+    inexact: set[Kind] = field(default_factory=set)  # APIs whose prompts we were seen to convert otherwise
     rechecked_at: float = -RECHECK_PAUSE_S
     task: asyncio.Task[None] | None = None
 
-    @property
-    def usable(self) -> ModelTokenizer | None:
-        """The tokenizer, where its tokens are known to be the engine's."""
-        return self.tokenizer if self.exactness is Exactness.EXACT else None
+    def usable(self, kind: Kind) -> ModelTokenizer | None:
+        """The tokenizer, where its tokens are known to be the engine's for an API's prompts."""
+        return self.tokenizer if self.exactness is Exactness.EXACT and kind not in self.inexact else None
 
 
 class Pools:
@@ -92,19 +95,27 @@ class Pools:
         """All pools by name."""
         return [self._states[model] for model in sorted(self._states)]
 
-    def names(self) -> list[tuple[str, str]]:
-        """Every name that a client may ask for, with its pool's."""
-        return sorted((name, pool) for name, (pool, _) in self._names.items())
+    def names(self, aliases: Mapping[str, str]) -> list[tuple[str, str]]:
+        """Every name that a client may ask for, with its pool's. An alias of a name that nobody serves is none."""
+        known = {name: pool for name, (pool, _) in self._names.items()}
+        return sorted((known | {alias: known[name] for alias, name in aliases.items() if name in known}).items())
 
-    def counted(self, state: PoolState, ours: int, engines: int) -> None:
-        """Compare our count of a prompt's tokens with the engine's; after three disagreements in a row check again. Mutates."""
+    def counted(self, state: PoolState, kind: Kind, ours: int, engines: int) -> None:
+        """Compare our count of a prompt's tokens with the engine's; after three disagreements in a row check again. An API
+        whose bodies are converted (the check cannot see that) is placed without keys from then on. Mutates."""
         if ours == engines:
-            state.mismatches = 0
+            state.mismatches[kind] = 0
             return
-        state.mismatches += 1
+        state.mismatches[kind] += 1
         self._telemetry.count_mismatch.labels(state.pool.model).inc()
-        if state.mismatches >= MISMATCHES and time.monotonic() - state.rechecked_at >= RECHECK_PAUSE_S:
-            state.mismatches, state.rechecked_at = 0, time.monotonic()
+        if state.mismatches[kind] < MISMATCHES:
+            return
+        if kind in _CONVERTED:
+            log.warning("the engine counts other prompt tokens", model=state.pool.model, api=kind.value)
+            state.inexact.add(kind)
+            return
+        if time.monotonic() - state.rechecked_at >= RECHECK_PAUSE_S:
+            state.mismatches[kind], state.rechecked_at = 0, time.monotonic()
             log.warning("the engine counts other prompt tokens; checking again", model=state.pool.model)
             state.verified.clear()
             self._check_soon(state)
@@ -124,6 +135,8 @@ class Pools:
     def _check_soon(self, state: PoolState) -> None:
         wanted = {(one.url, one.incarnation) for one in state.pool.instances}
         state.verified &= wanted
+        if wanted - state.verified:
+            state.inexact.clear()  # another incarnation may be another version
         if (wanted - state.verified) and (state.task is None or state.task.done()):
             state.task = asyncio.create_task(self._check_or_say(state))
         self._publish(state)

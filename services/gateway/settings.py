@@ -23,7 +23,15 @@ class GatewaySettings(BaseSettings):
         default_factory=list,
         description="MODEL=PATH or MODEL=HUB_ID; for other models the engine's own model root is tried",
     )
-    api_keys_file: Path | None = Field(None, description="file with lines TENANT:KEY; without it every client may call")
+    aliases: Annotated[list[str], NoDecode] = Field(
+        default_factory=list,
+        description="NAME=MODEL: clients may ask for NAME and get MODEL, which answers by its own name",
+    )
+    api_keys_file: Path | None = Field(
+        None,
+        description="file with lines TENANT:KEY [requests_per_minute=N] [tokens_per_minute=N] [in_flight=N] "
+        "[cache_salt=TEXT], read again when it changes; without keys every client may call",
+    )
     client_cache_salt: bool = Field(False, description="let clients set cache_salt")
     token_cache_mb: int = Field(128, ge=0, description="room for tokens and keys of texts seen before, in MiB")
     max_body_bytes: int = Field(32 << 20, gt=0, description="largest request body in bytes")
@@ -45,7 +53,7 @@ class GatewaySettings(BaseSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level to log")
 
-    @field_validator("routers", "tokenizers", mode="before")
+    @field_validator("routers", "tokenizers", "aliases", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         # A flag may be given several times, with commas too.
@@ -61,11 +69,11 @@ class GatewaySettings(BaseSettings):
             raise ValueError("needs at least one router, each as HOST:PORT")
         return value
 
-    @field_validator("tokenizers")
+    @field_validator("tokenizers", "aliases")
     @classmethod
     def _pairs(cls, value: list[str]) -> list[str]:
         if not all(all(entry.partition("=")[::2]) for entry in value):
-            raise ValueError("each entry is MODEL=PATH or MODEL=HUB_ID")
+            raise ValueError("each entry is MODEL=PATH, MODEL=HUB_ID or, for an alias, NAME=MODEL")
         return value
 
     @field_validator("listen")
@@ -75,6 +83,10 @@ class GatewaySettings(BaseSettings):
         if not host or not port.isdigit() or int(port) > 65535:
             raise ValueError("HOST:PORT is needed")
         return value
+
+    def alias_map(self) -> dict[str, str]:
+        """Name asked for -> name served."""
+        return dict(entry.split("=", 1) for entry in self.aliases)
 
     def tokenizer_paths(self) -> dict[str, str]:
         """Model -> path or hub id, as given by `tokenizers`."""

@@ -27,6 +27,7 @@ class Telemetry:
         self.outcomes = Counter(f"{name}attempts", "Placed attempts by outcome", ["outcome"], registry=of)
         self.retries = Counter(f"{name}retries", "Attempts after the first", registry=of)
         self.refusals = Counter(f"{name}refusals", "Requests that the router refused, by code", ["code"], registry=of)
+        self.limited = Counter(f"{name}limited", "Requests beyond their key's limits", registry=of)
         self.stripped = Counter(f"{name}stripped_fields", "Fields taken out of requests", ["field"], registry=of)
         self.keyless = Counter(f"{name}keyless", "Requests placed without block keys", ["model"], registry=of)
         self.local = Counter(f"{name}degraded_placements", "Requests placed without a router", registry=of)

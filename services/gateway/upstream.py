@@ -41,10 +41,14 @@ class Upstream:
 
     async def post(self, target: Target, path: str, payload: bytes, headers: Mapping[str, str]) -> Answer:
         """Send one request; the answer's head. The caller reads it to its end or closes it. Raises UpstreamError."""
+        return await self.send(target, "POST", path, payload, headers)
+
+    async def send(self, target: Target, method: str, path: str, payload: bytes, headers: Mapping[str, str]) -> Answer:
+        """post() with any method."""
         sent = dict(headers)
         if target.rank is not None:
             sent["X-data-parallel-rank"] = str(target.rank)
-        return await self._pool.send("POST", target.url, path, sent, payload)
+        return await self._pool.send(method, target.url, path, sent, payload)
 
     async def read_all(self, answer: Answer, limit: int = MAX_ANSWER_BYTES) -> bytes:
         """The whole body. Raises UpstreamError, also when it is longer than `limit` bytes."""

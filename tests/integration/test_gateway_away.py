@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 
 from pointsman.router.v1 import placement_pb2
+from services.gateway.dialects import Kind
 from services.gateway.main import serving
 from services.gateway.pools import Exactness
 from services.gateway.settings import GatewaySettings
@@ -159,13 +160,27 @@ async def test_counts_that_disagree_three_times_in_a_row_lead_to_another_check(t
         (state,) = up.gateway.pools.states()
         pools = up.gateway.pools
         for ours, theirs in ((5, 5), (5, 6), (5, 6), (5, 5), (5, 6), (5, 6)):
-            pools.counted(state, ours, theirs)
+            pools.counted(state, Kind.CHAT, ours, theirs)
         assert state.verified
         make_tokenizer(tmp_path / "model", "{{ messages[0].content }}")
-        pools.counted(state, 5, 6)
+        pools.counted(state, Kind.CHAT, 5, 6)
         assert not state.verified
         await state.task
         assert state.exactness is Exactness.EXACT
+
+
+async def test_an_api_whose_counts_disagree_is_placed_without_keys(tmp_path: Path) -> None:
+    async with stack(tmp_path) as up:
+        (state,) = up.gateway.pools.states()
+        for theirs in (5, 6, 6, 5, 6, 6):
+            up.gateway.pools.counted(state, Kind.MESSAGES, 5, theirs)
+        assert state.usable(Kind.MESSAGES) is not None
+        up.gateway.pools.counted(state, Kind.MESSAGES, 5, 6)
+        assert state.usable(Kind.MESSAGES) is None
+        assert state.usable(Kind.CHAT) is state.tokenizer is not None
+        state.pool.instances[0].incarnation = "2"
+        up.gateway.pools.update(placement_pb2.Fleet(pools=[state.pool]))
+        assert state.usable(Kind.MESSAGES) is not None
 
 
 async def test_only_known_keys_may_call_and_name_the_tenant(tmp_path: Path) -> None:

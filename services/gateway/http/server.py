@@ -50,8 +50,8 @@ class Site(Protocol):
     def answer(self, request: Request) -> Awaitable[Response | None]:
         """The answer; None when it went out through request.outgoing. Cancelled when the client leaves."""
 
-    def error(self, status: int, message: str, code: str) -> Response:
-        """An answer to what never became a request."""
+    def error(self, status: int, message: str, code: str, path: str) -> Response:
+        """An answer to what never became a request; `path` as far as it is known."""
 
 
 class Source(Protocol):
@@ -318,13 +318,16 @@ class _Connection(asyncio.Protocol):
 
     def _refuse(self, status: int, message: str, code: str) -> None:
         if self._state is not _State.ENDING:
-            self._end_with(self.server.site.error(status, message, code))
+            self._end_with(self.server.site.error(status, message, code, self._path()))
 
     def _too_large(self) -> None:
         self._refuse(431, "The request's head is too large.", "head_too_large")
 
     def _too_much_body(self) -> Response:
-        return self.server.site.error(413, "The request body is too large.", "body_too_large")
+        return self.server.site.error(413, "The request body is too large.", "body_too_large", self._path())
+
+    def _path(self) -> str:
+        return self._url.partition(b"?")[0].decode("latin-1")
 
     def _end_with(self, response: Response) -> None:
         """Answer now, whatever the client is still sending."""

@@ -1,17 +1,17 @@
-"""The gateway's smaller parts: usage in answers, client keys, settings."""
+"""The gateway's smaller parts: streams on their way, settings."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from services.gateway.answer import TAIL_BYTES, Tail, Usage, usage_of
-from services.gateway.auth import ApiKeys
+from services.gateway.answer import TAIL_BYTES, Tail
+from services.gateway.dialects import Kind
+from services.gateway.dialects.endings import Ending, Usage
 from services.gateway.events import MAX_HELD_BYTES, EventStream
 from services.gateway.settings import GatewaySettings
 
@@ -39,10 +39,10 @@ CUTS = st.lists(st.integers(1, 400), max_size=60)
 def test_usage_is_found_however_the_stream_is_cut(cuts: list[int], words: int, ours: bool) -> None:
     said = [{"choices": [{"delta": {"content": 'w"usage"' * 30}}]} for _ in range(words)]
     whole = stream(*said, {"choices": [], "usage": USAGE})
-    tail = Tail()
+    tail = Tail(Kind.CHAT)
     events = EventStream(tail, withhold_usage=ours)
     out = [events.feed(piece) for piece in cut_up(whole, cuts)]
-    assert tail.summary() == (True, Usage(7, 4, 3), "")
+    assert tail.ending() == Ending(True, Usage(7, 4, 3))
     assert tail.events == words + 2
     assert b"".join(out) == (stream(*said) if ours else whole)
     assert all(piece == b"" or piece.endswith(b"\n\n") for piece in out)
@@ -50,7 +50,7 @@ def test_usage_is_found_however_the_stream_is_cut(cuts: list[int], words: int, o
 
 
 def test_only_whole_events_go_out_until_one_is_too_long_to_wait_for() -> None:
-    events = EventStream(Tail())
+    events = EventStream(Tail(Kind.CHAT))
     assert events.feed(b'data: {"a"') == b""
     assert events.feed(b": 1}\r\n\r\ndata") == b'data: {"a": 1}\r\n\r\n'
     long = b"x" * MAX_HELD_BYTES
@@ -65,47 +65,22 @@ def test_only_whole_events_go_out_until_one_is_too_long_to_wait_for() -> None:
 
 
 def test_an_early_end_and_an_engines_own_error_are_seen() -> None:
-    tail = Tail()
+    tail = Tail(Kind.CHAT)
     tail.add(stream({"choices": []}, done=False))
-    assert tail.summary()[0] is False
+    assert tail.ending().complete is False
     tail.add(stream({"error": {"message": "dead"}}))
-    assert tail.summary() == (True, Usage(), "the engine reported an error")
+    assert tail.ending() == Ending(True, Usage(), "the engine reported an error")
     assert tail.events == 3
-    assert Tail().summary() == (False, Usage(), "")
-
-
-def test_usage_of_a_whole_answer() -> None:
-    assert usage_of(json.dumps({"usage": USAGE}).encode()) == Usage(7, 4, 3)
-    for odd in (b"", b"[]", b"{", b'{"usage": 3}', b'{"usage": {"prompt_tokens": "7", "completion_tokens": -1}}'):
-        assert usage_of(odd) == Usage()
-
-
-def test_keys_name_tenants(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("# comment\n\nred: k1 \nblue:k:2\n")
-    keys = ApiKeys.load(file)
-    assert [keys.tenant_of(f"Bearer {key}") for key in ("k1", "k:2", "k2", "")] == ["red", "blue", None, None]
-    assert keys.tenant_of("k1") is None
-    assert keys.tenant_of("bearer k1") == "red"
-    assert ApiKeys().tenant_of("") == "default"
-    file.write_text("")
-    assert ApiKeys.load(file).tenant_of("Bearer ") is None
-
-
-@pytest.mark.parametrize("text", ["secret", "red:", ":secret", "a:secret\nb:secret"])
-def test_a_bad_keys_file_is_refused_without_showing_the_key(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "keys"
-    file.write_text(text)
-    with pytest.raises(ValueError, match=r"keys:\d") as refused:
-        ApiKeys.load(file)
-    assert "secret" not in str(refused.value)
+    assert Tail(Kind.CHAT).ending() == Ending(False)
 
 
 def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POINTSMAN_GATEWAY_ROUTERS", "a:1, b:2")
     monkeypatch.setenv("POINTSMAN_GATEWAY_TOKENIZERS", "m=/models/m,org/n=org/n")
+    monkeypatch.setenv("POINTSMAN_GATEWAY_ALIASES", "big=org/n")
     read = GatewaySettings()
     assert read.routers == ["a:1", "b:2"]
+    assert read.alias_map() == {"big": "org/n"}
     assert read.tokenizer_paths() == {"m": "/models/m", "org/n": "org/n"}
     assert GatewaySettings(routers=["a:1,b:2", "c:3"]).routers == ["a:1", "b:2", "c:3"]
     assert read.gateway_id != GatewaySettings().gateway_id
@@ -119,6 +94,7 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         {"routers": []},
         {"routers": ["x"]},
         {"tokenizers": ["m"]},
+        {"aliases": ["m="]},
         {"max_body_bytes": 0},
     ],
 )
