@@ -94,6 +94,8 @@ def _state_of(one: fleet_pb2.InstanceStatus) -> str:
     remarks = ["approximate"] if one.prefix_source == fleet_pb2.PREFIX_SOURCE_APPROXIMATE else []
     if one.prefix_source == fleet_pb2.PREFIX_SOURCE_NONE and one.state == fleet_pb2.INSTANCE_STATE_READY:
         remarks.append("no credit")
+    if one.circuit_open:
+        remarks.append("circuit open")
     if one.distrusts:
         remarks.append(f"distrusted {one.distrusts}x")
     state = fleet_pb2.InstanceState.Name(one.state).removeprefix("INSTANCE_STATE_")

@@ -103,6 +103,10 @@ def _instance(one: fleet_pb2.InstanceStatus) -> Iterator[Finding]:
     age = one.report_age.ToMilliseconds() / 1e3
     if one.state != fleet_pb2.INSTANCE_STATE_READY:
         yield Finding(Finding.FAIL, name, f"state {state}", "see the agent's and the engine's logs")
+    elif one.circuit_open:
+        yield Finding(
+            Finding.FAIL, name, "it failed requests one after another and is left alone", "see the engine's log"
+        )
     elif age > STALE_REPORT_S:
         yield Finding(
             Finding.WARN, name, f"last report {age:.0f} s ago", "is its agent overloaded, or the network cut?"

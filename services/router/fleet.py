@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from services.router.circuit import Circuit
 from services.router.domain import Candidate, InstanceInfo, InstanceState, Load
 from services.router.idle import IdleStreak
 from services.router.prefix_index import PrefixIndex
@@ -39,6 +40,7 @@ class InstanceRecord:
     load: Load | None = None
     trust: Trust = field(default_factory=Trust)
     idle: IdleStreak = field(default_factory=IdleStreak)
+    circuit: Circuit = field(default_factory=Circuit)
     sight: Sight | None = None
 
     @property
@@ -143,14 +145,17 @@ class Fleet:
 
     def _pool(self, model: str, records: list[InstanceRecord]) -> PoolInfo:
         limits = [record.info.max_model_len for record in records if record.info.max_model_len]
-        usable = (InstanceState.READY, InstanceState.SYNCING, InstanceState.LOST)
+        placeable = (InstanceState.READY, InstanceState.SYNCING, InstanceState.LOST)
+        up = [record for record in records if record.state in placeable]
+        # As for the router itself: where all fail, they are better than none.
+        told = [record for record in up if not record.circuit.opened] or up
         return PoolInfo(
             model=model,
             served_names=tuple(sorted({name for record in records for name in record.info.served_names} - {model})),
             lora_names=tuple(sorted({name for record in records for name in record.info.lora_names})),
             model_root=next((record.info.model_root for record in records if record.info.model_root), ""),
             max_model_len=min(limits, default=0),
-            instances=tuple(record.info for record in records if record.state in usable),
+            instances=tuple(record.info for record in told),
         )
 
     def _rebuild(self) -> None:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from services.common.keys import KEY_TOKENS
 from services.router import events as ev
 from services.router.affinity import Affinity
+from services.router.circuit import Circuit, CircuitSettings
 from services.router.domain import Decision, PlacementRequest, Step, StepKind
 from services.router.fleet import Fleet
 from services.router.holding import Full, Holding, not_now
@@ -58,6 +59,7 @@ class StateSettings:
     limits: Limits = field(default_factory=Limits)
     queue: QueueSettings = field(default_factory=QueueSettings)
     warm_up_s: float = 0.0
+    circuit: CircuitSettings = field(default_factory=CircuitSettings)
 
 
 class RouterState:
@@ -144,7 +146,7 @@ class RouterState:
             case ev.FirstToken():
                 self.truth.first_token(event.request_id, now)
                 moved = self.reservations.first_token(event.request_id)
-                return [ev.Reserved(moved)] if moved else []
+                return [ev.Reserved(moved), *self._judge_circuit(moved, "OK", now)] if moved else []
             case ev.Finished():
                 self.holding.cancel(event.request_id)
                 return self._finished(event, now)
@@ -313,6 +315,8 @@ class RouterState:
             pool=decision.pool,
         )
         self.reservations.put(reservation)
+        if record := self.fleet.get(step.instance_id):
+            record.circuit.placed(reservation.request_id, now)
         self.truth.opened(reservation, keys, tokens, now)
         return [ev.Reserved(reservation)]
 
@@ -331,11 +335,12 @@ class RouterState:
         if event.step_index + 1 >= len(decision.ruling.steps):
             return []
         self.truth.step_done(event.request_id, now)
+        closed = self._judge_circuit(reservation, "OK", now)
         keys = self.truth.keys_of(event.request_id)
         effects = self._reserve(
             decision, event.step_index + 1, reservation.gateway_id, reservation.lease_until, keys, now
         )
-        return [*effects, self._placed_effect(decision, event.step_index + 1, reservation.gateway_id)]
+        return [*closed, *effects, self._placed_effect(decision, event.step_index + 1, reservation.gateway_id)]
 
     def _colocate(
         self, reservation: Reservation, decision: Decision, event: ev.StepDone, now: float
@@ -344,6 +349,7 @@ class RouterState:
         index, steps = event.step_index, decision.ruling.steps
         if steps[index].kind is StepKind.SERVE and not steps[index].kv_source:
             return []  # Nothing simpler is left; its gateway ends this attempt.
+        self._judge_circuit(reservation, "", now)
         note = f"{steps[index].kind.lower()}_failed: {event.error[:MAX_NOTE]}"
         plan = (*steps[: index + 1], Step(StepKind.SERVE, decision.instance_id, COLOCATED_AFTER_ALL))
         ruling = replace(decision.ruling, steps=plan)
@@ -361,10 +367,26 @@ class RouterState:
         judged = self.truth.finished(finished, self._placed.get(finished.request_id), now)
         self._placed.ended(finished.request_id)
         return [
+            *self._judge_circuit(reservation, finished.outcome, now),
             ev.Released(finished.request_id, reservation.pool),
             ev.Closed(reservation.decision_id, finished),
             *judged,
         ]
+
+    def _judge_circuit(self, reservation: Reservation, outcome: str, now: float) -> list[ev.Effect]:
+        """What the end of a request, or of its step, tells of its instance."""
+        record = self.fleet.get(reservation.instance_id)
+        if record is None:
+            return []
+        if outcome == "FAILED":
+            changed = record.circuit.failed(reservation.request_id, now, self.settings.circuit)
+        elif outcome in ("OK", "REJECTED"):
+            changed = record.circuit.answered()
+        else:
+            changed = False
+            record.circuit.left(reservation.request_id)
+        record.sight = None
+        return [ev.FleetChanged()] if changed else []
 
     # ---- operators, the store and time ----
 
@@ -399,6 +421,7 @@ class RouterState:
         self.affinity.forget_pool(pool)
         for record in self.fleet.members(pool, pool):
             self.migrations.drop(record.info.instance_id)
+            record.circuit = Circuit()
             record.sight = None
 
     def _tick(self, now: float) -> list[ev.Effect]:

@@ -12,6 +12,7 @@ from msgspec import structs
 
 from services.common.keys import KEY_TOKENS
 from services.router.affinity import Affinity
+from services.router.circuit import CIRCUIT_OPEN
 from services.router.domain import Candidate, FleetView, InstanceState, PlacementRequest
 from services.router.fleet import Fleet, InstanceRecord, Sight
 from services.router.migrations import Migrations
@@ -65,18 +66,26 @@ class Views:
         # What few requests need: instances that failed this one, and tokens that rest on credit.
         for number, candidate in enumerate(candidates if credited or request.exclude else ()):
             instance_id = candidate.instance_id
-            if instance_id in request.exclude and candidate.excluded in ("", SATURATED):
+            if instance_id in request.exclude and candidate.excluded in ("", SATURATED, CIRCUIT_OPEN):
                 candidate = candidates[number] = structs.replace(candidate, excluded=FAILED_BEFORE)
             if instance_id in credited:
                 confirmed = (blocks[instance_id] - credited[instance_id]) * KEY_TOKENS
                 extra = max(candidate.cached_tokens - confirmed, 0)
                 candidates[number] = structs.replace(candidate, credited_tokens=extra)
+        if not any(_may_serve(candidate) for candidate in candidates):
+            # Better an instance that may fail than none.
+            candidates = [
+                structs.replace(one, excluded="") if one.excluded == CIRCUIT_OPEN else one for one in candidates
+            ]
         owner = self._affinity.owner(request.session, now) if request.session_id else ""
         return FleetView(tuple(candidates), owner, turn, now)
 
     def has_room(self, pool: str, now: float) -> bool:
         """Whether any instance of `pool` may be placed on."""
-        return any(not sight.candidate.excluded for sight in self._sights(self._fleet.members(pool, pool), now))
+        seen = [sight.candidate for sight in self._sights(self._fleet.members(pool, pool), now)]
+        if any(not candidate.excluded for candidate in seen):
+            return True
+        return not any(map(_may_serve, seen)) and any(candidate.excluded == CIRCUIT_OPEN for candidate in seen)
 
     def check_invariants(self) -> None:
         """Raise AssertionError when what is kept of an instance is not what would be seen anew."""
@@ -109,6 +118,7 @@ class Views:
         saturated = self.limits.saturated(counters.num_requests, None if stale else load)
         changes_at = (
             fresh_until,
+            record.circuit.until,
             self._migrations.next_end(info.instance_id, now),
             *self._truth.source_changes_at(record),
         )
@@ -127,7 +137,8 @@ class Views:
                 waiting=load.waiting if load else 0,
                 kv_usage=load.kv_usage if load else 0.0,
                 reported_at=load.sampled_at if load else None,
-                excluded=EXCLUDED_STATES.get(state) or (SATURATED if saturated else ""),
+                excluded=EXCLUDED_STATES.get(state)
+                or (CIRCUIT_OPEN if record.circuit.open(now) else SATURATED if saturated else ""),
                 recent_migrations=self._migrations.count(info.instance_id, now),
                 kv_capacity_tokens=info.kv_capacity_tokens,
                 stale=stale,
@@ -138,3 +149,8 @@ class Views:
             since=now,
             until=min((moment for moment in changes_at if moment >= now), default=float("inf")),
         )
+
+
+def _may_serve(candidate: Candidate) -> bool:
+    """Whether a request goes there now, or once it is less busy."""
+    return candidate.excluded in ("", SATURATED)

@@ -109,7 +109,8 @@ class Session:
         return (await self.read("placement")).placement
 
     async def finish(self, request_id: str, **changes: Any) -> None:
-        finished = placement_pb2.Finished(request_id=request_id, outcome=placement_pb2.OUTCOME_OK, **changes)
+        values = {"outcome": placement_pb2.OUTCOME_OK, **changes}
+        finished = placement_pb2.Finished(request_id=request_id, **values)
         await self.send(finished=finished)
 
 

@@ -137,3 +137,32 @@ async def test_an_index_without_room_says_so() -> None:
         status = await until(client, "given up", prefix_reason="the router's index is full")
         assert status.state == fleet_pb2.INSTANCE_STATE_READY
         assert (status.keys, status.prefix_source) == (0, fleet_pb2.PREFIX_SOURCE_APPROXIMATE)
+
+
+async def test_an_instance_that_fails_for_one_gateway_is_left_alone_by_all() -> None:
+    async with running(circuit_failures=2, circuit_first_open_s=60, circuit_max_open_s=60) as (server, client):
+        reports = [Report(client), Report(client)]
+        for name, report in zip("ab", reports, strict=True):
+            await report.join(name)
+        one, other = Session(client, "one"), Session(client, "other")
+        await one.hello()
+        await other.hello()
+        for number in range(2):
+            placement = await one.place(f"f{number}", exclude=["b"])
+            assert placement.step.instance.instance_id == "a"
+            await one.finish(f"f{number}", outcome=placement_pb2.OUTCOME_FAILED, error="status 500")
+
+        async def told() -> bool:
+            fleet = (await other.read("fleet")).fleet
+            return [ref.instance_id for pool in fleet.pools for ref in pool.instances] == ["b"]
+
+        await eventually(told, "the other gateway is told")
+        assert (await client.instances())["a"].circuit_open
+        for number in range(3):
+            assert (await other.place(f"r{number}")).step.instance.instance_id == "b"
+        decision = server.router.decisions.get("r0")
+        assert decision is not None
+        assert {seen.instance_id: seen.excluded for seen in decision.decision.view.candidates} == {
+            "a": "circuit_open",
+            "b": "",
+        }

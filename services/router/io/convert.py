@@ -344,6 +344,7 @@ def instance_status(state: RouterState, record: InstanceRecord, now: float) -> f
             kv_transfer=_kv_to_wire(info.kv_transfer),
         ),
         state=state_to_wire(record.state),
+        circuit_open=bool(record.circuit.opened),
         num_requests=counters.num_requests,
         pending_prefill_tokens=counters.pending_prefill_tokens,
         ongoing_decode_tokens=counters.ongoing_decode_tokens,

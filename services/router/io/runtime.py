@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2
 from services.router import events as ev
+from services.router.circuit import CircuitSettings
 from services.router.domain import PlacementRequest
 from services.router.holding import not_now
 from services.router.io import convert
@@ -72,6 +73,9 @@ class Router:
                     ageing_tokens_per_s=settings.queue_ageing_tokens_per_s,
                     fair=settings.queue_fair,
                     expiry=settings.hold_expiry,
+                ),
+                circuit=CircuitSettings(
+                    settings.circuit_failures, settings.circuit_first_open_s, settings.circuit_max_open_s
                 ),
                 migration_window_s=settings.migration_window_s,
                 stale_report_s=settings.stale_report_s,

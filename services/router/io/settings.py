@@ -55,6 +55,13 @@ class RouterSettings(BaseSettings):
     hold_expiry: Literal["place", "refuse"] = Field(
         "place", description="a request that the policy held to the end: place by the default policy, or refuse"
     )
+    circuit_failures: int = Field(
+        3, ge=0, description="failed requests in a row after which an instance is left alone; 0: never"
+    )
+    circuit_first_open_s: float = Field(
+        1.0, gt=0, description="how long, before one request is tried; doubled by each trial that fails"
+    )
+    circuit_max_open_s: float = Field(30.0, gt=0, description="the longest that an instance is left alone")
     lost_instance_s: float = Field(30.0, gt=0, description="an instance outlives its agent's stream this long")
     migration_window_s: float = Field(10.0, ge=0, description="a migration weighs on its target this long")
     stale_report_s: float = Field(5.0, gt=0, description="an engine's own figures are not used when older than this")

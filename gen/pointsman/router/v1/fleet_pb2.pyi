@@ -109,6 +109,7 @@ class InstanceStatus(_message.Message):
     BELIEVED_KEYS_FIELD_NUMBER: _builtins.int
     CREDITED_KEYS_FIELD_NUMBER: _builtins.int
     DISTRUSTS_FIELD_NUMBER: _builtins.int
+    CIRCUIT_OPEN_FIELD_NUMBER: _builtins.int
     state: Global___InstanceState.ValueType
     """state now."""
     num_requests: _builtins.int
@@ -133,6 +134,8 @@ class InstanceStatus(_message.Message):
     """credited_keys were computed by answers just given and are not confirmed by events yet."""
     distrusts: _builtins.int
     """distrusts counts how often, in this incarnation, its engine persistently reported fewer cached tokens than predicted."""
+    circuit_open: _builtins.bool
+    """circuit_open: it failed requests one after another, and gets none, or one on trial, until it answers."""
     @_builtins.property
     def instance(self) -> _agent_pb2.Instance:
         """instance as its agent described it."""
@@ -163,10 +166,11 @@ class InstanceStatus(_message.Message):
         believed_keys: _builtins.int = ...,
         credited_keys: _builtins.int = ...,
         distrusts: _builtins.int = ...,
+        circuit_open: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "load", b"load", "report_age", b"report_age"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["believed_keys", b"believed_keys", "credited_keys", b"credited_keys", "distrusts", b"distrusts", "instance", b"instance", "keys", b"keys", "load", b"load", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "prefix_reason", b"prefix_reason", "prefix_source", b"prefix_source", "report_age", b"report_age", "sessions", b"sessions", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["believed_keys", b"believed_keys", "circuit_open", b"circuit_open", "credited_keys", b"credited_keys", "distrusts", b"distrusts", "instance", b"instance", "keys", b"keys", "load", b"load", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "prefix_reason", b"prefix_reason", "prefix_source", b"prefix_source", "report_age", b"report_age", "sessions", b"sessions", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
