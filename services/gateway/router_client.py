@@ -23,6 +23,8 @@ FLUSH_S = 2.0
 # How long a request waits for its pool to have an owner that answers, while other routers do: longer than a takeover needs.
 OWNER_S = 5.0
 ASK_AGAIN_S = 0.1
+# How long a report may wait for others to be sent with: a request's first token and end, or those of several requests.
+REPORT_WITHIN_S = 0.002
 
 _KEYS_FIELD = placement_pb2.PlacementRequest.KEYS_FIELD_NUMBER
 
@@ -161,7 +163,7 @@ class RouterClient:
         if one is None or one.stream is None:
             return
         one.stream.phase = placement_pb2.PHASE_DECODE
-        self._tell(one, placement_pb2.SessionRequest(first_token=placement_pb2.FirstToken(request_id=request_id)))
+        self._report(one, placement_pb2.SessionRequest(first_token=placement_pb2.FirstToken(request_id=request_id)))
 
     def watch(self, request_id: str, generated: Callable[[], int]) -> None:
         """Where to read, when it is announced, how many tokens a request has generated."""
@@ -173,7 +175,7 @@ class RouterClient:
         """Report an attempt's end. While no router is there, not listing it in the next hello says the same."""
         one = self._requests.pop(finished.request_id, None)
         if one is not None:
-            self._tell(one, placement_pb2.SessionRequest(finished=finished))
+            self._report(one, placement_pb2.SessionRequest(finished=finished))
 
     async def explain(self, request: placement_pb2.PlacementRequest, within_s: float) -> fleet_pb2.Decision:
         """What would be decided on `request`; nothing is reserved. Raises RouterAway, or grpc.aio.AioRpcError as it came."""
@@ -196,14 +198,14 @@ class RouterClient:
             return connected[0] if connected else None
         return next((session for session in connected if session.router_id == owner.router_id), None)
 
-    def _tell(self, one: _Request, message: placement_pb2.SessionRequest) -> None:
+    def _report(self, one: _Request, message: placement_pb2.SessionRequest) -> None:
         session = self._route(one.request.model) or one.session
         if session is not None:
-            session.send(message)
+            session.send(message, REPORT_WITHIN_S)
             return
         # Reports made while a first session is being opened wait behind its hello.
         for dialled in self._sessions.values():
-            dialled.send(message)
+            dialled.send(message, REPORT_WITHIN_S)
 
     def _submit(self, one: _Request) -> None:
         """Ask the owner for a first step; where there is none, wait for one."""

@@ -14,13 +14,14 @@ import structlog
 from pointsman.router.v1 import placement_pb2, placement_pb2_grpc
 from services.common.channel import END_OF_STREAM, open_channel
 from services.common.keys import KEY_SCHEME
+from services.common.outbox import Outbox
 
 log = structlog.get_logger()
 
 WELCOME_S = 3.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 
-_Outbox = asyncio.Queue[placement_pb2.SessionRequest | None]  # None: nothing follows
+_Outbox = Outbox[placement_pb2.SessionRequest]
 
 
 class RouterSession:
@@ -61,10 +62,11 @@ class RouterSession:
         """Begin dialling; returns at once."""
         self._task = asyncio.create_task(self._run())
 
-    def send(self, message: placement_pb2.SessionRequest) -> None:
-        """Queue a message; while no stream stands it is dropped, and the next hello tells what it would have."""
+    def send(self, message: placement_pb2.SessionRequest, within_s: float = 0.0) -> None:
+        """Queue a message, to be sent with others `within_s`; while no stream stands it is dropped, and the next hello tells what
+        it would have."""
         if self._outbox is not None:
-            self._outbox.put_nowait(message)
+            self._outbox.put(message, within_s)
 
     async def close(self, flush_s: float) -> None:
         """Send what is still to be told, and hang up when the router has read it (or after `flush_s`)."""
@@ -72,7 +74,7 @@ class RouterSession:
         if self._task is None:
             return
         if self._outbox is not None and self.connected:
-            self._outbox.put_nowait(None)
+            self._outbox.end()
             await asyncio.wait({self._task}, timeout=flush_s)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -118,7 +120,7 @@ class RouterSession:
             call = open_session(metadata=self._metadata)
             # From here on reports queue up behind the hello: what ends between hello and welcome is not lost. A request placed
             # locally in between is not announced; the router undercounts it until it ends, which is harmless.
-            outbox: _Outbox = asyncio.Queue()
+            outbox: _Outbox = Outbox()
             self._outbox = outbox
             self.send(placement_pb2.SessionRequest(hello=self._hello()))
             writer = asyncio.create_task(self._write(call, outbox))
@@ -140,7 +142,8 @@ class RouterSession:
                 log.info("session with router", router=self.address, router_id=welcome.router_id, epoch=welcome.epoch)
                 self._on_up(self)
                 while (message := await call.read()) is not END_OF_STREAM:
-                    self._on_message(self, message)
+                    for one in message.batch.responses if message.HasField("batch") else (message,):
+                        self._on_message(self, one)
             finally:
                 writer.cancel()
                 await asyncio.gather(writer, return_exceptions=True)
@@ -148,6 +151,7 @@ class RouterSession:
 
     @staticmethod
     async def _write(call: Any, outbox: _Outbox) -> None:
-        while (message := await outbox.get()) is not None:
-            await call.write(message)
+        while messages := await outbox.take():
+            batch = placement_pb2.SessionRequestBatch(requests=messages) if len(messages) > 1 else None
+            await call.write(placement_pb2.SessionRequest(batch=batch) if batch else messages[0])
         await call.done_writing()

@@ -217,7 +217,8 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
 
         async def read() -> None:
             async for message in requests:
-                await self._take(message, outbox)
+                for one in message.batch.requests if message.HasField("batch") else (message,):
+                    await self._take(one, outbox)
             await outbox.put(None)
 
         reader = asyncio.create_task(read())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -87,6 +88,7 @@ class Session:
     def __init__(self, client: Client, gateway_id: str = "g") -> None:
         self.gateway_id = gateway_id
         self.call = client.placement.Session(metadata=client.metadata)
+        self._unread: deque[placement_pb2.SessionResponse] = deque()
 
     async def hello(self, *open_streams: placement_pb2.OpenStream) -> placement_pb2.GatewayWelcome:
         await self.send(hello=placement_pb2.GatewayHello(gateway_id=self.gateway_id, open_streams=open_streams))
@@ -98,10 +100,13 @@ class Session:
     async def read(self, kind: str) -> placement_pb2.SessionResponse:
         """The next message of a kind; others are passed over."""
         while True:
+            while self._unread:
+                message = self._unread.popleft()
+                if message.WhichOneof("kind") == kind:
+                    return message
             message = await asyncio.wait_for(self.call.read(), WITHIN_S)
             assert isinstance(message, placement_pb2.SessionResponse), "the stream ended"
-            if message.WhichOneof("kind") == kind:
-                return message
+            self._unread.extend(message.batch.responses if message.HasField("batch") else (message,))
 
     async def place(self, request_id: str, tokens: int = 100, **changes: Any) -> placement_pb2.Placement:
         request = placement_pb2.PlacementRequest(request_id=request_id, model="m", input_tokens=tokens, **changes)

@@ -363,3 +363,23 @@ async def _buf_curl(*arguments: str) -> str:
     out, err = await process.communicate()
     assert process.returncode == 0, err.decode()
     return out.decode()
+
+
+async def test_messages_that_are_ready_together_travel_as_one() -> None:
+    async with running() as (server, client):
+        report = Report(client)
+        await report.join("a")
+        session = Session(client)
+        await session.hello()
+        asked = [placement_pb2.PlacementRequest(request_id=f"r{n}", model="m", input_tokens=10) for n in range(5)]
+        ended = placement_pb2.Finished(request_id="r4", outcome=placement_pb2.OUTCOME_OK)
+        requests = [
+            *(placement_pb2.SessionRequest(place=one) for one in asked),
+            placement_pb2.SessionRequest(first_token=placement_pb2.FirstToken(request_id="r0")),
+            placement_pb2.SessionRequest(finished=ended),
+        ]
+        await session.send(batch=placement_pb2.SessionRequestBatch(requests=requests))
+        answers = [(await session.read("placement")).placement.request_id for _ in asked]
+        assert answers == [one.request_id for one in asked]
+        counters = server.router.state.reservations.counters("a")
+        assert (counters.num_requests, counters.ongoing_decode_tokens) == (4, 10)

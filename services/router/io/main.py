@@ -10,6 +10,7 @@ import sys
 
 import grpc.aio
 import structlog
+import uvloop
 from aiohttp import web
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -125,7 +126,7 @@ def run(settings: RouterSettings) -> None:
     """Run a router until SIGTERM or SIGINT. Exits with 1 and the reason when it cannot start."""
     configure_logs("router", settings.log_level)
     try:
-        asyncio.run(_run(settings))
+        uvloop.run(_run(settings))
     except (ValueError, OSError, RuntimeError, SettingError) as error:
         sys.exit(f"pointsman router: {error}")
 

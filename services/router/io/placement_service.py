@@ -39,11 +39,10 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
         if first.WhichOneof("kind") != "hello" or not hello.gateway_id:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a hello with a gateway_id")
         stream = GatewayStream()
-        stream.send(
-            welcome=placement_pb2.GatewayWelcome(
-                router_id=self._router.settings.router_id, epoch=self._router.store.epoch, key_scheme=KEY_SCHEME
-            )
+        welcome = placement_pb2.GatewayWelcome(
+            router_id=self._router.settings.router_id, epoch=self._router.store.epoch, key_scheme=KEY_SCHEME
         )
+        await context.write(placement_pb2.SessionResponse(welcome=welcome))
         stream.send(fleet=self._router.fleet())
         self._router.opened(convert.gateway_hello(hello), stream)
         reader = asyncio.ensure_future(self._read(hello.gateway_id, context))
@@ -92,24 +91,29 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
 
     async def _read(self, gateway_id: str, context: SessionContext) -> None:
         while (message := await context.read()) is not END_OF_STREAM:
-            match message.WhichOneof("kind"):
-                case "place":
-                    self._router.place(ev.PlaceRequested(convert.placement_request(message.place), gateway_id))
-                    continue
-                case "step_done":
-                    done = message.step_done
-                    event: ev.Event = ev.StepDone(done.request_id, done.step_index, done.ok, done.error)
-                case "first_token":
-                    event = ev.FirstToken(message.first_token.request_id)
-                case "finished":
-                    event = convert.finished(message.finished)
-                case "hello":
-                    event = replace(convert.gateway_hello(message.hello), gateway_id=gateway_id)
-                case _:
-                    continue
-            self._router.submit(event)
+            for one in message.batch.requests if message.HasField("batch") else (message,):
+                self._take(gateway_id, one)
+
+    def _take(self, gateway_id: str, message: placement_pb2.SessionRequest) -> None:
+        match message.WhichOneof("kind"):
+            case "place":
+                self._router.place(ev.PlaceRequested(convert.placement_request(message.place), gateway_id))
+                return
+            case "step_done":
+                done = message.step_done
+                event: ev.Event = ev.StepDone(done.request_id, done.step_index, done.ok, done.error)
+            case "first_token":
+                event = ev.FirstToken(message.first_token.request_id)
+            case "finished":
+                event = convert.finished(message.finished)
+            case "hello":
+                event = replace(convert.gateway_hello(message.hello), gateway_id=gateway_id)
+            case _:
+                return
+        self._router.submit(event)
 
     async def _write(self, stream: GatewayStream, context: SessionContext) -> None:
         with contextlib.suppress(asyncio.CancelledError):
-            while (reply := await stream.replies.get()) is not None:
-                await context.write(reply)
+            while replies := await stream.outbox.take():
+                batch = placement_pb2.SessionResponseBatch(responses=replies) if len(replies) > 1 else None
+                await context.write(placement_pb2.SessionResponse(batch=batch) if batch else replies[0])

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2
+from services.common.outbox import Outbox
 from services.router import events as ev
 from services.router.circuit import CircuitSettings
 from services.router.domain import PlacementRequest
@@ -40,14 +41,14 @@ class AgentStream:
 
 
 class GatewayStream:
-    """What the router still has to say on one gateway's stream. None ends it."""
+    """What the router still has to say on one gateway's stream."""
 
     def __init__(self) -> None:
-        self.replies: asyncio.Queue[placement_pb2.SessionResponse | None] = asyncio.Queue()
+        self.outbox: Outbox[placement_pb2.SessionResponse] = Outbox()
 
     def send(self, **kind: object) -> None:
         """Queue a SessionResponse made of its one field."""
-        self.replies.put_nowait(placement_pb2.SessionResponse(**kind))  # type: ignore[arg-type]
+        self.outbox.put(placement_pb2.SessionResponse(**kind))  # type: ignore[arg-type]
 
 
 class Router:
@@ -139,7 +140,7 @@ class Router:
     def end_sessions(self) -> None:
         """Let all gateways go."""
         for gateway in self.gateways.values():
-            gateway.replies.put_nowait(None)
+            gateway.outbox.end()
 
     async def run(self) -> None:
         """Keep the store and the clock going until cancelled."""
@@ -199,7 +200,7 @@ class Router:
     def opened(self, hello: ev.GatewayHello, stream: GatewayStream) -> None:
         """A gateway opened a stream: from now on its answers go there, and an older stream of it is done with."""
         if (before := self.gateways.get(hello.gateway_id)) is not None:
-            before.replies.put_nowait(None)
+            before.outbox.end()
         self.gateways[hello.gateway_id] = stream
         self.submit(hello)
 

@@ -112,6 +112,7 @@ class SessionRequest(_message.Message):
     STEP_DONE_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___GatewayHello:
         """hello opens the stream."""
@@ -132,6 +133,10 @@ class SessionRequest(_message.Message):
     def finished(self) -> Global___Finished:
         """finished ends a request, however it ended."""
 
+    @_builtins.property
+    def batch(self) -> Global___SessionRequestBatch:
+        """batch is several messages at once, none of them a batch."""
+
     def __init__(
         self,
         *,
@@ -140,16 +145,41 @@ class SessionRequest(_message.Message):
         step_done: Global___StepDone | None = ...,
         first_token: Global___FirstToken | None = ...,
         finished: Global___Finished | None = ...,
+        batch: Global___SessionRequestBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "first_token", b"first_token", "hello", b"hello", "kind", b"kind", "place", b"place", "step_done", b"step_done"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "finished", b"finished", "first_token", b"first_token", "hello", b"hello", "kind", b"kind", "place", b"place", "step_done", b"step_done"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "first_token", b"first_token", "hello", b"hello", "kind", b"kind", "place", b"place", "step_done", b"step_done"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "finished", b"finished", "first_token", b"first_token", "hello", b"hello", "kind", b"kind", "place", b"place", "step_done", b"step_done"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "place", "step_done", "first_token", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "place", "step_done", "first_token", "finished", "batch"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___SessionRequest: _TypeAlias = SessionRequest  # noqa: Y015
+
+@_typing.final
+class SessionRequestBatch(_message.Message):
+    """SessionRequestBatch is messages of a gateway that were ready together."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionRequest]:
+        """requests in their order."""
+
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___SessionRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionRequestBatch: _TypeAlias = SessionRequestBatch  # noqa: Y015
 
 @_typing.final
 class SessionResponse(_message.Message):
@@ -161,9 +191,10 @@ class SessionResponse(_message.Message):
     PLACEMENT_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
     FLEET_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___GatewayWelcome:
-        """welcome answers hello."""
+        """welcome answers the hello that opens the stream; it comes first, and in no batch."""
 
     @_builtins.property
     def placement(self) -> Global___Placement:
@@ -177,6 +208,10 @@ class SessionResponse(_message.Message):
     def fleet(self) -> Global___Fleet:
         """fleet is sent after welcome and whenever models, instances or their readiness change."""
 
+    @_builtins.property
+    def batch(self) -> Global___SessionResponseBatch:
+        """batch is several messages at once, none of them a batch."""
+
     def __init__(
         self,
         *,
@@ -184,16 +219,41 @@ class SessionResponse(_message.Message):
         placement: Global___Placement | None = ...,
         refusal: Global___Refusal | None = ...,
         fleet: Global___Fleet | None = ...,
+        batch: Global___SessionResponseBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fleet", b"fleet", "kind", b"kind", "placement", b"placement", "refusal", b"refusal", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "fleet", b"fleet", "kind", b"kind", "placement", b"placement", "refusal", b"refusal", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fleet", b"fleet", "kind", b"kind", "placement", b"placement", "refusal", b"refusal", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "fleet", b"fleet", "kind", b"kind", "placement", b"placement", "refusal", b"refusal", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "placement", "refusal", "fleet"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "placement", "refusal", "fleet", "batch"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___SessionResponse: _TypeAlias = SessionResponse  # noqa: Y015
+
+@_typing.final
+class SessionResponseBatch(_message.Message):
+    """SessionResponseBatch is messages of the router that were ready together."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESPONSES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def responses(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionResponse]:
+        """responses in their order."""
+
+    def __init__(
+        self,
+        *,
+        responses: _abc.Iterable[Global___SessionResponse] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["responses", b"responses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionResponseBatch: _TypeAlias = SessionResponseBatch  # noqa: Y015
 
 @_typing.final
 class GatewayHello(_message.Message):
