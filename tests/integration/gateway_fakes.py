@@ -18,12 +18,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placement_pb2_grpc
 from services.common.channel import SERVER_OPTIONS
 from services.common.keys import KEY_SCHEME
+from services.gateway.chat_template import Unrenderable
 from services.gateway.dialects import Kind, parse
 from services.gateway.main import serving
 from services.gateway.settings import GatewaySettings
 from services.gateway.tokens import ModelTokenizer
-
-MODEL = "tiny"
+from tests.integration.gateway_apis import MODEL as MODEL
+from tests.integration.gateway_apis import Script
 
 CHATML = """{%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -83,6 +84,7 @@ class FakeEngine:
     requests: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
     engine_id: str = "e1"  # of the KV connector
     queries: int = 0
+    stored: dict[str, dict[str, Any]] = field(default_factory=dict)  # responses by id
     aborted: int = 0
     open: int = 0
 
@@ -113,40 +115,34 @@ class FakeEngine:
         try:
             if self.mode == "hang":
                 await asyncio.sleep(3600)
-            count = len(self.tokenizer.prompt(parse(Kind(request.path), raw)).ids)
-            usage = {
-                "prompt_tokens": count,
-                "completion_tokens": len(self.words),
-                "total_tokens": count + len(self.words),
-                "prompt_tokens_details": {"cached_tokens": 16},
-            }
+            kind = Kind(request.path)
+            call = parse(kind, raw)
+            try:
+                count = len(self.tokenizer.prompt(call).ids) if kind.generates else 9
+            except Unrenderable:
+                count = 9
+            script = Script(kind, body, self.words, count)
+            if kind is Kind.RESPONSES:
+                self.stored[body["request_id"]] = script.whole()
+            if kind is Kind.RESPONSES and body.get("previous_response_id", "") not in ("", *self.stored):
+                return web.json_response({"error": {"message": "not found", "code": 404}}, status=404)
             if not body.get("stream"):
-                reason = "length" if body.get("ignore_eos") else "stop"
-                choice = {"index": 0, "text": "".join(self.words), "finish_reason": reason}
-                if request.path == Kind.CHAT.value:
-                    message = {"role": "assistant", "content": choice.pop("text")}
-                    choice |= {"message": message}
-                return web.json_response(
-                    {"id": "x", "object": "o", "created": 0, "model": MODEL, "choices": [choice], "usage": usage}
-                )
-            return await self._stream(request, body, usage)
+                return web.json_response(script.whole())
+            return await self._stream(request, script)
         except asyncio.CancelledError:
             self.aborted += 1
             raise
         finally:
             self.open -= 1
 
-    async def _stream(self, request: web.Request, body: dict[str, Any], usage: dict[str, Any]) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, script: Script) -> web.StreamResponse:
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8", "Server": "secret"})
         await answer.prepare(request)
-
-        async def event(data: dict[str, Any]) -> None:
-            head = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": MODEL}
-            await answer.write(b"data: " + json.dumps(head | data).encode() + b"\n\n")
-
-        for at, word in enumerate(self.words):
-            delta = {"index": 0, "delta": {"content": word}, "text": word, "finish_reason": None}
-            await event({"choices": [delta]})
+        before, words, after = script.events()
+        for event in before:
+            await answer.write(event)
+        for at, event in enumerate(words):
+            await answer.write(event)
             if at == 0 and self.hold is not None:
                 await self.hold.wait()
             if at == 0 and self.mode == "short":
@@ -155,20 +151,38 @@ class FakeEngine:
                 assert request.transport is not None
                 request.transport.close()
                 return answer
-        if (body.get("stream_options") or {}).get("include_usage"):
-            await event({"choices": [], "usage": usage})
-        await answer.write(b"data: [DONE]\n\n")
+        for event in after:
+            await answer.write(event)
         if self.mode == "linger":
             await asyncio.sleep(3600)
         return answer
+
+    async def aside(self, request: web.Request) -> web.Response:
+        """What an engine's HTTP server answers by itself."""
+        body = await request.json()
+        self.requests.append((request.path, body, dict(request.headers)))
+        if self.mode == "500":
+            return web.Response(status=500, text="boom at 10.0.0.7")
+        return web.json_response({"input_tokens": 9} if "messages" in body else {"prompt": "x"})
+
+    async def stored_response(self, request: web.Request) -> web.Response:
+        self.requests.append((request.path_qs, {}, dict(request.headers)))
+        found = self.stored.get(request.match_info["id"])
+        if found is None:
+            return web.json_response({"error": {"message": "not found", "code": 404}}, status=404)
+        cancelled = {"status": "cancelled"} if request.path.endswith("/cancel") else {}
+        return web.json_response(found | cancelled)
 
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[FakeEngine]:
         app = web.Application(client_max_size=64 << 20)
         app.router.add_post("/tokenize", self.tokenize)
         app.router.add_get("/query", self.query)
-        app.router.add_post(Kind.CHAT.value, self.generate)
-        app.router.add_post(Kind.COMPLETION.value, self.generate)
+        for kind in Kind:
+            if kind is not Kind.TOKENIZE:
+                app.router.add_post(kind.value, self.generate if kind.placed else self.aside)
+        app.router.add_get("/v1/responses/{id}", self.stored_response)
+        app.router.add_post("/v1/responses/{id}/cancel", self.stored_response)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

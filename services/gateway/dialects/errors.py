@@ -98,7 +98,9 @@ def engine_error(form: Form, status: int, body: bytes) -> bytes:
         found = None
     error = found.get("error") if isinstance(found, dict) else None
     if not isinstance(error, dict):
-        return DialectError(status, "The engine refused the request.", code="rejected").body(form)
+        # What a server answers on a path that it has not: this model only embeds, or only generates.
+        said = "This model does not serve this API." if status == 404 else "The engine refused the request."
+        return DialectError(status, said, code="rejected").body(form)
     message = error.get("message")
     safe = without_addresses(message) if isinstance(message, str) else "The engine refused the request."
     if form is Form.ANTHROPIC:

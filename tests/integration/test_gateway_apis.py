@@ -1,0 +1,265 @@
+"""The newer APIs through the gateway, asked by the vendors' own clients where there are such."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import anthropic
+import openai
+import pytest
+
+from pointsman.router.v1 import placement_pb2
+from services.common.keys import prompt_keys
+from services.gateway.dialects import ROUTES, Kind, parse
+from services.gateway.dialects.responses import response_id
+from tests.integration.gateway_fakes import MODEL, Stack, refusal, stack, until
+
+WORDS = "set the points so that each train takes the right track " * 3
+MESSAGES: dict[str, Any] = {"model": MODEL, "max_tokens": 64, "messages": [{"role": "user", "content": WORDS}]}
+RESPONSES: dict[str, Any] = {"model": MODEL, "input": WORDS}
+BODIES: dict[Kind, dict[str, Any]] = {
+    Kind.CHAT: {"model": MODEL, "messages": MESSAGES["messages"]},
+    Kind.COMPLETION: {"model": MODEL, "prompt": WORDS},
+    Kind.MESSAGES: MESSAGES,
+    Kind.RESPONSES: RESPONSES,
+    Kind.EMBEDDINGS: {"model": MODEL, "input": [WORDS, "b"]},
+    Kind.RERANK: {"model": MODEL, "query": "a", "documents": ["b", "c"]},
+    Kind.SCORE: {"model": MODEL, "text_1": "a", "text_2": ["b"]},
+    Kind.COUNT_TOKENS: {"model": MODEL, "messages": MESSAGES["messages"]},
+    Kind.TOKENIZE: {"model": MODEL, "prompt": "a"},
+    Kind.DETOKENIZE: {"model": MODEL, "tokens": [1]},
+}
+PLACED = [kind for kind in Kind if kind.placed]
+
+
+@pytest.fixture
+async def up(tmp_path: Path) -> AsyncIterator[Stack]:
+    async with stack(tmp_path) as running:
+        yield running
+
+
+@asynccontextmanager
+async def claude(up: Stack, key: str = "none") -> AsyncIterator[anthropic.AsyncAnthropic]:
+    async with anthropic.AsyncAnthropic(base_url=up.url, api_key=key, max_retries=0) as client:
+        yield client
+
+
+@asynccontextmanager
+async def gpt(up: Stack, key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{up.url}/v1", api_key=key, max_retries=0) as client:
+        yield client
+
+
+async def ask(up: Stack, path: str, body: object = None, **headers: str) -> tuple[int, Any]:
+    method = "GET" if body is None else "POST"
+    async with (
+        aiohttp.ClientSession() as http,
+        http.request(method, up.url + path, json=body, headers=headers) as answer,
+    ):
+        return answer.status, await answer.json(content_type=None)
+
+
+async def finished(up: Stack, count: int = 1) -> placement_pb2.Finished:
+    await up.router.until(lambda: len(up.router.finished) == count)
+    return up.router.finished[-1]
+
+
+def assert_exact(up: Stack, kind: Kind, body: dict[str, Any], done: placement_pb2.Finished) -> None:
+    """Placed by the very tokens that the engine counted, and reported as it counted them."""
+    ids = up.engines[0].tokenizer.prompt(parse(kind, json.dumps(body).encode())).ids
+    place = up.router.places[-1]
+    assert list(place.keys) == list(prompt_keys(ids.tolist(), MODEL)) != []
+    assert place.input_tokens == done.prompt_tokens == len(ids)
+    assert (done.outcome, done.cached_tokens, done.output_tokens) == (placement_pb2.OUTCOME_OK, 16, 4)
+
+
+async def test_anthropics_client_gets_messages(up: Stack) -> None:
+    async with claude(up) as client:
+        answer = await client.messages.create(**MESSAGES)
+        assert answer.content[0].text == "The points are set."
+        assert_exact(up, Kind.MESSAGES, MESSAGES, await finished(up))
+        async with client.messages.stream(**MESSAGES) as stream:
+            text = "".join([piece async for piece in stream.text_stream])
+            final = await stream.get_final_message()
+        assert (text, final.stop_reason, final.usage.output_tokens) == ("The points are set.", "end_turn", 4)
+        assert_exact(up, Kind.MESSAGES, MESSAGES, await finished(up, 2))
+        assert (await client.messages.count_tokens(**BODIES[Kind.COUNT_TOKENS])).input_tokens == 9
+    assert len(up.router.places) == 2
+    assert [path for path, _, _ in up.engines[0].requests].count("/v1/messages") == 2
+
+
+async def test_openais_client_gets_responses(up: Stack) -> None:
+    async with gpt(up) as client:
+        answer = await client.responses.create(**RESPONSES)
+        assert answer.output_text == "The points are set."
+        assert_exact(up, Kind.RESPONSES, RESPONSES, await finished(up))
+        events = [event async for event in await client.responses.create(**RESPONSES, stream=True)]
+    assert [event.type for event in events][0::7] == ["response.created", "response.completed"]
+    assert_exact(up, Kind.RESPONSES, RESPONSES, await finished(up, 2))
+
+
+async def test_a_stored_response_is_found_by_its_id_alone(up: Stack, tmp_path: Path) -> None:
+    up.engines[0].mode = "500"  # the first response ends up on the second instance
+    async with gpt(up) as client:
+        first = await client.responses.create(**RESPONSES)
+        up.engines[0].mode = "ok"
+        assert first.id in up.engines[1].stored
+        second = await client.responses.create(**RESPONSES, previous_response_id=first.id)
+        assert list(up.router.places[-1].exclude) == ["i0"]
+        assert up.engines[1].requests[-1][1]["previous_response_id"] == first.id
+        assert list(up.router.places[-1].keys) == []
+        # Another gateway knows it too: nothing is remembered, and so nothing can be forgotten.
+        assert second.id.startswith(response_id("i1", "default", "")[:25])
+        assert (await client.responses.retrieve(second.id)).id == second.id
+        assert (await client.responses.cancel(second.id)).status == "cancelled"
+        seen = [path for path, _, _ in up.engines[1].requests[-2:]]
+        assert seen == [f"/v1/responses/{second.id}", f"/v1/responses/{second.id}/cancel"]
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve("resp_unknown")
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.create(**RESPONSES, previous_response_id="resp_unknown")
+    status, _ = await ask(up, f"/v1/responses/{second.id}?stream=false&starting_after=1&evil=1")
+    assert status == 200
+    assert up.engines[1].requests[-1][0].endswith("?stream=false&starting_after=1")
+    assert all(one["request_id"] != "resp_own" for _, one, _ in up.engines[1].requests if "request_id" in one)
+    assert up.router.reserved == set()
+
+
+async def test_without_a_router_a_stored_response_is_continued_where_it_is(up: Stack) -> None:
+    up.engines[0].mode = "500"
+    async with gpt(up) as client:
+        first = await client.responses.create(**RESPONSES)
+        up.engines[0].mode = "ok"
+        await up.router.stop()
+        await until(lambda: not up.gateway.router.connected)
+        for _ in range(3):
+            await client.responses.create(**RESPONSES, previous_response_id=first.id)
+    assert len(up.engines[1].requests) == 4
+
+
+async def test_texts_are_embedded_ranked_and_scored(up: Stack) -> None:
+    async with gpt(up) as client:
+        answer = await client.embeddings.create(**BODIES[Kind.EMBEDDINGS], encoding_format="float")
+    assert answer.data[0].embedding == [0.5, -0.5]
+    done, place = await finished(up), up.router.places[0]
+    assert (done.outcome, done.prompt_tokens) == (placement_pb2.OUTCOME_OK, 9)
+    assert (list(place.keys), place.session_id, place.max_output_tokens) == ([], "", 1)
+    assert place.input_tokens == pytest.approx(len(WORDS) // 4, abs=10)
+    for path, kind in ROUTES.items():
+        if kind in (Kind.RERANK, Kind.SCORE):
+            status, answer = await ask(up, path, BODIES[kind])
+            assert status == 200, path
+            assert up.engines[0].requests[-1][0] == kind.value
+    assert up.router.first_tokens
+    assert up.gateway.router.inflight() == {}
+
+
+async def test_tokens_are_any_instances_to_tell(up: Stack) -> None:
+    assert (await ask(up, "/tokenize", BODIES[Kind.TOKENIZE]))[1]["count"] >= 1
+    assert await ask(up, "/detokenize", BODIES[Kind.DETOKENIZE]) == (200, {"prompt": "x"})
+    for engine in up.engines:
+        engine.mode = "500"
+    status, answer = await ask(up, "/v1/messages/count_tokens", BODIES[Kind.COUNT_TOKENS])
+    assert (status, answer["error"]["type"]) == (502, "api_error")
+    up.engines[1].mode = "ok"
+    for _ in range(2):
+        assert (await ask(up, "/v1/messages/count_tokens", BODIES[Kind.COUNT_TOKENS]))[0] == 200
+    assert up.router.places == []
+
+
+@pytest.mark.parametrize("kind", PLACED)
+async def test_what_a_client_may_not_set_reaches_no_engine_on_any_api(up: Stack, kind: Kind) -> None:
+    evil = {"kv_transfer_params": {"do_remote_prefill": True}, "ec_transfer_params": {}, "priority": -1}
+    evil |= {"vllm_xargs": {"kv_transfer_params": "x", "mine": 1}, "cache_salt": "theirs", "request_id": "resp_x"}
+    status, _ = await ask(up, kind.value, {**BODIES[kind], **evil, "unknown": [1]}, **{"X-Vllm-Priority": "-9"})
+    assert status == 200
+    ((_, seen, headers),) = up.engines[0].requests
+    assert seen["vllm_xargs"] == {"mine": 1}
+    assert seen["unknown"] == [1]
+    assert not {"kv_transfer_params", "ec_transfer_params", "priority", "cache_salt"} & seen.keys()
+    assert kind is not Kind.RESPONSES or seen["request_id"] != "resp_x"
+    assert "x-vllm-priority" not in {name.lower() for name in headers}
+
+
+async def test_errors_take_the_form_of_the_api(up: Stack) -> None:
+    async with claude(up) as client:
+        with pytest.raises(anthropic.NotFoundError) as unknown:
+            await client.messages.create(**MESSAGES | {"model": "other"})
+        assert unknown.value.body == {
+            "type": "error",
+            "error": {"type": "not_found_error", "message": "The model `other` does not exist."},
+        }
+        with pytest.raises(anthropic.BadRequestError):
+            await client.messages.create(**MESSAGES | {"max_tokens": 4_096})
+        up.router.placer = lambda request: refusal(request, 8, "full", 7)
+        with pytest.raises(anthropic.RateLimitError) as full:
+            await client.messages.create(**MESSAGES)
+        assert full.value.response.headers["Retry-After"] == "7"
+    async with gpt(up) as openai_client:
+        with pytest.raises(openai.RateLimitError) as also_full:
+            await openai_client.responses.create(**RESPONSES)
+        assert also_full.value.code == "saturated"
+    for path, method in (("/v1/messages", "GET"), ("/v1/messages/batches", "POST")):
+        async with aiohttp.ClientSession() as http, http.request(method, up.url + path, json={}) as answer:
+            assert answer.status in (404, 405)
+            assert (await answer.json())["type"] == "error"
+
+
+async def test_an_engines_own_refusal_takes_the_form_too(up: Stack) -> None:
+    up.engines[0].mode = "400"
+    async with claude(up) as client:
+        with pytest.raises(anthropic.BadRequestError) as refused:
+            await client.messages.create(**MESSAGES)
+    assert refused.value.body == {"type": "error", "error": {"type": "invalid_request_error", "message": "no"}}
+    assert (await finished(up)).outcome == placement_pb2.OUTCOME_REJECTED
+
+
+@pytest.mark.parametrize("mode", ["cut", "short"])
+async def test_a_stream_that_breaks_ends_with_the_apis_own_error_event(up: Stack, mode: str) -> None:
+    up.engines[0].mode = mode
+    async with claude(up) as client:
+        with pytest.raises(anthropic.APIStatusError, match="instance failed"):
+            [event async for event in await client.messages.create(**MESSAGES, stream=True)]
+    async with gpt(up) as openai_client:
+        events = [event async for event in await openai_client.responses.create(**RESPONSES, stream=True)]
+    assert events[-1].type == "error"
+    assert events[-1].code == "instance_failed"
+    assert events[-1].sequence_number == events[-2].sequence_number + 1
+    await finished(up, 2)
+    assert [one.outcome for one in up.router.finished] == [placement_pb2.OUTCOME_FAILED] * 2
+
+
+@pytest.mark.parametrize("kind", [Kind.MESSAGES, Kind.RESPONSES])
+async def test_a_client_that_leaves_frees_the_engine(up: Stack, kind: Kind) -> None:
+    up.engines[0].hold = asyncio.Event()
+    async with aiohttp.ClientSession() as http:
+        answer = await http.post(up.url + kind.value, json=BODIES[kind] | {"stream": True})
+        assert (await answer.content.readline()).startswith(b"event: ")
+        answer.close()
+    assert (await finished(up)).outcome == placement_pb2.OUTCOME_CANCELLED
+    await until(lambda: not up.engines[0].open)
+    assert up.router.reserved == set()
+
+
+async def test_aliases_are_listed_and_resolved(tmp_path: Path) -> None:
+    async with stack(tmp_path, aliases=["big=tiny", "gone=nobody"]) as up:
+        async with gpt(up) as client:
+            assert [model.id async for model in client.models.list()] == ["big", "tiny", "tiny-alias", "tiny-lora"]
+            assert (await client.models.retrieve("big")).id == "big"
+            with pytest.raises(openai.NotFoundError):
+                await client.models.retrieve("gone")
+            answer = await client.chat.completions.create(**BODIES[Kind.CHAT] | {"model": "big"})
+            assert answer.model == MODEL
+        async with claude(up) as other:
+            assert (await anext(aiter(other.models.list()))).id == "big"
+            await other.messages.create(**MESSAGES | {"model": "big"})
+        assert {body["model"] for _, body, _ in up.engines[0].requests} == {MODEL}
+        assert {place.model for place in up.router.places} == {MODEL}
+        status, answer = await ask(up, "/v1/chat/completions", BODIES[Kind.CHAT] | {"model": "gone"})
+        assert (status, answer["error"]["message"]) == (404, "The model `gone` does not exist.")
