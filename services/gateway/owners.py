@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pointsman.router.v1 import placement_pb2
 
+# Until a router has said how long a pool may have no owner.
+OWNER_S = 5.0
+
 
 class Owners:
     """The fleet as told by every router that a session stands with, by the session's address."""
@@ -25,6 +28,12 @@ class Owners:
         """Who places the pool's requests; None while nobody is known to."""
         known = self._pools.get(pool)
         return known.owner if known is not None and known.HasField("owner") else None
+
+    @property
+    def within_s(self) -> float:
+        """How long to wait for a pool to have an owner that answers, in s: as the most patient of the routers says."""
+        told = [fleet.owner_within for _, fleet in self._told.values() if fleet.HasField("owner_within")]
+        return max((one.ToNanoseconds() / 1e9 for one in told), default=OWNER_S)
 
     def addresses(self) -> set[str]:
         """The addresses of all owners."""

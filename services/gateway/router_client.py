@@ -20,8 +20,6 @@ from services.gateway.router_session import RouterSession
 log = structlog.get_logger()
 
 FLUSH_S = 2.0
-# How long a request waits for its pool to have an owner that answers, while other routers do: longer than a takeover needs.
-OWNER_S = 5.0
 ASK_AGAIN_S = 0.1
 # How long a report may wait for others to be sent with: a request's first token and end, or those of several requests.
 REPORT_WITHIN_S = 0.002
@@ -231,7 +229,7 @@ class RouterClient:
         now = time.monotonic()
         if one.homeless_at is None:
             one.homeless_at = now
-        left = one.homeless_at + OWNER_S - now if self.connected else self._lost_at + self._grace_s - now
+        left = one.homeless_at + self._owners.within_s - now if self.connected else self._lost_at + self._grace_s - now
         if left > 0:
             one.again = asyncio.get_running_loop().call_later(min(left, ASK_AGAIN_S), self._submit, one)
         elif one.answer is not None and not one.answer.done():
@@ -277,6 +275,7 @@ class RouterClient:
             gateway_id=self._gateway_id,
             open_streams=[one.stream for one in requests if one.stream is not None],
             waiting_request_ids=[one.request.request_id for one in requests if one.asking],
+            known_instance_ids=[one.instance_id for pool in self._owners.fleet().pools for one in pool.instances],
         )
 
     def _up(self, session: RouterSession) -> None:

@@ -68,12 +68,13 @@ class OpenStream(msgspec.Struct, frozen=True, gc=False):
 class GatewayHello(msgspec.Struct, frozen=True, gc=False):
     """A gateway (re)connected, or learned what this replica owns; its reservations that it does not list are over.
 
-    `waiting` are request ids that it waits for an answer to.
+    `waiting` are request ids that it waits for an answer to, `known` the ids of the instances that it was last told of.
     """
 
     gateway_id: str
     open_streams: tuple[OpenStream, ...] = ()
     waiting: frozenset[str] = frozenset()
+    known: frozenset[str] = frozenset()
 
 
 class GatewayLost(msgspec.Struct, frozen=True, gc=False):

@@ -202,6 +202,8 @@ class RouterState:
         effects: list[ev.Effect] = []
         self.holding.drop_gateway(hello.gateway_id, keep=hello.waiting)
         announced = {stream.request.request_id: stream for stream in hello.open_streams}
+        if self._warm_up.expect({*hello.known, *(one.instance_id for one in hello.open_streams)}, self.fleet, now):
+            effects.append(ev.FleetChanged())
         for reservation in list(self.reservations):
             if reservation.gateway_id != hello.gateway_id or reservation.request_id in announced:
                 continue
@@ -284,8 +286,7 @@ class RouterState:
 
     def cold(self, now: float, pool: str = "") -> bool:
         """Whether placements of `pool` (empty: of the whole fleet) wait for the first reports after the start."""
-        records = self.fleet.members(pool, pool) if pool else self.fleet.records()
-        return self._warm_up.cold(pool, records, now)
+        return self._warm_up.cold(pool, self.fleet, now)
 
     def _reserve(
         self,

@@ -1,24 +1,27 @@
 """When a router that has just started knows enough to place. Pure; `now` is in s on the router's clock.
 
 Right after a start agents come back one by one. Placing on the first of them would send every request to it, and asking for a
-model whose agents are not there yet would look like asking for one that does not exist.
+model whose agents are not there yet would look like asking for one that does not exist. Gateways remember the fleet that an
+earlier router told them: whom they name is waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from services.router.domain import InstanceState
-from services.router.fleet import InstanceRecord
+from services.router.fleet import Fleet
 
 
 class WarmUp:
-    """A pool is cold until its instances have synced and one is ready, at most `limit_s` after the first event."""
+    """A pool is cold until its instances have synced, one is ready, and all that gateways remember are known; at most `limit_s`
+    after the first event."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._until: float | None = None
         self._warm: set[str] = set()
+        self._expected: set[str] = set()
 
     def begin(self, now: float) -> None:
         """Start the clock; later calls have no effect. Mutates."""
@@ -29,12 +32,28 @@ class WarmUp:
         """Whether the time is up: from then on everything is warm."""
         return self._until is not None and now >= self._until
 
-    def cold(self, pool: str, records: Sequence[InstanceRecord], now: float) -> bool:
-        """Whether `pool` ("": all of them), whose instances are `records`, must wait. Once warm, always warm. Mutates."""
+    def expect(self, instance_ids: Iterable[str], fleet: Fleet, now: float) -> bool:
+        """Wait for these instances, too, as far as they are not in step yet: what was warm may be cold again. Whether any is
+        new. Mutates."""
+        missing = {one for one in instance_ids if _missing(fleet, one)} - self._expected
+        if self.over(now) or not missing:
+            return False
+        self._expected |= missing
+        self._warm.clear()
+        return True
+
+    def cold(self, pool: str, fleet: Fleet, now: float) -> bool:
+        """Whether `pool` ("": all of them) must wait. Once warm, it stays so unless more is expected. Mutates."""
         if self.over(now) or pool in self._warm:
             return False
-        states = {record.state for record in records}
-        if InstanceState.READY not in states or InstanceState.SYNCING in states:
+        self._expected = {one for one in self._expected if _missing(fleet, one)}
+        states = {record.state for record in (fleet.members(pool, pool) if pool else fleet.records())}
+        if self._expected or InstanceState.READY not in states or InstanceState.SYNCING in states:
             return True
         self._warm.add(pool)
         return False
+
+
+def _missing(fleet: Fleet, instance_id: str) -> bool:
+    record = fleet.get(instance_id)
+    return record is None or record.state is InstanceState.SYNCING

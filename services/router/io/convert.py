@@ -160,6 +160,7 @@ def gateway_hello(wire: placement_pb2.GatewayHello) -> ev.GatewayHello:
             for stream in wire.open_streams
         ),
         frozenset(wire.waiting_request_ids),
+        frozenset(wire.known_instance_ids),
     )
 
 
@@ -283,10 +284,13 @@ def owner_to_wire(owner: Owner | None) -> placement_pb2.Owner | None:
     return placement_pb2.Owner(router_id=owner.router_id, address=owner.address, epoch=owner.epoch)
 
 
-def fleet_to_wire(pools: list[PoolInfo], owner: Callable[[str], Owner | None], *, warming: bool) -> placement_pb2.Fleet:
+def fleet_to_wire(
+    pools: list[PoolInfo], owner: Callable[[str], Owner | None], *, warming: bool, owner_within_s: float
+) -> placement_pb2.Fleet:
     """The pools for gateways, each with its owner."""
     return placement_pb2.Fleet(
         warming=warming,
+        owner_within=duration(owner_within_s),
         pools=[
             placement_pb2.Pool(
                 model=pool.model,

@@ -71,7 +71,7 @@ class RouterServer:
         host = self.settings.listen.rpartition(":")[0]
         self.router.store.address = self.settings.advertise or f"{_reachable(host)}:{self.port}"
         await self._server.start()
-        for service in ("", AGENT_SERVICE, FLEET_SERVICE):
+        for service in (AGENT_SERVICE, FLEET_SERVICE):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         self.router.on_warm(self._serve_placements)
         self._tasks.add(asyncio.create_task(self.router.run()))
@@ -97,10 +97,12 @@ class RouterServer:
         self.router.decisions.close()
 
     def _serve_placements(self, warm: bool) -> None:
+        # The router as a whole is there to place; that it can be asked and reported to is said of these services alone.
         status = health_pb2.HealthCheckResponse.SERVING if warm else health_pb2.HealthCheckResponse.NOT_SERVING
-        task = asyncio.ensure_future(self._health.set(PLACEMENT_SERVICE, status))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        for service in ("", PLACEMENT_SERVICE):
+            task = asyncio.ensure_future(self._health.set(service, status))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def _start_metrics(self) -> None:
         async def metrics(_: web.Request) -> web.Response:

@@ -195,7 +195,12 @@ class Router:
 
     def fleet(self) -> placement_pb2.Fleet:
         """The fleet for gateways."""
-        return convert.fleet_to_wire(self.state.fleet.pools(), self.store.owner, warming=not self._warm)
+        return convert.fleet_to_wire(
+            self.state.fleet.pools(),
+            self.store.owner,
+            warming=not self._warm,
+            owner_within_s=self.settings.owner_within_s,
+        )
 
     def opened(self, hello: ev.GatewayHello, stream: GatewayStream) -> None:
         """A gateway opened a stream: from now on its answers go there, and an older stream of it is done with."""

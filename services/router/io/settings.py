@@ -82,3 +82,10 @@ class RouterSettings(BaseSettings):
         None, description="append every decision to this file, one JSON object a line"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug, info, warning or error")
+
+    @property
+    def owner_within_s(self) -> float:
+        """How long a pool may be without an owner that places, in s: a dead owner's lease, another replica's wait for the
+        preferred one, a lease more where Redis has lost its data too, then this router's warm-up; and a second of slack."""
+        takeover_s = 3 * self.owner_lease_s if self.redis_url.get_secret_value() else 0.0
+        return takeover_s + self.warm_up_s + 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from services.router import events as ev
+from services.router.domain import Phase
 from services.router.ownership import preferred
 from tests.unit.router.builders import hello, join, place, request, state
 
@@ -33,3 +34,24 @@ def test_an_instance_that_is_ready_ends_the_wait_early() -> None:
     router = state(warm_up_s=3.0)
     join(router, "a", 1, now=10.0)
     assert isinstance(place(router, request("r", tokens=1), 10.0), ev.Placed)
+
+
+def test_instances_that_a_gateway_remembers_are_waited_for_but_not_for_ever() -> None:
+    router = state(warm_up_s=3.0)
+    join(router, "a", 1, now=10.0)
+    assert not router.cold(10.0)
+    told = router.handle(ev.GatewayHello("g", known=frozenset({"a", "b"})), 10.1)
+    assert ev.FleetChanged() in told
+    assert isinstance(place(router, request("r0", tokens=1), 10.2), ev.Refused)
+    hello(router, "b", 2, 10.3)
+    assert router.cold(10.3), "its keys are not there yet"
+    join(router, "b", 2, now=10.4)
+    assert not router.cold(10.4)
+    router.handle(ev.GatewayHello("h", known=frozenset({"a", "b"})), 10.5)
+    assert not router.cold(10.5), "nothing new is expected"
+    running = ev.OpenStream(request("r1", tokens=1), "c", Phase.DECODE, 0)
+    router.handle(ev.GatewayHello("h", (running,)), 10.6)
+    assert router.cold(10.6), "c runs a request, so it exists"
+    assert not router.cold(13.0)
+    router.handle(ev.GatewayHello("h", known=frozenset({"d"})), 13.1)
+    assert not router.cold(13.1)

@@ -267,6 +267,7 @@ class GatewayHello(_message.Message):
     GATEWAY_ID_FIELD_NUMBER: _builtins.int
     OPEN_STREAMS_FIELD_NUMBER: _builtins.int
     WAITING_REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    KNOWN_INSTANCE_IDS_FIELD_NUMBER: _builtins.int
     gateway_id: _builtins.str
     """gateway_id is unique for the gateway process's life."""
     @_builtins.property
@@ -277,16 +278,23 @@ class GatewayHello(_message.Message):
     def waiting_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """waiting_request_ids have been asked for and not answered: they are neither open nor over."""
 
+    @_builtins.property
+    def known_instance_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """known_instance_ids were in the fleet as last told: a router that has just started waits for them to report, within its
+        warm-up.
+        """
+
     def __init__(
         self,
         *,
         gateway_id: _builtins.str = ...,
         open_streams: _abc.Iterable[Global___OpenStream] | None = ...,
         waiting_request_ids: _abc.Iterable[_builtins.str] | None = ...,
+        known_instance_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "open_streams", b"open_streams", "waiting_request_ids", b"waiting_request_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "known_instance_ids", b"known_instance_ids", "open_streams", b"open_streams", "waiting_request_ids", b"waiting_request_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -817,21 +825,27 @@ class Fleet(_message.Message):
 
     POOLS_FIELD_NUMBER: _builtins.int
     WARMING_FIELD_NUMBER: _builtins.int
+    OWNER_WITHIN_FIELD_NUMBER: _builtins.int
     warming: _builtins.bool
     """warming: the router has just started; pools that a gateway knew before may only not be back yet."""
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pool]:
         """pools by model."""
 
+    @_builtins.property
+    def owner_within(self) -> _duration_pb2.Duration:
+        """owner_within: how long a pool may have no owner that places, by this router's settings; gateways ask again for so long."""
+
     def __init__(
         self,
         *,
         pools: _abc.Iterable[Global___Pool] | None = ...,
         warming: _builtins.bool = ...,
+        owner_within: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["owner_within", b"owner_within"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pools", b"pools", "warming", b"warming"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["owner_within", b"owner_within", "pools", b"pools", "warming", b"warming"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,257 @@
+"""A router that comes back under load: what it knows again, when it says that it serves, and what is placed before that."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pointsman.router.v1 import fleet_pb2, placement_pb2
+from services.common.channel import open_channel
+from services.common.keys import prompt_keys
+from services.gateway.router_client import RouterClient
+from tests.engine.processes import Process, free_port
+from tests.integration.replica_fixtures import RouterProcess
+from tests.integration.router_fixtures import Client, Report, Session, eventually, redis_server, running
+
+AGENT, PLACEMENT, FLEET = (
+    "pointsman.agent.v1.AgentService",
+    "pointsman.router.v1.PlacementService",
+    "pointsman.router.v1.FleetService",
+)
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+COLD = {"": NOT_SERVING, PLACEMENT: NOT_SERVING, AGENT: SERVING, FLEET: SERVING}
+WARM = dict.fromkeys(COLD, SERVING)
+ENGINES, BLOCK, CACHED = 3, 16, 12 * 16
+LONG_S = 120.0  # beyond any stall of a busy machine: what ends a wait is what it waits for
+MODEL = "pointsman-emulated"
+
+
+async def health(address: str) -> dict[str, int]:
+    """What the router at `address` says of itself (""), and of each of its services."""
+    async with open_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        return {name: (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status for name in COLD}
+
+
+async def until_health(address: str, wanted: dict[str, int]) -> None:
+    async def says() -> bool:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            return await health(address) == wanted
+        return False
+
+    await eventually(says, f"health {wanted}", LONG_S)
+
+
+async def test_a_router_serves_when_its_instances_and_those_that_gateways_remember_are_in_step() -> None:
+    async with running(warm_up_s=LONG_S) as (server, client):
+        address = f"127.0.0.1:{server.port}"
+        assert await health(address) == COLD
+        session = Session(client)
+        hello = placement_pb2.GatewayHello(gateway_id="g", known_instance_ids=["a", "b"])
+        await session.send(hello=hello)
+        assert (await session.read("fleet")).fleet.warming
+        await Report(client).join("a")
+        b = Report(client)
+        await b.hello("b")
+        await b.read()
+
+        async def both() -> bool:
+            known = await client.instances()
+            return len(known) == 2 and known["a"].state == fleet_pb2.INSTANCE_STATE_READY
+
+        await eventually(both, "both known, a in step")
+        assert await health(address) == COLD
+        await session.send(place=placement_pb2.PlacementRequest(request_id="r", model="m", input_tokens=10))
+        assert (await session.read("refusal")).refusal.not_now
+        await b.snapshot([])
+        await until_health(address, WARM)
+        assert (await session.place("r", 10)).request_id == "r"
+
+
+async def test_without_any_instance_the_warm_up_ends_by_its_deadline() -> None:
+    async with running(warm_up_s=0.2) as (server, _):
+        await until_health(f"127.0.0.1:{server.port}", WARM)
+
+
+class Sessions:
+    """Agentic load through a gateway's router client: each session's prompt grows turn by turn, and its engine computes it."""
+
+    def __init__(self, router: str) -> None:
+        self.client = RouterClient([router], "g", "", LONG_S, lambda fleet: None, lambda connected: None)
+        self.turns: list[tuple[str, placement_pb2.Placement, int]] = []  # (session, answer, prompt tokens)
+        self.open: list[str] = []
+        self._http = aiohttp.ClientSession()
+
+    async def close(self) -> None:
+        await self.client.close()
+        await self._http.close()
+
+    async def ask(self, name: str, session: str, prompt: list[int]) -> placement_pb2.Placement:
+        """Place one prompt; what runs then is left open."""
+        request = placement_pb2.PlacementRequest(
+            request_id=name, model=MODEL, session_id=session, input_tokens=len(prompt), keys=prompt_keys(prompt, MODEL)
+        )
+        step = await self.client.first_step(request, LONG_S)
+        assert isinstance(step, placement_pb2.Placement), step
+        self.turns.append((session, step, len(prompt)))
+        return step
+
+    async def turn(self, name: str, session: str, prompt: list[int]) -> placement_pb2.Placement:
+        """One prompt from its placement to its end, on the engine that was named."""
+        step = await self.ask(name, session, prompt)
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 1}
+        async with self._http.post(f"{step.step.instance.url}/v1/completions", json=body) as answer:
+            assert answer.status == 200, await answer.text()
+        self.client.first_token(name)
+        self.end(name)
+        return step
+
+    def end(self, name: str) -> None:
+        self.client.finished(placement_pb2.Finished(request_id=name, outcome=placement_pb2.OUTCOME_OK))
+
+
+class Fleet:
+    """Emulated engines, their agent and one router, each a process, and the load."""
+
+    def __init__(self, router: RouterProcess, agent: Process) -> None:
+        self.router, self.agent = router, agent
+        self.load = Sessions(router.address)
+
+    async def instances(self) -> dict[str, fleet_pb2.InstanceStatus]:
+        async with open_channel(self.router.address) as channel:
+            return await Client(channel).instances()
+
+    async def until(self, holds: Callable[[dict[str, fleet_pb2.InstanceStatus]], bool], what: str) -> None:
+        async def check() -> bool:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                return holds(await self.instances())
+            return False
+
+        await eventually(check, what, LONG_S)
+
+
+@contextmanager
+def processes(folder: Path, redis_url: str) -> Iterator[tuple[RouterProcess, Process]]:
+    def command(name: str, *arguments: str) -> Process:
+        return Process(name, [sys.executable, "-m", "services.cli", *arguments], folder / f"{name}.log")
+
+    ports = [free_port() for _ in range(ENGINES)]
+    flags = ["--speedup", "50", "--model", MODEL]
+    engines = [command(f"e{port}", "emulate", "--port", str(port), *flags) for port in ports]
+    router = RouterProcess("one", redis_url, folder, **{"warm-up-s": LONG_S, "gateway-lease-s": LONG_S})
+    flags = ["--metrics-listen", "", "--state-dir", str(folder), "--routers", router.address]
+    agent = command(
+        "agent", "agent", *flags, *(part for port in ports for part in ("--engines", f"http://127.0.0.1:{port}"))
+    )
+    with ExitStack() as stack:
+        for process in (*engines, agent, router.process):
+            process.start()
+            stack.callback(process.kill)
+        yield router, agent
+
+
+@asynccontextmanager
+async def fleet(folder: Path, redis_url: str) -> AsyncIterator[Fleet]:
+    with processes(folder, redis_url) as (router, agent):
+        async with AsyncExitStack() as stack:
+            up = Fleet(router, agent)
+            stack.push_async_callback(up.load.close)
+            await up.load.client.start()
+            ready = fleet_pb2.INSTANCE_STATE_READY
+            await up.until(
+                lambda known: len(known) == ENGINES and all(one.state == ready for one in known.values()), "all ready"
+            )
+            yield up
+
+
+def prompt_of(session: int, turn: int) -> list[int]:
+    """The session's prompt of its first or second turn, which its engine has three quarters of already."""
+    return [(200 * session + at) % 2_000 for at in range(CACHED + (turn - 1) * 4 * BLOCK + 1)]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["memory", "redis"])
+async def test_a_restart_under_load_forgets_nothing_and_guesses_nothing(tmp_path: Path, shared: bool) -> None:
+    with redis_server(tmp_path) if shared else contextlib.nullcontext(("", None)) as (url, _):
+        async with fleet(tmp_path, url) as up:
+            load = up.load
+            owners = {}
+            for session in range(1, 7):
+                owners[session] = (
+                    await load.turn(f"first-{session}", f"s{session}", prompt_of(session, 1))
+                ).step.instance
+            for session in range(1, 4):
+                await load.ask(f"open-{session}", f"s{session}", prompt_of(session, 2))
+                load.client.first_token(f"open-{session}")
+            await up.until(lambda known: sum(one.num_requests for one in known.values()) == 3, "three streams")
+            # Each session's first turn, and nothing of the streams that are open, has reached an engine.
+            await up.until(
+                lambda known: sum(one.keys for one in known.values()) == 6 * CACHED // BLOCK, "all keys reported"
+            )
+            before = await up.instances()
+
+            os.kill(up.agent.pid, signal.SIGSTOP)
+            try:
+                up.router.process.kill()
+                # Asked while no router is there.
+                waiting = [
+                    asyncio.ensure_future(load.turn(f"second-{at}", f"s{at}", prompt_of(at, 2))) for at in range(4, 7)
+                ]
+                up.router.process.start()
+                await until_health(up.router.address, COLD)
+                async with open_channel(up.router.address) as channel:
+                    early = placement_pb2.PlacementRequest(request_id="early", model=MODEL, input_tokens=10)
+                    with pytest.raises(grpc.aio.AioRpcError) as error:
+                        await Client(channel).placement.Place(placement_pb2.PlaceRequest(request=early))
+                    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+
+                async def back() -> bool:
+                    return load.client.connected
+
+                await eventually(back, "the gateway is back", LONG_S)
+                assert not any(one.done() for one in waiting)
+                assert await health(up.router.address) == COLD
+            finally:
+                os.kill(up.agent.pid, signal.SIGCONT)
+            await until_health(up.router.address, WARM)
+
+            placed = await asyncio.gather(*waiting)
+            for at, answer in zip(range(4, 7), placed, strict=True):
+                assert answer.cached_tokens == CACHED, "placed with what its engine has cached"
+                assert answer.step.instance.instance_id == owners[at].instance_id
+                if shared:
+                    assert await reason(up, f"second-{at}") == "affinity"
+            known = await up.instances()
+            assert {name: (one.instance.incarnation, one.state) for name, one in known.items()} == {
+                name: (one.instance.incarnation, one.state) for name, one in before.items()
+            }
+            streams = {name: (one.num_requests, one.ongoing_decode_tokens) for name, one in known.items()}
+            assert streams == {name: (one.num_requests, one.ongoing_decode_tokens) for name, one in before.items()}
+            for session in range(1, 4):
+                load.end(f"open-{session}")
+            await up.until(lambda known: all(idle(one) for one in known.values()), "every counter is 0")
+            if shared:
+                await up.until(lambda known: sum(one.sessions for one in known.values()) == 6, "six sessions")
+
+
+async def reason(up: Fleet, request_id: str) -> str:
+    async with open_channel(up.router.address) as channel:
+        asked = fleet_pb2.GetDecisionRequest(decision_id=request_id)
+        return (await Client(channel).fleet.GetDecision(asked)).decision.reason
+
+
+def idle(one: Any) -> bool:
+    counters = (one.num_requests, one.pending_prefill_tokens, one.ongoing_decode_tokens, one.ongoing_tokens)
+    return counters == (0, 0, 0, 0)
