@@ -12,6 +12,10 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     turn: int
     instance: str = ""
     decision: str = ""
+    # Of the decision, where the run could ask: its mode, the request's class, and the reason in a word.
+    mode: str = ""
+    route_class: str = ""
+    reason: str = ""
     # The HTTP status, 0 when there was none; `error` is empty for a complete answer.
     status: int = 0
     error: str = ""

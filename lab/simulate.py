@@ -16,6 +16,9 @@ from lab.bundle import write_bundle
 from lab.engine_model import EngineConfig
 from lab.simulator import Simulation, SimulationError, Simulator
 from lab.traces import TINY_TRACE, load_trace
+from services.router.queue import QueueSettings
+from services.router.saturation import Limits
+from services.router.state import StateSettings
 
 
 class SimulateSettings(BaseSettings):
@@ -35,6 +38,12 @@ class SimulateSettings(BaseSettings):
     long_prefill_token_threshold: int = Field(
         0, ge=0, description="prefill tokens per step of one request; 0 is no limit"
     )
+    max_requests_per_instance: int = Field(0, ge=0, description="as the router's setting of that name")
+    max_kv_usage: float = Field(0.0, ge=0, le=1, description="as the router's setting of that name")
+    queue_size: int = Field(256, ge=0, description="as the router's setting of that name")
+    queue_timeout_s: float = Field(30.0, gt=0, description="as the router's setting of that name")
+    retries: int = Field(10, ge=0, description="times that a client refused for the moment asks again")
+    layerwise: bool = Field(False, description="KV is pushed layer by layer while it is computed")
     seed: int = Field(0, ge=0, description="seed of policies that draw")
     out: Path = Field(Path("runs/simulate"), description="folder of the run's bundle")
 
@@ -67,6 +76,10 @@ def _simulation(settings: SimulateSettings) -> Simulation:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         long_prefill_token_threshold=settings.long_prefill_token_threshold,
     )
+    router = StateSettings(
+        limits=Limits(settings.max_requests_per_instance, settings.max_kv_usage),
+        queue=QueueSettings(size=settings.queue_size, timeout_s=settings.queue_timeout_s),
+    )
     return Simulation(
         instances=settings.instances,
         policy=settings.policy,
@@ -74,5 +87,8 @@ def _simulation(settings: SimulateSettings) -> Simulation:
         timing=settings.timing,
         time_scale=settings.time_scale,
         seed=settings.seed,
+        retries=settings.retries,
+        layerwise=settings.layerwise,
+        router=router,
         engine=engine,
     )

@@ -1,32 +1,38 @@
 """A discrete-event simulator: a trace, N engine models and the router's own RouterState, in virtual time. Pure.
 
-The router that places live requests places these, unchanged: it is told of keys, loads, first tokens and ends by the same events.
-What is left out: the time of tokenising, placing and reporting (all 0), and plans of more than one step, which are refused.
+The router that places live requests places these, unchanged: it is told of keys, loads, steps, first tokens and ends by the same
+events, and its answers are carried out as a gateway does, whenever they come. A client that is told to come again later does.
+What is left out: the time of tokenising, placing and reporting (all 0).
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from lab.block_cache import BlocksRemoved, BlocksStored
-from lab.engine_model import EngineConfig, EngineModel, EngineRequest, Event, Finished, FirstToken, Profile
+from lab.agenda import Agenda
+from lab.engine_model import EngineConfig, EngineModel, EngineRequest, Finished, FirstToken, Profile
 from lab.records import RequestRecord
+from lab.simulated_instance import SimulatedInstance
 from lab.traces import TraceRequest, by_session
 from services.common.keys import KEY_SCHEME, KEY_TOKENS, digest_of, prompt_keys
 from services.router import events as ev
-from services.router.domain import InstanceInfo, Load, PlacementRequest, StepKind
+from services.router.domain import InstanceInfo, KvTransfer, PlacementRequest, StepKind
+from services.router.policy.base import Policy
 from services.router.policy.registry import make_policy
 from services.router.state import RouterState, StateSettings
-from services.router.sync import TIER_DEVICE, Delta, SnapshotBegin, SnapshotEnd
+from services.router.sync import TIER_DEVICE, SnapshotBegin, SnapshotEnd
 
 MODEL = "simulated"
 # The chain's root of services.common.keys, given as a salt: the engine's block hashes then are Pointsman's keys.
 ROOT_SALT = "\x1f".join((KEY_SCHEME, MODEL, "", ""))
+GATEWAY = "sim"
+# As the agent and the router do.
 LOAD_EVERY_S = 1.0
+TICK_EVERY_S = 0.5
+# What clients see of a refusal; 503 for every other one.
+HTTP_STATUS = {"RESOURCE_EXHAUSTED": 429, "NOT_FOUND": 404}
 
 
 class SimulationError(ValueError):
@@ -35,33 +41,39 @@ class SimulationError(ValueError):
 
 @dataclass(frozen=True)
 class Simulation:
-    """What to simulate. `timing` is "trace" or "think", as in replays; times of the trace are multiplied by `time_scale`."""
+    """What to simulate. `timing` is "trace" or "think", as in replays; times of the trace are multiplied by `time_scale`.
+
+    `policy` is a name, with `policy_settings`, or a policy itself. `retries` is how often a client that was refused for the
+    moment asks again, each time after the seconds that it was told. With `layerwise` KV is pushed while it is computed.
+    """
 
     instances: int = 8
-    policy: str = "unified"
+    policy: str | Policy = "unified"
     policy_settings: Mapping[str, object] = field(default_factory=dict)
     timing: str = "trace"
     time_scale: float = 1.0
     seed: int = 0
+    retries: int = 10
+    layerwise: bool = False
+    router: StateSettings = field(default_factory=StateSettings)
     engine: EngineConfig = field(default_factory=EngineConfig)
     profile: Profile = field(default_factory=Profile)
 
 
 @dataclass(eq=False)
 class _Running:
+    """A request from its arrival to its end. `step` is the router's last answer."""
+
     request: TraceRequest
     record: RequestRecord
     rest: Sequence[TraceRequest]
-
-
-@dataclass(eq=False)
-class _Instance:
-    name: str
-    stream_id: int
-    model: EngineModel
-    busy: bool = False
-    seq: int = 0
-    held: Counter[int] = field(default_factory=Counter)
+    tokens: list[int]
+    placement: PlacementRequest
+    refused: int = 0
+    step: ev.Placed | None = None
+    # What the last PREFILL step left on its instance, and how long computing it took, in tokens and s.
+    prefilled: int = 0
+    prefill_s: float = 0.0
 
 
 class Simulator:
@@ -74,32 +86,35 @@ class Simulator:
         self._asked = asked
         self._sessions = list(by_session(requests).values())
         self._origin_ms = min(request.timestamp_ms for request in requests)
-        policy = make_policy(asked.policy, asked.policy_settings)
-        self.router = RouterState(policy, StateSettings(), router_id="sim", seed=asked.seed)
+        policy = make_policy(asked.policy, asked.policy_settings) if isinstance(asked.policy, str) else asked.policy
+        self.router = RouterState(policy, asked.router, router_id="sim", seed=asked.seed)
         self.records: list[RequestRecord] = []
-        self._agenda: list[tuple[float, int, Callable[[float], None]]] = []
-        self._order = 0
+        self._agenda = Agenda()
         self._running: dict[str, _Running] = {}
         self._unfinished = len(requests)
         self._instances = {
-            name: _Instance(name, number, EngineModel(asked.engine, asked.profile))
+            name: SimulatedInstance(
+                name, number, EngineModel(asked.engine, asked.profile), self._agenda, self._tell, self._hear
+            )
             for number, name in enumerate((f"i{number}" for number in range(asked.instances)), 1)
         }
 
     def run(self) -> list[RequestRecord]:
-        """Play the trace to its end; records in the order in which requests ended. Raises SimulationError as in the class."""
-        self.router.handle(ev.GatewayHello("sim"), 0.0)
+        """Play the trace to its end; records in the order in which requests ended."""
+        self._tell(ev.GatewayHello(GATEWAY), 0.0)
         for instance in self._instances.values():
             self._join(instance)
-        self._at(LOAD_EVERY_S, self._report_loads)
+        self._every(TICK_EVERY_S, partial(self._tell, ev.Tick()))
+        self._every(LOAD_EVERY_S, self._report_loads)
         for turns in self._sessions:
-            self._at(self._due(turns[0]), partial(self._arrive, turns[0], turns[1:]))
+            self._agenda.at(self._due(turns[0]), partial(self._arrive, turns[0], turns[1:]))
         while self._unfinished:
-            now, _, action = heapq.heappop(self._agenda)
-            action(now)
+            self._agenda.next()
         return self.records
 
-    def _join(self, instance: _Instance) -> None:
+    # ---- the fleet ----
+
+    def _join(self, instance: SimulatedInstance) -> None:
         config = self._asked.engine
         info = InstanceInfo(
             instance_id=instance.name,
@@ -109,15 +124,28 @@ class Simulator:
             block_size=config.block_size,
             kv_capacity_tokens=config.kv_blocks * config.block_size,
             max_model_len=config.max_model_len,
+            kv_transfer=KvTransfer("MOONCAKE", f"sim://{instance.name}"),
         )
-        self.router.handle(ev.AgentHello(instance.stream_id, info, KEY_SCHEME, 1, 0), 0.0)
+        self._tell(ev.AgentHello(instance.stream_id, info, KEY_SCHEME, 1, 0), 0.0)
         for message in (SnapshotBegin(0), SnapshotEnd(0, 0, digest_of(TIER_DEVICE, ()))):
-            self.router.handle(ev.KeysReported(instance.stream_id, instance.name, message), 0.0)
-        self._report_load(instance, 0.0)
+            self._tell(ev.KeysReported(instance.stream_id, instance.name, message), 0.0)
+        instance.report_load(0.0)
+
+    def _report_loads(self, now: float) -> None:
+        for instance in self._instances.values():
+            instance.report_load(now)
+
+    def _every(self, seconds: float, action: Callable[[float], None]) -> None:
+        def again(now: float) -> None:
+            action(now)
+            self._agenda.at(now + seconds, again)
+
+        self._agenda.at(seconds, again)
+
+    # ---- clients ----
 
     def _arrive(self, request: TraceRequest, rest: Sequence[TraceRequest], now: float) -> None:
         name = f"{request.session}#{request.turn}"
-        record = RequestRecord(session=request.session, turn=request.turn, t_send=now)
         tokens = tokens_of(request)
         placement = PlacementRequest(
             request_id=name,
@@ -127,64 +155,16 @@ class Simulator:
             session_id=request.session,
             max_output_tokens=request.output_length,
         )
-        self._running[name] = _Running(request, record, rest)
-        for effect in self.router.handle(ev.PlaceRequested(placement, "sim"), now):
-            match effect:
-                case ev.Placed():
-                    if effect.step.kind is not StepKind.SERVE:
-                        raise SimulationError(
-                            f"policy {self._asked.policy} plans several steps, which is not simulated"
-                        )
-                    record.instance = effect.step.instance_id
-                    record.decision = effect.decision.decision_id
-                    self._submit(self._instances[record.instance], name, tokens, now)
-                case ev.Refused():
-                    record.status, record.error = 503, effect.message
-                    self._done(name, now)
+        record = RequestRecord(session=request.session, turn=request.turn, t_send=now)
+        self._running[name] = _Running(request, record, rest, tokens, placement)
+        self._ask(name, now)
 
-    def _submit(self, instance: _Instance, name: str, tokens: list[int], now: float) -> None:
-        running = self._running[name]
-        engine = EngineRequest(name, tokens, running.request.output_length, ignore_eos=True, cache_salt=ROOT_SALT)
-        try:
-            instance.model.submit(engine, now)
-        except ValueError as error:
-            running.record.status, running.record.error = 400, str(error)
-            self.router.handle(ev.Finished(name, "REJECTED", error=str(error), http_status=400), now)
-            self._done(name, now)
-            return
-        if not instance.busy:
-            self._step(instance, now)
+    def _ask(self, name: str, now: float) -> None:
+        self._tell(ev.PlaceRequested(self._running[name].placement, GATEWAY), now)
 
-    def _step(self, instance: _Instance, now: float) -> None:
-        result = instance.model.step(now)
-        instance.busy = True
-        self._at(now + result.duration_s, partial(self._stepped, instance, result.events))
-
-    def _stepped(self, instance: _Instance, events: Sequence[Event], now: float) -> None:
-        instance.model.finish_step()
-        instance.busy = False
-        self._report_keys(instance, events, now)
-        for event in events:
-            if isinstance(event, FirstToken):
-                record = self._running[event.request_id].record
-                record.ttft_s = now - record.t_send
-                record.cached_tokens = event.cached_tokens
-                self.router.handle(ev.FirstToken(event.request_id), now)
-            elif isinstance(event, Finished):
-                running = self._running[event.request_id]
-                record = running.record
-                record.status = 200
-                record.prompt_tokens = running.request.input_length
-                record.output_tokens = running.request.output_length
-                told = (record.prompt_tokens, record.cached_tokens, record.output_tokens)
-                self.router.handle(ev.Finished(event.request_id, "OK", *told, http_status=200), now)
-                self._done(event.request_id, now)
-        # A turn that arrived at this very moment may have started the next step already.
-        if instance.model.has_work and not instance.busy:
-            self._step(instance, now)
-
-    def _done(self, name: str, now: float) -> None:
+    def _end(self, name: str, now: float, status: int, error: str = "") -> None:
         running = self._running.pop(name)
+        running.record.status, running.record.error = status, error
         running.record.e2e_s = now - running.record.t_send
         self.records.append(running.record)
         self._unfinished -= 1
@@ -192,49 +172,107 @@ class Simulator:
             following = running.rest[0]
             think_s = (following.think_ms or 0.0) / 1e3 * self._asked.time_scale
             due = now + think_s if self._asked.timing == "think" else max(now, self._due(following))
-            self._at(due, partial(self._arrive, following, running.rest[1:]))
-
-    def _report_keys(self, instance: _Instance, events: Sequence[Event], now: float) -> None:
-        """The agent's part: count references, and report keys that came or went."""
-        before: dict[int, bool] = {}
-        for event in events:
-            if isinstance(event, BlocksStored | BlocksRemoved):
-                for value in event.hashes:
-                    before.setdefault(value, instance.held[value] > 0)
-                    instance.held[value] += 1 if isinstance(event, BlocksStored) else -1
-        added = [value for value, held in before.items() if not held and instance.held[value]]
-        removed = [value for value, held in before.items() if held and not instance.held[value]]
-        if added or removed:
-            instance.seq += 1
-            delta = Delta(instance.seq, TIER_DEVICE, added, removed)
-            self.router.handle(ev.KeysReported(instance.stream_id, instance.name, delta), now)
-
-    def _report_loads(self, now: float) -> None:
-        self.router.handle(ev.Tick(), now)
-        for instance in self._instances.values():
-            self._report_load(instance, now)
-        self._at(now + LOAD_EVERY_S, self._report_loads)
-
-    def _report_load(self, instance: _Instance, now: float) -> None:
-        model = instance.model
-        load = Load(
-            sampled_at=now,
-            running=model.num_running,
-            waiting=model.num_waiting,
-            kv_usage=model.kv_usage,
-            generation_tokens=model.counters.generation_tokens,
-            prefix_cache_queries=model.counters.prefix_cache_queries,
-            prefix_cache_hits=model.counters.prefix_cache_hits,
-            preemptions=model.counters.num_preemptions,
-        )
-        self.router.handle(ev.LoadReported(instance.stream_id, instance.name, load), now)
+            self._agenda.at(due, partial(self._arrive, following, running.rest[1:]))
 
     def _due(self, request: TraceRequest) -> float:
         return (request.timestamp_ms - self._origin_ms) / 1e3 * self._asked.time_scale
 
-    def _at(self, moment: float, action: Callable[[float], None]) -> None:
-        self._order += 1
-        heapq.heappush(self._agenda, (moment, self._order, action))
+    # ---- the gateway ----
+
+    def _tell(self, event: ev.Event, now: float) -> None:
+        """Let the router hear of something, and do what it answers, to whichever request."""
+        for effect in self.router.handle(event, now):
+            if isinstance(effect, ev.Placed):
+                self._placed(effect, now)
+            elif isinstance(effect, ev.Refused):
+                self._refused(effect, now)
+
+    def _refused(self, refused: ev.Refused, now: float) -> None:
+        running = self._running[refused.request_id]
+        if refused.retry_after_s is None or running.refused >= self._asked.retries:
+            self._end(refused.request_id, now, HTTP_STATUS.get(refused.code, 503), refused.message)
+            return
+        running.refused += 1
+        self._agenda.at(now + refused.retry_after_s, partial(self._ask, refused.request_id))
+
+    def _placed(self, placed: ev.Placed, now: float) -> None:
+        running, step = self._running[placed.request_id], placed.step
+        running.step = placed
+        if not running.record.decision:
+            decision = placed.decision
+            running.record.decision = decision.decision_id
+            running.record.mode = decision.mode
+            running.record.route_class = decision.route_class
+            running.record.reason = decision.ruling.reason
+        if step.kind is StepKind.PREFILL:
+            tokens = running.tokens[: step.prefix_tokens or None]
+            self._submit(placed, EngineRequest(_engine_id(placed), tokens, 1, True, cache_salt=ROOT_SALT), now)
+        elif step.kv_source:
+            self._agenda.at(now + self._transfer_s(running, step.instance_id), partial(self._serve, placed))
+        else:
+            self._serve(placed, now)
+
+    def _transfer_s(self, running: _Running, instance_id: str) -> float:
+        """Seconds until the KV that a PREFILL left elsewhere is on this instance, which asks for what it lacks."""
+        model = self._instances[instance_id].model
+        missing = max(running.prefilled - model.cached_tokens(running.placement.keys), 0)
+        return self._asked.profile.transfer_tail_s(missing, running.prefill_s if self._asked.layerwise else 0.0)
+
+    def _serve(self, placed: ev.Placed, now: float) -> None:
+        running = self._running[placed.request_id]
+        running.record.instance = placed.step.instance_id
+        remote = running.prefilled if placed.step.kv_source else 0
+        self._submit(
+            placed,
+            EngineRequest(
+                _engine_id(placed),
+                running.tokens,
+                running.request.output_length,
+                ignore_eos=True,
+                cache_salt=ROOT_SALT,
+                remote_tokens=remote,
+            ),
+            now,
+        )
+
+    def _submit(self, placed: ev.Placed, request: EngineRequest, now: float) -> None:
+        name = placed.request_id
+        try:
+            self._instances[placed.step.instance_id].submit(request, now)
+        except ValueError as error:
+            if placed.step.kind is StepKind.PREFILL:
+                self._tell(ev.StepDone(name, placed.step_index, ok=False, error=str(error)), now)
+                return
+            self._tell(ev.Finished(name, "REJECTED", error=str(error), http_status=400), now)
+            self._end(name, now, 400, str(error))
+
+    def _hear(self, event: FirstToken | Finished, now: float) -> None:
+        name, _, number = event.request_id.rpartition("/")
+        running = self._running[name]
+        placed, record = running.step, running.record
+        assert placed is not None
+        assert placed.step_index == int(number), "an answer to a step that was not taken"
+        if placed.step.kind is StepKind.PREFILL:
+            if isinstance(event, FirstToken):
+                tokens = placed.step.prefix_tokens or len(running.tokens)
+                running.prefilled = tokens
+                running.prefill_s = self._asked.profile.chunk_s(tokens - event.cached_tokens, event.cached_tokens)
+            else:
+                self._tell(ev.StepDone(name, placed.step_index, ok=True), now)
+        elif isinstance(event, FirstToken):
+            record.ttft_s = now - record.t_send
+            record.cached_tokens = event.cached_tokens
+            self._tell(ev.FirstToken(name), now)
+        else:
+            record.prompt_tokens = running.request.input_length
+            record.output_tokens = running.request.output_length
+            told = (record.prompt_tokens, record.cached_tokens, record.output_tokens)
+            self._tell(ev.Finished(name, "OK", *told, http_status=200), now)
+            self._end(name, now, 200)
+
+
+def _engine_id(placed: ev.Placed) -> str:
+    return f"{placed.request_id}/{placed.step_index}"
 
 
 def tokens_of(request: TraceRequest) -> list[int]:

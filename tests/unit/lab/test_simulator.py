@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import typer
@@ -17,8 +19,11 @@ from lab.simulate import SimulateSettings, run
 from lab.simulator import Simulation, SimulationError, Simulator, tokens_of
 from lab.traces import TraceRequest, save_trace, shared_prefix
 from services.router import events as ev
-from services.router.domain import PlacementRequest
-from services.router.policy.base import SettingError
+from services.router.domain import FleetView, PlacementRequest, Ruling, Step, StepKind
+from services.router.policy.base import Policy, SettingError, hold, offload, serve
+from services.router.queue import QueueSettings
+from services.router.saturation import Limits
+from services.router.state import StateSettings
 
 PLAIN = Profile(step_s=1.0, prefill_token_s=0.01, prefill_pair_s=0.0, decode_sequence_s=0.0, decode_kv_token_s=0.0)
 
@@ -124,3 +129,116 @@ def test_the_command_writes_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixtu
             run(SimulateSettings(**({"trace": tmp_path / "t.jsonl", "out": tmp_path / "run"} | wrong)))
         assert refused.value.exit_code == 2
     assert "nonsense" in capsys.readouterr().err
+
+
+PASSING = Profile(
+    step_s=1.0,
+    prefill_token_s=0.01,
+    prefill_pair_s=0.0,
+    decode_sequence_s=0.0,
+    decode_kv_token_s=0.0,
+    transfer_s=0.25,
+    transfer_token_s=0.01,
+    layerwise_tail_s=0.125,
+)
+
+
+@dataclass(frozen=True)
+class Sliced(Policy):
+    """Prompts of more than 64 tokens: their first 64 alone, then all, on the first instance."""
+
+    name: ClassVar[str] = "sliced"
+
+    def rule(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> Ruling:
+        first = view.eligible()[0].instance_id
+        serve = Step(StepKind.SERVE, first, "whole")
+        if request.input_tokens <= 64:
+            return Ruling((serve,), "small")
+        return Ruling((Step(StepKind.PREFILL, first, "slice", prefix_tokens=64), serve), "sliced")
+
+
+@dataclass(frozen=True)
+class Passed(Policy):
+    """Prefill on the first instance, decode on the second."""
+
+    name: ClassVar[str] = "passed"
+
+    def rule(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> Ruling:
+        first, second = view.eligible()
+        return offload(request, first, second, "offload", "always")
+
+
+@dataclass(frozen=True)
+class OneAtATime(Policy):
+    """Hold whatever comes while anything is open, `at_most_s` long (0: as long as the router lets it)."""
+
+    name: ClassVar[str] = "one_at_a_time"
+    at_most_s: float = 0.0
+
+    def rule(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> Ruling:
+        first = view.eligible()[0]
+        return hold("busy", self.at_most_s) if first.num_requests else serve(first, "free")
+
+
+def test_a_slice_waits_for_the_one_before_and_finds_its_work() -> None:
+    [record] = simulate([ask("a", 1, 0.0, [1, 2], 128)], instances=2, policy=Sliced(), profile=PLAIN)
+    # The slice: one step of 64 tokens. The rest: another one of 64, then the second token.
+    assert (record.ttft_s, record.e2e_s) == pytest.approx((1.64 + 1.64, 4.28))
+    assert (record.instance, record.mode, record.cached_tokens) == ("i0", "COLOCATED", 64)
+
+
+def test_small_requests_get_in_between_slices() -> None:
+    engine = EngineConfig(max_num_batched_tokens=64)
+    turns = [ask("a", 1, 0.0, [1, 2, 3, 4], 256), ask("b", 1, 0.5, [9], 64, output=1)]
+    records = {one.session: one for one in simulate(turns, instances=1, policy=Sliced(), profile=PLAIN, engine=engine)}
+    # b comes while a's slice is computed and goes before a's remaining three chunks.
+    assert records["b"].ttft_s == pytest.approx(2 * 1.64 - 0.5)
+    whole = {one.session: one for one in simulate(turns, instances=1, profile=PLAIN, engine=engine)}
+    # Unsliced, b shares the step after a's four chunks with a's second token, and its last token takes one more.
+    assert whole["b"].ttft_s == pytest.approx(4 * 1.64 + 1.63 + 1.0 - 0.5)
+
+
+@pytest.mark.parametrize(("layerwise", "transfer_s"), [(False, 0.25 + 1.0), (True, 0.25)])
+def test_kv_passes_to_another_instance(layerwise: bool, transfer_s: float) -> None:
+    [record] = simulate(
+        [ask("a", 1, 0.0, [1], 100)], instances=2, policy=Passed(), profile=PASSING, layerwise=layerwise
+    )
+    # 100 tokens on i0 (1 + 1 s), their KV (pushed meanwhile: 1.25 s less the prefill's second), one token on i1.
+    assert record.ttft_s == pytest.approx(2.0 + transfer_s + 1.0)
+    assert (record.instance, record.mode, record.cached_tokens) == ("i1", "OFFLOAD", 0)
+
+
+def test_only_what_the_answering_instance_lacks_is_moved() -> None:
+    turns = [ask("a", 1, 0.0, [1, 2], 128), ask("a", 2, 60.0, [1, 2], 129, output=1)]
+    second = simulate(turns, instances=2, policy=Passed(), profile=PASSING)[1]
+    # All but a token is cached on both sides.
+    assert (second.ttft_s, second.cached_tokens) == (pytest.approx(1.0 + 0.26 + 1.0), 128)
+
+
+def test_a_held_request_is_placed_when_something_ends() -> None:
+    turns = [ask("a", 1, 0.0, [1], 64), ask("b", 1, 0.25, [2], 64, output=1), ask("c", 1, 0.25, [3], 32, output=1)]
+    records = {one.session: one for one in simulate(turns, instances=1, policy=OneAtATime(), profile=PLAIN)}
+    # a: 1.64 + 1 s. Then the shorter prompt of the two that wait, then the other.
+    assert records["c"].ttft_s == pytest.approx(2.64 - 0.25 + 1.32)
+    assert records["b"].ttft_s == pytest.approx(2.64 - 0.25 + 1.32 + 1.64)
+
+
+def test_a_hold_that_expires_is_placed_all_the_same() -> None:
+    turns = [ask("a", 1, 0.0, [1], 64, output=60), ask("b", 1, 0.25, [2], 64, output=1)]
+    records = {one.session: one for one in simulate(turns, instances=1, policy=OneAtATime(3.0), profile=PLAIN)}
+    # Held until the tick at 3.5 s; a's step under way ends at 3.64 s.
+    assert records["b"].ttft_s == pytest.approx(3.64 + 1.64 - 0.25)
+
+
+def full(**changes: Any) -> StateSettings:
+    return StateSettings(limits=Limits(max_requests=1), queue=QueueSettings(size=0), retry_after_s=2.0, **changes)
+
+
+def test_a_refused_client_comes_back_when_it_was_told_to() -> None:
+    turns = [ask("a", 1, 0.0, [1], 64, output=4), ask("b", 1, 0.25, [2], 64, output=1)]
+    records = {one.session: one for one in simulate(turns, instances=1, profile=PLAIN, router=full())}
+    # a ends at 4.64 s; b asks at 0.25, 2.25, 4.25 and 6.25 s.
+    assert (records["b"].status, records["b"].ttft_s) == (200, pytest.approx(6.0 + 1.64))
+    given_up = {one.session: one for one in simulate(turns, instances=1, profile=PLAIN, router=full(), retries=1)}
+    assert (given_up["b"].status, given_up["b"].e2e_s) == (429, pytest.approx(2.0))
+    assert "at its limit" in given_up["b"].error
