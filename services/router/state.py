@@ -6,7 +6,7 @@ arrive together cannot both see the same free instance. `explain` and `what_if` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -15,11 +15,12 @@ from services.common.keys import KEY_TOKENS
 from services.router import events as ev
 from services.router.affinity import Affinity
 from services.router.circuit import Circuit, CircuitSettings
-from services.router.domain import Decision, PlacementRequest, Step, StepKind
+from services.router.domain import Decision, PlacementRequest
 from services.router.fleet import Fleet
 from services.router.holding import Full, Holding, not_now
 from services.router.migrations import Migrations
 from services.router.ownership import OwnedPools
+from services.router.plans import Plans
 from services.router.policy.base import Policy, decide
 from services.router.prefix_index import PrefixIndex
 from services.router.queue import QueueSettings
@@ -35,9 +36,6 @@ from services.router.warm_up import WarmUp
 
 # After these no held request is nearer to its placement; or (PoolTaken) none may be placed before the gateways return.
 FREES_NOTHING = (ev.PlaceRequested, ev.KeysReported, ev.GatewayLost, ev.StoreState, ev.PoolTaken, ev.PoolLost)
-# The reason of the one SERVE that replaces what is left of a plan, and the longest account of the failure, in characters.
-COLOCATED_AFTER_ALL = "colocated_after_failure"
-MAX_NOTE = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +91,15 @@ class RouterState:
             settings.limits,
             settings.stale_report_s,
         )
+        self.plans = Plans(
+            self.fleet, self.truth, self.reservations, Remembered(settings.remembered_requests), settings.circuit
+        )
         self._reports = Reports(
             self.fleet,
             self.index,
             self.truth,
             self.reservations,
-            self._finished,
+            self.plans.finished,
             stale_report_s=settings.stale_report_s,
             lost_instance_s=settings.lost_instance_s,
         )
@@ -109,7 +110,6 @@ class RouterState:
         self._warm_up = WarmUp(settings.warm_up_s)
         self._turn: dict[str, int] = {}
         self._decisions = 0
-        self._placed = Remembered(settings.remembered_requests)
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
         """Apply one event and return what is to be done about it. The only mutator. Never raises for what a peer may send.
@@ -142,14 +142,12 @@ class RouterState:
             case ev.PlaceRequested():
                 return self._place(event, now)
             case ev.StepDone():
-                return self._step_done(event, now)
+                return self.plans.step_done(event, now)
             case ev.FirstToken():
-                self.truth.first_token(event.request_id, now)
-                moved = self.reservations.first_token(event.request_id)
-                return [ev.Reserved(moved), *self._judge_circuit(moved, "OK", now)] if moved else []
+                return self.plans.first_token(event, now)
             case ev.Finished():
                 self.holding.cancel(event.request_id)
-                return self._finished(event, now)
+                return self.plans.finished(event, now)
             case ev.Drain():
                 return self._drain(event)
             case ev.StoreState():
@@ -193,7 +191,7 @@ class RouterState:
             assert self.owned.owns(reservation.pool), reservation
         for held in self.holding.queue:
             assert self.owned.owns(held.pool), held
-        for decision in self._placed:
+        for decision in self.plans.decisions:
             assert self.owned.owns(decision.pool), decision
 
     # ---- gateways ----
@@ -210,11 +208,11 @@ class RouterState:
             if reservation.request_id in hello.waiting:
                 self.reservations.keep(reservation.request_id)
             else:
-                effects += self._finished(
+                effects += self.plans.finished(
                     ev.Finished(reservation.request_id, "CANCELLED", error="no gateway claims it"), now
                 )
                 # Its placement was lost on the way: when the gateway asks again, it is decided again.
-                self._placed.drop(reservation.request_id)
+                self.plans.decisions.drop(reservation.request_id)
         for request_id, stream in announced.items():
             known = self.reservations.get(request_id)
             pool = known.pool if known else self.fleet.pool_of(stream.request.model)
@@ -244,14 +242,14 @@ class RouterState:
         request = event.request
         if (refused := self._not_now(request, now)) is not None:
             return [replace(refused, gateway_id=event.gateway_id)]
-        if (known := self._placed.get(request.request_id)) is not None:
+        if (known := self.plans.decisions.get(request.request_id)) is not None:
             open_one = self.reservations.get(request.request_id)
-            return [self._placed_effect(known, open_one.step_index if open_one else 0, event.gateway_id)]
+            return [self.plans.told(known, open_one.step_index if open_one else 0, event.gateway_id)]
         if (reservation := self.reservations.get(request.request_id)) is not None:
             # Placed by an earlier owner, whose answer may not have arrived: the same instance again, never a second one.
             restored = restored_decision(reservation, replace(request, keys=()), self.policy.ref())
-            self._placed.put(restored)
-            return [self._placed_effect(restored, 0, event.gateway_id)]
+            self.plans.decisions.put(restored)
+            return [self.plans.told(restored, 0, event.gateway_id)]
         self.truth.expire(now)
         return self.holding.place(request, event.gateway_id, now)
 
@@ -263,16 +261,16 @@ class RouterState:
         decision = replace(decision, request=replace(request, keys=()))
         lease_until = None if gateway_id else now + self.settings.place_lease_s
         effects: list[ev.Effect] = [ev.Decided(decision)]
-        effects += self._reserve(decision, 0, gateway_id, lease_until, request.keys, now)
+        effects += self.plans.reserve(decision, 0, gateway_id, lease_until, request.keys, now)
         if session := request.session:
             self.affinity.assign(session, decision.next_owner, now, decision.pool)
             effects.append(ev.OwnerSet(session, decision.next_owner, decision.pool))
         if decision.mode == "OFFLOAD":
             self.migrations.record(decision.instance_id, now)
             self._unsee((decision.instance_id,))
-        self._placed.put(decision)
-        self._placed.bound(len(self.reservations), lambda one: self.reservations.get(one) is not None)
-        return [*effects, self._placed_effect(decision, 0, gateway_id)]
+        self.plans.decisions.put(decision)
+        self.plans.decisions.bound(len(self.reservations), lambda one: self.reservations.get(one) is not None)
+        return [*effects, self.plans.told(decision, 0, gateway_id)]
 
     def _not_now(self, request: PlacementRequest, now: float) -> ev.Refused | None:
         pool = self.fleet.pool_of(request.model)
@@ -287,107 +285,6 @@ class RouterState:
     def cold(self, now: float, pool: str = "") -> bool:
         """Whether placements of `pool` (empty: of the whole fleet) wait for the first reports after the start."""
         return self._warm_up.cold(pool, self.fleet, now)
-
-    def _reserve(
-        self,
-        decision: Decision,
-        index: int,
-        gateway_id: str,
-        lease_until: float | None,
-        keys: Sequence[int],
-        now: float,
-    ) -> list[ev.Effect]:
-        step = decision.ruling.steps[index]
-        candidate = decision.view.find(step.instance_id)
-        # A decision of an earlier owner has no view; what was cached there is what it had said.
-        cached = candidate.cached_tokens if candidate else decision.cached_tokens
-        tokens = min(step.prefix_tokens, decision.request.input_tokens) or decision.request.input_tokens
-        # After a PREFILL elsewhere its KV arrives by transfer: nothing is left to compute.
-        new_tokens = 0 if step.kind is StepKind.SERVE and step.kv_source else max(tokens - cached, 0)
-        reservation = Reservation(
-            request_id=decision.request.request_id,
-            gateway_id=gateway_id,
-            instance_id=step.instance_id,
-            decision_id=decision.decision_id,
-            input_tokens=decision.request.input_tokens,
-            new_tokens=new_tokens,
-            step_index=index,
-            lease_until=lease_until,
-            pool=decision.pool,
-        )
-        self.reservations.put(reservation)
-        if record := self.fleet.get(step.instance_id):
-            record.circuit.placed(reservation.request_id, now)
-        self.truth.opened(reservation, keys, tokens, now)
-        return [ev.Reserved(reservation)]
-
-    def _placed_effect(self, decision: Decision, index: int, gateway_id: str) -> ev.Placed:
-        steps = decision.ruling.steps
-        last = index == len(steps) - 1
-        return ev.Placed(decision.request.request_id, decision, index, steps[index], last, gateway_id)
-
-    def _step_done(self, event: ev.StepDone, now: float) -> list[ev.Effect]:
-        reservation = self.reservations.get(event.request_id)
-        decision = self._placed.get(event.request_id)
-        if reservation is None or decision is None or reservation.step_index != event.step_index:
-            return []
-        if not event.ok:
-            return self._colocate(reservation, decision, event, now)
-        if event.step_index + 1 >= len(decision.ruling.steps):
-            return []
-        self.truth.step_done(event.request_id, now)
-        closed = self._judge_circuit(reservation, "OK", now)
-        keys = self.truth.keys_of(event.request_id)
-        effects = self._reserve(
-            decision, event.step_index + 1, reservation.gateway_id, reservation.lease_until, keys, now
-        )
-        return [*closed, *effects, self._placed_effect(decision, event.step_index + 1, reservation.gateway_id)]
-
-    def _colocate(
-        self, reservation: Reservation, decision: Decision, event: ev.StepDone, now: float
-    ) -> list[ev.Effect]:
-        """A step failed: the rest of the plan is one SERVE where the answer was to come from, without anybody's KV."""
-        index, steps = event.step_index, decision.ruling.steps
-        if steps[index].kind is StepKind.SERVE and not steps[index].kv_source:
-            return []  # Nothing simpler is left; its gateway ends this attempt.
-        self._judge_circuit(reservation, "", now)
-        note = f"{steps[index].kind.lower()}_failed: {event.error[:MAX_NOTE]}"
-        plan = (*steps[: index + 1], Step(StepKind.SERVE, decision.instance_id, COLOCATED_AFTER_ALL))
-        ruling = replace(decision.ruling, steps=plan)
-        decision = replace(decision, ruling=ruling, notes=(*decision.notes, note))
-        self._placed.put(decision)
-        keys = self.truth.keys_of(event.request_id)
-        effects = self._reserve(decision, index + 1, reservation.gateway_id, reservation.lease_until, keys, now)
-        noted = ev.Noted(decision.decision_id, note)
-        return [noted, *effects, self._placed_effect(decision, index + 1, reservation.gateway_id)]
-
-    def _finished(self, finished: ev.Finished, now: float) -> list[ev.Effect]:
-        reservation = self.reservations.release(finished.request_id)
-        if reservation is None:
-            return []
-        judged = self.truth.finished(finished, self._placed.get(finished.request_id), now)
-        self._placed.ended(finished.request_id)
-        return [
-            *self._judge_circuit(reservation, finished.outcome, now),
-            ev.Released(finished.request_id, reservation.pool),
-            ev.Closed(reservation.decision_id, finished),
-            *judged,
-        ]
-
-    def _judge_circuit(self, reservation: Reservation, outcome: str, now: float) -> list[ev.Effect]:
-        """What the end of a request, or of its step, tells of its instance."""
-        record = self.fleet.get(reservation.instance_id)
-        if record is None:
-            return []
-        if outcome == "FAILED":
-            changed = record.circuit.failed(reservation.request_id, now, self.settings.circuit)
-        elif outcome in ("OK", "REJECTED"):
-            changed = record.circuit.answered()
-        else:
-            changed = False
-            record.circuit.left(reservation.request_id)
-        record.sight = None
-        return [ev.FleetChanged()] if changed else []
 
     # ---- operators, the store and time ----
 
@@ -418,7 +315,7 @@ class RouterState:
         for reservation in self.reservations.of_pool(pool):
             self.reservations.release(reservation.request_id)
             self.truth.progress.close(reservation.request_id)
-        self._placed.forget_pool(pool)
+        self.plans.decisions.forget_pool(pool)
         self.affinity.forget_pool(pool)
         for record in self.fleet.members(pool, pool):
             self.migrations.drop(record.info.instance_id)
@@ -428,7 +325,9 @@ class RouterState:
     def _tick(self, now: float) -> list[ev.Effect]:
         effects: list[ev.Effect] = []
         for reservation in self.reservations.expired(now):
-            effects += self._finished(ev.Finished(reservation.request_id, "CANCELLED", error="its lease ended"), now)
+            effects += self.plans.finished(
+                ev.Finished(reservation.request_id, "CANCELLED", error="its lease ended"), now
+            )
         effects += self._reports.tick(now)
         self.affinity.expire(now)
         self._unsee(self.migrations.expire(now))

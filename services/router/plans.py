@@ -1,0 +1,143 @@
+"""Placed requests, from their first step to their end: what each step reserves, and what follows it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from services.router import events as ev
+from services.router.circuit import CircuitSettings
+from services.router.domain import Decision, Step, StepKind
+from services.router.fleet import Fleet
+from services.router.remembered import Remembered
+from services.router.reservations import Reservation, Reservations
+from services.router.truth import Truth
+
+# The reason of the one SERVE that replaces what is left of a plan, and the longest account of the failure, in characters.
+COLOCATED_AFTER_ALL = "colocated_after_failure"
+MAX_NOTE = 100
+
+
+class Plans:
+    """The plans of open and lately ended requests (`decisions`), carried on as their steps end."""
+
+    def __init__(
+        self, fleet: Fleet, truth: Truth, reservations: Reservations, decisions: Remembered, circuit: CircuitSettings
+    ) -> None:
+        self.decisions = decisions
+        self._fleet = fleet
+        self._truth = truth
+        self._reservations = reservations
+        self._circuit = circuit
+
+    def reserve(
+        self,
+        decision: Decision,
+        index: int,
+        gateway_id: str,
+        lease_until: float | None,
+        keys: Sequence[int],
+        now: float,
+    ) -> list[ev.Effect]:
+        """Reserve what step `index` of a plan takes; `keys` are the prompt's. Mutates."""
+        step = decision.ruling.steps[index]
+        candidate = decision.view.find(step.instance_id)
+        # A decision of an earlier owner has no view; what was cached there is what it had said.
+        cached = candidate.cached_tokens if candidate else decision.cached_tokens
+        tokens = min(step.prefix_tokens, decision.request.input_tokens) or decision.request.input_tokens
+        # After a PREFILL elsewhere its KV arrives by transfer: nothing is left to compute.
+        new_tokens = 0 if step.kind is StepKind.SERVE and step.kv_source else max(tokens - cached, 0)
+        reservation = Reservation(
+            request_id=decision.request.request_id,
+            gateway_id=gateway_id,
+            instance_id=step.instance_id,
+            decision_id=decision.decision_id,
+            input_tokens=decision.request.input_tokens,
+            new_tokens=new_tokens,
+            step_index=index,
+            lease_until=lease_until,
+            pool=decision.pool,
+        )
+        self._reservations.put(reservation)
+        if record := self._fleet.get(step.instance_id):
+            record.circuit.placed(reservation.request_id, now)
+        self._truth.opened(reservation, keys, tokens, now)
+        return [ev.Reserved(reservation)]
+
+    def told(self, decision: Decision, index: int, gateway_id: str) -> ev.Placed:
+        """Step `index`, as the gateway is told of it."""
+        steps = decision.ruling.steps
+        last = index == len(steps) - 1
+        return ev.Placed(decision.request.request_id, decision, index, steps[index], last, gateway_id)
+
+    def first_token(self, event: ev.FirstToken, now: float) -> list[ev.Effect]:
+        """An answer began. Mutates."""
+        self._truth.first_token(event.request_id, now)
+        moved = self._reservations.first_token(event.request_id)
+        return [ev.Reserved(moved), *self._judge_circuit(moved, "OK", now)] if moved else []
+
+    def step_done(self, event: ev.StepDone, now: float) -> list[ev.Effect]:
+        """A step ended: the next one follows, or, where it failed, what still can. Mutates."""
+        reservation = self._reservations.get(event.request_id)
+        decision = self.decisions.get(event.request_id)
+        if reservation is None or decision is None or reservation.step_index != event.step_index:
+            return []
+        if not event.ok:
+            return self._colocate(reservation, decision, event, now)
+        if event.step_index + 1 >= len(decision.ruling.steps):
+            return []
+        self._truth.step_done(event.request_id, now)
+        closed = self._judge_circuit(reservation, "OK", now)
+        keys = self._truth.keys_of(event.request_id)
+        effects = self.reserve(
+            decision, event.step_index + 1, reservation.gateway_id, reservation.lease_until, keys, now
+        )
+        return [*closed, *effects, self.told(decision, event.step_index + 1, reservation.gateway_id)]
+
+    def _colocate(
+        self, reservation: Reservation, decision: Decision, event: ev.StepDone, now: float
+    ) -> list[ev.Effect]:
+        """A step failed: the rest of the plan is one SERVE where the answer was to come from, without anybody's KV."""
+        index, steps = event.step_index, decision.ruling.steps
+        if steps[index].kind is StepKind.SERVE and not steps[index].kv_source:
+            return []  # Nothing simpler is left; its gateway ends this attempt.
+        self._judge_circuit(reservation, "", now)
+        note = f"{steps[index].kind.lower()}_failed: {event.error[:MAX_NOTE]}"
+        plan = (*steps[: index + 1], Step(StepKind.SERVE, decision.instance_id, COLOCATED_AFTER_ALL))
+        ruling = replace(decision.ruling, steps=plan)
+        decision = replace(decision, ruling=ruling, notes=(*decision.notes, note))
+        self.decisions.put(decision)
+        keys = self._truth.keys_of(event.request_id)
+        effects = self.reserve(decision, index + 1, reservation.gateway_id, reservation.lease_until, keys, now)
+        noted = ev.Noted(decision.decision_id, note)
+        return [noted, *effects, self.told(decision, index + 1, reservation.gateway_id)]
+
+    def finished(self, finished: ev.Finished, now: float) -> list[ev.Effect]:
+        """A request ended; no effects where it was not open. Mutates."""
+        reservation = self._reservations.release(finished.request_id)
+        if reservation is None:
+            return []
+        judged = self._truth.finished(finished, self.decisions.get(finished.request_id), now)
+        self.decisions.ended(finished.request_id)
+        return [
+            *self._judge_circuit(reservation, finished.outcome, now),
+            ev.Released(finished.request_id, reservation.pool),
+            ev.Closed(reservation.decision_id, finished),
+            *judged,
+        ]
+
+    def _judge_circuit(self, reservation: Reservation, outcome: str, now: float) -> list[ev.Effect]:
+        """What the end of a request, or of its step, tells of its instance."""
+        record = self._fleet.get(reservation.instance_id)
+        if record is None:
+            return []
+        if outcome == "FAILED":
+            changed = record.circuit.failed(reservation.request_id, now, self._circuit)
+        elif outcome in ("OK", "REJECTED"):
+            changed = record.circuit.answered()
+        else:
+            changed = False
+            record.circuit.left(reservation.request_id)
+        record.sight = None
+        return [ev.FleetChanged()] if changed else []
