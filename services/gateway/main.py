@@ -25,7 +25,14 @@ async def serving(settings: GatewaySettings) -> AsyncIterator[tuple[Gateway, str
     open requests, cancels the rest and tells the router. Raises OSError when the address is taken."""
     gateway = Gateway(settings)
     await gateway.start()
-    server = Server(gateway, Limits(settings.max_body_bytes, stall_s=settings.idle_timeout_s))
+    limits = Limits(
+        settings.max_body_bytes,
+        head_s=settings.head_timeout_s,
+        body_s=settings.body_timeout_s,
+        idle_s=settings.keepalive_s,
+        stall_s=settings.idle_timeout_s,
+    )
+    server = Server(gateway, limits)
     try:
         host, _, port = settings.listen.rpartition(":")
         address, bound = await server.start(host.strip("[]"), int(port))

@@ -167,6 +167,7 @@ class _Connection(asyncio.Protocol):
         self._until_close = False
         self._keep = False
         self._complete = False
+        self._ends = 0
         self._paused = False
 
     # From the transport.
@@ -198,6 +199,8 @@ class _Connection(asyncio.Protocol):
             self.abort()
             return
         pieces = self._pieces
+        if self._complete:
+            del pieces[self._ends :]  # an answer too many
         if pieces:
             piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
             pieces.clear()
@@ -227,11 +230,13 @@ class _Connection(asyncio.Protocol):
         self._head.set_result(answer)
         self._head = None
 
+    def on_message_begin(self) -> None:
+        if self._complete:
+            self._keep = False
+
     def on_message_complete(self) -> None:
-        if self._answer is not None:
-            if self._complete:
-                self._keep = False  # an answer too many
-            self._complete = True
+        if self._answer is not None and not self._complete:
+            self._complete, self._ends = True, len(self._pieces)
 
     # An exchange.
 

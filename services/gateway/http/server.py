@@ -136,6 +136,8 @@ class _Connection(asyncio.Protocol):
         self._fed = 0
         self._body: list[bytes] = []
         self._body_size = 0
+        self._plain = b""  # a head with the body's framing, where the request also asks for another protocol
+        self._muted = False
         self._request: Request | None = None
         self._refusal: Response | None = None
         self.keep_alive = False
@@ -186,7 +188,14 @@ class _Connection(asyncio.Protocol):
         except httptools.HttpParserUpgrade as upgrade:
             # Nothing else is spoken here: the request is answered as HTTP/1.1, which RFC 9110 7.8 leaves to us.
             self._parser = httptools.HttpRequestParser(self)
-            self._more = self._more or bool(data[upgrade.args[0] :].strip(b"\r\n"))
+            if self._plain:
+                # The parser left its body out: another one reads it, told of its framing alone. (Java's client asks for HTTP/2.)
+                head, self._plain = self._plain, b""
+                self._muted = True
+                self._parser.feed_data(head)
+                self._muted = False
+            if rest := data[upgrade.args[0] :]:
+                self.data_received(rest)
         except httptools.HttpParserError:
             if self._task is not None:
                 self._more = True
@@ -201,6 +210,8 @@ class _Connection(asyncio.Protocol):
     # From the parser. None of these may raise.
 
     def on_message_begin(self) -> None:
+        if self._muted:
+            return
         if self._state is not _State.IDLE:
             self._more = True
             return
@@ -249,6 +260,9 @@ class _Connection(asyncio.Protocol):
         self._state = _State.BODY
         self.deadline = time.monotonic() + self._limits.body_s
         self._request, self._refusal = request, refusal
+        if has_body and self._parser.should_upgrade():
+            framing = "Transfer-Encoding: chunked" if "transfer-encoding" in headers else f"Content-Length: {length}"
+            self._plain = f"POST / HTTP/1.1\r\n{framing}\r\n\r\n".encode()
         if refusal is not None and has_body and (waits or not 0 < length <= SMALL_BODY):
             self._end_with(refusal)
         elif waits:
@@ -264,7 +278,7 @@ class _Connection(asyncio.Protocol):
         self._body.append(body)
 
     def on_message_complete(self) -> None:
-        if self._state is not _State.BODY:
+        if self._state is not _State.BODY or self._plain:
             return
         assert self._request is not None
         self._state, self.deadline = _State.BUSY, math.inf

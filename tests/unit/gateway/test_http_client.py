@@ -1,0 +1,228 @@
+"""The client of the instances: answers cut at every position, connections kept, lost and used again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from services.gateway.http.client import HIGH_WATER, KEEPALIVE_S, Answer, Pool, UpstreamError
+
+Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+WHOLE = b"HTTP/1.1 200 OK\r\nContent-Type: Text/Plain; x=y\r\nContent-Length: 5\r\n\r\nhello"
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n"
+UNFRAMED = b"HTTP/1.1 200 OK\r\n\r\nhello"
+
+
+class Instance:
+    """A server that answers its n-th request on the n-th connection as told."""
+
+    def __init__(self) -> None:
+        self.answers: list[list[bytes]] = []  # the pieces of each answer
+        self.requests: list[bytes] = []
+        self.connections = 0
+        self.after = "keep"  # what follows an answer: keep, close, or reset at the next request
+        self.url = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+                self.requests.append(head + await reader.readexactly(length))
+                if self.after == "reset" and self.answers and not self.answers[0]:
+                    self.answers.pop(0)
+                    return
+                for piece in self.answers.pop(0):
+                    writer.write(piece)
+                    await writer.drain()
+                    await asyncio.sleep(0)
+                if self.after == "close":
+                    return
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def instance() -> AsyncIterator[Instance]:
+    one = Instance()
+    server = await asyncio.start_server(one.serve, "127.0.0.1", 0)
+    one.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server:
+        yield one
+
+
+@asynccontextmanager
+async def pool(idle_s: float = 60.0) -> AsyncIterator[Pool]:
+    one = Pool(60.0, idle_s)
+    one.start()
+    try:
+        yield one
+    finally:
+        one.close()
+        while one.connections:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def ask(to: Instance, of: Pool) -> Answer:
+    return await of.send("POST", to.url, "/path", {"X-A": "b\r\nc: d"}, b"body")
+
+
+async def whole(answer: Answer) -> bytes:
+    body = b""
+    while piece := await answer.read():
+        body += piece
+    return body
+
+
+@pytest.mark.parametrize("framed", [WHOLE, CHUNKED, UNFRAMED], ids=["length", "chunked", "until it closes"])
+async def test_an_answer_is_the_same_however_it_is_cut(framed: bytes) -> None:
+    async with instance() as there, pool() as here:
+        there.after = "close" if framed is UNFRAMED else "keep"
+        for at in range(1, len(framed)):
+            there.answers = [[b"HTTP/1.1 100 Continue\r\n\r\n", framed[:at], framed[at:]]]
+            answer = await ask(there, here)
+            assert (answer.status, await whole(answer)) == (200, b"hello"), at
+        assert there.connections == (at if framed is UNFRAMED else 1)
+        assert answer.media_type == ("text/plain" if framed is WHOLE else "")
+        assert there.requests[0].startswith(b"POST /path HTTP/1.1\r\nHost: 127.0.0.1:")
+        assert b"\r\nX-A: b  c: d\r\nContent-Length: 4\r\n\r\nbody" in there.requests[0]
+
+
+async def test_pieces_are_handed_over_as_they_come() -> None:
+    async with instance() as there, pool() as here:
+        there.answers = [[CHUNKED[:-11], CHUNKED[-11:]]]
+        pieces: list[bytes] = []
+        await (await ask(there, here)).pipe(pieces.append)
+        assert b"".join(pieces) == b"hello"
+
+
+async def test_a_kept_connection_that_was_closed_is_tried_again_on_a_new_one() -> None:
+    async with instance() as there, pool() as here:
+        there.after = "reset"
+        there.answers = [[WHOLE], [], [WHOLE]]
+        assert await whole(await ask(there, here)) == b"hello"
+        assert await whole(await ask(there, here)) == b"hello"
+        assert (there.connections, len(there.requests)) == (2, 3)
+        there.answers = [[], []]
+        with pytest.raises(UpstreamError, match="no answer: closed"):
+            await ask(there, here)
+        assert len(there.requests) == 5, "once more, not for ever"
+
+
+async def test_an_answer_that_has_begun_is_not_asked_for_again() -> None:
+    async with instance() as there, pool() as here:
+        there.answers = [[WHOLE]]
+        await whole(await ask(there, here))
+        there.after = "close"
+        there.answers = [[b"HTTP/1.1 2"]]
+        with pytest.raises(UpstreamError, match="broke off"):
+            await ask(there, here)
+        there.answers = [[WHOLE[:-1]]]
+        answer = await ask(there, here)
+        with pytest.raises(UpstreamError, match="broke off") as broken:
+            await whole(answer)
+        assert broken.value.status == 200
+        there.answers = [[CHUNKED[:-2]]]
+        answer = await ask(there, here)
+        with pytest.raises(UpstreamError, match="broke off"):
+            await answer.pipe(lambda piece: None)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [b"\x16\x03\x01", b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n", b"200\r\n\r\n"],
+)
+async def test_an_answer_that_is_not_http_is_an_error(odd: bytes) -> None:
+    async with instance() as there, pool() as here:
+        there.answers = [[odd]]
+        with pytest.raises(UpstreamError, match=r"not valid HTTP/1\.1"):
+            await ask(there, here)
+
+
+async def test_an_answer_too_many_costs_the_connection_and_answers_nobody() -> None:
+    async with instance() as there, pool() as here:
+        for more in ([WHOLE + WHOLE], [WHOLE, WHOLE]):
+            there.answers = [more, [WHOLE]]
+            for _ in range(2):
+                answer = await ask(there, here)
+                assert (answer.headers["content-length"], await whole(answer)) == ("5", b"hello")
+
+
+async def test_what_is_not_read_to_its_end_is_closed() -> None:
+    async with instance() as there, pool() as here:
+        there.answers = [[CHUNKED[:-5]]]
+        answer = await ask(there, here)
+        assert await answer.begun()
+        answer.close()
+        while here.connections:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        there.answers = [[]]
+        waiting = asyncio.create_task(ask(there, here))
+        while len(there.requests) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        while here.connections:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def test_nobody_who_reads_means_nothing_is_read() -> None:
+    async with instance() as there, pool() as here:
+        large = 20 * HIGH_WATER
+        there.answers = [[b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % large, b"x" * large]]
+        answer = await ask(there, here)
+        while not answer._paused:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        held = len(answer.arrived)
+        assert HIGH_WATER < held < 3 * HIGH_WATER
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert len(answer.arrived) == held
+        assert len(await whole(answer)) == large
+
+
+async def test_silence_within_an_answer_ends_it_unless_we_do_not_listen() -> None:
+    async with instance() as there, pool(idle_s=0.01) as here:
+        there.answers = [[WHOLE[:-1]]]
+        answer = await ask(there, here)
+        (connection,) = here.connections
+        answer.pause()
+        for now in (0.0, 1e9, 2e9):
+            connection.silent_too_long(now, 60.0)
+        answer.resume()
+        connection.silent_too_long(2e9, 60.0)
+        connection.silent_too_long(2e9 + 59, 60.0)
+        assert await answer.read() == b"hell"
+        connection.silent_too_long(2e9 + 61, 60.0)
+        with pytest.raises(UpstreamError, match="went silent"):
+            await answer.read()
+
+
+async def test_idle_connections_are_closed_before_the_instance_would() -> None:
+    async with instance() as there, pool() as here:
+        there.answers = [[WHOLE], [WHOLE]]
+        await whole(await ask(there, here))
+        (connection,) = here.connections
+        connection.since -= KEEPALIVE_S
+        await whole(await ask(there, here))
+        assert there.connections == 2
+        connection = next(iter(here._idle.values()))[0]
+        connection.since -= KEEPALIVE_S
+        while here.connections:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert here._idle == {}
+
+
+async def test_addresses_that_lead_nowhere_are_errors_without_an_address() -> None:
+    async with pool() as here:
+        for url in ("http://127.0.0.1:1", "ftp://x", "http://127.0.0.1:99999", "nonsense", "http://[::1"):
+            with pytest.raises(UpstreamError, match="no answer") as error:
+                await here.send("GET", url, "/", {})
+            assert "127.0.0.1" not in error.value.text

@@ -1,0 +1,370 @@
+"""The server's protocol, fed byte by byte over a transport that only remembers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from services.gateway.http.message import Request, Response
+from services.gateway.http.server import HIGH_WATER, SMALL_BODY, Limits, Server, _Connection
+
+LIMITS = Limits(max_body_bytes=100_000, max_head_bytes=2_000, max_headers=10)
+HEAD = b"POST /echo?q=1 HTTP/1.1\r\nHost: h\r\n"
+WHOLE = HEAD + b"Content-Length: 5\r\n\r\nhello"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n3\r\nhel\r\n2;x=y\r\nlo\r\n0\r\nTrailer: t\r\n\r\n"
+
+
+class Wire(asyncio.Transport):
+    """A transport whose peer takes everything, unless `stuck`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = b""
+        self.closed = self.aborted = self.eof = False
+        self.unsent = 0
+
+    def write(self, data: Any) -> None:
+        assert not self.closed, "written after the end"
+        self.out += data
+
+    def writelines(self, list_of_data: Any) -> None:
+        self.write(b"".join(list_of_data))
+
+    def write_eof(self) -> None:
+        self.eof = True
+
+    def close(self) -> None:
+        self.closed = True
+
+    def abort(self) -> None:
+        self.closed = self.aborted = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        assert high == HIGH_WATER
+
+
+@dataclass
+class Echo:
+    """A site that answers with what it was sent; /stream in pieces, /hang never, /fault not at all, /refused without a body."""
+
+    seen: list[Request] = field(default_factory=list)
+    cancelled: int = 0
+    source: Any = None
+
+    def admit(self, request: Request) -> Response | None:
+        return Response(404, b"no") if request.path == "/refused" else None
+
+    async def answer(self, request: Request) -> Response | None:
+        self.seen.append(request)
+        if request.path == "/fault":
+            raise ZeroDivisionError
+        if request.path == "/stream":
+            request.outgoing.begin(200, {"Content-Type": "text/event-stream"}, self.source)
+            for piece in (b"one", b"two", request.body):
+                request.outgoing.write(piece)
+                await asyncio.sleep(0)
+            request.outgoing.end()
+            return None
+        try:
+            if request.path == "/hang":
+                await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return Response(200, request.body, {"X-Path": request.path})
+
+    def error(self, status: int, message: str, code: str, path: str) -> Response:
+        return Response(status, code.encode())
+
+
+class Client:
+    """One connection to a server that serves Echo."""
+
+    def __init__(self) -> None:
+        self.site = Echo()
+        self.server = Server(self.site, LIMITS)
+        self.wire = Wire()
+        self.connection = _Connection(self.server)
+        self.connection.connection_made(self.wire)
+
+    async def send(self, *pieces: bytes) -> bytes:
+        """What comes back for all of `pieces`."""
+        before = len(self.wire.out)
+        for piece in pieces:
+            self.connection.data_received(piece)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        return self.wire.out[before:]
+
+
+def status_of(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])
+
+
+@pytest.mark.parametrize("request_bytes", [WHOLE, CHUNKED], ids=["length", "chunked"])
+async def test_a_request_is_the_same_however_it_is_cut(request_bytes: bytes) -> None:
+    expected = await Client().send(request_bytes)
+    assert expected.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert expected.endswith(b"\r\n\r\nhello")
+    for at in range(1, len(request_bytes)):
+        client = Client()
+        assert await client.send(request_bytes[:at], request_bytes[at:]) == expected
+        (seen,) = client.site.seen
+        assert (seen.method, seen.path, seen.query, seen.body) == ("POST", "/echo", "q=1", b"hello")
+    one_by_one = Client()
+    assert await one_by_one.send(*(request_bytes[at : at + 1] for at in range(len(request_bytes)))) == expected
+    assert not one_by_one.wire.closed
+
+
+async def test_a_connection_takes_request_after_request() -> None:
+    client = Client()
+    for _ in range(3):
+        assert (await client.send(b"\r\n" + WHOLE)).endswith(b"hello")
+    assert len(client.site.seen) == 3
+    assert (await client.send(b"GET http://h/abs?x HTTP/1.1\r\nHost: h\r\n\r\n")).endswith(b"\r\n\r\n")
+    assert (client.site.seen[-1].path, client.site.seen[-1].query) == ("/abs", "x")
+
+
+@pytest.mark.parametrize("head", [b"Connection: close\r\n", b""])
+async def test_a_connection_closes_when_the_client_wants_it_to(head: bytes) -> None:
+    client = Client()
+    version = b"1.1" if head else b"1.0"
+    answer = await client.send(WHOLE.replace(b"1.1", version).replace(b"\r\n\r\n", b"\r\n" + head + b"\r\n"))
+    assert b"\r\nConnection: close\r\n" in answer
+    assert client.wire.closed
+
+
+BAD = {
+    "length and chunked": HEAD + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "chunked and length": HEAD + b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n0\r\n\r\n",
+    "two lengths": HEAD + b"Content-Length: 3\r\nContent-Length: 3\r\n\r\nabc",
+    "a list of lengths": HEAD + b"Content-Length: 3, 3\r\n\r\nabc",
+    "a signed length": HEAD + b"Content-Length: +3\r\n\r\nabc",
+    "a negative length": HEAD + b"Content-Length: -3\r\n\r\nabc",
+    "a length beyond 64 bits": HEAD + b"Content-Length: 99999999999999999999999\r\n\r\n",
+    "obs-fold": HEAD + b"X: a\r\n b\r\n\r\n",
+    "bare CR": HEAD + b"X: a\rb\r\n\r\n",
+    "bare LF": b"POST / HTTP/1.1\nHost: a\n\n",
+    "blank before the colon": HEAD + b"Content-Length : 3\r\n\r\nabc",
+    "NUL": HEAD + b"X: a\0b\r\n\r\n",
+    "identity": HEAD + b"Transfer-Encoding: identity\r\n\r\n",
+    "gzip, chunked": HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+    "chunked twice": HEAD + b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
+    "chunked in HTTP/1.0": b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "a chunk without size": HEAD + b"Transfer-Encoding: chunked\r\n\r\nxyz\r\n",
+    "a negative chunk": HEAD + b"Transfer-Encoding: chunked\r\n\r\n-3\r\nabc\r\n0\r\n\r\n",
+    "a chunk longer than its size": HEAD + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabcd\r\n0\r\n\r\n",
+    "no host": b"GET / HTTP/1.1\r\n\r\n",
+    "two hosts": HEAD + b"Host: other\r\n\r\n",
+    "an odd method": b"FOO / HTTP/1.1\r\nHost: h\r\n\r\n",
+    "not ASCII": "GET /é HTTP/1.1\r\nHost: h\r\n\r\n".encode(),
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_what_could_be_read_in_two_ways_is_refused(name: str) -> None:
+    for pieces in ([BAD[name]], [BAD[name][at : at + 1] for at in range(len(BAD[name]))]):
+        client = Client()
+        answer = await client.send(*pieces, b"GET /smuggled HTTP/1.1\r\nHost: h\r\n\r\n")
+        assert status_of(answer) == 400, answer
+        assert answer.count(b"HTTP/1.1 ") == 1
+        assert client.wire.eof
+        assert client.site.seen == []
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"GET / HTTP/0.9\r\n\r\n", 505),
+        (b"GET / HTTP/2.0\r\nHost: h\r\n\r\n", 505),
+        (HEAD + b"Expect: 200-maybe\r\n\r\n", 417),
+        (b"GET /" + b"x" * 2_000 + b" HTTP/1.1\r\nHost: h\r\n\r\n", 431),
+        (b"GET /" + b"x" * 3_000, 431),
+        (HEAD + b"X: " + b"x" * 2_000 + b"\r\n\r\n", 431),
+        (HEAD + b"X: " + b"x" * 3_000, 431),
+        (HEAD + b"X: 1\r\n" * 20 + b"\r\n", 431),
+        (HEAD + b"Content-Length: 100001\r\n\r\n", 413),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"c350\r\n%b\r\n" % (b"x" * 50_000) * 3, 413),
+    ],
+)
+async def test_what_is_too_much_is_refused(request_bytes: bytes, status: int) -> None:
+    for pieces in ([request_bytes], [request_bytes[at : at + 997] for at in range(0, len(request_bytes), 997)]):
+        client = Client()
+        answer = await client.send(*pieces)
+        assert status_of(answer) == status
+        assert client.wire.eof
+        assert client.site.seen == []
+        assert await client.send(b"x" * 100_000) == b""
+
+
+async def test_what_the_site_refuses_by_its_head_costs_no_body() -> None:
+    large = WHOLE.replace(b"/echo", b"/refused").replace(b"h: 5", b"h: %d" % (SMALL_BODY + 1))
+    client = Client()
+    assert status_of(await client.send(large)) == 404
+    assert client.wire.eof
+    small = Client()
+    assert status_of(await small.send(WHOLE.replace(b"/echo", b"/refused"))) == 404
+    assert (await small.send(WHOLE)).endswith(b"hello"), "a small body is read, and the connection stays"
+
+
+async def test_a_client_that_expects_to_be_told_is_told() -> None:
+    client = Client()
+    head, body = WHOLE.replace(b"Host", b"Expect: 100-continue\r\nHost").split(b"\r\n\r\n")
+    assert await client.send(head + b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    assert (await client.send(body)).endswith(b"hello")
+    refused = Client()
+    assert status_of(await refused.send(head.replace(b"/echo", b"/refused") + b"\r\n\r\n")) == 404
+    assert refused.wire.eof
+
+
+async def test_an_upgrade_is_answered_as_if_it_had_not_been_asked_for() -> None:
+    upgrade = b"Host: h\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: x\r\n"
+    for asked in (WHOLE.replace(b"Host: h\r\n", upgrade), CHUNKED.replace(b"Host: h\r\n", upgrade)):
+        for at in range(len(asked)):
+            client = Client()
+            assert (await client.send(asked[:at], asked[at:])).endswith(b"\r\n\r\nhello"), at
+            assert (await client.send(WHOLE)).endswith(b"hello")
+    client = Client()
+    assert status_of(await client.send(b"GET /a HTTP/1.1\r\n" + upgrade + b"\r\n")) == 200
+
+
+@pytest.mark.parametrize("together", [True, False])
+async def test_a_request_that_does_not_wait_for_the_one_before_is_refused(together: bool) -> None:
+    client = Client()
+    pieces = [WHOLE + WHOLE] if together else [WHOLE, WHOLE]
+    answer = await client.send(*pieces)
+    first, second = answer.split(b"HTTP/1.1 ")[1:]
+    assert first.startswith(b"200")
+    assert first.endswith(b"hello")
+    assert second.startswith(b"400")
+    assert second.endswith(b"pipelining_unsupported")
+    assert client.wire.eof
+    assert len(client.site.seen) == 1
+
+
+async def test_head_is_get_without_the_body() -> None:
+    answer = await Client().send(b"HEAD /a HTTP/1.1\r\nHost: h\r\nContent-Length: 3\r\n\r\nabc")
+    assert b"\r\nContent-Length: 3\r\n" in answer
+    assert answer.endswith(b"\r\n\r\n")
+
+
+async def test_a_stream_is_chunked_and_the_connection_stays() -> None:
+    client = Client()
+    answer = await client.send(WHOLE.replace(b"/echo", b"/stream"))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"\r\nTransfer-Encoding: chunked" in head
+    assert body == b"3\r\none\r\n3\r\ntwo\r\n5\r\nhello\r\n0\r\n\r\n"
+    assert (await client.send(WHOLE)).endswith(b"hello")
+
+
+async def test_a_stream_to_http_1_0_ends_with_the_connection() -> None:
+    client = Client()
+    answer = await client.send(WHOLE.replace(b"/echo", b"/stream").replace(b"1.1", b"1.0"))
+    assert answer.endswith(b"Connection: close\r\n\r\nonetwohello")
+    assert client.wire.closed
+
+
+@pytest.mark.parametrize("way", ["lost", "end"])
+async def test_a_client_that_leaves_cancels_its_answer(way: str) -> None:
+    client = Client()
+    await client.send(WHOLE.replace(b"/echo", b"/hang"))
+    if way == "end":
+        client.connection.eof_received()
+        assert client.wire.aborted
+    client.connection.connection_lost(None)
+    assert client.connection in client.server.connections, "its task still runs"
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert client.site.cancelled == 1
+    assert client.server.connections == set()
+
+
+async def test_a_fault_breaks_the_connection_off_and_is_logged(capsys: pytest.CaptureFixture[str]) -> None:
+    client = Client()
+    assert await client.send(WHOLE.replace(b"/echo", b"/fault")) == b""
+    assert client.wire.aborted
+    assert "ZeroDivisionError" in capsys.readouterr().out
+
+
+async def test_a_slow_client_makes_its_source_wait_and_is_given_up_in_the_end() -> None:
+    class Source:
+        told: list[str] = []  # noqa: RUF012
+
+        def pause(self) -> None:
+            self.told.append("pause")
+
+        def resume(self) -> None:
+            self.told.append("resume")
+
+    client = Client()
+    client.site.source = Source()
+    client.connection.data_received(WHOLE.replace(b"/echo", b"/stream"))
+    await asyncio.sleep(0)
+    client.connection.pause_writing()
+    assert client.connection.deadline < math.inf
+    client.connection.resume_writing()
+    assert client.connection.deadline == math.inf
+    client.connection.pause_writing()
+    assert Source.told == ["pause", "resume", "pause"]
+    client.connection.overdue(client.connection.deadline + 1)
+    assert client.wire.aborted
+    client.connection.connection_lost(None)
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"), [(b"", 0), (b"P", 408), (HEAD, 408), (HEAD + b"Content-Length: 5\r\n\r\nhell", 408)]
+)
+async def test_what_does_not_come_in_time_is_not_waited_for(sent: bytes, status: int) -> None:
+    client = Client()
+    await client.send(sent)
+    before = client.connection.deadline
+    await client.send(b"\r\n" if not sent else b"")
+    assert client.connection.deadline == before, "what trickles in does not move the deadline"
+    client.connection.overdue(before)
+    assert (status_of(client.wire.out) if client.wire.out else 0) == status
+    assert client.wire.eof or client.wire.closed
+    assert client.connection.deadline < math.inf
+    client.connection.overdue(client.connection.deadline)
+    assert client.wire.aborted
+
+
+async def test_an_ended_connection_waits_for_a_client_that_still_reads() -> None:
+    client = Client()
+    client.wire.unsent = 1_000
+    await client.send(WHOLE.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+    client.wire.unsent = 500
+    client.connection.overdue(client.connection.deadline)
+    assert not client.wire.aborted
+    client.connection.overdue(client.connection.deadline)
+    assert client.wire.aborted
+
+
+async def test_a_closing_server_ends_idle_connections_and_lets_answers_end() -> None:
+    idle, busy = Client(), Client()
+    busy.server.connections.add(idle.connection)
+    idle.connection.server = busy.server
+    busy.connection.data_received(WHOLE.replace(b"/echo", b"/stream"))
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(busy.server.close(60.0))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert idle.wire.closed
+    assert busy.wire.out.endswith(b"0\r\n\r\n")
+    assert busy.wire.closed
+    for one in (idle, busy):
+        one.connection.connection_lost(None)
+    await closing
