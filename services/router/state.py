@@ -263,7 +263,7 @@ class RouterState:
         effects: list[ev.Effect] = [ev.Decided(decision)]
         effects += self.plans.reserve(decision, 0, gateway_id, lease_until, request.keys, now)
         if session := request.session:
-            self.affinity.assign(session, decision.next_owner, now, decision.pool)
+            self.affinity.assign(decision.pool, session, decision.next_owner, now)
             effects.append(ev.OwnerSet(session, decision.next_owner, decision.pool))
         if decision.mode == "OFFLOAD":
             self.migrations.record(decision.instance_id, now)
@@ -308,7 +308,7 @@ class RouterState:
             self.reservations.put(reservation)
             self.truth.announced(reservation, now)
         for session, owner in event.affinity.items():
-            self.affinity.assign(session, owner, now, event.pool)
+            self.affinity.assign(event.pool, session, owner, now)
         return [*waited, ev.FleetChanged()]
 
     def _forget_pool(self, pool: str) -> None:

@@ -77,7 +77,7 @@ class Views:
             candidates = [
                 structs.replace(one, excluded="") if one.excluded == CIRCUIT_OPEN else one for one in candidates
             ]
-        owner = self._affinity.owner(request.session, now) if request.session_id else ""
+        owner = self._affinity.owner(pool, request.session, now) if request.session_id else ""
         return FleetView(tuple(candidates), owner, turn, now)
 
     def has_room(self, pool: str, now: float) -> bool:

@@ -33,7 +33,7 @@ def migrating(**settings: Any) -> RouterState:
     for n in range(3):
         announced = ev.OpenStream(request(f"old{n}", tokens=500), "a", Phase.DECODE, 0)
         router.handle(ev.GatewayHello(f"g{n}", (announced,)), 0.0)
-    router.affinity.assign("/s", "a", 0.0)
+    router.affinity.assign("m", "/s", "a", 0.0)
     return router
 
 
@@ -151,7 +151,7 @@ def test_the_session_belongs_to_the_owner_that_the_ruling_names() -> None:
         router = migrating(rotate_affinity=rotate)
         effects = router.handle(ev.PlaceRequested(request("r", prompt=PROMPT, session_id="s"), "g"), 1.0)
         assert ev.OwnerSet("/s", owner, "m") in effects
-        assert router.affinity.owner("/s", 1.0) == owner
+        assert router.affinity.owner("m", "/s", 1.0) == owner
 
 
 def test_elastic_offloads_only_while_the_cache_owner_decodes() -> None:
@@ -168,7 +168,7 @@ def test_elastic_offloads_only_while_the_cache_owner_decodes() -> None:
     assert second.decision.ruling.reason == "p_idle_d_busy"
     # P is at work now: another 2,000 tokens ahead would cost more than they gain.
     assert placed(router, "r3", 4.0).decision.ruling.reason == "p_overloaded"
-    assert router.affinity.owner("/s", 4.0) == "d"
+    assert router.affinity.owner("m", "/s", 4.0) == "d"
 
 
 def test_the_wire_tells_figures_next_owner_and_the_new_features() -> None:

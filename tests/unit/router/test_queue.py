@@ -363,10 +363,10 @@ def test_a_session_leaves_a_draining_owner_and_its_decision_says_so(policy: str,
 def test_a_session_says_which_way_its_owner_was_lost() -> None:
     router, _ = busy("ab", limit=2)
     ask(router, "r1", session_id="s")
-    owner = router.affinity.owner("/s", 0.0)
+    owner = router.affinity.owner("m", "/s", 0.0)
     [moved] = ask(router, "r2", session_id="s")
     assert (moved.step.instance_id != owner, moved.decision.notes) == (True, ("owner_saturated",))
-    owner = router.affinity.owner("/s", 0.0)
+    owner = router.affinity.owner("m", "/s", 0.0)
     router.handle(ev.AgentGoodbye("ab".index(owner), owner), 1.0)
     router.handle(ev.Finished("r1", "OK"), 1.0)
     [gone] = ask(router, "r3", 1.0, session_id="s")

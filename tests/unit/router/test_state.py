@@ -101,12 +101,26 @@ def test_a_session_returns_to_its_owner() -> None:
     assert other_tenant.step.reason == "lmetric_fallback"
 
 
+def test_a_session_has_an_owner_for_each_model_that_it_asks() -> None:
+    router = state()
+    join(router, "a", 1)
+    join(router, "b", 2, model="n", served_names=("n",))
+    for turn, (model, owner) in enumerate([("m", "a"), ("n", "b")] * 2):
+        answer = place(router, request(f"r{turn}", tokens=1, session_id="s", model=model))
+        assert isinstance(answer, ev.Placed)
+        assert answer.decision.view.session_owner == (owner if turn > 1 else "")
+    assert [router.affinity.sessions_of(name) for name in ("a", "b")] == [1, 1]
+    router.affinity.forget_pool("n")
+    assert [router.affinity.owner(pool, "/s", 0.0) for pool in ("m", "n")] == ["a", ""]
+    router.check_invariants()
+
+
 def test_affinity_ends_with_its_time() -> None:
     router = state(affinity_ttl_s=10.0)
     join(router, "a", 1)
     place(router, request("r", tokens=1, session_id="s"))
-    assert router.affinity.owner("/s", 9.0) == "a"
-    assert router.affinity.owner("/s", 10.0) == ""
+    assert router.affinity.owner("m", "/s", 9.0) == "a"
+    assert router.affinity.owner("m", "/s", 10.0) == ""
     router.handle(ev.Tick(), 10.0)
     assert router.affinity.sessions_of("a") == 0
 
@@ -263,9 +277,9 @@ def test_a_new_owner_starts_from_what_the_store_kept() -> None:
     for router in (before, after):
         join(router, "a", 1)
     place(before, request("r", tokens=100, session_id="s"))
-    after.handle(ev.PoolTaken("m", tuple(before.reservations), dict(before.affinity.items())), 50.0)
+    after.handle(ev.PoolTaken("m", tuple(before.reservations), before.affinity.of_pool("m")), 50.0)
     assert after.reservations.counters("a").ongoing_tokens == 100
-    assert after.affinity.owner("/s", 51.0) == "a"
+    assert after.affinity.owner("m", "/s", 51.0) == "a"
     after.handle(ev.PoolLost("m"), 60.0)
     assert len(after.reservations) == 0
     after.check_invariants()
