@@ -27,7 +27,7 @@ from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2
 from services.common.auth import bearer
 from services.common.settings import Tokens
 from services.doctor import Finding, examine
-from services.hindsight import replay, what_if
+from services.hindsight import replay, set_policy, what_if
 from services.router.policy.base import bounds
 from services.router.policy.registry import POLICIES
 
@@ -48,6 +48,7 @@ def add_ask_commands(app: typer.Typer) -> None:
     for command in (instances, explain, policies, drain, doctor):
         app.command()(command)
     app.command("what-if")(what_if)
+    app.command("set-policy")(set_policy)
     group = typer.Typer(invoke_without_command=True)
     group.callback()(decisions)
     group.command()(replay)

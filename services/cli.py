@@ -71,7 +71,7 @@ GROUPS: dict[Callable[[], None], tuple[str, ...]] = {
     _agent: ("agent",),
     _gateway: ("gateway",),
     _lab: ("demo", "emulate", "replay", "simulate", "analyze"),
-    _ask: ("instances", "decisions", "explain", "policies", "drain", "doctor", "what-if"),
+    _ask: ("instances", "decisions", "explain", "policies", "drain", "doctor", "what-if", "set-policy"),
 }
 
 

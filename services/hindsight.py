@@ -1,9 +1,10 @@
-"""What past decisions would be now: `pointsman decisions replay FILE` and `pointsman what-if`."""
+"""Other policies, for past decisions and for those to come: `pointsman decisions replay FILE`, `what-if` and `set-policy`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import grpc
 import typer
@@ -61,32 +62,61 @@ def what_if(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of lines")] = False,
 ) -> None:
     """Where past requests would have gone under another policy, on what the router saw then."""
-    wanted = fleet_pb2.Policy(name=policy)
-    wanted.settings.update(dict(_setting(one) for one in settings or []))
-    request = fleet_pb2.WhatIfRequest(decision_id=decision_id, last=last, policy=wanted)
-    with grpc.insecure_channel(router) as channel:
-        try:
-            answer = fleet_pb2_grpc.FleetServiceStub(channel).WhatIf(
-                request, timeout=TIMEOUT_S, metadata=bearer(Tokens().of("operator"))
-            )
-        except grpc.RpcError as error:
-            _fail(f"router {router}: {error.code().name}: {error.details()}")
+    request = fleet_pb2.WhatIfRequest(decision_id=decision_id, last=last, policy=_policy(policy, settings))
+    answer = _call(router, lambda fleet, **with_: fleet.WhatIf(request, **with_))
     if as_json:
         typer.echo(json_format.MessageToJson(answer, preserving_proto_field_name=True))
         return
     for one in answer.changes:
+        via = f" by way of {one.to_prefill_instance_id}" if one.to_prefill_instance_id else ""
         typer.echo(
-            f"{one.decision_id}: {one.from_instance_id} -> {one.to_instance_id or 'held'} ({one.reason}), "
+            f"{one.decision_id}: {one.from_instance_id} -> {one.to_instance_id or 'held'}{via} ({one.reason}), "
             f"{one.cached_tokens_change:+,} cached tokens"
         )
     if answer.changed > len(answer.changes):
         typer.echo(f"... and {answer.changed - len(answer.changes)} more")
+    for group in answer.groups:
+        typer.echo(
+            f"{group.route_class} {group.reason}: {group.changed:,} of {group.decided:,} changed, "
+            f"{group.cached_tokens_change:+,} cached tokens"
+        )
     share = answer.changed / answer.decided if answer.decided else 0.0
     held = f", {answer.held:,} of them held" if answer.held else ""
     typer.echo(
-        f"under {policy}, {answer.changed:,} of {answer.decided:,} requests ({share:.0%}) would have gone elsewhere{held}; "
+        f"under {policy}, {answer.changed:,} of {answer.decided:,} requests ({share:.0%}) would have had another plan{held}; "
         f"{answer.cached_tokens_change:+,} cached tokens in all"
     )
+
+
+def set_policy(
+    policy: Annotated[str, typer.Argument(help="policy to place by from now on (pointsman policies)")],
+    settings: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE; others get their defaults")] = None,
+    router: Annotated[
+        list[str] | None, typer.Option(envvar="POINTSMAN_ROUTER", help="HOST:PORT of a router; repeat it for replicas")
+    ] = None,
+) -> None:
+    """Change the policy of each router named, without losing anything; tells the policy in force with all its settings."""
+    request = fleet_pb2.SetPolicyRequest(policy=_policy(policy, settings))
+    for one in router or ["127.0.0.1:50051"]:
+        answer = _call(one, lambda fleet, **with_: fleet.SetPolicy(request, **with_))
+        told = json_format.MessageToDict(answer.policy.settings)
+        typer.echo(f"{one}: {answer.policy.name}" + "".join(f" {name}={told[name]}" for name in sorted(told)))
+
+
+def _policy(name: str, settings: list[str] | None) -> fleet_pb2.Policy:
+    wanted = fleet_pb2.Policy(name=name)
+    wanted.settings.update(dict(_setting(one) for one in settings or []))
+    return wanted
+
+
+def _call(router: str, method: Callable[..., Any]) -> Any:
+    with grpc.insecure_channel(router) as channel:
+        try:
+            return method(
+                fleet_pb2_grpc.FleetServiceStub(channel), timeout=TIMEOUT_S, metadata=bearer(Tokens().of("operator"))
+            )
+        except grpc.RpcError as error:
+            _fail(f"router {router}: {error.code().name}: {error.details()}")
 
 
 def _setting(text: str) -> tuple[str, float | str | bool]:

@@ -15,6 +15,7 @@ from pointsman.router.v1 import fleet_pb2, placement_pb2
 from services.router import events as ev
 from services.router.domain import (
     Candidate,
+    Decision,
     Gpu,
     InstanceInfo,
     InstanceState,
@@ -27,6 +28,7 @@ from services.router.domain import (
     Step,
 )
 from services.router.fleet import InstanceRecord, PoolInfo
+from services.router.hindsight import Revision, grouped
 from services.router.io.decision_log import LoggedDecision
 from services.router.ownership import Owner
 from services.router.replay import inputs_digest
@@ -34,6 +36,7 @@ from services.router.state import RouterState
 from services.router.sync import Bookmark, Delta, KeyMessage, SnapshotBegin, SnapshotChunk, SnapshotEnd
 
 STEP_DEADLINE_S = 600.0
+MAX_CHANGES = 100
 
 
 def duration(seconds: float) -> duration_pb2.Duration:
@@ -314,6 +317,52 @@ def policy_to_wire(ref: PolicyRef) -> fleet_pb2.Policy:
     settings = struct_pb2.Struct()
     settings.update(dict(ref.settings))
     return fleet_pb2.Policy(name=ref.name, settings=settings)
+
+
+def policy_settings(wire: struct_pb2.Struct) -> dict[str, object]:
+    """Settings as they were sent; None for what no setting can be (null, a list, a message)."""
+    scalars = ("number_value", "string_value", "bool_value")
+    kinds = {name: value.WhichOneof("kind") for name, value in wire.fields.items()}
+    return {name: getattr(wire.fields[name], kind) if kind in scalars else None for name, kind in kinds.items()}
+
+
+def what_if_to_wire(made_again: Sequence[Revision]) -> fleet_pb2.WhatIfResponse:
+    """What another policy would have changed, in all, by class and reason, and one by one."""
+    changed = [one for one in made_again if one.changed]
+    return fleet_pb2.WhatIfResponse(
+        decided=len(made_again),
+        changed=len(changed),
+        held=sum(not one.would.ruling.steps for one in changed),
+        cached_tokens_change=sum(one.cached_tokens_change for one in made_again),
+        groups=[
+            fleet_pb2.WhatIfResponse.Group(
+                route_class=group.route_class,
+                reason=group.reason,
+                decided=group.decided,
+                changed=group.changed,
+                cached_tokens_change=group.cached_tokens_change,
+            )
+            for group in grouped(made_again)
+        ],
+        changes=[
+            fleet_pb2.WhatIfResponse.Change(
+                decision_id=one.was.decision_id,
+                from_instance_id=one.was.instance_id,
+                to_instance_id=one.would.instance_id,
+                cached_tokens_change=one.would.cached_tokens - one.was.cached_tokens,
+                reason=one.would.ruling.reason,
+                from_mode=one.was.mode,
+                to_mode=one.would.mode,
+                to_prefill_instance_id=_prefills_elsewhere(one.would),
+            )
+            for one in changed[:MAX_CHANGES]
+        ],
+    )
+
+
+def _prefills_elsewhere(decision: Decision) -> str:
+    first = decision.ruling.steps[0].instance_id if decision.ruling.steps else ""
+    return first if first != decision.instance_id else ""
 
 
 def state_to_wire(state: InstanceState) -> fleet_pb2.InstanceState.ValueType:

@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
-from google.protobuf import json_format
 
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 from services.router import events as ev
 from services.router.fleet import InstanceRecord
+from services.router.hindsight import Revision
 from services.router.io import convert
 from services.router.io.decision_log import DecisionFilter, LoggedDecision
 from services.router.io.errors import abort, refusal_status, setting_status
@@ -25,7 +25,6 @@ from services.router.policy.registry import make_policy
 
 DEFAULT_PAGE = 50
 MAX_PAGE = 1_000
-MAX_CHANGES = 100
 
 
 class FleetService(fleet_pb2_grpc.FleetServiceServicer):
@@ -126,26 +125,8 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         else:
             newest = self._router.decisions.newest(lambda _: True)
             recorded = list(itertools.islice(newest, request.last or 1))
-        pairs = [(one.decision, self._router.state.what_if(one.decision, policy)) for one in recorded]
-        changed = [(was, would) for was, would in pairs if was.instance_id != would.instance_id]
-        return fleet_pb2.WhatIfResponse(
-            decided=len(pairs),
-            changed=len(changed),
-            held=sum(not would.ruling.steps for _, would in changed),
-            cached_tokens_change=sum(
-                would.cached_tokens - was.cached_tokens for was, would in pairs if would.ruling.steps
-            ),
-            changes=[
-                fleet_pb2.WhatIfResponse.Change(
-                    decision_id=was.decision_id,
-                    from_instance_id=was.instance_id,
-                    to_instance_id=would.instance_id,
-                    cached_tokens_change=would.cached_tokens - was.cached_tokens,
-                    reason=would.ruling.reason,
-                )
-                for was, would in changed[:MAX_CHANGES]
-            ],
-        )
+        made_again = [Revision(one.decision, self._router.state.what_if(one.decision, policy)) for one in recorded]
+        return convert.what_if_to_wire(made_again)
 
     def _status(self, record: InstanceRecord) -> fleet_pb2.InstanceStatus:
         return convert.instance_status(self._router.state, record, time.monotonic())
@@ -167,7 +148,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
 
     async def _policy(self, wire: fleet_pb2.Policy, context: Any) -> Policy:
         try:
-            return make_policy(wire.name, json_format.MessageToDict(wire.settings))
+            return make_policy(wire.name, convert.policy_settings(wire.settings))
         except SettingError as error:
             await abort(context, setting_status(error))
 

@@ -971,6 +971,42 @@ class WhatIfResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
+    class Group(_message.Message):
+        """Group is the decisions of one class that would have been made for one reason."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        ROUTE_CLASS_FIELD_NUMBER: _builtins.int
+        REASON_FIELD_NUMBER: _builtins.int
+        DECIDED_FIELD_NUMBER: _builtins.int
+        CHANGED_FIELD_NUMBER: _builtins.int
+        CACHED_TOKENS_CHANGE_FIELD_NUMBER: _builtins.int
+        route_class: _builtins.str
+        """route_class as recorded."""
+        reason: _builtins.str
+        """reason under the other policy."""
+        decided: _builtins.int
+        """decided is how many there are."""
+        changed: _builtins.int
+        """changed of them would have had another plan."""
+        cached_tokens_change: _builtins.int
+        """cached_tokens_change: would-be less recorded, over those that would have been placed."""
+        def __init__(
+            self,
+            *,
+            route_class: _builtins.str = ...,
+            reason: _builtins.str = ...,
+            decided: _builtins.int = ...,
+            changed: _builtins.int = ...,
+            cached_tokens_change: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens_change", b"cached_tokens_change", "changed", b"changed", "decided", b"decided", "reason", b"reason", "route_class", b"route_class"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
     class Change(_message.Message):
         """Change is one decision that would differ."""
 
@@ -981,6 +1017,9 @@ class WhatIfResponse(_message.Message):
         TO_INSTANCE_ID_FIELD_NUMBER: _builtins.int
         CACHED_TOKENS_CHANGE_FIELD_NUMBER: _builtins.int
         REASON_FIELD_NUMBER: _builtins.int
+        FROM_MODE_FIELD_NUMBER: _builtins.int
+        TO_MODE_FIELD_NUMBER: _builtins.int
+        TO_PREFILL_INSTANCE_ID_FIELD_NUMBER: _builtins.int
         decision_id: _builtins.str
         """decision_id of the recorded one."""
         from_instance_id: _builtins.str
@@ -991,6 +1030,12 @@ class WhatIfResponse(_message.Message):
         """cached_tokens_change: would-be less recorded."""
         reason: _builtins.str
         """reason under the other policy."""
+        from_mode: _builtins.str
+        """from_mode as recorded: COLOCATED or OFFLOAD."""
+        to_mode: _builtins.str
+        """to_mode under the other policy: COLOCATED, OFFLOAD or HELD."""
+        to_prefill_instance_id: _builtins.str
+        """to_prefill_instance_id prefills first, where that is another than the one it would have gone to."""
         def __init__(
             self,
             *,
@@ -999,10 +1044,13 @@ class WhatIfResponse(_message.Message):
             to_instance_id: _builtins.str = ...,
             cached_tokens_change: _builtins.int = ...,
             reason: _builtins.str = ...,
+            from_mode: _builtins.str = ...,
+            to_mode: _builtins.str = ...,
+            to_prefill_instance_id: _builtins.str = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens_change", b"cached_tokens_change", "decision_id", b"decision_id", "from_instance_id", b"from_instance_id", "reason", b"reason", "to_instance_id", b"to_instance_id"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens_change", b"cached_tokens_change", "decision_id", b"decision_id", "from_instance_id", b"from_instance_id", "from_mode", b"from_mode", "reason", b"reason", "to_instance_id", b"to_instance_id", "to_mode", b"to_mode", "to_prefill_instance_id", b"to_prefill_instance_id"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1011,10 +1059,11 @@ class WhatIfResponse(_message.Message):
     CHANGES_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_CHANGE_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     decided: _builtins.int
     """decided is how many were decided again."""
     changed: _builtins.int
-    """changed is how many would have gone elsewhere."""
+    """changed is how many would have had another plan: another instance, or steps on other instances before it."""
     held: _builtins.int
     """held is how many of the changed would have been held at that moment instead of placed."""
     cached_tokens_change: _builtins.int
@@ -1022,6 +1071,10 @@ class WhatIfResponse(_message.Message):
     @_builtins.property
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___WhatIfResponse.Change]:
         """changes, at most 100."""
+
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___WhatIfResponse.Group]:
+        """groups sum up by class and by the reason under the other policy, the biggest first."""
 
     def __init__(
         self,
@@ -1031,10 +1084,11 @@ class WhatIfResponse(_message.Message):
         changes: _abc.Iterable[Global___WhatIfResponse.Change] | None = ...,
         held: _builtins.int = ...,
         cached_tokens_change: _builtins.int = ...,
+        groups: _abc.Iterable[Global___WhatIfResponse.Group] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens_change", b"cached_tokens_change", "changed", b"changed", "changes", b"changes", "decided", b"decided", "held", b"held"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens_change", b"cached_tokens_change", "changed", b"changed", "changes", b"changes", "decided", b"decided", "groups", b"groups", "held", b"held"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,245 @@
+"""Policies changed and compared over real gRPC, while requests run."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf import json_format, struct_pb2
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from pointsman.agent.v1 import agent_pb2
+from pointsman.router.v1 import fleet_pb2, placement_pb2
+from services.common.keys import prompt_keys
+from services.router.io.main import RouterServer
+from services.router.policy.registry import POLICIES, make_policy
+from tests.integration.router_fixtures import Client, Report, Session, eventually, running
+
+KV = agent_pb2.KvTransfer(protocol=agent_pb2.KV_PROTOCOL_NIXL)
+KEYS = prompt_keys(list(range(160)), "m")
+
+
+def policy(name: str, **settings: Any) -> fleet_pb2.Policy:
+    struct = struct_pb2.Struct()
+    struct.update(settings)
+    return fleet_pb2.Policy(name=name, settings=struct)
+
+
+def settings_of(told: fleet_pb2.Policy) -> dict[str, Any]:
+    return json_format.MessageToDict(told.settings)
+
+
+@asynccontextmanager
+async def fleet() -> AsyncIterator[tuple[RouterServer, Client, Session]]:
+    """Three instances, of which b has most of a prompt cached, and a gateway."""
+    async with running() as (server, client):
+        for name, keys in (("a", []), ("b", KEYS[:8]), ("c", [])):
+            await Report(client).join(name, keys, kv_transfer=KV)
+
+        async def ready() -> bool:
+            known = (await client.instances()).values()
+            return len(known) == 3 and all(one.state == fleet_pb2.INSTANCE_STATE_READY for one in known)
+
+        await eventually(ready, "three instances")
+        session = Session(client)
+        await session.hello()
+        yield server, client, session
+
+
+async def decision(client: Client, request_id: str) -> fleet_pb2.Decision:
+    return (await client.fleet.GetDecision(fleet_pb2.GetDecisionRequest(decision_id=request_id))).decision
+
+
+async def set_policy(client: Client, wanted: fleet_pb2.Policy) -> fleet_pb2.Policy:
+    return (await client.fleet.SetPolicy(fleet_pb2.SetPolicyRequest(policy=wanted))).policy
+
+
+async def test_every_registered_policy_can_be_set_and_decides_under_its_name() -> None:
+    async with fleet() as (server, client, session):
+        for name in POLICIES:
+            told = await set_policy(client, policy(name))
+            assert settings_of(told) == dict(make_policy(name).ref().settings), "all settings, at their defaults"
+            placed = await session.place(f"r-{name}", 160, keys=KEYS, session_id="s")
+            made = await decision(client, f"r-{name}")
+            assert made.decision_id == placed.decision_id
+            assert (made.policy.name, settings_of(made.policy)) == (name, settings_of(told))
+            assert made.reason
+            assert len(made.candidates) == 3
+            asked = fleet_pb2.ExplainRequest(
+                request=placement_pb2.PlacementRequest(request_id="x", model="m", input_tokens=160, keys=KEYS)
+            )
+            would = (await client.fleet.Explain(asked)).decision
+            scores = {one.instance_id: one.score for one in would.candidates if one.HasField("score")}
+            chosen = would.steps[-1].instance.instance_id
+            if would.HasField("margin"):
+                assert would.runner_up != chosen
+                assert would.margin == pytest.approx(scores[would.runner_up] - scores[chosen])
+            await session.finish(f"r-{name}")
+
+            async def free() -> bool:
+                return not any(one.num_requests for one in (await client.instances()).values())
+
+            await eventually(free, "released")
+        server.router.state.check_invariants()
+
+
+async def test_numbers_words_and_switches_are_set_and_what_is_known_stays() -> None:
+    async with fleet() as (server, client, session):
+        placed = await session.place("open", 160, keys=KEYS, session_id="s")
+        assert placed.step.instance.instance_id == "b"
+        wanted = policy("migrate", min_load_gap=3, picker="cache_rich", rotate_affinity=True)
+        told = await set_policy(client, wanted)
+        assert settings_of(told) == dict(make_policy("migrate", settings_of(wanted)).ref().settings)
+        assert (await client.fleet.ListInstances(fleet_pb2.ListInstancesRequest())).policy == told
+        known = (await client.instances())["b"]
+        assert (known.num_requests, known.pending_prefill_tokens, known.sessions, known.keys) == (1, 32, 1, 8)
+        await session.send(first_token=placement_pb2.FirstToken(request_id="open"))
+        await session.place("next", 160, keys=KEYS, session_id="s")
+        made = await decision(client, "next")
+        assert (made.policy, made.session_owner) == (told, "b")
+        assert next(one for one in made.candidates if one.instance_id == "b").num_requests == 1
+        assert (await decision(client, "open")).policy.name == "unified", "a decision keeps the policy that made it"
+        for name in ("open", "next"):
+            await session.finish(name)
+
+        async def free() -> bool:
+            return not any(one.num_requests for one in (await client.instances()).values())
+
+        await eventually(free, "released")
+        server.router.state.check_invariants()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "field", "said"),
+    [
+        (fleet_pb2.Policy(), "policy.name", "no policy ''"),
+        (policy("unifid"), "policy.name", "unified"),
+        (policy("unified", decode_wait=1), "policy.settings.decode_wait", "no such setting"),
+        (policy("unified", decode_weight=-1), "policy.settings.decode_weight", "outside"),
+        (policy("unified", decode_weight=float("nan")), "policy.settings.decode_weight", "outside"),
+        (policy("unified", decode_weight="1"), "policy.settings.decode_weight", "must be a number"),
+        (policy("unified", decode_weight=True), "policy.settings.decode_weight", "must be a number"),
+        (policy("unified", decode_weight=None), "policy.settings.decode_weight", "must be a number"),
+        (policy("unified", decode_weight=[1]), "policy.settings.decode_weight", "must be a number"),
+        (policy("elastic", decider="cheap"), "policy.settings.decider", "cost or heuristic"),
+        (policy("elastic", decider=1), "policy.settings.decider", "cost or heuristic"),
+        (policy("migrate", rotate_affinity=1), "policy.settings.rotate_affinity", "true or false"),
+        (policy("migrate", rotate_affinity="true"), "policy.settings.rotate_affinity", "true or false"),
+    ],
+)
+async def test_what_cannot_be_set_names_the_field_and_changes_nothing(
+    wanted: fleet_pb2.Policy, field: str, said: str
+) -> None:
+    async with running() as (_, client):
+        before = (await client.fleet.ListInstances(fleet_pb2.ListInstancesRequest())).policy
+        for call in (
+            client.fleet.SetPolicy(fleet_pb2.SetPolicyRequest(policy=wanted)),
+            client.fleet.WhatIf(fleet_pb2.WhatIfRequest(policy=wanted)),
+            client.fleet.Explain(fleet_pb2.ExplainRequest(policy=wanted)),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await call
+            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            bad = error_details_pb2.BadRequest()
+            assert rpc_status.from_call(error.value).details[0].Unpack(bad)  # type: ignore[arg-type]
+            assert [one.field for one in bad.field_violations] == [field]
+            assert said in bad.field_violations[0].description
+        assert (await client.fleet.ListInstances(fleet_pb2.ListInstancesRequest())).policy == before
+
+
+async def test_what_if_counts_other_plans_and_sums_them_up() -> None:
+    async with fleet() as (_, client, session):
+        await session.place("heavy", 40_000, session_id="h")
+        await session.place("warm", 160, keys=KEYS, session_id="w")
+        again = fleet_pb2.WhatIfRequest(last=10, policy=policy("adaptive_offload"))
+        answer = await client.fleet.WhatIf(again)
+        was = (await decision(client, "heavy")).steps[-1].instance.instance_id
+        [change] = [one for one in answer.changes if one.decision_id == (await decision(client, "heavy")).decision_id]
+        assert (change.from_instance_id, change.to_instance_id) == (was, was), "the answer comes from the same instance"
+        assert (change.from_mode, change.to_mode) == ("COLOCATED", "OFFLOAD")
+        assert change.to_prefill_instance_id not in ("", was)
+        assert answer.decided == 2 == sum(one.decided for one in answer.groups)
+        assert answer.changed == len(answer.changes) == sum(one.changed for one in answer.groups)
+        assert answer.cached_tokens_change == sum(one.cached_tokens_change for one in answer.groups)
+        heavy = next(one for one in answer.groups if one.route_class == "HEAVY")
+        assert (heavy.decided, heavy.changed, heavy.reason) == (1, 1, change.reason)
+        same = await client.fleet.WhatIf(fleet_pb2.WhatIfRequest(last=10, policy=policy("unified")))
+        assert (same.decided, same.changed, len(same.changes)) == (2, 0, 0)
+
+
+async def test_decisions_are_listed_and_watched_by_every_filter() -> None:
+    async with fleet() as (_, client, session):
+        placed = await session.place("one", 40_000, session_id="s")
+        await session.place("two", 160, keys=KEYS, session_id="t")
+        one, two = await decision(client, "one"), await decision(client, "two")
+        assert (one.route_class, two.route_class) == ("HEAVY", "WARM")
+        age = fleet_pb2.DecisionFilter()
+        age.since.FromSeconds(600)
+        old = fleet_pb2.DecisionFilter()
+        old.until.FromSeconds(600)
+        filters = {
+            "session": (fleet_pb2.DecisionFilter(session_id="s"), ["one"]),
+            "instance": (fleet_pb2.DecisionFilter(instance_id=placed.step.instance.instance_id), ["one"]),
+            "class": (fleet_pb2.DecisionFilter(route_class="WARM"), ["two"]),
+            "reason": (fleet_pb2.DecisionFilter(reason=two.reason), ["two", "one"]),
+            "no such reason": (fleet_pb2.DecisionFilter(reason="migrate"), []),
+            "request": (fleet_pb2.DecisionFilter(request_id="two"), ["two"]),
+            "since": (age, ["two", "one"]),
+            "until": (old, []),
+            "both": (fleet_pb2.DecisionFilter(session_id="s", route_class="WARM"), []),
+        }
+        assert one.reason == two.reason
+        for name, (wanted, found) in filters.items():
+            listed = await client.fleet.ListDecisions(fleet_pb2.ListDecisionsRequest(filter=wanted))
+            assert [made.request_id for made in listed.decisions] == found, name
+        newest = await client.fleet.ListDecisions(fleet_pb2.ListDecisionsRequest(page_size=1))
+        assert [made.request_id for made in newest.decisions] == ["two"]
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await client.fleet.ListDecisions(fleet_pb2.ListDecisionsRequest(page_size=1_001))
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_watch_tells_only_what_its_filter_asks_for() -> None:
+    async with fleet() as (server, client, session):
+        wanted = fleet_pb2.DecisionFilter(session_id="s")
+        watch = client.fleet.WatchDecisions(fleet_pb2.WatchDecisionsRequest(filter=wanted))
+        reader = asyncio.ensure_future(watch.read())
+
+        async def watched() -> bool:
+            return bool(server.router.decisions._watchers)
+
+        await eventually(watched, "the watch has begun")
+        await session.place("other", 160, session_id="t")
+        await session.place("mine", 160, session_id="s")
+        assert (await reader).decision.request_id == "mine"
+        watch.cancel()
+
+
+async def test_the_command_sets_the_policy_and_says_what_is_wrong() -> None:
+    async with running() as (server, client):
+        flags = ("--router", f"127.0.0.1:{server.port}")
+        status, said = await _pointsman("set-policy", "elastic", "--set", "decider=heuristic", *flags)
+        assert status == 0, said
+        assert "elastic" in said
+        assert "decider=heuristic" in said
+        in_force = (await client.fleet.ListInstances(fleet_pb2.ListInstancesRequest())).policy
+        assert (in_force.name, settings_of(in_force)["decider"]) == ("elastic", "heuristic")
+        status, said = await _pointsman("set-policy", "elastic", "--set", "decider=cheap", *flags)
+        assert status == 1
+        assert "policy.settings.decider: must be cost or heuristic" in said
+
+
+async def _pointsman(*arguments: str) -> tuple[int | None, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.cli", *arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    out, _ = await process.communicate()
+    return process.returncode, out.decode()
