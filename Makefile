@@ -43,7 +43,7 @@ test: env env-engine  ## all tests, those on a real vLLM included
 test-fast: env  ## the tests that need no real vLLM
 	$(BIN)/pytest --ignore tests/engine
 
-bench: env  ## all benchmarks: a table, and bench/results.jsonl
+bench: env  ## all benchmarks (needs Debian's nginx): a table, and bench/results.jsonl
 	$(BIN)/python -m bench
 
 check: env  ## style, types, layers, protos, deployment files

@@ -14,12 +14,15 @@ from rich.table import Table
 
 from bench.decide import decide, index
 from bench.figures import Figure
+from bench.gateway import chunks, leaks, memory, requests
 from bench.place import place
 from bench.takeover import takeover
 from services.common.logs import configure_logs
 
 RESULTS = Path(__file__).parent / "results.jsonl"
-BENCHMARKS: dict[str, Callable[[], object]] = {one.__name__: one for one in (decide, index, place, takeover)}
+BENCHMARKS: dict[str, Callable[[], object]] = {
+    one.__name__: one for one in (decide, index, place, takeover, chunks, requests, memory, leaks)
+}
 
 
 def main() -> None:

@@ -1,0 +1,146 @@
+"""What the gateway costs: CPU per streamed chunk beside nginx and vllm-router, per request, and memory with open streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import tempfile
+import time
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from bench import stack
+from bench.figures import Figure, percentile
+from bench.stack import Served
+from tests.integration.gateway_fakes import make_tokenizer
+
+STREAMS = 64
+SHORT, LONG = 20, 140  # chunks
+INTERVAL_MS = 20.0
+ROUNDS = 5
+PROMPTS = 1_000
+OPEN = 1_000
+KILLS = 5
+SETTLE_S = 20.0
+
+
+async def chunks() -> list[Figure]:
+    """chunk_us, chunk_vs_nginx, chunk_vs_vllm_router: medians of rounds in which each has its turn."""
+    spent: dict[str, list[float]] = {}
+    async with contextlib.AsyncExitStack() as running:
+        engines, model = await running.enter_async_context(_fleet(INTERVAL_MS))
+        gateway, _ = await running.enter_async_context(stack.pointsman(engines, model))
+        served = {"gateway": gateway, "nginx": await running.enter_async_context(stack.nginx(engines))}
+        served["vllm_router"] = await running.enter_async_context(stack.vllm_router(engines))
+        for one in served.values():
+            await stack.load(one.port, connections=STREAMS, requests=STREAMS, chunks=SHORT)
+        for _ in range(ROUNDS):
+            for name, one in served.items():
+                spent.setdefault(name, []).append(await _chunk_us(one))
+    us = {name: percentile(values, 0.5) for name, values in spent.items()}
+    note = f"CPU of the process, {STREAMS} streams, a chunk of 230 bytes each {INTERVAL_MS:.0f} ms, median of {ROUNDS}"
+    return [
+        Figure("chunk_us", us["gateway"], "us", 15.0, f"{note}; baseline is the goal"),
+        Figure(
+            "chunk_vs_nginx", us["gateway"], "us", us["nginx"], "baseline is nginx in the same run; ratio: goal 1.3"
+        ),
+        Figure(
+            "chunk_vs_vllm_router",
+            us["gateway"],
+            "us",
+            us["vllm_router"],
+            "baseline is the Rust vllm-router, round robin, in the same run; ratio: goal 0.7",
+        ),
+    ]
+
+
+async def requests() -> list[Figure]:
+    """request_1k_us, added_ttft_ms."""
+    async with _fleet(0.0) as (engines, model), stack.pointsman(engines, model) as (gateway, router):
+        await stack.load(gateway.port, connections=16, requests=200, seed=1)
+        before = stack.cpu_s(*gateway.pids), stack.cpu_s(*router.pids)
+        await stack.load(gateway.port, connections=16, requests=PROMPTS, seed=2)
+        spent = [stack.cpu_s(*one.pids) - was for one, was in zip((gateway, router), before, strict=True)]
+        share = f"gateway {spent[0] / PROMPTS * 1e6:.0f}, router {spent[1] / PROMPTS * 1e6:.0f}"
+        direct = await stack.load(engines[0].port, connections=1, requests=200, chunks=1, seed=3)
+        through = await stack.load(gateway.port, connections=1, requests=200, chunks=1, seed=4)
+    added = percentile(through["first_ms"], 0.5) - percentile(direct["first_ms"], 0.5)
+    return [
+        Figure(
+            "request_1k_us",
+            sum(spent) / PROMPTS * 1e6,
+            "us",
+            600.0,
+            f"CPU of gateway and router ({share}), new 1 KB chats, C=16, tokenised, placed by prefix; baseline is the goal",
+        ),
+        Figure("added_ttft_ms", added, "ms", 1.0, "C=1, 1 KB, p50 through less p50 direct; baseline is the goal"),
+    ]
+
+
+async def memory() -> list[Figure]:
+    """rss_mb_1000_streams."""
+    async with _fleet(1_000.0) as (engines, model), stack.pointsman(engines, model) as (gateway, _):
+        empty = stack.rss_mb(gateway.pids[0])
+        async with stack.held(gateway.port, OPEN):
+            full = stack.rss_mb(gateway.pids[0])
+    note = f"{OPEN} streams open, {(full - empty) / OPEN * 1e3:.1f} KB each over {empty:.0f} MB; baseline is the goal"
+    return [Figure("rss_mb_1000_streams", full, "MB", 120.0, note)]
+
+
+@contextlib.asynccontextmanager
+async def _fleet(interval_ms: float) -> AsyncIterator[tuple[list[Served], str]]:
+    """Two mock engines, and the folder of their model."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(await asyncio.to_thread(make_tokenizer, Path(folder) / "model"))
+        async with stack.engine(interval_ms, model) as one, stack.engine(interval_ms, model) as other:
+            yield [one, other], model
+
+
+async def _chunk_us(served: Served) -> float:
+    """CPU per chunk in us: the slope between short and long streams, which leaves out what a request costs."""
+    spent = []
+    for count in (SHORT, LONG):
+        before = stack.cpu_s(*served.pids)
+        told = await stack.load(served.port, connections=STREAMS, requests=STREAMS, chunks=count)
+        if told["chunks"] != STREAMS * count:
+            raise RuntimeError(f"{told['chunks']} chunks came of {STREAMS * count}")
+        spent.append(stack.cpu_s(*served.pids) - before)
+    return (spent[1] - spent[0]) / (STREAMS * (LONG - SHORT)) * 1e6
+
+
+async def leaks() -> list[Figure]:
+    """leaks: what the gateway counts and what an engine still computes, after clients and an engine were killed."""
+    async with _fleet(INTERVAL_MS) as (engines, model), stack.pointsman(engines, model) as (gateway, _):
+        for number in range(KILLS):
+            async with stack.held(gateway.port, STREAMS):
+                await stack.load(gateway.port, connections=16, requests=100, seed=number)
+                if number == KILLS - 1:
+                    os.kill(engines[1].pids[0], signal.SIGKILL)
+        left = await asyncio.to_thread(_left, gateway.port, engines[0].port)
+    note = f"{KILLS} clients killed with {STREAMS} streams each beside {KILLS * 100} requests, then an engine; goal 0"
+    return [Figure("leaks", left, "", None, note)]
+
+
+def _left(gateway: int, engine: int) -> float:
+    """What is still open when nothing is, or after SETTLE_S."""
+    ends = time.monotonic() + SETTLE_S
+    while (left := _open(gateway) + _under_way(engine)) and time.monotonic() < ends:
+        time.sleep(0.1)
+    return left
+
+
+def _open(port: int) -> float:
+    """What the gateway counts as open."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("pointsman_gateway_open_requests "))
+
+
+def _under_way(port: int) -> float:
+    """How many answers a mock engine has under way."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/open", timeout=10) as answer:
+        return float(json.loads(answer.read())["open"])

@@ -1,0 +1,191 @@
+"""A load client that costs almost nothing: a program of its own on bare uvloop. Prints one JSON object.
+
+Each of `--connections` keeps asking until `--requests` are answered in all: a chat with a new prompt of about `--prompt` bytes.
+Answers are not parsed: an event stream is over with the chunk after [DONE], any other with its Content-Length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import time
+from dataclasses import dataclass, field
+from typing import cast
+
+import uvloop
+
+_WORDS = [
+    "set",
+    "the",
+    "points",
+    "so",
+    "that",
+    "each",
+    "train",
+    "takes",
+    "right",
+    "track",
+    "and",
+    "none",
+    "must",
+    "wait",
+    "for",
+    "another",
+    "at",
+    "night",
+]
+
+
+@dataclass
+class Run:
+    """What is asked, and what came of it."""
+
+    url: tuple[str, int]
+    requests: int
+    stream: bool
+    chunks: int
+    prompt: int
+    rng: random.Random
+    hold: bool
+    asked: int = 0
+    answered: int = 0
+    failed: int = 0
+    received: int = 0
+    reads: int = 0
+    first_s: list[float] = field(default_factory=list)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def next_request(self) -> bytes | None:
+        """The bytes of one more request; None when all are asked."""
+        if self.asked == self.requests:
+            return None
+        self.asked += 1
+        words = self.rng.choices(_WORDS, k=self.prompt // 5)
+        words.insert(0, str(self.rng.random()))
+        body = {
+            "model": "m",
+            "messages": [{"role": "user", "content": " ".join(words)}],
+            "max_tokens": self.chunks,
+            "stream": self.stream,
+        }
+        raw = json.dumps(body).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self.url[0]}\r\nContent-Type: application/json\r\n"
+        return f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw
+
+    def note(self, *, ok: bool) -> None:
+        """One request is over."""
+        self.answered += ok
+        self.failed += not ok
+        if self.answered + self.failed == self.requests:
+            self.done.set()
+
+
+class Client(asyncio.Protocol):
+    """One connection."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._waits = False
+        self._tail = b""
+        self._left = -1  # bytes of a body with a length
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._ask()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._waits:
+            self._waits = False
+            self._run.note(ok=False)
+
+    def _ask(self) -> None:
+        request = self._run.next_request()
+        if request is None:
+            return
+        self._sent, self._waits, self._first, self._tail, self._left = time.perf_counter(), True, True, b"", -1
+        self._transport.write(request)
+
+    def data_received(self, data: bytes) -> None:
+        run = self._run
+        run.received += data.count(b'"delta"')
+        run.reads += 1
+        if self._first:
+            if self._tail:
+                data = self._tail + data
+            end = data.find(b"\r\n\r\n")
+            if end < 0:
+                self._tail = data
+                return
+            self._first = False
+            run.first_s.append(time.perf_counter() - self._sent)
+            head = data[:end].lower()
+            self._ok = head.startswith(b"http/1.1 200")
+            at = head.find(b"content-length:")
+            if at >= 0:
+                self._left = int(head[at + 15 :].split(b"\r\n", 1)[0])
+                data = data[end + 4 :]
+        if self._left >= 0:
+            self._left -= len(data)
+            over = self._left <= 0
+        else:
+            self._tail = (self._tail + data)[-32:]
+            over = self._tail.endswith(b"0\r\n\r\n")
+        if over:
+            self._waits = False
+            run.note(ok=self._ok)
+            self._ask()
+
+
+async def _go(run: Run, connections: int) -> dict[str, object]:
+    loop = asyncio.get_running_loop()
+    began = time.perf_counter()
+    for start in range(0, connections, 100):
+        group = [loop.create_connection(lambda: Client(run), *run.url) for _ in range(min(100, connections - start))]
+        await asyncio.gather(*group)
+    if run.hold:
+        while len(run.first_s) < run.requests and not run.failed:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        print("held", flush=True)
+        await asyncio.Event().wait()
+    await run.done.wait()
+    return {
+        "answered": run.answered,
+        "failed": run.failed,
+        "chunks": run.received,
+        "reads": run.reads,
+        "wall_s": time.perf_counter() - began,
+        "first_ms": sorted(one * 1e3 for one in run.first_s),
+    }
+
+
+def main() -> None:
+    """Run once."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--connections", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--chunks", type=int, default=0, help="0: not streamed")
+    parser.add_argument("--prompt", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hold", action="store_true", help='say "held" when every answer has begun, and stay')
+    given = parser.parse_args()
+
+    async def go() -> dict[str, object]:
+        run = Run(
+            ("127.0.0.1", given.port),
+            given.requests,
+            given.chunks > 0,
+            given.chunks or 1,
+            given.prompt,
+            random.Random(given.seed),
+            given.hold,
+        )
+        return await _go(run, given.connections)
+
+    print(json.dumps(uvloop.run(go())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""An engine that costs almost nothing: a program of its own on bare uvloop, so that it is not what a benchmark measures.
+
+A chat or completion gets `max_tokens` chunks, one each `--interval-ms`, or a small JSON object. /tokenize answers with the
+tokens of `--model`'s tokenizer, so that a gateway trusts its own. GET /open tells how many answers are under way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from typing import cast
+
+import uvloop
+
+from services.gateway.tokens import ModelTokenizer, locate
+
+_CHUNK = (
+    b'data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1760000000,"model":"m",'
+    b'"choices":[{"index":0,"delta":{"content":" word"},"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
+)
+_USAGE = b'{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,"prompt_tokens_details":{"cached_tokens":0}}'
+_HEAD = b"HTTP/1.1 200 OK\r\nserver: uvicorn\r\ncontent-type: %b\r\n%b\r\n\r\n"
+_STREAM_HEAD = _HEAD % (b"text/event-stream; charset=utf-8", b"transfer-encoding: chunked")
+
+
+def _framed(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+class Engine(asyncio.Protocol):
+    """One connection. Requests come one by one."""
+
+    open_answers = 0
+    tokenizer: ModelTokenizer | None = None
+    interval_s = 0.01
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._in = b""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            Engine.open_answers -= 1
+
+    def data_received(self, data: bytes) -> None:
+        self._in += data
+        end = self._in.find(b"\r\n\r\n")
+        if end < 0:
+            return
+        head = self._in[:end].lower()
+        at = head.find(b"content-length:")
+        length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+        if len(self._in) < end + 4 + length:
+            return
+        body, self._in = self._in[end + 4 : end + 4 + length], b""
+        self._answer(head.split(b" ", 2)[1], body)
+
+    def _answer(self, path: bytes, raw: bytes) -> None:
+        if path == b"/open":
+            self._json(b'{"open":%d}' % Engine.open_answers)
+        elif path == b"/tokenize":
+            self._json(json.dumps({"tokens": self._tokens(json.loads(raw))}).encode())
+        elif not raw:
+            self._json(b'{"object":"list","data":[{"id":"m","object":"model","max_model_len":131072}]}')
+        else:
+            body = json.loads(raw)
+            count = body.get("max_tokens", 1)
+            if body.get("stream"):
+                usage = bool((body.get("stream_options") or {}).get("include_usage"))
+                self._transport.write(_STREAM_HEAD)
+                Engine.open_answers += 1
+                self._timer = asyncio.get_running_loop().call_later(self.interval_s, self._next, count, count, usage)
+            else:
+                self._json(
+                    b'{"id":"x","object":"chat.completion","created":1,"model":"m","choices":[{"index":0,"message":'
+                    b'{"role":"assistant","content":" word"},"finish_reason":"length"}],"usage":'
+                    + _USAGE % (1, 2, 1)
+                    + b"}"
+                )
+
+    def _next(self, left: int, count: int, usage: bool) -> None:
+        if left:
+            self._transport.write(_framed(_CHUNK))
+            self._timer = asyncio.get_running_loop().call_later(self.interval_s, self._next, left - 1, count, usage)
+            return
+        self._timer = None
+        Engine.open_answers -= 1
+        if usage:
+            self._transport.write(_framed(b'data: {"choices":[],"usage":' + _USAGE % (1, 1 + count, count) + b"}\n\n"))
+        self._transport.write(_framed(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+    def _json(self, body: bytes) -> None:
+        self._transport.write(_HEAD % (b"application/json", b"content-length: %d" % len(body)) + body)
+
+    def _tokens(self, body: dict[str, object]) -> list[int]:
+        assert self.tokenizer is not None, "--model was not given"
+        if "messages" in body:
+            return self.tokenizer.chat(body)
+        return self.tokenizer.text(str(body["prompt"]), add_special_tokens=body.get("add_special_tokens") is not False)
+
+
+async def _serve(port: int) -> None:
+    server = await asyncio.get_running_loop().create_server(Engine, "127.0.0.1", port, backlog=8192)
+    print("serves", flush=True)
+    async with server:
+        await server.serve_forever()
+
+
+def main() -> None:
+    """Serve until killed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--interval-ms", type=float, default=10.0)
+    parser.add_argument("--model", default="")
+    given = parser.parse_args()
+    Engine.interval_s = given.interval_ms / 1e3
+    if given.model:
+        Engine.tokenizer = ModelTokenizer.load(locate(given.model))
+    uvloop.run(_serve(given.port))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""Processes for the benchmarks of the gateway: mock engines, a router, a gateway, nginx, vllm-router, each with its CPU time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import venv
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+
+from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
+from services.common.channel import open_channel
+from services.common.keys import KEY_SCHEME, digest_of
+
+MODEL = "m"
+PATIENCE_S = 60.0
+VLLM_ROUTER = "vllm-router==0.1.17"
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def cpu_s(*pids: int) -> float:
+    """CPU seconds of these processes' living threads, at the scheduler's own resolution (/proc/PID/task/*/schedstat)."""
+    return (
+        sum(int(file.read_text().split()[0]) for pid in pids for file in Path(f"/proc/{pid}/task").glob("*/schedstat"))
+        / 1e9
+    )
+
+
+def _children(pid: int) -> tuple[int, ...]:
+    return tuple(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def _written(file: Path, text: str) -> str:
+    file.write_text(text)
+    file.parent.chmod(0o755)  # nginx's worker is another user
+    return str(file)
+
+
+def rss_mb(pid: int) -> float:
+    """Resident memory in MB (10^6 bytes)."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+@dataclass
+class Served:
+    """Something that listens on `port`; `pids` is what it costs."""
+
+    port: int
+    pids: tuple[int, ...]
+
+
+@contextlib.contextmanager
+def process(command: list[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that ends with the block."""
+    child = subprocess.Popen(command, **options)
+    try:
+        yield child
+    finally:
+        child.terminate()
+        try:
+            child.wait(10)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+async def answers(port: int, path: str = "/health") -> None:
+    """Wait until `path` is answered with 200. Raises TimeoutError."""
+
+    def ask() -> None:
+        ends = time.monotonic() + PATIENCE_S
+        while time.monotonic() < ends:
+            with contextlib.suppress(urllib.error.URLError, OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5).close()
+                return
+            time.sleep(0.1)
+        raise TimeoutError(path)
+
+    await asyncio.to_thread(ask)
+
+
+@contextlib.asynccontextmanager
+async def engine(interval_ms: float, model: str = "") -> AsyncIterator[Served]:
+    """A mock engine."""
+    port = free_port()
+    command = [sys.executable, "-m", "bench.mock_engine", "--port", str(port), "--interval-ms", str(interval_ms)]
+    with process([*command, "--model", model], stdout=subprocess.DEVNULL) as child:
+        await answers(port, "/v1/models")
+        yield Served(port, (child.pid,))
+
+
+async def load(port: int, **flags: object) -> dict[str, Any]:
+    """Run the load client to its end; what it printed. Raises RuntimeError when a request failed."""
+    given = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "bench.load", "--port", str(port), *given, stdout=subprocess.PIPE
+    )
+    out, _ = await child.communicate()
+    told: dict[str, Any] = json.loads(out)
+    if told["failed"]:
+        raise RuntimeError(f"{told['failed']} requests failed")
+    return told
+
+
+@contextlib.asynccontextmanager
+async def held(port: int, streams: int) -> AsyncIterator[None]:
+    """That many streams open, all of which have begun."""
+    flags = ["--connections", str(streams), "--requests", str(streams), "--chunks", "1000000", "--hold"]
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "bench.load", "--port", str(port), *flags, stdout=subprocess.PIPE
+    )
+    try:
+        assert child.stdout is not None
+        line = await asyncio.wait_for(child.stdout.readline(), PATIENCE_S)
+        if line.strip() != b"held":
+            raise RuntimeError("the streams did not begin")
+        yield
+    finally:
+        child.kill()
+        await child.wait()
+
+
+async def _agent(channel: grpc.aio.Channel, engine_port: int, model_root: str) -> Any:
+    """An instance with an empty cache, as an agent would report it."""
+    # grpc-stubs types the synchronous calls only.
+    stub: Any = agent_pb2_grpc.AgentServiceStub(channel)
+    call = stub.Report()
+    instance = agent_pb2.Instance(
+        instance_id=f"i{engine_port}",
+        incarnation="1",
+        url=f"http://127.0.0.1:{engine_port}",
+        model=MODEL,
+        model_root=model_root,
+        block_size=16,
+        prefix_mode=agent_pb2.PREFIX_MODE_EXACT,
+    )
+    hello = agent_pb2.Hello(instance=instance, key_scheme=KEY_SCHEME, oldest_seq=1, latest_seq=0)
+    await call.write(agent_pb2.ReportRequest(hello=hello))
+    await call.read()
+    await call.write(agent_pb2.ReportRequest(snapshot_begin=agent_pb2.SnapshotBegin(seq=0)))
+    end = agent_pb2.SnapshotEnd(seq=0, key_count=0, digest=digest_of(1, []))
+    await call.write(agent_pb2.ReportRequest(snapshot_end=end))
+    await call.write(agent_pb2.ReportRequest(load=agent_pb2.Load(healthy=True)))
+    return call
+
+
+async def _keep_reporting(calls: list[Any]) -> None:
+    while True:
+        for call in calls:
+            await call.write(agent_pb2.ReportRequest(load=agent_pb2.Load(healthy=True)))
+        await asyncio.sleep(1.0)
+
+
+@contextlib.asynccontextmanager
+async def pointsman(engines: list[Served], model: str, *flags: str) -> AsyncIterator[tuple[Served, Served]]:
+    """A gateway that trusts its tokens, and its router, each a process, over `engines`."""
+    router_at, port = f"127.0.0.1:{free_port()}", free_port()
+    cli = [sys.executable, "-m", "services.cli"]
+    quiet = ["--log-level", "error"]
+    router = [*cli, "router", "--listen", router_at, "--metrics-listen", "", *quiet]
+    gateway = [*cli, "gateway", "--listen", f"127.0.0.1:{port}", "--routers", router_at, *quiet, *flags]
+    with process(router) as first, process(gateway) as second:
+        async with open_channel(router_at) as channel:
+            async with asyncio.timeout(PATIENCE_S):
+                await channel.channel_ready()
+            calls = [await _agent(channel, one.port, model) for one in engines]
+            reporting = asyncio.create_task(_keep_reporting(calls))
+            try:
+                await answers(port)
+                yield Served(port, (second.pid,)), Served(0, (first.pid,))
+            finally:
+                reporting.cancel()
+                await asyncio.gather(reporting, return_exceptions=True)
+                for call in calls:
+                    call.cancel()
+
+
+_NGINX = """
+daemon off; worker_processes 1; pid {folder}/pid; error_log {folder}/error.log;
+events {{ worker_connections 8192; }}
+http {{
+  access_log off; client_body_temp_path {folder}; proxy_temp_path {folder}; fastcgi_temp_path {folder};
+  uwsgi_temp_path {folder}; scgi_temp_path {folder}; client_max_body_size 32m; client_body_buffer_size 1m;
+  upstream engines {{ {servers} keepalive 2048; }}
+  server {{
+    listen 127.0.0.1:{port} backlog=8192;
+    location / {{
+      proxy_pass http://engines; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffering off;
+    }}
+  }}
+}}
+"""
+
+
+@contextlib.asynccontextmanager
+async def nginx(engines: list[Served]) -> AsyncIterator[Served]:
+    """One nginx worker, unbuffered. Raises FileNotFoundError where Debian's nginx is not installed."""
+    executable = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    if executable is None:
+        raise FileNotFoundError("the benchmark needs nginx: apt-get install nginx")
+    port = free_port()
+    servers = "".join(f"server 127.0.0.1:{one.port};" for one in engines)
+    with tempfile.TemporaryDirectory() as folder:
+        config = _written(Path(folder) / "nginx.conf", _NGINX.format(folder=folder, servers=servers, port=port))
+        with process([executable, "-c", config, "-e", f"{folder}/error.log"]) as child:
+            await answers(port, "/v1/models")
+            yield Served(port, _children(child.pid))
+
+
+@contextlib.asynccontextmanager
+async def vllm_router(engines: list[Served]) -> AsyncIterator[Served]:
+    """The Rust vllm-router, round robin, in an environment of its own under .state. Raises CalledProcessError where it cannot
+    be installed."""
+    folder = Path(".state") / "vllm-router"
+    executable = folder / "bin" / "vllm-router"
+    if not executable.exists():
+        venv.create(folder, with_pip=True)
+        install = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", VLLM_ROUTER]
+        await asyncio.to_thread(lambda: subprocess.run(install, check=True, stderr=subprocess.DEVNULL))
+    port = free_port()
+    urls = [f"http://127.0.0.1:{one.port}" for one in engines]
+    flags = ["--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin", "--log-level", "error"]
+    metrics = ["--prometheus-port", str(free_port())]
+    with process([str(executable), "--worker-urls", *urls, *flags, *metrics], stdout=subprocess.DEVNULL) as child:
+        await answers(port, "/v1/models")
+        yield Served(port, (child.pid,))
