@@ -26,6 +26,7 @@ from services.router.domain import (
     PolicyRef,
     PrefixSource,
     Step,
+    StepKind,
 )
 from services.router.fleet import InstanceRecord, PoolInfo
 from services.router.hindsight import Revision, grouped
@@ -43,6 +44,11 @@ def duration(seconds: float) -> duration_pb2.Duration:
     """Seconds as a protobuf duration; negative ones become 0."""
     nanos = max(int(seconds * 1e9), 0)
     return duration_pb2.Duration(seconds=nanos // 1_000_000_000, nanos=nanos % 1_000_000_000)
+
+
+def seconds(wire: duration_pb2.Duration) -> float:
+    """The inverse of `duration`; without the detour over an integer that ToNanoseconds takes."""
+    return wire.seconds + wire.nanos / 1e9
 
 
 def timestamp(unix_s: float) -> timestamp_pb2.Timestamp:
@@ -144,8 +150,8 @@ def placement_request(wire: placement_pb2.PlacementRequest) -> PlacementRequest:
         session_id=wire.session_id,
         max_output_tokens=wire.max_output_tokens,
         exclude=tuple(wire.exclude),
-        deadline_s=wire.deadline.ToNanoseconds() / 1e9 if wire.HasField("deadline") else None,
-        age_s=max(wire.age.ToNanoseconds() / 1e9, 0.0),
+        deadline_s=seconds(wire.deadline) if wire.HasField("deadline") else None,
+        age_s=max(seconds(wire.age), 0.0) if wire.HasField("age") else 0.0,
     )
 
 
@@ -236,16 +242,20 @@ def _ref(state: RouterState, instance_id: str) -> placement_pb2.InstanceRef:
     return instance_ref(record.info) if record else placement_pb2.InstanceRef(instance_id=instance_id)
 
 
+_KINDS = {kind: placement_pb2.StepKind.Value(f"STEP_KIND_{kind}") for kind in StepKind}
+_STEP_DEADLINE = duration(STEP_DEADLINE_S)
+
+
 def step_to_wire(state: RouterState, plan: Sequence[Step], index: int) -> placement_pb2.Step:
     """A step of a plan with the addresses that its instances have now."""
     step = plan[index]
     wire = placement_pb2.Step(
         index=index,
-        kind=placement_pb2.StepKind.Value(f"STEP_KIND_{step.kind}"),
+        kind=_KINDS[step.kind],
         instance=_ref(state, step.instance_id),
         prefix_tokens=step.prefix_tokens,
         reason=step.reason,
-        deadline=duration(STEP_DEADLINE_S),
+        deadline=_STEP_DEADLINE,
     )
     if step.kv_source:
         wire.kv_source.CopyFrom(_ref(state, step.kv_source))
