@@ -28,6 +28,32 @@ def preferred(pool: str, router_ids: Iterable[str]) -> str:
     )
 
 
+class Settled:
+    """Which other replicas have been alive for `settle_s`, in s: long enough to know the fleet, and not about to go again."""
+
+    def __init__(self, settle_s: float) -> None:
+        self._settle_s = settle_s
+        self._since: dict[str, float] = {}
+        self._offered: dict[str, set[str]] = {}
+
+    def seen(self, live: Iterable[str], now: float) -> None:
+        """These replicas are alive at `now`; one that was not for a moment begins anew. Mutates."""
+        self._since = {router_id: self._since.get(router_id, now) for router_id in live}
+        self._offered = {router_id: pools for router_id, pools in self._offered.items() if router_id in self._since}
+
+    def heir(self, pool: str, own_id: str, now: float) -> str:
+        """The replica that `own_id` should hand `pool` over to: the preferred one, once settled; "" when there is none, or it
+        has been offered the pool before and not kept it."""
+        one = preferred(pool, self._since)
+        if one in ("", own_id) or now - self._since[one] < self._settle_s or pool in self._offered.get(one, ()):
+            return ""
+        return one
+
+    def offered(self, pool: str, router_id: str) -> None:
+        """The pool was handed over. Mutates."""
+        self._offered.setdefault(router_id, set()).add(pool)
+
+
 class OwnedPools:
     """The pools whose requests this replica places: all of them (without a shared store), or those it has taken."""
 

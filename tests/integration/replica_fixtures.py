@@ -165,7 +165,7 @@ async def replicas(
         names = {model: [f"{model}-i{at}" for at in range(instances)] for model in models}
         fleet = Replicas(redis, routers, names)
         async with AsyncExitStack() as stack:
-            # All before the first report: a replica that is alone takes every pool that it hears of, and keeps it.
+            # All before the first report: a replica that is alone takes every pool that it hears of, and keeps it for a while.
             await fleet.answering(0)
             for router in routers.values():
                 for model, members in names.items():

@@ -25,7 +25,7 @@ from redis.backoff import NoBackoff
 from services.router import events as ev
 from services.router.io import redis_scripts
 from services.router.io.store import Stored, StoreEffect, StoreEvent
-from services.router.ownership import Owner, preferred
+from services.router.ownership import Owner, Settled, preferred
 from services.router.reservations import Reservation
 
 log = structlog.get_logger()
@@ -64,6 +64,7 @@ class RedisStore:
         router_id: str,
         fleet: str,
         lease_s: float,
+        settle_s: float,
         affinity_ttl_s: float,
         on_event: Callable[[StoreEvent], object],
         on_owners: Callable[[], None],
@@ -89,6 +90,7 @@ class RedisStore:
         self._on_event = on_event
         self._on_owners = on_owners
         self._snapshot = snapshot
+        self._settled = Settled(settle_s)
         self._pools: dict[str, _Pool] = {}
         self._wake = asyncio.Event()
         self._poll_at = 0.0
@@ -177,6 +179,12 @@ class RedisStore:
             self._degraded = False
             log.info("the shared store answers again")
             self._on_event(ev.StoreState(False))
+        now = asyncio.get_running_loop().time()
+        self._settled.seen(live, now)
+        for pool in self._pools.values():
+            if pool.epoch and (heir := self._settled.heir(pool.name, self._router_id, now)):
+                await self._hand_over(pool, heir)
+                break  # One at a time: gateways ask again for all that waits in it.
 
     def _take(self, pool: _Pool, live: list[str], now: float) -> int:
         """How much this replica wants the pool, as ACQUIRE means it: the preferred one at once, the others a little later;
@@ -236,6 +244,20 @@ class RedisStore:
         pool.epoch = 0
         self._drop_pending(pool, kept=False)
         self._on_event(ev.PoolLost(pool.name))
+
+    async def _hand_over(self, pool: _Pool, heir: str) -> None:
+        """Let the preferred replica, which came later, take the pool: nothing more is placed here, all that was is written."""
+        log.info("this router hands a pool over", pool=pool.name, to=heir)
+        self._settled.offered(pool.name, heir)
+        self._on_event(ev.PoolLost(pool.name))
+        try:
+            await self._flush(pool)
+        finally:
+            # Where the write failed, the next poll reads what is kept, or finds another owner.
+            pool.epoch, pool.owner = 0, None
+            self._drop_pending(pool, kept=False)
+            self._on_owners()
+        await self._release(keys=[pool.lease_key], args=[self._router_id])
 
     async def _load(self, pool: _Pool) -> ev.PoolTaken:
         _, _, reservations, affinity, _ = pool.state_keys

@@ -101,6 +101,7 @@ class Router:
                 router_id=settings.router_id,
                 fleet=settings.fleet,
                 lease_s=settings.owner_lease_s,
+                settle_s=settings.settle_s,
                 affinity_ttl_s=settings.affinity_ttl_s,
                 on_event=self.submit,
                 on_owners=self._tell_fleet,

@@ -89,3 +89,8 @@ class RouterSettings(BaseSettings):
         preferred one, a lease more where Redis has lost its data too, then this router's warm-up; and a second of slack."""
         takeover_s = 3 * self.owner_lease_s if self.redis_url.get_secret_value() else 0.0
         return takeover_s + self.warm_up_s + 1.0
+
+    @property
+    def settle_s(self) -> float:
+        """How long another replica lives before a pool is handed over to it, in s: a warm-up like this one's, and some leases."""
+        return self.warm_up_s + 3 * self.owner_lease_s

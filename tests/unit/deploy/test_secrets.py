@@ -103,8 +103,8 @@ async def test_strangers_may_only_ping(redis_url: tuple[str, str]) -> None:
 async def test_router_may_keep_its_state_and_is_no_administrator(redis_url: tuple[str, str]) -> None:
     events: list[object] = []
     store = RedisStore(
-        redis_url[0], router_id="a", fleet="default", lease_s=2.0, affinity_ttl_s=60.0, on_event=events.append,
-        on_owners=lambda: None, snapshot=lambda pool: [],
+        redis_url[0], router_id="a", fleet="default", lease_s=2.0, settle_s=5.0, affinity_ttl_s=60.0,
+        on_event=events.append, on_owners=lambda: None, snapshot=lambda pool: [],
     )  # fmt: skip
     store.want(["m"])
     running = asyncio.create_task(store.run())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.router import events as ev
 from services.router.domain import Phase
-from services.router.ownership import preferred
+from services.router.ownership import Settled, preferred
 from tests.unit.router.builders import hello, join, place, request, state
 
 
@@ -55,3 +55,24 @@ def test_instances_that_a_gateway_remembers_are_waited_for_but_not_for_ever() ->
     assert not router.cold(13.0)
     router.handle(ev.GatewayHello("h", known=frozenset({"d"})), 13.1)
     assert not router.cold(13.1)
+
+
+def test_a_pool_goes_to_its_preferred_replica_once_that_has_settled_and_is_offered_once() -> None:
+    pools = [f"pool-{at}" for at in range(20)]
+    theirs = [pool for pool in pools if preferred(pool, ["one", "two"]) == "two"]
+    settled = Settled(3.0)
+    settled.seen(["one"], 0.0)
+    assert not any(settled.heir(pool, "one", 10.0) for pool in pools)
+    settled.seen(["one", "two"], 10.0)
+    settled.seen(["one", "two"], 12.9)
+    assert not any(settled.heir(pool, "one", 12.9) for pool in pools)
+    settled.seen(["one", "two"], 13.0)
+    assert [pool for pool in pools if settled.heir(pool, "one", 13.0)] == theirs
+    assert settled.heir(theirs[0], "two", 13.0) == ""
+    settled.offered(theirs[0], "two")
+    assert settled.heir(theirs[0], "one", 14.0) == "", "it did not keep the pool: not again and again"
+    settled.seen(["one"], 15.0)
+    settled.seen(["one", "two"], 16.0)
+    assert settled.heir(theirs[0], "one", 18.0) == "", "it began anew"
+    settled.seen(["one", "two"], 19.0)
+    assert settled.heir(theirs[0], "one", 19.0) == "two"

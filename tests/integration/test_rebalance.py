@@ -1,0 +1,99 @@
+"""A replica that joins later gets the pools that are its own, and no request is lost or placed twice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from pointsman.router.v1 import fleet_pb2
+from services.router.ownership import preferred
+from tests.integration.replica_fixtures import Gateway, Replicas, RouterProcess, keep_reporting
+from tests.integration.router_fixtures import eventually, redis_server
+
+MODELS = [f"model-{at}" for at in range(6)]
+THEIRS = {model for model in MODELS if preferred(model, ["one", "two"]) == "two"}
+LONG_S = 120.0
+
+
+async def test_pools_move_to_the_replica_that_joins_and_nothing_is_lost(tmp_path: Path) -> None:
+    assert 0 < len(THEIRS) < len(MODELS)
+    with redis_server(tmp_path) as (url, redis), contextlib.ExitStack() as processes:
+        routers = {
+            name: RouterProcess(name, url, tmp_path, **{"warm-up-s": 0.5, "max-requests-per-instance": 2})
+            for name in ("one", "two")
+        }
+        fleet = Replicas(redis, routers, {model: [model] for model in MODELS})
+
+        def start(name: str) -> None:
+            routers[name].process.start()
+            processes.callback(routers[name].process.kill)
+
+        async with AsyncExitStack() as stack:
+            start("one")
+            for router in routers.values():
+                for model in MODELS:
+                    task = asyncio.create_task(keep_reporting(router.address, model, model))
+                    stack.push_async_callback(asyncio.gather, task, return_exceptions=True)
+                    stack.callback(task.cancel)
+            gateway = Gateway("g", [router.address for router in routers.values()])
+            fleet.gateways.append(gateway)
+            await gateway.client.start()
+            stack.push_async_callback(gateway.client.close)
+            for model in MODELS:
+                assert await owner(gateway, model, {"one"}) == "one"
+
+            # In each pool: a stream that stays open, and a session's requests one after the other; in one that will move,
+            # the instance is full, and a request is held.
+            for model in MODELS:
+                await gateway.place(f"open-{model}", model)
+            full = min(THEIRS)
+            await gateway.place("fills", full)
+            asked = time.monotonic()
+            held = asyncio.create_task(gateway.place("held", full))
+            moved = asyncio.Event()
+            load = [asyncio.create_task(keep_asking(gateway, model, moved)) for model in MODELS if model != full]
+            start("two")
+            for model in MODELS:
+                await owner(gateway, model, {"two"} if model in THEIRS else {"one"})
+            waited = time.monotonic() - asked
+            moved.set()
+            assert sum(await asyncio.gather(*load)) > 0
+            assert not held.done()
+            gateway.finish("fills")
+            answer = await held
+            assert answer.decision_id.startswith("two")
+            async with fleet.client("two") as client:
+                wanted = fleet_pb2.GetDecisionRequest(decision_id=answer.decision_id)
+                made = (await client.fleet.GetDecision(wanted)).decision
+                assert made.held.ToNanoseconds() / 1e9 > waited / 2, "it keeps its age"
+                instances = await client.instances()
+                assert {model for model, one in instances.items() if one.num_requests} == THEIRS
+            gateway.finish("held")
+            for model in MODELS:
+                gateway.finish(f"open-{model}")
+            await fleet.idle()
+            assert set(gateway.answers.values()) == {1}
+
+
+async def owner(gateway: Gateway, model: str, wanted: set[str]) -> str:
+    async def known() -> str:
+        told = gateway.client._owners.owner(model)
+        return told.router_id if told is not None and told.router_id in wanted else ""
+
+    return str(await eventually(known, f"{model} is owned by {wanted}", LONG_S))
+
+
+async def keep_asking(gateway: Gateway, model: str, until: asyncio.Event) -> int:
+    """One request after the other until `until`; how many were placed."""
+    for number in itertools.count():
+        name = f"{model}-{number}"
+        await gateway.place(name, model)
+        gateway.finish(name)
+        if until.is_set():
+            return number + 1
+        await asyncio.sleep(0.01)
+    raise AssertionError("unreachable")
