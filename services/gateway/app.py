@@ -23,6 +23,7 @@ from services.common.settings import Tokens
 from services.gateway import choreography
 from services.gateway.aside import STORED, Aside, not_stored
 from services.gateway.auth import DEFAULT_TENANT, ApiKeys, Client, KeysFromEnvironment
+from services.gateway.breakdown import BreakdownLog
 from services.gateway.chat_template import Unrenderable
 from services.gateway.conduct import Conductor, Job, Tools
 from services.gateway.dialects import ROUTES, Call, DialectError, Form, Kind, Rules, estimated_tokens, form_of, parse
@@ -67,7 +68,7 @@ class Gateway:
     """Everything one gateway holds, and what its HTTP server serves. start() and close() bracket its life."""
 
     def __init__(self, settings: GatewaySettings) -> None:
-        """Raises ValueError or OSError for an unusable api_keys_file."""
+        """Raises ValueError or OSError for an unusable api_keys_file or breakdown_file."""
         self._settings = settings
         self._keys = ApiKeys(settings.api_keys_file, KeysFromEnvironment().lines())
         self._limiter = Limiter()
@@ -76,6 +77,7 @@ class Gateway:
         self._token_cache = TokenCache(settings.token_cache_mb << 20)
         self.telemetry = Telemetry(self._token_cache)
         self._upstream = Upstream(settings)
+        self._breakdown = BreakdownLog(settings.breakdown_file)
         self.pools = Pools(self._upstream, self.telemetry, settings.tokenizer_paths(), self._token_cache)
         self.router = RouterClient(
             settings.routers,
@@ -98,6 +100,7 @@ class Gateway:
                 transfer_s=settings.transfer_timeout_s,
             ),
             settings.answer_timeout_s,
+            self._breakdown,
         )
         self._aside = Aside(self._upstream, self.pools, self.router, settings.first_byte_timeout_s)
         routes = [
@@ -127,6 +130,7 @@ class Gateway:
         await self.pools.close()
         await self.router.close()
         await self._upstream.close()
+        self._breakdown.close()
 
     # What the server asks.
 

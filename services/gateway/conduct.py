@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import structlog
@@ -14,6 +14,7 @@ from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2
 from services.gateway import choreography as ch
 from services.gateway.answer import Tail
+from services.gateway.breakdown import Breakdown, BreakdownLog
 from services.gateway.dialects import Call, DialectError, Kind, engine_error, error_event, with_fields
 from services.gateway.dialects.endings import Ending, Usage, usage_of
 from services.gateway.dialects.responses import response_id
@@ -62,6 +63,7 @@ class Tools:
     telemetry: Telemetry
     limits: ch.Limits
     answer_timeout_s: float
+    breakdown: BreakdownLog
     turn: int = 0  # round-robin among equals for placements of our own
 
 
@@ -87,10 +89,16 @@ class Job:
 
 
 @dataclass
-class _Times:
+class _Attempt:
+    """What an attempt leaves for its report. Moments are monotonic seconds, 0 for never."""
+
     placed: float = 0.0
+    prefill_sent: float = 0.0
+    prefill_done: float = 0.0
     sent: float = 0.0
     first: float = 0.0
+    steps: list[ch.StepGiven] = field(default_factory=list)
+    fallback: str = ""
 
 
 class Conductor:
@@ -110,7 +118,7 @@ class Conductor:
         self._op: asyncio.Task[ch.Event] | None = None
         self._upstream: Answer | None = None
         self._placed: dict[str, placement_pb2.PlacementRequest] = {}
-        self._times = _Times()
+        self._times = _Attempt()
         self._usage = Usage()
         self._reply: Response | None = None  # a whole answer: a rejection, or one that is not streamed
         self._tail = Tail(job.call.kind)
@@ -172,6 +180,7 @@ class Conductor:
                     self._begin(self._ask_locally(effect))
                 case ch.AwaitNext():
                     if effect.error:
+                        self._times.fallback = effect.error
                         self._offload.failed()
                         log.info("a step failed", request_id=effect.attempt_id, step=effect.index, error=effect.error)
                     self._begin(self._await_next(effect))
@@ -282,6 +291,8 @@ class Conductor:
     def _note_step(self, step: ch.StepGiven) -> None:
         if not self._times.placed:
             self._times.placed = time.monotonic()
+        if step not in self._times.steps:
+            self._times.steps.append(step)
         self._tried = step.target.instance_id
         self._tools.router.placed(self._placed[step.attempt_id], step.target.instance_id, step.cached_tokens)
         self._tools.telemetry.open.set(self._tools.router.open_count)
@@ -289,12 +300,16 @@ class Conductor:
     # Upstream.
 
     async def _prefill(self, step: ch.StepGiven) -> ch.Event:
+        times = self._times
+        times.prefill_sent = times.prefill_sent or time.monotonic()
         try:
             await (self._offload.prefill(step) if step.kv_target is not None else self._slice(step))
         except TransferError as error:
             return ch.PrefillEnded(str(error))
         except UpstreamError as error:
             return ch.PrefillEnded(error.text)
+        finally:
+            times.prefill_done = time.monotonic()
         return ch.PrefillEnded()
 
     async def _slice(self, step: ch.StepGiven) -> None:
@@ -416,8 +431,38 @@ class Conductor:
             log.warning(
                 "attempt failed", request_id=effect.attempt_id, instance=self._tried, error=effect.error, status=status
             )
+        if self._tools.breakdown.on:
+            self._tools.breakdown.write(self._broken_down(effect, status, now))
         # What comes next is another attempt, with times and usage of its own.
-        self._times, self._usage = _Times(), Usage()
+        self._times, self._usage = _Attempt(), Usage()
+
+    def _broken_down(self, effect: ch.Finished, status: int, now: float) -> Breakdown:
+        job, times, usage, unix = self._job, self._times, self._usage, self._tools.breakdown.unix
+        last = times.steps[-1] if times.steps else None
+        return Breakdown(
+            request_id=effect.attempt_id,
+            decision_id=next((step.decision_id for step in times.steps if step.decision_id), ""),
+            model=job.state.pool.model,
+            stream=job.call.stream,
+            outcome=effect.outcome.name,
+            status=status,
+            instances=[step.target.instance_id for step in times.steps],
+            fallback=times.fallback,
+            error=effect.error,
+            degraded=last is not None and last.degraded,
+            input_tokens=job.placement.input_tokens,
+            predicted_cached_tokens=last.cached_tokens if last is not None else 0,
+            prompt_tokens=usage.prompt,
+            cached_tokens=usage.cached,
+            output_tokens=usage.output,
+            t_recv=unix(job.received),
+            t_placed=unix(times.placed),
+            t_prefill_sent=unix(times.prefill_sent),
+            t_prefill_done=unix(times.prefill_done),
+            t_sent=unix(times.sent),
+            t_first_token=unix(times.first),
+            t_done=unix(now),
+        )
 
     def _decision_headers(self) -> dict[str, str]:
         headers = {"X-Request-ID": self._job.up_headers["X-Request-ID"]}

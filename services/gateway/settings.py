@@ -54,6 +54,10 @@ class GatewaySettings(BaseSettings):
     gateway_id: str = Field(
         default_factory=lambda: f"gw-{uuid.uuid4().hex[:12]}", description="unique for this process"
     )
+    breakdown_file: Path | None = Field(
+        None,
+        description="append a line of JSON for each attempt: where it went and when each part of it began and ended",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level to log")
 
     @field_validator("routers", "tokenizers", "aliases", mode="before")

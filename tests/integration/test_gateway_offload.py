@@ -79,7 +79,8 @@ class KvEngine(FakeEngine):
 async def up(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Stack]:
     """A gateway that waits long for everything, but for what a test names as its parameter."""
     short = dict.fromkeys(getattr(request, "param", ()), 0.3)
-    limits = {"transfer_timeout_s": 60.0, "prefill_timeout_s": 60.0} | short
+    limits: dict[str, Any] = {"transfer_timeout_s": 60.0, "prefill_timeout_s": 60.0} | short
+    limits["breakdown_file"] = tmp_path / "breakdown.jsonl"
     async with stack(tmp_path, engine=KvEngine, **limits) as running:
         offloading(running)
         yield running
@@ -297,3 +298,40 @@ async def test_a_client_cannot_steer_a_transfer(up: Stack) -> None:
     for _, body, params in (*p.halves, *d.halves):
         assert params["transfer_id"] != "x"
         assert "evil" not in json.dumps(body)
+
+
+TIMES = ("t_recv", "t_placed", "t_prefill_sent", "t_prefill_done", "t_sent", "t_first_token", "t_done")
+
+
+def breakdown(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+async def test_each_attempt_leaves_a_breakdown_of_its_time(up: Stack, tmp_path: Path) -> None:
+    p, _ = p_and_d(up)
+    await answered(up, STREAM)
+    p.sends = "500"
+    await answered(up, CHAT)
+    offloaded, alone = breakdown(tmp_path / "breakdown.jsonl")
+    for line in (offloaded, alone):
+        moments = [line[name] for name in TIMES]
+        assert moments == sorted(moments)
+        assert (line["outcome"], line["status"], line["instances"]) == ("OK", 200, ["i0", "i1"])
+        assert (line["cached_tokens"], line["output_tokens"], line["model"]) == (16, 4, MODEL)
+        assert "points" not in json.dumps(line)
+    assert [line.get("fallback", "") for line in (offloaded, alone)] == ["", "status 500"]
+
+
+async def test_a_breakdown_tells_of_failed_attempts_what_they_came_to(up: Stack, tmp_path: Path) -> None:
+    p, d = p_and_d(up)
+    p.sends = d.mode = "500"
+    p.mode = "400"
+    async with aiohttp.ClientSession() as http, http.post(f"{up.url}/v1/chat/completions", json=STREAM) as answer:
+        assert answer.status == 400
+    await up.router.until(lambda: len(up.router.finished) == 2)
+    first, second = breakdown(tmp_path / "breakdown.jsonl")
+    assert [line["outcome"] for line in (first, second)] == ["FAILED", "REJECTED"]
+    assert "t_prefill_sent" in first
+    assert "t_prefill_sent" not in second
+    assert "t_first_token" not in first
+    assert second["instances"] == ["i0"]

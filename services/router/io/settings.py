@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import socket
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -82,6 +83,12 @@ class RouterSettings(BaseSettings):
         None, description="append every decision to this file, one JSON object a line"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug, info, warning or error")
+
+    @field_validator("policy_settings", mode="before")
+    @classmethod
+    def _from_flag(cls, value: object) -> object:
+        # The environment's JSON comes decoded, a flag's as text.
+        return json.loads(value) if isinstance(value, str) else value
 
     @property
     def owner_within_s(self) -> float:

@@ -1,0 +1,70 @@
+"""Where the time of each attempt went, one JSON object a line, for those who ask for a file of it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+
+class Breakdown(msgspec.Struct, omit_defaults=True):
+    """One placed attempt. Times are unix s, absent where it did not come to that; `prefill_*` are of steps before the SERVE,
+    the first's beginning and the last's end. Token counts are the engine's own. No prompts, no sessions."""
+
+    request_id: str
+    decision_id: str
+    model: str
+    stream: bool
+    outcome: str
+    status: int
+    instances: list[str]  # in the order of the plan's steps, as it came
+    fallback: str = ""  # what failed of the plan
+    error: str = ""
+    degraded: bool = False
+    input_tokens: int = 0  # as counted for the placement
+    predicted_cached_tokens: int = 0
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    t_recv: float | None = None
+    t_placed: float | None = None
+    t_prefill_sent: float | None = None
+    t_prefill_done: float | None = None
+    t_sent: float | None = None
+    t_first_token: float | None = None
+    t_done: float | None = None
+
+
+class BreakdownLog:
+    """Appends lines to a file; without one it does nothing."""
+
+    def __init__(self, file: Path | None) -> None:
+        """Raises OSError for a file that cannot be written."""
+        self._file: IO[bytes] | None = None
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._file = file.open("ab", buffering=0)
+        # One offset for all lines: a clock that is set while requests run does not make their parts negative.
+        self._offset = time.time() - time.monotonic()
+
+    @property
+    def on(self) -> bool:
+        """Whether anybody reads it."""
+        return self._file is not None
+
+    def unix(self, monotonic: float) -> float | None:
+        """A moment on the monotonic clock as unix s; None for 0, which stands for never."""
+        return round(self._offset + monotonic, 6) if monotonic else None
+
+    def write(self, line: Breakdown) -> None:
+        """Append one."""
+        if self._file is not None:
+            self._file.write(msgspec.json.encode(line) + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
