@@ -189,11 +189,15 @@ class ModelTokenizer:
         return self._encode([text])[0]
 
     def _encode(self, texts: list[str], *, add_special_tokens: bool = False) -> list[Ids]:
-        if not texts:
-            return []
+        # One by one they are done here; together they are spread over all cores, which costs more than it brings for little text.
+        batches = [[text] for text in texts] if sum(map(len, texts)) <= INLINE_CHARS else [texts]
         try:
-            # encode() holds the interpreter's lock all the while; this one lets it go, and works on all cores.
-            encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+            # encode() holds the interpreter's lock all the while; this one lets it go.
+            encoded = [
+                one
+                for batch in batches
+                for one in self._tokenizer.encode_batch_fast(batch, add_special_tokens=add_special_tokens)
+            ]
         except (TypeError, UnicodeError) as error:
             raise Unrenderable("a text with half a surrogate pair") from error
         return [array("I", one.ids) for one in encoded]

@@ -133,15 +133,12 @@ def _usage(kind: Kind, body: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
 
 
 def _wants_prompt_logprobs(kind: Kind, body: Mapping[str, Any]) -> bool:
-    """vLLM computes the whole prompt anew for them (SamplingParams.skip_reading_prefix_cache), also where an echo implies them
-    (to_sampling_params of both bodies; a chat's top_logprobs are 0 unless it says null)."""
+    """vLLM computes the whole prompt anew for them (SamplingParams.skip_reading_prefix_cache), also where an echo implies them:
+    for a completion with logprobs, for a chat always, as its top_logprobs are 0 at least."""
     if any(body.get(name) is not None for name in ("prompt_logprobs", "prompt_logprob_token_ids")):
         return True
-    if not body.get("echo"):
-        return False
-    return (kind is Kind.COMPLETION and body.get("logprobs") is not None) or (
-        kind is Kind.CHAT and body.get("top_logprobs", 0) is not None
-    )
+    implied = kind is Kind.CHAT or (kind is Kind.COMPLETION and body.get("logprobs") is not None)
+    return bool(body.get("echo")) and implied
 
 
 def _prompt(kind: Kind, body: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:

@@ -180,7 +180,7 @@ def test_opaque_calls_have_no_tokens(folder: Path) -> None:
         (Kind.CHAT, {"top_logprobs": 3, "logprobs": True}, True),
         (Kind.CHAT, {"prompt_logprobs": 0}, False),
         (Kind.CHAT, {"echo": True}, False),
-        (Kind.CHAT, {"echo": True, "top_logprobs": None}, True),
+        (Kind.CHAT, {"echo": True, "top_logprobs": None}, False),
         (Kind.COMPLETION, {"echo": True}, True),
         (Kind.COMPLETION, {"logprobs": 1}, True),
         (Kind.COMPLETION, {"echo": True, "logprobs": 0}, False),
