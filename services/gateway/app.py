@@ -17,6 +17,7 @@ import msgspec
 import structlog
 from google.protobuf.json_format import MessageToDict
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from xxhash import xxh3_64_intdigest
 
 from pointsman.router.v1 import placement_pb2
 from services.common.settings import Tokens
@@ -36,8 +37,8 @@ from services.gateway.router_client import RouterAway, RouterClient, set_keys
 from services.gateway.sessions import Sessions, bounded_id
 from services.gateway.settings import GatewaySettings
 from services.gateway.telemetry import Telemetry
-from services.gateway.token_cache import Ids, Keys, TokenCache
-from services.gateway.tokens import INLINE_CHARS, ModelTokenizer
+from services.gateway.token_cache import Keys, TokenCache
+from services.gateway.tokens import INLINE_CHARS, ModelTokenizer, Prompt
 from services.gateway.upstream import FORWARD_UP, Upstream
 
 log = structlog.get_logger()
@@ -310,25 +311,26 @@ class Gateway:
         """Tokens, keys and session of a call. Raises DialectError when the prompt is too long. A dry run remembers nothing."""
         request_id = uuid.uuid4().hex
         tokenizer = state.usable(call.kind) if call.kind.generates else None
-        ids: Ids | None = None
+        prompt: Prompt | None = None
         keys: Keys = array("Q")
         count = estimated_tokens(call)
         if tokenizer is not None:
             try:
-                ids, keys, longest = await self._tokens(call, tokenizer, state.pool.model, lora)
-                count = len(ids)
-                _check_length(call, longest, state.pool.max_model_len)
+                prompt, keys = await self._tokens(call, tokenizer, state.pool.model, lora)
+                count = max(count, len(prompt.ids)) if prompt.media else len(prompt.ids)
+                _check_length(call, prompt.longest, state.pool.max_model_len)
             except Unrenderable as reason:
                 log.debug("placed without keys", request_id=request_id, reason=str(reason))
         if not keys and call.kind.generates:
             self.telemetry.keyless.labels(state.pool.model).inc()
         hint = request.headers.get("X-Session-ID") or call.session_hint
+        chain = keys if prompt is None else _chain(keys, prompt)
         if not call.kind.generates:
             session = ""
         elif dry:
-            session = bounded_id(hint) if hint else (self._sessions.find(tenant, keys) or "")
+            session = bounded_id(hint) if hint else (self._sessions.find(tenant, chain) or "")
         else:
-            session = self._sessions.resolve(tenant, keys, hint=hint, fresh=f"s-{request_id}")
+            session = self._sessions.resolve(tenant, chain, hint=hint, fresh=f"s-{request_id}")
         traceparent = request.headers.get("traceparent", "")
         placement = placement_pb2.PlacementRequest(
             request_id=request_id,
@@ -350,9 +352,11 @@ class Gateway:
             call.kind is Kind.COMPLETION
             and isinstance(call.body.get("prompt"), list)
             and not isinstance(call.body["prompt"][0], int)
+            and len(call.body["prompt"]) > 1
         )
-        if (several and len(call.body["prompt"]) > 1) or not call.reads_cache:
-            ids = None  # of several prompts only the first was counted, and what no cache is read for needs no PREFILL
+        # Of several prompts only the first was counted, of one with media a part; what no cache is read for needs no PREFILL.
+        complete = prompt is not None and not several and not prompt.media and call.reads_cache
+        ids = prompt.ids if prompt is not None and complete else None
         return Job(request_id, call, state, placement, ids, headers, received, grant)
 
     @staticmethod
@@ -366,15 +370,14 @@ class Gateway:
             raise not_stored(call.previous)
         return [one for one in ids if one != here]
 
-    async def _tokens(self, call: Call, tokenizer: ModelTokenizer, model: str, lora: str) -> tuple[Ids, Keys, int]:
-        """Ids and keys of the (first) prompt, and the longest prompt's length. Raises Unrenderable."""
+    async def _tokens(self, call: Call, tokenizer: ModelTokenizer, model: str, lora: str) -> tuple[Prompt, Keys]:
+        """The (first) prompt and its keys. Raises Unrenderable."""
         with self.telemetry.tokenize.time():
             unread = tokenizer.begin(call)
             prompt = unread.read() if unread.missing <= INLINE_CHARS else await asyncio.to_thread(unread.read)
-            keys = array("Q")
-            if call.reads_cache:
-                keys = self._token_cache.keys(prompt.ids, model, lora, call.cache_salt)
-            return prompt.ids, keys, prompt.longest
+            if not call.reads_cache:
+                return prompt, array("Q")
+            return prompt, self._token_cache.keys(prompt.ids, model, lora, call.cache_salt)
 
     async def _explain(self, job: Job) -> Response:
         try:
@@ -396,6 +399,11 @@ class Gateway:
         if client is None:
             raise DialectError(401, "A valid API key is needed.", code="invalid_api_key")
         return client
+
+
+def _chain(keys: Keys, prompt: Prompt) -> Keys:
+    """What a session is known by: the keys, and the first of the media behind them."""
+    return array("Q", [*keys, xxh3_64_intdigest(prompt.media)]) if prompt.media else keys
 
 
 def _check_length(call: Call, longest: int, limit: int) -> None:

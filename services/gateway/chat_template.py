@@ -2,13 +2,15 @@
 
 Followed here: vLLM 0.32 `renderers/chat_utils.py` (parts, tool calls, reasoning), `renderers/hf.py` (content format, developer
 role), and transformers' `utils/chat_template_utils.py` (environment, continue_final_message). What cannot be told without the
-engine (images, templates of the request's own) raises Unrenderable, and the request is placed without keys.
+engine (templates of the request's own, media that a template does not show itself) raises Unrenderable, and the request is
+placed without keys; with other media the prompt is known up to the first of them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -19,10 +21,20 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
 import jinja2.sandbox
+import msgspec
 
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
 _PART_FIELDS = frozenset({"type", "text", "thinking", "refusal", "closed", "uuid", "name"})
 _MEDIA_FIELDS = ("image_url", "image_embeds", "audio_embeds", "video_embeds", "prompt_embeds", "audio_url", "video_url")
+# Types of parts whose one other field has the same name -> what the engine calls them before the template.
+_MEDIA_TYPES = {
+    "image_url": "image",
+    "input_image": "image",
+    "audio_url": "audio",
+    "input_audio": "audio",
+    "video_url": "video",
+}
+_MEDIA_TAG = "MEDIA_TAG"
 _BILLING_HEADER = "x-anthropic-billing-header"
 _RESERVED_KWARGS = frozenset(
     {"messages", "tools", "documents", "chat_template", "tokenize", "return_dict", "continue_final_message", "padding"}
@@ -30,6 +42,16 @@ _RESERVED_KWARGS = frozenset(
 )
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A prompt's text. Where it holds media, only its first `known` characters stand for what the engine makes of it, and
+    `media` names the first of them by its content; else `known` is the whole length."""
+
+    text: str
+    known: int
+    media: bytes = b""
 
 
 class Unrenderable(Exception):
@@ -83,13 +105,36 @@ class ChatTemplate:
         self.parts_as_dicts = _loops_over_content(tree)
 
     def render(self, body: Mapping[str, Any]) -> str:
-        """The prompt of a chat completions `body` (its dialect already checked). Raises Unrenderable. Does not mutate."""
+        """The prompt of a chat completions `body` (its dialect already checked) without media. Raises Unrenderable. Does not
+        mutate."""
+        rendered = self.read(body)
+        if rendered.media:
+            raise Unrenderable("a content part that is not text")
+        return rendered.text
+
+    def read(self, body: Mapping[str, Any]) -> Rendered:
+        """The same, of a `body` that may hold media where the template shows them itself."""
+        media = next(_media(body["messages"]), None) if self.parts_as_dicts else None
+        if media is None:
+            text = self._render(body)
+            return Rendered(text, len(text))
+        if body.get("continue_final_message") is True:
+            raise Unrenderable("media in a message to be continued")
+        # What comes before the first of them is what it would be if a text stood in its place. A template that treats
+        # prompts with media otherwise (a system prompt left out, media moved to the front) parts from that earlier.
+        text, marked = self._render(body), self._render(body, mark=_MEDIA_TAG)
+        known = marked.find(_MEDIA_TAG)
+        if known < 0:
+            raise Unrenderable("the template drops what is in the place of media")
+        return Rendered(text, _same(text, marked, known), msgspec.json.encode(media, order="sorted"))
+
+    def _render(self, body: Mapping[str, Any], mark: str = "") -> str:
         continue_final = body.get("continue_final_message") is True
         # The engine's default is True, also where continue_final_message forbids it: that request is refused there.
         add_generation = body.get("add_generation_prompt") is not False
         if continue_final and add_generation:
             raise Unrenderable("continue_final_message needs add_generation_prompt false")
-        messages = self._conversation(body["messages"])
+        messages = self._conversation(body["messages"], mark)
         asked = body.get("chat_template_kwargs") or {}
         if _RESERVED_KWARGS & asked.keys():
             raise Unrenderable("chat_template_kwargs with a reserved name")
@@ -108,8 +153,8 @@ class ChatTemplate:
             raise Unrenderable(f"the chat template failed: {type(error).__name__}") from error
         return text if final is None else _cut_at_tag(text, final)
 
-    def _conversation(self, messages: list[Message]) -> list[Message]:
-        done = [_normalise(message, self.parts_as_dicts) for message in messages]
+    def _conversation(self, messages: list[Message], mark: str) -> list[Message]:
+        done = [_normalise(message, self.parts_as_dicts, mark) for message in messages]
         if any(message["role"] == "developer" for message in done) and not (
             '"developer"' in self._source or "'developer'" in self._source
         ):
@@ -117,14 +162,17 @@ class ChatTemplate:
         return done
 
 
-def _normalise(message: Message, parts_as_dicts: bool) -> Message:
-    """One message as vLLM's `_parse_chat_message_content` and `_postprocess_messages` hand it to the template."""
+def _normalise(message: Message, parts_as_dicts: bool, mark: str) -> Message:
+    """One message as vLLM's `_parse_chat_message_content` and `_postprocess_messages` hand it to the template; the text
+    `mark`, if any, stands in the place of its media."""
     role, content = message["role"], message.get("content")
     parts = [] if content is None else [content] if isinstance(content, str) else content
     if role == "system":
         parts = _without_billing(parts)
     out: Message = {"role": role}
-    done = [part for part in (_part(part, parts_as_dicts) for part in parts) if part]
+    if role in ("tool", "system", "developer") and any(_media([message])):
+        raise Unrenderable("media in a message that the engine flattens")
+    done = [part for part in (_part(part, parts_as_dicts, mark) for part in parts) if part]
     if not parts_as_dicts:
         out["content"] = "\n".join(done)
     elif role == "tool":
@@ -149,11 +197,31 @@ def _normalise(message: Message, parts_as_dicts: bool) -> Message:
     return out
 
 
-def _part(part: str | dict[str, Any], as_dict: bool) -> Any:
+def _media(messages: list[Message]) -> Iterator[Message]:
+    """The parts that are media."""
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] in _MEDIA_TYPES:
+                yield part
+
+
+def _same(one: str, other: str, length: int) -> int:
+    """How many of the first `length` characters are the same."""
+    low, high = 0, length + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if one.startswith(other[:middle]) else (low, middle)
+    return low
+
+
+def _part(part: str | dict[str, Any], as_dict: bool, mark: str) -> Any:
     """A text part as text or {"type": "text", ...}; None when it is to be left out."""
     if isinstance(part, str):
         return {"type": "text", "text": part} if as_dict else part
     kind = part.get("type")
+    if as_dict and isinstance(kind, str) and kind in _MEDIA_TYPES and part.keys() == {"type", kind}:
+        return {"type": "text", "text": mark} if mark else {"type": _MEDIA_TYPES[kind]}
     if (
         not isinstance(kind, str)
         or kind not in TEXT_PARTS

@@ -54,10 +54,18 @@ _KNOWN = frozenset(
 
 @dataclass(frozen=True)
 class Cuts:
-    """The places that are used with one tokenizer: before these added tokens, and at newlines where `lines`."""
+    """The places that are used with one tokenizer: before these added tokens, and at newlines where `lines`. `certain` are all
+    added tokens before which a cut is exact."""
 
     tokens: tuple[str, ...] = ()
     lines: bool = False
+    certain: tuple[str, ...] = ()
+
+    def head(self, text: str, length: int) -> list[str]:
+        """Pieces of the first `length` characters of `text`, as far as they end at a place where a cut is exact."""
+        pieces = self.pieces(text[:length])
+        # The last one ends where it was told to, not at a place of its own.
+        return pieces if text.startswith(self.certain, length) else pieces[:-1]
 
     def pieces(self, text: str) -> list[str]:
         """`text` in pieces, in order; one piece where nothing can be cut."""
@@ -83,7 +91,7 @@ def cuts_for(tokenizer: Tokenizer, samples: Sequence[str]) -> Cuts:
     certain = [token.content for token in added if _is_certain(token, added)]
     often = {token: sum(sample.count(token) for sample in samples) for token in certain}
     used = sorted((token for token in certain if often[token]), key=lambda token: (-often[token], token))
-    return Cuts(tuple(used[:MOST_TOKENS]), _cuts_lines(tokenizer, added))
+    return Cuts(tuple(used[:MOST_TOKENS]), _cuts_lines(tokenizer, added), tuple(certain))
 
 
 def _is_certain(token: AddedToken, added: Sequence[AddedToken]) -> bool:

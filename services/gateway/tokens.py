@@ -19,7 +19,7 @@ import structlog
 from tokenizers import Tokenizer
 
 from services.gateway import probes
-from services.gateway.chat_template import ChatTemplate, Unrenderable
+from services.gateway.chat_template import ChatTemplate, Rendered, Unrenderable
 from services.gateway.cuts import Cuts, cuts_for
 from services.gateway.dialects import Call, Kind
 from services.gateway.dialects.messages import DISABLED, disabled_effort, merged_system, system_only_first
@@ -40,10 +40,14 @@ class TokenizerMissing(Exception):
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids of a request's prompt (of its first, when it brings several) and the length of its longest."""
+    """Token ids of a request's prompt (of its first, when it brings several) and the length of its longest.
+
+    Of a prompt with media these are the tokens before the first of them, which `media` names by its content.
+    """
 
     ids: Ids
     longest: int
+    media: bytes = b""
 
 
 @dataclass
@@ -59,8 +63,9 @@ class _Text:
 class Unread:
     """A prompt of which some pieces' tokens may still have to be made. `missing` counts their characters."""
 
-    def __init__(self, tokenizer: ModelTokenizer, prompts: Sequence[_Text | Ids]) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, prompts: Sequence[_Text | Ids], media: bytes = b"") -> None:
         self._tokenizer = tokenizer
+        self._media = media
         self._prompts = prompts
         texts = [one for one in prompts if isinstance(one, _Text)]
         self.missing = sum(
@@ -70,7 +75,7 @@ class Unread:
     def read(self) -> Prompt:
         """The prompt. Raises Unrenderable. May run in any thread; other threads go on meanwhile."""
         every = [self._tokenizer.tokens(one) if isinstance(one, _Text) else one for one in self._prompts]
-        return Prompt(every[0], max(map(len, every)))
+        return Prompt(every[0], max(map(len, every)), self._media)
 
 
 class ModelTokenizer:
@@ -129,7 +134,12 @@ class ModelTokenizer:
         if call.opaque:
             raise Unrenderable(call.opaque)
         if call.chat is not None:
-            return Unread(self, [self._chat(self._anthropic(call.chat) if call.kind is Kind.MESSAGES else call.chat)])
+            chat = self._anthropic(call.chat) if call.kind is Kind.MESSAGES else call.chat
+            rendered = self._rendered(chat)
+            special = chat.get("add_special_tokens") is True
+            if rendered.media:
+                return Unread(self, [self._head(rendered, add_special_tokens=special)], rendered.media)
+            return Unread(self, [self._text(rendered.text, add_special_tokens=special)])
         add = call.body.get("add_special_tokens") is not False
         given = call.body["prompt"]
         if isinstance(given, str) or isinstance(given[0], int):
@@ -162,8 +172,11 @@ class ModelTokenizer:
         return disabled_effort(render)
 
     def chat(self, body: dict[str, Any]) -> list[int]:
-        """Ids of a chat completions body. Raises Unrenderable."""
-        return self.tokens(self._chat(body)).tolist()
+        """Ids of a chat completions body without media. Raises Unrenderable."""
+        rendered = self._rendered(body)
+        if rendered.media:
+            raise Unrenderable("a content part that is not text")
+        return self.text(rendered.text, add_special_tokens=body.get("add_special_tokens") is True)
 
     def text(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Ids of plain text. Raises Unrenderable."""
@@ -202,12 +215,19 @@ class ModelTokenizer:
             raise Unrenderable("a text with half a surrogate pair") from error
         return [array("I", one.ids) for one in encoded]
 
-    def _chat(self, body: dict[str, Any]) -> _Text:
+    def _rendered(self, body: dict[str, Any]) -> Rendered:
         template = self._tool_template if body.get("tools") is not None else self._template
         if template is None:
             raise Unrenderable("the model has no chat template")
-        # Special tokens come from the template unless the body asks for more.
-        return self._text(template.render(body), add_special_tokens=body.get("add_special_tokens") is True)
+        return template.read(body)
+
+    def _head(self, rendered: Rendered, *, add_special_tokens: bool) -> _Text:
+        """The part of a prompt with media whose tokens are known. Special tokens come from the template unless asked for."""
+        if add_special_tokens and self._around is None:
+            raise Unrenderable("special tokens around a prompt with media")
+        pieces = self.cuts.head(rendered.text, rendered.known)
+        before = self._around[0] if add_special_tokens and self._around else _NONE
+        return _Text(pieces, self._cache.find(self._space, pieces), (before, _NONE))
 
     def _text(self, text: str, *, add_special_tokens: bool) -> _Text:
         around = self._around if add_special_tokens else (_NONE, _NONE)

@@ -11,7 +11,7 @@ import pytest
 
 pytest.register_assert_rewrite("tests.engine.servers", "tests.engine.stack", "tests.engine.talk")
 
-from tests.engine.servers import ENGINE_PYTHON, Engine, EngineSpec, start_engines, stop_engines  # noqa: E402
+from tests.engine.servers import ADAPTER, ENGINE_PYTHON, Engine, EngineSpec, start_engines, stop_engines  # noqa: E402
 from tests.engine.stack import ControlPlane  # noqa: E402
 
 
@@ -23,12 +23,14 @@ def engine_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def model_folder(engine_folder: Path) -> Path:
-    """A folder with the small random model of tests/engine/model.py."""
+    """A folder with the small random model of tests/engine/model.py; its folder "adapter" holds a LoRA adapter of it."""
     if not ENGINE_PYTHON.exists():
         pytest.fail(f"{ENGINE_PYTHON} is missing: `make test` makes it (requirements/engine.lock)", pytrace=False)
     folder = engine_folder / "model"
     maker = Path(__file__).with_name("model.py")
-    subprocess.run([ENGINE_PYTHON, maker, folder], check=True, stdout=subprocess.DEVNULL, timeout=60)
+    subprocess.run(
+        [ENGINE_PYTHON, maker, folder, folder / "adapter"], check=True, stdout=subprocess.DEVNULL, timeout=60
+    )
     return folder
 
 
@@ -38,9 +40,12 @@ def engines(model_folder: Path, engine_folder: Path) -> Iterator[list[Engine]]:
 
     They differ where instances of one pool may: block size, KV capacity, and how their event ports come about.
     """
+    # Tools in all their forms, and an adapter.
+    more = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-lora", "--max-lora-rank", "8")
+    more += ("--lora-modules", f"{ADAPTER}={model_folder / 'adapter'}")
     specs = (
-        EngineSpec("a", core=0, block_size=32, fixed_event_ports=False),
-        EngineSpec("b", core=1, block_size=64, kv_capacity_tokens=8_192),
+        EngineSpec("a", core=0, block_size=32, fixed_event_ports=False, extra_args=more),
+        EngineSpec("b", core=1, block_size=64, kv_capacity_tokens=8_192, extra_args=more),
     )
     engines = start_engines(specs, model_folder, engine_folder)
     yield engines

@@ -8,7 +8,8 @@ weights. Three properties make it fit for tests about prefix caches:
   the very tokens that were generated, and a prompt of n `words` has n tokens.
 - The model never stops by itself: an answer is as long as max_tokens says.
 
-Run by the engine's Python, which has safetensors: `python model.py FOLDER`. Only the weights need numpy and safetensors.
+Run by the engine's Python, which has safetensors: `python model.py FOLDER [ADAPTER_FOLDER]`. Only weights need numpy and
+safetensors.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ HEAD_DIM = 64
 INTERMEDIATE = 512
 MAX_POSITION = 16_384
 VOCAB = 1_024
+RANK = 8
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 # Qwen's own split, so that the gateway's tokenizer meets what it meets in production (digits one by one, contractions).
@@ -180,5 +182,35 @@ def make_model(folder: Path, seed: int = SEED) -> Path:
     return folder
 
 
+def make_adapter(folder: Path, seed: int = SEED) -> Path:
+    """Write a random LoRA adapter of the model into `folder` and return it: strong enough that answers differ at once."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    weights: dict[str, Any] = {}
+    for layer in range(LAYERS):
+        for name, rows in (("q_proj", HEADS * HEAD_DIM), ("v_proj", KV_HEADS * HEAD_DIM)):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}."
+            weights[prefix + "lora_A.weight"] = (rng.standard_normal((RANK, HIDDEN)) / HIDDEN**0.5).astype(np.float32)
+            weights[prefix + "lora_B.weight"] = rng.standard_normal((rows, RANK)).astype(np.float32)
+    save_file(weights, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(folder),
+        "r": RANK,
+        "lora_alpha": RANK,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": ["q_proj", "v_proj"],
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
 if __name__ == "__main__":
     print(make_model(Path(sys.argv[1])))
+    if len(sys.argv) > 2:
+        make_adapter(Path(sys.argv[2]))

@@ -24,6 +24,7 @@ from tests.engine.web import Reply, ask
 REPOSITORY = Path(__file__).resolve().parents[2]
 ENGINE_PYTHON = REPOSITORY / ".venv-engine/bin/python"
 SERVED_NAME = "tiny"
+ADAPTER = "tiny-red"  # a LoRA adapter of it
 KV_BYTES_PER_TOKEN = (
     4 * 2 * 2 * 64 * 4
 )  # layers x (K, V) x KV heads x head_dim x float32, as tests/engine/model.py makes it

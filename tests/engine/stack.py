@@ -82,6 +82,7 @@ class ControlPlane:
         self.gateway = self._service(
             "gateway",
             {"--listen": f"127.0.0.1:{self.gateway_port}", "--routers": self.router_address},
+            "--client-cache-salt",
             roles=("gateway",),
         )
         self._channel = grpc.insecure_channel(self.router_address, options=CHANNEL_OPTIONS)

@@ -16,7 +16,7 @@ from tests.engine.model import words
 from tests.engine.servers import SERVED_NAME
 from tests.engine.stack import ControlPlane
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 # Tokens that the chat template adds: "<|im_start|>user\n" before a message, "<|im_end|>\n" after it, and the assistant's head.
 MESSAGE_HEAD, MESSAGE_END, ANSWER_HEAD = 3, 2, 3
@@ -75,10 +75,12 @@ def chat(
     )
 
 
-def complete(client: openai.OpenAI, prompt: str | list[int], *, max_tokens: int = 16, **more: Any) -> Answer:
+def complete(
+    client: openai.OpenAI, prompt: str | list[int], *, model: str = SERVED_NAME, max_tokens: int = 16, **more: Any
+) -> Answer:
     """One text completion without streaming, greedy."""
     raw = client.completions.with_raw_response.create(
-        model=SERVED_NAME, prompt=prompt, max_tokens=max_tokens, temperature=0, stream=False, **more
+        model=model, prompt=prompt, max_tokens=max_tokens, temperature=0, stream=False, **more
     )
     answer = raw.parse()
     return Answer(

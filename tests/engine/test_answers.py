@@ -14,7 +14,7 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from tests.engine.processes import until
-from tests.engine.servers import SERVED_NAME, Engine
+from tests.engine.servers import ADAPTER, SERVED_NAME, Engine
 from tests.engine.stack import ControlPlane, client_of, counters
 from tests.engine.talk import Answer, chat, complete, fresh_words, open_chat, user
 from tests.engine.web import ask
@@ -65,7 +65,7 @@ def test_a_completion_equals_the_engines_own(
 
 
 def test_the_model_list_names_the_pool(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == [SERVED_NAME]
+    assert [model.id for model in client.models.list()] == [SERVED_NAME, ADAPTER]
 
 
 def test_the_gateway_counts_tokens_as_the_engine_does(client: openai.OpenAI, plane: ControlPlane) -> None:

@@ -325,10 +325,16 @@ class Stack:
 
 @asynccontextmanager
 async def stack(
-    folder: Path, engines: int = 2, *, ready: bool = True, engine: type[FakeEngine] = FakeEngine, **settings: Any
+    folder: Path,
+    engines: int = 2,
+    *,
+    ready: bool = True,
+    template: str = CHATML,
+    engine: type[FakeEngine] = FakeEngine,
+    **settings: Any,
 ) -> AsyncIterator[Stack]:
     """Everything running, the tokenizer checked (unless `ready` is False)."""
-    tokenizer = ModelTokenizer.load(make_tokenizer(folder / "model"))
+    tokenizer = ModelTokenizer.load(make_tokenizer(folder / "model", template))
     servers = [engine(tokenizer) for _ in range(engines)]
     contexts = [server.serve() for server in servers]
     for context in contexts:

@@ -84,6 +84,29 @@ async def test_completions_take_text_and_token_ids(up: Stack) -> None:
     assert list(up.router.places[1].keys) == prompt_keys([5, 6, 7] * 20, MODEL)
 
 
+async def test_an_image_is_placed_by_the_text_before_it(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}"
+        "{{ '<|im_end|>' if part.type == 'image' else part.text }}{% endfor %}{% endfor %}"
+    )
+    text = "set the points so that each train takes the right track " * 20
+
+    def chat(url: str, *more: str) -> dict[str, object]:
+        image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{url}"}}
+        turns = [[{"type": "text", "text": text}, image], *([{"type": "text", "text": one}] for one in more)]
+        return {"model": MODEL, "messages": [{"role": "user", "content": turn} for turn in turns]}
+
+    async with stack(tmp_path, template=template) as up:
+        for body in (chat("AAAA"), chat("AAAA", "go on"), chat("BBBB")):
+            status, answer, _ = await post(up, "/v1/chat/completions", json=body)
+            assert status == 200, answer
+        first, turn, other = up.router.places
+        ids = up.engines[0].tokenizer.text(f"<|im_start|>user\n{text}", add_special_tokens=False)
+        assert list(first.keys) == list(turn.keys) == list(other.keys) == prompt_keys(ids, MODEL) != []
+        assert first.input_tokens >= len(ids)
+        assert first.session_id == turn.session_id != other.session_id
+
+
 async def test_a_lora_has_keys_of_its_own(up: Stack) -> None:
     status, _, _ = await post(up, "/v1/chat/completions", json=CHAT | {"model": "tiny-lora"})
     assert status == 200
