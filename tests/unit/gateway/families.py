@@ -59,6 +59,7 @@ MISTRAL_TEMPLATE = (
 CORPUS = [
     "Set the points so that each train takes the right track. The signal's clear; we'll go at 17:45.",
     "def place(request: Request) -> Placement:\n    # pick and reserve\n    return min(view, key=lambda i: i.load)\n",
+    "f();\n// a\n//\n/ b //\n/ c */\n/\n" * 9,  # so that Tekken learns to join newlines and slashes
     "Die Weiche führt nach Übersee, naïve café, Привет, 你好世界 こんにちは 🚂🛤️\r\n\r\n\tA/B //* comment */\n\n\n  two\n",
 ] * 3
 

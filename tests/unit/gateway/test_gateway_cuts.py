@@ -89,6 +89,7 @@ LINES = (
     "\n'll",
     "...\n",
     "=\n\n=",
+    "a //\n/",
     " the",
     "the points",
     "track.",
@@ -137,6 +138,7 @@ def test_a_conversation_has_its_whole_prompts_tokens_at_every_turn(
 @pytest.mark.parametrize("family", families.FAMILIES)
 @settings(max_examples=300, deadline=None)
 @given(text=TEXTS, more=TEXTS, special=st.booleans())
+@example(text="abcd//\n/x", more="//\n/", special=False)
 def test_a_text_and_its_continuation_have_their_own_tokens(
     models_by_family: dict[str, tuple[ModelTokenizer, Any]], family: str, text: str, more: str, special: bool
 ) -> None:
