@@ -1,0 +1,155 @@
+"""What a conversation's next turn costs: CPU of gateway and router, and of its tokens beside those of the whole prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
+from bench import stack
+from bench.figures import Figure, percentile
+from services.gateway.chat_template import ChatTemplate
+from services.gateway.dialects import Kind, parse
+from services.gateway.token_cache import TokenCache
+from services.gateway.tokens import ModelTokenizer
+
+# Characters of prompt, messages, conversations, and the goal in ms. A turn adds an answer and a question of half ADDED each.
+SIZES = {"32k": (32_000, 20, 8, 1.0), "400k": (400_000, 120, 3, 5.0)}
+ADDED = 1_000
+TURNS = 10
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+async def turns() -> list[Figure]:
+    """turn_32k_ms, turn_400k_ms, and the same for tokens alone."""
+    text = _text()
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder)
+        tokenizer = await asyncio.to_thread(_make_model, model, text)
+        figures = [figure for name in SIZES for figure in _tokens_alone(name, tokenizer, text)]
+        async with stack.engine(0.0, str(model)) as engine, stack.pointsman([engine], str(model)) as (gateway, router):
+            for name, (_, _, conversations, goal) in SIZES.items():
+                talks = [_Talk(name, text, at) for at in range(conversations)]
+                await _run(gateway.port, talks, 1)
+                before = [stack.cpu_s(*one.pids) for one in (gateway, router)]
+                await _run(gateway.port, talks, TURNS)
+                now = [stack.cpu_s(*one.pids) for one in (gateway, router)]
+                each = [(end - start) * 1e3 / (TURNS * conversations) for start, end in zip(before, now, strict=True)]
+                note = f"CPU of gateway ({each[0]:.2f}) and router ({each[1]:.2f}), C={conversations}, "
+                note += f"a turn of {ADDED} new characters; baseline is the goal"
+                figures.append(Figure(f"turn_{name}_ms", sum(each), "ms", goal, note))
+    return figures
+
+
+class _Talk:
+    """One conversation; next() adds a turn."""
+
+    def __init__(self, name: str, text: str, number: int) -> None:
+        size, count, _, _ = SIZES[name]
+        self._text = text
+        self._at = number * 450_000
+        roles = ["user", "assistant"] * (count // 2)
+        # An odd number, so that the question is the last.
+        self.messages = [self._message(role, size // count) for role in roles[:-1]]
+
+    def body(self) -> bytes:
+        return json.dumps({"model": stack.MODEL, "messages": self.messages, "max_tokens": 1}).encode()
+
+    def next(self) -> None:
+        self.messages += [self._message(role, ADDED // 2) for role in ("assistant", "user")]
+
+    def _message(self, role: str, length: int) -> dict[str, str]:
+        self._at = (self._at + length) % (len(self._text) - length)
+        return {"role": role, "content": self._text[self._at : self._at + length]}
+
+
+async def _run(port: int, talks: list[_Talk], turns: int) -> None:
+    """All conversations at once, each a connection and a thread."""
+    await asyncio.gather(*(asyncio.to_thread(_run_one, port, talk, turns) for talk in talks))
+
+
+def _run_one(port: int, talk: _Talk, turns: int) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    for _ in range(turns):
+        connection.request("POST", Kind.CHAT.value, talk.body(), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        told = answer.read()
+        if answer.status != 200:
+            raise RuntimeError(told.decode())
+        talk.next()
+    connection.close()
+
+
+def _tokens_alone(name: str, tokenizer: Tokenizer, text: str) -> list[Figure]:
+    template = ChatTemplate(TEMPLATE, {}, datetime.now)
+    cache = TokenCache(128 << 20)
+    model = ModelTokenizer(tokenizer, template, None, cache=cache)
+    talk = _Talk(name, text, 0)
+    spent: dict[str, list[float]] = {step: [] for step in ("parse", "render", "read", "keys", "whole")}
+
+    def timed(step: str, work: Callable[[], Any]) -> Any:
+        started = time.process_time()
+        done = work()
+        spent[step].append((time.process_time() - started) * 1e3)
+        return done
+
+    for turn in range(TURNS + 1):
+        raw = talk.body()
+        if not turn:
+            cache.keys(model.prompt(parse(Kind.CHAT, raw)).ids, "m")
+        else:
+            call = timed("parse", lambda raw=raw: parse(Kind.CHAT, raw))  # type: ignore[misc]
+            unread = timed("render", lambda call=call: model.begin(call))  # type: ignore[misc]
+            prompt = timed("read", unread.read)
+            timed("keys", lambda prompt=prompt: cache.keys(prompt.ids, "m"))  # type: ignore[misc]
+            whole = timed("whole", lambda call=call: model.whole(template.render(call.body)))  # type: ignore[misc]
+            if whole != prompt.ids:
+                raise RuntimeError("pieces have other tokens than the whole")
+        talk.next()
+    middle = {step: percentile(times, 0.5) for step, times in spent.items()}
+    whole_ms = middle.pop("whole")
+    steps = ", ".join(f"{step} {ms:.2f}" for step, ms in middle.items())
+    note = f"CPU of a turn's tokens and keys ({steps}; render with look-up); baseline: the whole prompt tokenised"
+    return [Figure(f"turn_tokens_{name}_ms", sum(middle.values()), "ms", whole_ms, note)]
+
+
+def _text() -> str:
+    """Code and prose: Python's own library."""
+    library = Path(sysconfig.get_path("stdlib"))
+    return "".join(file.read_text(errors="ignore") for file in sorted(library.glob("*.py"))[:80])
+
+
+def _make_model(folder: Path, text: str) -> Tokenizer:
+    """A byte-level BPE of 8,000 tokens behind Qwen's split, as a model's folder holds it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=8_000,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text[:1_000_000]], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return tokenizer
