@@ -29,6 +29,14 @@ KV_BYTES_PER_TOKEN = (
     4 * 2 * 2 * 64 * 4
 )  # layers x (K, V) x KV heads x head_dim x float32, as tests/engine/model.py makes it
 START_WITHIN_S = 240.0
+# "fail": the engine says at once that the KV did not come, and Pointsman decides what then.
+KV_TRANSFER = {
+    "kv_connector": "AnyDeviceMooncakeConnector",
+    "kv_connector_module_path": "pointsman_connector.mooncake",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "fail",
+    "kv_connector_extra_config": {"mooncake_protocol": "tcp"},
+}
 
 # A name for 16 tokens and all that precedes them.
 Piece = bytes
@@ -38,7 +46,8 @@ Piece = bytes
 class EngineSpec:
     """What one server is started with. `core` is the CPU core that its threads are bound to.
 
-    Unless `fixed_event_ports`, the engine chooses the ports of its KV events, new ones at every start.
+    Unless `fixed_event_ports`, the engine chooses the ports of its KV events, new ones at every start. With `connector` it can
+    pass KV on and take it, over Mooncake and TCP.
     """
 
     name: str
@@ -48,6 +57,7 @@ class EngineSpec:
     max_model_len: int = 4_096
     fixed_event_ports: bool = True
     extra_args: Sequence[str] = ()
+    connector: bool = False
 
 
 @dataclass
@@ -58,6 +68,7 @@ class Engine:
     model: Path
     folder: Path
     port: int = field(default_factory=free_port)
+    bootstrap_port: int = field(default_factory=free_port)
     process: Process = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,8 +103,12 @@ class Engine:
                 "--enforce-eager",
                 "--enable-prompt-tokens-details",
                 *spec.extra_args,
+                *(("--kv-transfer-config", json.dumps(KV_TRANSFER)) if spec.connector else ()),
             ],
             env={
+                "PYTHONPATH": str(REPOSITORY / "connector"),
+                "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(self.bootstrap_port),
+                "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "20",
                 "HF_HUB_OFFLINE": "1",
                 "VLLM_NO_USAGE_STATS": "1",
                 "VLLM_HOST_IP": "127.0.0.1",
@@ -111,6 +126,12 @@ class Engine:
     def url(self) -> str:
         """Base address without a trailing slash."""
         return f"http://{self.instance_id}"
+
+    @property
+    def target(self) -> str:
+        """Its address with what an agent must be told of it."""
+        kv = f"?kv=mooncake&bootstrap=http://127.0.0.1:{self.bootstrap_port}"
+        return self.url + (kv if self.spec.connector else "")
 
     def start(self) -> None:
         """Start the server; wait_ready() tells when it answers."""

@@ -7,7 +7,7 @@ import secrets
 import shutil
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +42,7 @@ class ControlPlane:
 
     engines: Sequence[Engine]
     folder: Path
+    router_flags: Mapping[str, object] = field(default_factory=dict)
     redis_port: int = field(default_factory=free_port)
     router_port: int = field(default_factory=free_port)
     gateway_port: int = field(default_factory=free_port)
@@ -65,6 +66,7 @@ class ControlPlane:
                 "--redis-url": f"redis://127.0.0.1:{self.redis_port}/0",
                 "--metrics-listen": f"127.0.0.1:{free_port()}",
                 "--gateway-lease-s": 5,
+                **self.router_flags,
             },
             roles=("agent", "gateway", "operator"),
         )
@@ -76,7 +78,7 @@ class ControlPlane:
                 "--metrics-listen": f"127.0.0.1:{free_port()}",
                 "--scrape-interval-s": 0.25,
             },
-            *(part for engine in self.engines for part in ("--engines", engine.url)),
+            *(part for engine in self.engines for part in ("--engines", engine.target)),
             roles=("agent",),
         )
         self.gateway = self._service(
@@ -118,6 +120,21 @@ class ControlPlane:
         except BaseException:
             self.stop()
             raise
+
+    @contextmanager
+    def another_gateway(self, name: str, **flags: object) -> Iterator[str]:
+        """A second gateway with flags of its own while the block runs; its base address. It must log no traceback."""
+        url = f"http://127.0.0.1:{free_port()}"
+        given = {"--listen": url.removeprefix("http://"), "--routers": self.router_address}
+        own = {f"--{flag.replace('_', '-')}": value for flag, value in flags.items()}
+        gateway = self._service(f"gateway-{name}", given | own, roles=("gateway",), command="gateway")
+        gateway.start()
+        try:
+            gateway.wait_ready(lambda: _healthy(url), within_s=READY_WITHIN_S)
+            yield url
+        finally:
+            gateway.stop()
+        assert "Traceback (most recent" not in gateway.log.read_text(errors="replace"), gateway.tail()
 
     def start_gateway(self) -> None:
         """Start the gateway and wait until it serves. Raises ProcessFailure."""
@@ -275,16 +292,15 @@ class ControlPlane:
             return False
 
     def _gateway_healthy(self) -> bool:
-        try:
-            return ask(self.gateway_url + "/health").status == 200
-        except OSError:
-            return False
+        return _healthy(self.gateway_url)
 
-    def _service(self, name: str, flags: dict[str, object], *more: str, roles: Sequence[str]) -> Process:
+    def _service(
+        self, name: str, flags: Mapping[str, object], *more: str, roles: Sequence[str], command: str = ""
+    ) -> Process:
         return Process(
             name=name,
             argv=[
-                *(sys.executable, "-m", "services.cli", name),
+                *(sys.executable, "-m", "services.cli", command or name),
                 *(str(part) for flag in flags.items() for part in flag),
                 *more,
             ],
@@ -292,6 +308,13 @@ class ControlPlane:
             env={f"POINTSMAN_{role.upper()}_TOKEN": self.tokens[role] for role in roles},
             cwd=REPOSITORY,
         )
+
+
+def _healthy(url: str) -> bool:
+    try:
+        return ask(url + "/health").status == 200
+    except OSError:
+        return False
 
 
 @contextmanager
