@@ -36,6 +36,7 @@ from services.gateway.pools import Exactness, Pools, PoolState
 from services.gateway.router_client import RouterAway, RouterClient, set_keys
 from services.gateway.sessions import Sessions, bounded_id
 from services.gateway.settings import GatewaySettings
+from services.gateway.siblings import Siblings
 from services.gateway.telemetry import Telemetry
 from services.gateway.token_cache import Keys, TokenCache
 from services.gateway.tokens import INLINE_CHARS, ModelTokenizer, Prompt
@@ -68,8 +69,10 @@ class Route:
 class Gateway:
     """Everything one gateway holds, and what its HTTP server serves. start() and close() bracket its life."""
 
-    def __init__(self, settings: GatewaySettings) -> None:
-        """Raises ValueError or OSError for an unusable api_keys_file or breakdown_file."""
+    def __init__(self, settings: GatewaySettings, siblings: Siblings | None = None) -> None:
+        """`siblings`: the other processes that share the address. Raises ValueError or OSError for an unusable
+        api_keys_file or breakdown_file."""
+        self._siblings = siblings
         self._settings = settings
         self._keys = ApiKeys(settings.api_keys_file, KeysFromEnvironment().lines())
         self._limiter = Limiter()
@@ -123,6 +126,8 @@ class Gateway:
 
     async def start(self) -> None:
         """Open the pool of connections and begin to dial routers."""
+        if self._siblings is not None:
+            await self._siblings.start(self.telemetry.registry)
         await self._upstream.start()
         await self.router.start()
 
@@ -132,6 +137,8 @@ class Gateway:
         await self.router.close()
         await self._upstream.close()
         self._breakdown.close()
+        if self._siblings is not None:
+            await self._siblings.close()
 
     # What the server asks.
 
@@ -207,7 +214,9 @@ class Gateway:
     # Routes.
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(200, generate_latest(self.telemetry.registry), {"Content-Type": CONTENT_TYPE_LATEST})
+        several = self._siblings
+        page = generate_latest(self.telemetry.registry) if several is None else await several.page()
+        return Response(200, page, {"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _health(self, request: Request) -> Response:
         states = self.pools.states()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from multiprocessing.connection import Connection
 
 import structlog
 import uvloop
@@ -14,16 +16,18 @@ from services.common.auth import is_loopback
 from services.common.logs import configure_logs
 from services.gateway.app import Gateway
 from services.gateway.http.server import Limits, Server
+from services.gateway.processes import run_processes
 from services.gateway.settings import GatewaySettings
+from services.gateway.siblings import Siblings
 
 log = structlog.get_logger()
 
 
 @asynccontextmanager
-async def serving(settings: GatewaySettings) -> AsyncIterator[tuple[Gateway, str]]:
+async def serving(settings: GatewaySettings, siblings: Siblings | None = None) -> AsyncIterator[tuple[Gateway, str]]:
     """A gateway that serves inside the block, and its base URL. Leaving the block stops accepting, waits up to drain_s for
     open requests, cancels the rest and tells the router. Raises OSError when the address is taken."""
-    gateway = Gateway(settings)
+    gateway = Gateway(settings, siblings)
     await gateway.start()
     limits = Limits(
         settings.max_body_bytes,
@@ -35,7 +39,7 @@ async def serving(settings: GatewaySettings) -> AsyncIterator[tuple[Gateway, str
     server = Server(gateway, limits)
     try:
         host, _, port = settings.listen.rpartition(":")
-        address, bound = await server.start(host.strip("[]"), int(port))
+        address, bound = await server.start(host.strip("[]"), int(port), reuse_port=siblings is not None)
         shown = f"[{address}]" if ":" in address else address
         yield gateway, f"http://{shown}:{bound}"
     finally:
@@ -43,13 +47,15 @@ async def serving(settings: GatewaySettings) -> AsyncIterator[tuple[Gateway, str
         await gateway.close()
 
 
-async def _serve(settings: GatewaySettings) -> None:
+async def _serve(settings: GatewaySettings, siblings: Siblings | None = None, ready: Connection | None = None) -> None:
     stop = asyncio.Event()
+    if (parent := multiprocessing.parent_process()) is not None:
+        asyncio.get_running_loop().add_reader(parent.sentinel, stop.set)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with AsyncExitStack() as stack:
         try:
-            gateway, url = await stack.enter_async_context(serving(settings))
+            gateway, url = await stack.enter_async_context(serving(settings, siblings))
         except (OSError, ValueError) as error:
             # An address that is taken, a keys file that cannot be used: for the operator to read, not to debug.
             raise SystemExit(f"pointsman gateway: {error}") from None
@@ -57,11 +63,26 @@ async def _serve(settings: GatewaySettings) -> None:
         log.info("gateway serves", url=url, gateway_id=settings.gateway_id, keys=keys)
         if not keys and not is_loopback(settings.listen):
             log.warning("everyone who reaches this address may call; give it API keys to change that")
+        if ready is not None:
+            ready.send(None)
         await stop.wait()
+        if parent is not None:
+            asyncio.get_running_loop().remove_reader(parent.sentinel)
         log.info("gateway drains", drain_s=settings.drain_s)
 
 
 def run(settings: GatewaySettings) -> None:
     """Serve until SIGTERM or SIGINT. Blocks."""
     configure_logs("gateway", settings.log_level)
-    uvloop.run(_serve(settings))
+    if settings.processes == 1:
+        uvloop.run(_serve(settings))
+        return
+    try:
+        run_processes(settings, _child)
+    except OSError as error:
+        raise SystemExit(f"pointsman gateway: {error}") from None
+
+
+def _child(settings: GatewaySettings, siblings: Siblings, ready: Connection) -> None:
+    configure_logs("gateway", settings.log_level)
+    uvloop.run(_serve(settings, siblings, ready))

@@ -51,6 +51,12 @@ class GatewaySettings(BaseSettings):
     idle_timeout_s: float = Field(300.0, gt=0, description="between two pieces of an answer")
     router_grace_s: float = Field(0.5, ge=0, description="wait for a lost router before placing without it")
     drain_s: float = Field(30.0, ge=0, description="after SIGTERM, for open requests to end")
+    processes: int = Field(
+        1,
+        gt=0,
+        le=256,
+        description="gateways that share the address; each knows its own sessions and counts its own keys' limits",
+    )
     gateway_id: str = Field(
         default_factory=lambda: f"gw-{uuid.uuid4().hex[:12]}", description="unique for this process"
     )

@@ -1,0 +1,112 @@
+"""`--processes 2`: two gateways for the router, one address and one page of metrics for everybody else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import aiohttp
+
+from tests.integration.gateway_fakes import Stack, stack, until
+from tests.integration.test_gateway import CHAT
+from tests.integration.test_gateway_away import gateway_process
+from tests.integration.test_gateway_fuzz import collect
+
+
+async def figures(url: str) -> dict[str, float]:
+    async with aiohttp.ClientSession() as client, client.get(f"{url}/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+
+
+def children(pid: int) -> list[int]:
+    """The gateways among a parent's children; another one keeps account of what they share."""
+    pids = [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [one for one in pids if b"spawn_main" in Path(f"/proc/{one}/cmdline").read_bytes()]
+
+
+def gone(pids: list[int]) -> bool:
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def serving_ids(log: list[bytes]) -> list[str]:
+    return [told["gateway_id"] for told in map(json.loads, log) if told["event"] == "gateway serves"]
+
+
+async def chat(url: str) -> int:
+    """On a connection of its own, so that it may reach either."""
+    async with aiohttp.ClientSession() as client, client.post(f"{url}/v1/chat/completions", json=CHAT) as answer:
+        await answer.read()
+        return answer.status
+
+
+async def both_are_ready(up: Stack, log: list[bytes], times: int) -> str:
+    await until(lambda: len(serving_ids(log)) == times)
+    (url,) = {json.loads(line)["url"] for line in log if b'"url"' in line}
+    while True:
+        told = await figures(url)
+        if (
+            told["pointsman_gateway_processes"] == 2
+            and told.get('pointsman_gateway_tokenizer_exact{model="tiny"}') == 1
+        ):
+            return str(url)
+        await asyncio.sleep(0.05)
+
+
+async def test_processes_share_an_address_and_are_counted_as_one(tmp_path: Path) -> None:
+    async with stack(tmp_path) as up:
+        environment = {"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address, "PROCESSES": "2", "GATEWAY_ID": "gw"}
+        process = await gateway_process(environment)
+        log: list[bytes] = []
+        reading = asyncio.create_task(collect(process, log))
+        try:
+            url = await both_are_ready(up, log, 2)
+            assert {hello.gateway_id for hello in up.router.hellos} >= {"gw-0", "gw-1"}
+            assert [await chat(url) for _ in range(20)] == [200] * 20
+            counted = 'pointsman_gateway_requests_total{model="tiny",route="/v1/chat/completions",status="200"}'
+            for _ in range(5):
+                assert (await figures(url))[counted] == 20
+            os.kill(children(process.pid)[0], signal.SIGKILL)
+            url = await both_are_ready(up, log, 3)
+            assert sorted(serving_ids(log)) in (["gw-0", "gw-0", "gw-1"], ["gw-0", "gw-1", "gw-1"])
+            assert await chat(url) == 200
+            left = children(process.pid)
+            process.send_signal(signal.SIGTERM)
+            assert await process.wait() == 0
+            assert gone(left)
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+            await reading
+        assert sum(b"a gateway process died" in line for line in log) == 1
+        assert not re.search(rb"Traceback", b"".join(log))
+
+
+async def test_processes_end_with_their_parent(tmp_path: Path) -> None:
+    async with stack(tmp_path) as up:
+        process = await gateway_process({"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address, "PROCESSES": "2"})
+        log: list[bytes] = []
+        reading = asyncio.create_task(collect(process, log))
+        await both_are_ready(up, log, 2)
+        left = children(process.pid)
+        process.kill()
+        await process.wait()
+        await until(lambda: gone(left))
+        await reading
+
+
+async def test_an_address_that_is_taken_is_said_in_one_line(tmp_path: Path) -> None:
+    taken = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0, reuse_port=True)
+    async with taken:
+        port = taken.sockets[0].getsockname()[1]
+        process = await gateway_process({"LISTEN": f"127.0.0.1:{port}", "PROCESSES": "2"})
+        _, text = await process.communicate()
+    assert process.returncode == 1
+    assert text.startswith(b"pointsman gateway: ")
+    assert b"in use" in text
+    assert len(text.splitlines()) == 1
