@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import shutil
 import socket
@@ -37,7 +38,7 @@ async def place() -> list[Figure]:
     """place_rpc_*, place_per_s and resync_s, in memory; place_rpc_* with Redis beside them."""
     figures: list[Figure] = []
     keys = long_prompt()
-    async with _router() as address, open_channel(address) as channel:
+    async with _router() as (address, pid), open_channel(address) as channel:
         started = time.perf_counter()
         agents = await _fill(channel, keys)
         resync = time.perf_counter() - started
@@ -46,11 +47,11 @@ async def place() -> list[Figure]:
         )
         session = await _session(channel)
         figures += await _latency(session, keys, "place_rpc", 0.5, 2.0)
-        figures.append(await _rate(session))
+        figures += await _rate(session, pid)
         for agent in agents:
             agent.cancel()
     with _redis() as url:
-        async with _router("--redis-url", url) as address, open_channel(address) as channel:
+        async with _router("--redis-url", url) as (address, _), open_channel(address) as channel:
             agents = await _fill(channel, keys)
             figures += await _latency(await _session(channel), keys, "place_rpc_redis", None, None)
     return figures
@@ -78,7 +79,7 @@ async def _latency(
     ]
 
 
-async def _rate(session: Session, count: int = 6_000) -> Figure:
+async def _rate(session: Session, pid: int, count: int = 6_000) -> list[Figure]:
     """Requests as a gateway sends them: IN_FLIGHT at a time, each with its first token and its end, in batches."""
     rng = random.Random(1)
     outbox: Outbox[placement_pb2.SessionRequest] = Outbox()
@@ -110,16 +111,27 @@ async def _rate(session: Session, count: int = 6_000) -> Figure:
                 answers.pop(placement.request_id).set_result(None)
                 left -= 1
 
-    started = time.perf_counter()
+    started, cpu_before = time.perf_counter(), _cpu_s(pid)
     async with asyncio.TaskGroup() as tasks:
         writer = tasks.create_task(write())
         tasks.create_task(read())
         await asyncio.gather(*(requests() for _ in range(IN_FLIGHT)))
-        spent = time.perf_counter() - started
+        spent, cpu = time.perf_counter() - started, _cpu_s(pid) - cpu_before
         outbox.end()
         await writer
-    note = f"different 1k-token prompts, {IN_FLIGHT} in flight, 64 instances; a core each for both ends; baseline is the goal"
-    return Figure("place_per_s", count / spent, "1/s", 3_000.0, note)
+    note = f"different 1k-token prompts, {IN_FLIGHT} in flight, 64 instances; "
+    return [
+        Figure("place_per_s", count / spent, "1/s", 3_000.0, f"{note}a core each for both ends; baseline is the goal"),
+        Figure(
+            "place_cpu_us", cpu / count * 1e6, "us", None, f"{note}the router's CPU for placement, first token and end"
+        ),
+    ]
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU time of a process with all its threads, in s."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # grpc-stubs types the synchronous calls only.
@@ -187,7 +199,8 @@ async def _report(channel: grpc.aio.Channel, number: int, keys: list[int]) -> An
 
 
 @contextlib.asynccontextmanager
-async def _router(*flags: str) -> AsyncIterator[str]:
+async def _router(*flags: str) -> AsyncIterator[tuple[str, int]]:
+    """A router process: its address and its process id."""
     address = f"127.0.0.1:{_free_port()}"
     command = [
         sys.executable,
@@ -211,7 +224,7 @@ async def _router(*flags: str) -> AsyncIterator[str]:
                     break
                 except grpc.aio.AioRpcError:
                     await asyncio.sleep(0.05)
-        yield address
+        yield address, process.pid
     finally:
         process.terminate()
         await process.wait()
