@@ -3,15 +3,19 @@
 Modelled on vllm/v1/core/block_pool.py (0.32): a freed block keeps its contents and its hash until it is handed out again; blocks
 without a hash are reused first, the others in the order in which they were freed, the tail of a sequence before its head; two
 requests that compute the same block at once hold two physical blocks of one hash, stored twice and removed twice.
+
+Which physical block holds what is of no consequence, so none is kept: blocks that follow each other in one chain and were always
+held together are one run, and what happens to a prompt's blocks costs by its runs, not by its thousands of blocks.
 """
 
 from __future__ import annotations
 
 import sys
 from array import array
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from xxhash import xxh3_64_intdigest
 
@@ -55,6 +59,27 @@ def extend_hashes(hashes: list[int], root: int, token_ids: Sequence[int], block_
         hashes.append(parent)
 
 
+@dataclass(eq=False, slots=True)
+class _Run:
+    """Findable blocks of one chain with the same holders; `start` is how many blocks of the chain come before. Never empty."""
+
+    start: int
+    hashes: list[int]
+    holders: list[Holding]
+
+
+@dataclass(eq=False, slots=True)
+class Holding:
+    """One sequence's blocks: `full` of them are findable, the `blank` ones after them are not yet."""
+
+    full: int = 0
+    blank: int = 0
+    runs: list[_Run] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return self.full + self.blank
+
+
 class BlockCache:
     """`capacity` physical blocks of `block_size` tokens."""
 
@@ -63,94 +88,194 @@ class BlockCache:
             raise ValueError(f"capacity {capacity} and block_size {block_size} must be at least 1")
         self.capacity = capacity
         self.block_size = block_size
-        self._references = [0] * capacity
-        self._hash_of: list[int | None] = [None] * capacity
-        self._blocks_of: dict[int, dict[int, None]] = {}
-        # Next to be handed out first. An OrderedDict, because a hit takes blocks out of its middle.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(capacity))
+        self._blank = capacity
+        # The run to be hit, and in the order of their coming others that hold a block of the same hash.
+        self._run_of: dict[int, _Run] = {}
+        self._copies: dict[int, list[_Run]] = {}
+        # Runs that nobody holds; the first loses its last block first. An OrderedDict, because hits take runs out of its middle.
+        self._idle: OrderedDict[_Run, None] = OrderedDict()
+        self._idle_blocks = 0
+
+    @property
+    def blank(self) -> int:
+        """Blocks that are free and hold nothing findable."""
+        return self._blank
 
     @property
     def free(self) -> int:
         """Blocks that no request holds; those with a hash can still be hit."""
-        return len(self._free)
+        return self._blank + self._idle_blocks
 
-    def lookup(self, hashes: Sequence[int], limit: int) -> list[int]:
-        """Blocks of the longest cached prefix of `hashes`, at most `limit`. Does not hold them."""
-        found: list[int] = []
-        for value in hashes[:limit]:
-            blocks = self._blocks_of.get(value)
-            if not blocks:
-                break
-            found.append(next(iter(blocks)))
-        return found
+    def hits(self, hashes: Sequence[int], limit: int) -> int:
+        """How many leading blocks of a chain are findable, at most `limit`.
 
-    def idle(self, blocks: Sequence[int]) -> int:
-        """How many of `blocks` nobody holds, so that holding them lowers `free`."""
-        return sum(not self._references[block] for block in blocks)
+        Whoever holds a block holds those before it, and lets go of them later: a block is never findable without its parent, and
+        the end is found by bisection.
+        """
+        run_of = self._run_of
+        return bisect_left(hashes, True, 0, min(limit, len(hashes)), key=lambda value: value not in run_of)
 
-    def hold(self, blocks: Sequence[int]) -> None:
-        """Add one reference to each of `blocks`."""
-        for block in blocks:
-            if not self._references[block]:
-                del self._free[block]
-            self._references[block] += 1
+    def idle(self, hashes: Sequence[int], count: int) -> int:
+        """How many of the first `count` blocks, which are findable, nobody holds, so that holding them lowers `free`."""
+        return sum(length for run, _, length in self._walk(hashes, count) if not run.holders)
 
-    def allocate(self, count: int) -> tuple[list[int], list[int]]:
-        """Hand out `count` blocks; also the hashes that were evicted with their contents. ValueError when fewer are free."""
-        if count > len(self._free):
-            raise ValueError(f"{count} blocks asked for, {len(self._free)} are free")
-        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
-        removed: list[int] = []
-        for block in blocks:
-            self._references[block] = 1
-            evicted = self._hash_of[block]
-            if evicted is not None:
-                self._hash_of[block] = None
-                self._forget(block, evicted)
-                removed.append(evicted)
-        return blocks, removed
+    def hold(self, hashes: Sequence[int], count: int) -> Holding:
+        """Hold the first `count` blocks of a chain, which are findable. Mutates."""
+        holding = Holding(full=count)
+        for run, skipped, length in self._walk(hashes, count):
+            if skipped and skipped + length < len(run.hashes):
+                # Its beginning is a copy of what was hit before; when nobody holds it, it queues anew.
+                copy = self._cut(run, 0, skipped)
+                if not run.holders:
+                    self._idle[copy] = None
+                skipped = 0
+            if skipped:
+                run = self._cut(run, skipped, len(run.hashes))
+            elif length < len(run.hashes):
+                run = self._cut(run, 0, length)
+            if not run.holders:
+                self._idle.pop(run, None)
+                self._idle_blocks -= length
+            run.holders.append(holding)
+            holding.runs.append(run)
+        return holding
 
-    def store(self, blocks: Sequence[int], hashes: Sequence[int]) -> None:
-        """Make `blocks`, which the caller holds and has filled, findable under `hashes`."""
-        for block, value in zip(blocks, hashes, strict=True):
-            self._hash_of[block] = value
-            self._blocks_of.setdefault(value, {})[block] = None
+    def allocate(self, holding: Holding, count: int) -> list[int]:
+        """Hand out `count` blank blocks; the hashes that were evicted for them. ValueError when fewer are free. Mutates."""
+        if count > self.free:
+            raise ValueError(f"{count} blocks asked for, {self.free} are free")
+        holding.blank += count
+        unused = min(count, self._blank)
+        self._blank -= unused
+        return self._evict(count - unused)
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference to each block of a sequence, given from its head to its tail."""
-        hashed: list[int] = []
-        for block in reversed(blocks):
-            self._references[block] -= 1
-            if self._references[block]:
-                continue
-            if self._hash_of[block] is None:
-                self._free[block] = None
-                self._free.move_to_end(block, last=False)
-            else:
-                hashed.append(block)
-        self._free.update(OrderedDict.fromkeys(hashed))
+    def store(self, holding: Holding, hashes: Sequence[int]) -> None:
+        """Make the next blocks of `holding`, which are filled, findable under `hashes`. Mutates."""
+        if not hashes:
+            return
+        last = holding.runs[-1] if holding.runs else None
+        if last is None or len(last.holders) > 1:
+            last = _Run(holding.full, [], [holding])
+            holding.runs.append(last)
+        last.hashes += hashes
+        holding.full += len(hashes)
+        holding.blank -= len(hashes)
+        if self._run_of.keys().isdisjoint(hashes):
+            self._run_of.update(dict.fromkeys(hashes, last))
+            return
+        for value in hashes:
+            if self._run_of.setdefault(value, last) is not last:
+                self._copies.setdefault(value, []).append(last)
+
+    def release(self, holding: Holding) -> None:
+        """Let go of all blocks of `holding`. Mutates."""
+        for run in reversed(holding.runs):
+            run.holders.remove(holding)
+            if not run.holders:
+                self._idle[run] = None
+                self._idle_blocks += len(run.hashes)
+        self._blank += holding.blank
+        holding.runs, holding.full, holding.blank = [], 0, 0
 
     def clear(self) -> bool:
         """Forget every hash. False, and nothing done, while any block is held."""
-        if len(self._free) != self.capacity:
+        if self.free != self.capacity:
             return False
-        self._hash_of = [None] * self.capacity
-        self._blocks_of = {}
+        self._run_of, self._copies = {}, {}
+        self._idle.clear()
+        self._blank, self._idle_blocks = self.capacity, 0
         return True
 
     def cached_hashes(self) -> dict[int, int]:
         """Every findable hash and how many physical blocks have it."""
-        return {value: len(blocks) for value, blocks in self._blocks_of.items()}
+        return {value: 1 + len(self._copies.get(value, ())) for value in self._run_of}
 
     def check(self) -> None:
         """Raise AssertionError when the books do not balance (for tests)."""
-        assert set(self._free) == {block for block, count in enumerate(self._references) if count == 0}
-        assert all(count >= 0 for count in self._references)
-        findable = {(block, value) for value, blocks in self._blocks_of.items() for block in blocks}
-        assert findable == {(block, value) for block, value in enumerate(self._hash_of) if value is not None}
+        assert self._blank >= 0
+        assert self._idle_blocks == sum(len(run.hashes) for run in self._idle)
+        runs = {*self._run_of.values(), *(run for copies in self._copies.values() for run in copies)}
+        assert all(copies for copies in self._copies.values())
+        assert all(run.hashes for run in runs)
+        assert {run for run in runs if not run.holders} == set(self._idle)
+        found = [(value, run) for run in runs for value in run.hashes]
+        known = [*self._run_of.items(), *((value, run) for value, copies in self._copies.items() for run in copies)]
+        assert set(found) == set(known)
+        assert len(found) == len(known)
+        for run in runs:
+            for holding in run.holders:
+                at = holding.runs.index(run)
+                assert run.start == sum(len(before.hashes) for before in holding.runs[:at])
+                assert holding.full == sum(len(one.hashes) for one in holding.runs)
+        held = {holding for run in runs for holding in run.holders}
+        blank = self.capacity - self.free - sum(len(run.hashes) for run in runs if run.holders)
+        assert blank >= sum(holding.blank for holding in held)
 
-    def _forget(self, block: int, value: int) -> None:
-        blocks = self._blocks_of[value]
-        del blocks[block]
-        if not blocks:
-            del self._blocks_of[value]
+    def _walk(self, hashes: Sequence[int], count: int) -> Iterator[tuple[_Run, int, int]]:
+        """The runs that hold the first `count` blocks, with the blocks of each that come before, and how many are meant."""
+        position = 0
+        while position < count:
+            run = self._run_of[hashes[position]]
+            skipped = position - run.start
+            length = min(len(run.hashes) - skipped, count - position)
+            if run.hashes[skipped + length - 1] != hashes[position + length - 1]:
+                # Another sequence went on differently after its own copy of the last block that is common.
+                length = bisect_left(
+                    range(length), True, key=lambda at: run.hashes[skipped + at] != hashes[position + at]
+                )
+            yield run, skipped, length
+            position += length
+
+    def _cut(self, run: _Run, begin: int, end: int) -> _Run:
+        """Make blocks begin..end of `run`, at its beginning or its end, a run of its own, which the caller holds at once.
+
+        What is left of an idle run keeps its place in the order of eviction.
+        """
+        part = _Run(run.start + begin, run.hashes[begin:end], [*run.holders])
+        del run.hashes[begin:end]
+        if not begin:
+            run.start += end
+        for holding in part.holders:
+            at = holding.runs.index(run)
+            holding.runs.insert(at + 1 if begin else at, part)
+        if not self._copies:
+            self._run_of.update(dict.fromkeys(part.hashes, part))
+            return part
+        for value in part.hashes:
+            if self._run_of[value] is run:
+                self._run_of[value] = part
+            else:
+                copies = self._copies[value]
+                copies[copies.index(run)] = part
+        return part
+
+    def _evict(self, count: int) -> list[int]:
+        removed: list[int] = []
+        self._idle_blocks -= count
+        while count:
+            run = next(iter(self._idle))
+            gone = run.hashes[: -count - 1 : -1]
+            del run.hashes[-len(gone) :]
+            if not run.hashes:
+                del self._idle[run]
+            count -= len(gone)
+            removed += gone
+            if self._copies:
+                self._forget(run, gone)
+            else:
+                for value in gone:
+                    del self._run_of[value]
+        return removed
+
+    def _forget(self, run: _Run, gone: Sequence[int]) -> None:
+        for value in gone:
+            copies = self._copies.get(value)
+            if copies is None:
+                del self._run_of[value]
+                continue
+            if self._run_of[value] is run:
+                self._run_of[value] = copies.pop(0)
+            else:
+                copies.remove(run)
+            if not copies:
+                del self._copies[value]

@@ -16,11 +16,13 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from lab.emulator_app import EngineApp
+from lab.engine_events import EngineConfig
 from lab.engine_loop import EngineLoop
 from lab.engine_metrics import EngineMetrics
-from lab.engine_model import EngineConfig, EngineModel, Profile
+from lab.engine_model import EngineModel
 from lab.kv_transfer import Transfers
 from lab.kv_wire import KVEventPublisher, to_wire
+from lab.profile import Profile
 from lab.text import TOKENIZER_DIR, ChatTokenizer
 from services.common.logs import configure_logs
 

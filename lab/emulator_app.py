@@ -12,9 +12,10 @@ from typing import Any
 from aiohttp import web
 
 from lab import openai_surface as api
+from lab.engine_events import EngineRequest
 from lab.engine_loop import EngineLoop, Stream
 from lab.engine_metrics import EngineMetrics
-from lab.engine_model import EngineModel, EngineRequest
+from lab.engine_model import EngineModel
 from lab.kv_transfer import Transfers
 from lab.openai_surface import ApiError, Ask
 from lab.text import ChatTokenizer

@@ -6,8 +6,9 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
+from lab.engine_events import EngineRequest, Finished, FirstToken, StepResult, TokenGenerated
 from lab.engine_metrics import EngineMetrics
-from lab.engine_model import EngineModel, EngineRequest, Finished, FirstToken, StepResult, TokenGenerated
+from lab.engine_model import EngineModel
 
 # Sleeping less costs more than it waits; the error does not add up, since every step's end is computed from the last one's.
 SHORTEST_SLEEP_S = 0.0005

@@ -8,177 +8,45 @@ Profile.
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from xxhash import xxh3_64_intdigest
-
-from lab.block_cache import AllCleared, BlockCache, BlocksRemoved, BlocksStored, extend_hashes, root_hash
-
-
-@dataclass(frozen=True)
-class Profile:
-    """What a step costs, in seconds.
-
-    A chunk of n tokens after c computed ones takes prefill_token_s * n + prefill_pair_s * n * (2c + n), so that a prompt of
-    N costs a*N + b*N^2 however it is cut. The defaults are fitted at 8k and 64k to prefill times measured with a 30B MoE
-    coder model on a data-centre GPU (reference 0.575, 1.495, 4.44 and 15.2 s at 8k, 16k, 32k and 64k; this gives 0.575,
-    1.53, 4.57 and 15.2), and decode to its 6-8 ms/token: 96 KiB of KV per token read at 3 TB/s, plus the weights.
-    """
-
-    step_s: float = 0.005
-    prefill_token_s: float = 4.708e-5
-    prefill_pair_s: float = 2.8205e-9
-    decode_sequence_s: float = 5e-5
-    decode_kv_token_s: float = 3.3e-8
-    # A KV transfer between instances once its prefill is over, and what a layer-wise push leaves to do then. Fitted to the
-    # reference's 0.123, 0.202 and 0.529 s at 8k, 16k and 32k (this gives 0.13, 0.26 and 0.50) and 0.058 s layer-wise.
-    transfer_s: float = 0.010
-    transfer_token_s: float = 1.5e-5
-    layerwise_tail_s: float = 0.058
-
-    def chunk_s(self, tokens: int, computed: int) -> float:
-        """Seconds for `tokens` of one sequence after `computed`; one token is a decode step."""
-        if tokens == 1:
-            return self.decode_sequence_s + self.decode_kv_token_s * computed
-        return self.prefill_token_s * tokens + self.prefill_pair_s * tokens * (2 * computed + tokens)
-
-    def transfer_time_s(self, tokens: int) -> float:
-        """Seconds to move the KV of `tokens` to another instance."""
-        return self.transfer_s + self.transfer_token_s * tokens
-
-    def transfer_tail_s(self, tokens: int, overlapped_s: float) -> float:
-        """Seconds from a prefill's end until `tokens` of KV are elsewhere, pushed layer by layer during its last `overlapped_s`
-        (0: fetched afterwards). A push hides no more than that, always leaves its last layer, and is never the slower way."""
-        whole = self.transfer_time_s(tokens)
-        if not overlapped_s:
-            return whole
-        return min(whole, max(self.layerwise_tail_s, whole - overlapped_s))
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """The engine's settings, named as vLLM's flags are. `vocabulary` is what it may generate; `seed` changes its answers."""
-
-    block_size: int = 16
-    kv_blocks: int = 20_000
-    max_model_len: int = 131_072
-    max_num_batched_tokens: int = 8_192
-    max_num_seqs: int = 256
-    long_prefill_token_threshold: int = 0
-    vocabulary: Sequence[int] = range(1_000, 2_000)
-    eos_token_id: int | None = None
-    # Where a request that may stop by itself does: after so many tokens, drawn from its prompt.
-    natural_length: tuple[int, int] = (16, 96)
-    seed: int = 0
-    hash_seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.block_size < 16 or self.block_size % 16:
-            raise ValueError(f"block_size {self.block_size} is no multiple of 16")
-        if self.kv_blocks * self.block_size < self.max_model_len:
-            # vLLM refuses to start for the same reason: a lone request could wait for ever.
-            raise ValueError(
-                f"{self.kv_blocks} blocks of {self.block_size} hold less than max_model_len {self.max_model_len}"
-            )
-        if min(self.max_num_batched_tokens, self.max_num_seqs, self.max_model_len) < 1:
-            raise ValueError("max_num_batched_tokens, max_num_seqs and max_model_len must be at least 1")
-        if not len(self.vocabulary):
-            raise ValueError("vocabulary is empty")
-
-
-@dataclass(frozen=True, slots=True)
-class EngineRequest:
-    """What is asked of the engine. `remote_tokens` leading prompt tokens have their KV delivered from another instance."""
-
-    request_id: str
-    prompt: Sequence[int]
-    max_tokens: int
-    ignore_eos: bool = False
-    session_id: str = ""
-    cache_salt: str = ""
-    remote_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class FirstToken:
-    """The prompt is computed; `cached_tokens` of it came from the local cache and `remote_tokens` from another instance."""
-
-    request_id: str
-    cached_tokens: int
-    remote_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class TokenGenerated:
-    """Token number `index` (from 0) of an answer."""
-
-    request_id: str
-    index: int
-    token_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The answer is complete: "length", or "stop" when its last token is the end-of-sequence token."""
-
-    request_id: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Preempted:
-    """The request lost its blocks and waits to be recomputed."""
-
-    request_id: str
-
-
-Event = FirstToken | TokenGenerated | Finished | Preempted | BlocksStored | BlocksRemoved | AllCleared
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """One step: it takes `duration_s` from its `now`, and its events are seen by others at its end."""
-
-    duration_s: float
-    events: list[Event]
-    scheduled: dict[str, int]
-
-
-@dataclass
-class Counters:
-    """Totals since the start, under the names of vLLM's metrics."""
-
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    external_prefix_cache_queries: int = 0
-    external_prefix_cache_hits: int = 0
-    num_preemptions: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    local_compute: int = 0
-    local_cache_hit: int = 0
-    external_kv_transfer: int = 0
+from lab.block_cache import AllCleared, BlockCache, BlocksRemoved, BlocksStored, Holding, root_hash
+from lab.content import NamedPrompt, Names, Tokens
+from lab.engine_events import (
+    Counters,
+    EngineConfig,
+    EngineRequest,
+    Event,
+    Finished,
+    FirstToken,
+    Leap,
+    Preempted,
+    StepResult,
+    TokenGenerated,
+)
+from lab.profile import Profile
 
 
 @dataclass(eq=False, slots=True)
 class _Sequence:
     request: EngineRequest
-    tokens: list[int]
-    root: int
-    digest: int
+    content: Tokens | Names
+    length: int
     end: int
     natural_end: int | None
     submitted_at: float
-    hashes: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
-    stored: int = 0
+    held: Holding = field(default_factory=Holding)
     computed: int = 0
     # Of the prompt, when it was first admitted; None before.
     cached: int | None = None
     remote: int = 0
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it has begun to answer and only its last token is left to compute."""
+        return self.length - self.computed == 1 and self.length > len(self.request.prompt)
 
 
 class EngineModel:
@@ -217,7 +85,7 @@ class EngineModel:
 
     def cached_tokens(self, hashes: Sequence[int]) -> int:
         """How many tokens of a prompt with these block hashes are cached, without holding them."""
-        return len(self.cache.lookup(hashes, len(hashes))) * self.config.block_size
+        return self.cache.hits(hashes, len(hashes)) * self.config.block_size
 
     def submit(self, request: EngineRequest, now: float) -> None:
         """Queue a request at `now` (s). Raises ValueError for one that no state of the engine could serve."""
@@ -228,21 +96,24 @@ class EngineModel:
             raise ValueError(f"a prompt of {length} tokens does not fit max_model_len {self.config.max_model_len}")
         if request.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {request.max_tokens}")
-        digest = xxh3_64_intdigest(array("I", request.prompt).tobytes(), self.config.seed)
-        natural = None
-        if not request.ignore_eos and self.config.eos_token_id is not None:
-            low, high = self.config.natural_length
-            natural = length + low + digest % (high - low + 1)
+        config, natural = self.config, None
+        content: Tokens | Names
+        if isinstance(request.prompt, NamedPrompt):
+            content = Names(request.prompt, config.block_size)
+        else:
+            root = root_hash(config.hash_seed, request.cache_salt)
+            content = Tokens(request.prompt, root, config.block_size, config.vocabulary, config.seed)
+            if not request.ignore_eos and config.eos_token_id is not None:
+                low, high = config.natural_length
+                natural = length + low + content.digest % (high - low + 1)
         sequence = _Sequence(
             request=request,
-            tokens=list(request.prompt),
-            root=root_hash(self.config.hash_seed, request.cache_salt),
-            digest=digest,
-            end=min(length + request.max_tokens, self.config.max_model_len),
+            content=content,
+            length=length,
+            end=min(length + request.max_tokens, config.max_model_len),
             natural_end=natural,
             submitted_at=now,
         )
-        extend_hashes(sequence.hashes, sequence.root, sequence.tokens, self.config.block_size)
         self._sequences[request.request_id] = sequence
         self._waiting.append(sequence)
 
@@ -293,9 +164,55 @@ class EngineModel:
             duration += profile.chunk_s(count, sequence.computed)
         for sequence, count in scheduled:
             sequence.computed += count
-            if sequence.computed == len(sequence.tokens):
+            if sequence.computed == sequence.length:
                 self._sample(sequence, events)
         return StepResult(duration, events, {item.request.request_id: count for item, count in scheduled})
+
+    # ---- many steps at once ----
+
+    def leap(self) -> Leap | None:
+        """The steps from here to the next end of an answer, when until then all running requests only decode, none can be
+        admitted and none need be preempted; None when the next step is of another kind. Changes nothing; for NamedPrompts."""
+        self.finish_step()
+        running, config, profile = self._running, self.config, self.profile
+        if not running or self._pending or not all(one.decodes and type(one.content) is Names for one in running):
+            return None
+        if len(running) > config.max_num_batched_tokens or (
+            self._waiting and len(running) < config.max_num_seqs and self._room_for(self._waiting[0]) is not None
+        ):
+            return None
+        steps = min(one.end - one.length for one in running)
+        while steps > 1 and self._blocks_for(steps) > self.cache.free:
+            steps //= 2
+        if self._blocks_for(steps) > self.cache.free:
+            return None
+        first_s = profile.step_s + sum([profile.chunk_s(1, one.computed) for one in running])
+        return Leap(
+            steps, self.cache.blank < self._blocks_for(steps), first_s, profile.decode_kv_token_s * len(running)
+        )
+
+    def land(self, steps: int) -> list[Event]:
+        """Take the first `steps` of the leap that leap() has just told; the events of all. Mutates."""
+        events: list[Event] = []
+        block_size = self.config.block_size
+        for one in self._running:
+            assert isinstance(one.content, Names)
+            # The last step's token, and what it brings, is sampled as in any step.
+            one.content.extend(steps - 1)
+            one.length += steps - 1
+            self._grow(one, -(-(one.computed + steps) // block_size) - len(one.held), steps, events)
+            one.computed += steps
+            self.counters.generation_tokens += steps - 1
+            self._sample(one, events)
+        return events
+
+    def kv_usage_after(self, steps: int) -> float:
+        """kv_usage once the first `steps` of a leap have begun."""
+        return self.kv_usage + self._blocks_for(steps) / self.cache.capacity
+
+    def _blocks_for(self, steps: int) -> int:
+        block_size = self.config.block_size
+        return sum([max(-(-(one.computed + steps) // block_size) - len(one.held), 0) for one in self._running])
 
     def _schedule(self, events: list[Event]) -> list[tuple[_Sequence, int]]:
         config = self.config
@@ -308,7 +225,7 @@ class EngineModel:
         position = 0
         while position < len(self._running) and budget > 0:
             sequence = self._running[position]
-            count = min(len(sequence.tokens) - sequence.computed, chunk_limit, budget)
+            count = min(sequence.length - sequence.computed, chunk_limit, budget)
             if not self._make_room(sequence, count, events):
                 break
             scheduled.append((sequence, count))
@@ -330,7 +247,7 @@ class EngineModel:
 
     def _make_room(self, sequence: _Sequence, count: int, events: list[Event]) -> bool:
         """Give a running sequence the blocks for `count` more tokens, preempting from the end. False when it lost its own."""
-        missing = -(-(sequence.computed + count) // self.config.block_size) - len(sequence.blocks)
+        missing = -(-(sequence.computed + count) // self.config.block_size) - len(sequence.held)
         while missing > self.cache.free:
             victim = self._running.pop()
             self._preempt(victim, events)
@@ -342,17 +259,14 @@ class EngineModel:
     def _admit(self, sequence: _Sequence, limit: int, events: list[Event]) -> int:
         """Give a waiting sequence its cached blocks and room for a first chunk; its size, or 0 when it does not fit."""
         block_size = self.config.block_size
-        length = len(sequence.tokens)
-        # The last token is always computed, for its logits: a hit stops before it.
-        hit = self.cache.lookup(sequence.hashes, (length - 1) // block_size)
-        cached = len(hit) * block_size
+        length, hashes = sequence.length, sequence.content.hashes
+        hit = self._room_for(sequence)
+        if hit is None:
+            return 0
+        cached = hit * block_size
         first = sequence.cached is None
         remote = max(0, min(sequence.request.remote_tokens, length - 1) - cached) if first else 0
-        if -(-length // block_size) - len(hit) + self.cache.idle(hit) > self.cache.free:
-            return 0
-        self.cache.hold(hit)
-        sequence.blocks = hit
-        sequence.stored = len(hit)
+        sequence.held = self.cache.hold(hashes, hit)
         sequence.computed = cached + remote
         self.counters.prefix_cache_queries += length
         self.counters.prefix_cache_hits += cached
@@ -363,26 +277,31 @@ class EngineModel:
                 self.counters.external_prefix_cache_queries += length - cached
                 self.counters.external_prefix_cache_hits += remote
         count = min(length - sequence.computed, limit)
-        self._grow(sequence, -(-(sequence.computed + count) // block_size) - len(hit), count, events)
+        self._grow(sequence, -(-(sequence.computed + count) // block_size) - hit, count, events)
         return count
 
+    def _room_for(self, sequence: _Sequence) -> int | None:
+        """The cached blocks of a waiting sequence whose whole prompt fits; None when it does not."""
+        length, hashes = sequence.length, sequence.content.hashes
+        block_size, cache = self.config.block_size, self.cache
+        # The last token is always computed, for its logits: a hit stops before it.
+        hit = cache.hits(hashes, (length - 1) // block_size)
+        missing = -(-length // block_size) - hit
+        return hit if missing <= cache.free and missing + cache.idle(hashes, hit) <= cache.free else None
+
     def _grow(self, sequence: _Sequence, missing: int, count: int, events: list[Event]) -> None:
-        if missing > 0:
-            blocks, removed = self.cache.allocate(missing)
-            sequence.blocks += blocks
-            if removed:
-                events.append(BlocksRemoved(tuple(removed)))
-        block_size = self.config.block_size
+        if missing > 0 and (removed := self.cache.allocate(sequence.held, missing)):
+            events.append(BlocksRemoved(tuple(removed)))
+        block_size, content = self.config.block_size, sequence.content
         # Blocks are findable from the step that fills them on, as in vLLM, which caches them when it schedules.
         full = (sequence.computed + count) // block_size
-        start = sequence.stored
+        start = sequence.held.full
         if full <= start:
             return
-        hashes = sequence.hashes[start:full]
-        self.cache.store(sequence.blocks[start:full], hashes)
-        sequence.stored = full
-        parent = sequence.hashes[start - 1] if start else None
-        tokens = tuple(sequence.tokens[start * block_size : full * block_size])
+        hashes = content.hashes[start:full]
+        self.cache.store(sequence.held, hashes)
+        parent = content.hashes[start - 1] if start else None
+        tokens = content.ids(start * block_size, full * block_size)
         request = sequence.request
         events.append(BlocksStored(tuple(hashes), parent, tokens, request.session_id, request.cache_salt))
 
@@ -393,29 +312,24 @@ class EngineModel:
         events.append(Preempted(sequence.request.request_id))
 
     def _release(self, sequence: _Sequence) -> None:
-        self.cache.release(sequence.blocks)
-        sequence.blocks = []
-        sequence.stored = sequence.computed = 0
+        self.cache.release(sequence.held)
+        sequence.computed = 0
 
     def _sample(self, sequence: _Sequence, events: list[Event]) -> None:
-        config, request = self.config, sequence.request
-        length = len(sequence.tokens)
-        index = length - len(request.prompt)
+        request, content = sequence.request, sequence.content
+        index = sequence.length - len(request.prompt)
         if index == 0:
             self._count_prompt(sequence)
             events.append(FirstToken(request.request_id, sequence.cached or 0, sequence.remote))
-        stops = sequence.natural_end is not None and length + 1 >= sequence.natural_end
-        if stops and config.eos_token_id is not None:
-            token = config.eos_token_id
+        stops = sequence.natural_end is not None and sequence.length + 1 >= sequence.natural_end
+        if isinstance(content, Tokens):
+            token = content.append(self.config.eos_token_id if stops else None)
+            events.append(TokenGenerated(request.request_id, index, token))
         else:
-            # Reading the digest before the index makes answers of equal prompts equal on every instance of a seed.
-            draw = xxh3_64_intdigest(index.to_bytes(8, "little"), sequence.digest)
-            token = config.vocabulary[draw % len(config.vocabulary)]
-        sequence.tokens.append(token)
-        extend_hashes(sequence.hashes, sequence.root, sequence.tokens, config.block_size)
+            content.extend(1)
+        sequence.length += 1
         self.counters.generation_tokens += 1
-        events.append(TokenGenerated(request.request_id, index, token))
-        if stops or length + 1 >= sequence.end:
+        if stops or sequence.length >= sequence.end:
             events.append(Finished(request.request_id, "stop" if stops else "length"))
             self._finishing.append(sequence)
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import aiohttp
 
-from lab.engine_model import Profile
 from lab.openai_surface import ApiError
+from lab.profile import Profile
 
 # VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT: how long either side waits for the other.
 ABORT_S = 480.0

@@ -13,7 +13,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from lab.analysis import make_console, print_summary, summarise
 from lab.bundle import write_bundle
-from lab.engine_model import EngineConfig
+from lab.engine_events import EngineConfig
 from lab.simulator import Simulation, SimulationError, Simulator
 from lab.traces import TINY_TRACE, load_trace
 from services.router.queue import QueueSettings

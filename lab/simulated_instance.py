@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from lab.agenda import Agenda
 from lab.block_cache import BlocksRemoved, BlocksStored
-from lab.engine_model import EngineModel, EngineRequest, Event, Finished, FirstToken
+from lab.engine_events import EngineRequest, Event, Finished, FirstToken, Leap
+from lab.engine_model import EngineModel
 from services.router import events as ev
 from services.router.domain import Load
 from services.router.sync import TIER_DEVICE, Delta
@@ -19,8 +21,16 @@ Tell = Callable[[ev.Event, float], None]
 Hear = Callable[[FirstToken | Finished, float], None]
 
 
+# Steps that evict blocks are not taken together for longer: the router hears of what is gone at their end.
+EVICTING_S = 0.25
+
+
 class SimulatedInstance:
-    """Steps `model` whenever it has work; `tell` hears the agent's reports, `hear` the answers."""
+    """Steps `model` whenever it has work; `tell` hears the agent's reports, `hear` the answers.
+
+    While all requests only decode, many steps are one leap, cut short when a request arrives; the blocks that they fill, which
+    nobody can ask for before the answer's end, are reported at its end.
+    """
 
     def __init__(self, name: str, stream_id: int, model: EngineModel, agenda: Agenda, tell: Tell, hear: Hear) -> None:
         self.name = name
@@ -30,24 +40,35 @@ class SimulatedInstance:
         self._tell = tell
         self._hear = hear
         self._busy = False
+        # The leap under way, when it began, and how many of them there have been: an end of an earlier one is void.
+        self._leap: Leap | None = None
+        self._leapt_at = 0.0
+        self._leaps = 0
         self._seq = 0
-        self._held: Counter[int] = Counter()
+        self._held: set[int] = set()
+        # How many blocks of one hash there are beyond the first.
+        self._copies: Counter[int] = Counter()
 
     def submit(self, request: EngineRequest, now: float) -> None:
         """Give the engine a request. Raises ValueError when it refuses it. Mutates."""
         self.model.submit(request, now)
         if not self._busy:
             self._step(now)
+        elif (leap := self._leap) is not None:
+            steps = leap.steps_by(now - self._leapt_at)
+            if steps < leap.steps:
+                self._leap_to(steps, leap)
 
     def report_load(self, now: float) -> None:
         """Tell the engine's figures."""
         model = self.model
+        ahead = self._leap.steps_by(now - self._leapt_at) if self._leap else 0
         load = Load(
             sampled_at=now,
             running=model.num_running,
             waiting=model.num_waiting,
-            kv_usage=model.kv_usage,
-            generation_tokens=model.counters.generation_tokens,
+            kv_usage=model.kv_usage_after(ahead),
+            generation_tokens=model.counters.generation_tokens + ahead * model.num_running,
             prefix_cache_queries=model.counters.prefix_cache_queries,
             prefix_cache_hits=model.counters.prefix_cache_hits,
             external_prefix_cache_queries=model.counters.external_prefix_cache_queries,
@@ -57,9 +78,25 @@ class SimulatedInstance:
         self._tell(ev.LoadReported(self.stream_id, self.name, load), now)
 
     def _step(self, now: float) -> None:
-        result = self.model.step(now)
         self._busy = True
+        if (leap := self.model.leap()) is not None:
+            self._leapt_at = now
+            self._leap_to(leap.steps_by(EVICTING_S) if leap.evicts else leap.steps, leap)
+            return
+        result = self.model.step(now)
         self._agenda.at(now + result.duration_s, partial(self._stepped, result.events))
+
+    def _leap_to(self, steps: int, leap: Leap) -> None:
+        self._leap = replace(leap, steps=steps)
+        self._leaps += 1
+        self._agenda.at(self._leapt_at + leap.seconds(steps), partial(self._landed, self._leaps))
+
+    def _landed(self, number: int, now: float) -> None:
+        leap = self._leap
+        if leap is None or number != self._leaps:
+            return
+        self._leap = None
+        self._stepped(self.model.land(leap.steps), now)
 
     def _stepped(self, events: Sequence[Event], now: float) -> None:
         self.model.finish_step()
@@ -74,14 +111,44 @@ class SimulatedInstance:
 
     def _report_keys(self, events: Sequence[Event], now: float) -> None:
         """The agent's part: count references, and report keys that came or went."""
-        before: dict[int, bool] = {}
+        added: list[int] = []
+        removed: list[int] = []
         for event in events:
-            if isinstance(event, BlocksStored | BlocksRemoved):
-                for value in event.hashes:
-                    before.setdefault(value, self._held[value] > 0)
-                    self._held[value] += 1 if isinstance(event, BlocksStored) else -1
-        added = [value for value, held in before.items() if not held and self._held[value]]
-        removed = [value for value, held in before.items() if held and not self._held[value]]
+            if isinstance(event, BlocksStored):
+                added += self._stored(event.hashes)
+            elif isinstance(event, BlocksRemoved):
+                if not set(added).isdisjoint(event.hashes):
+                    # A delta's removals come before its additions.
+                    self._report(added, removed, now)
+                    added, removed = [], []
+                removed += self._removed(event.hashes)
         if added or removed:
-            self._seq += 1
-            self._tell(ev.KeysReported(self.stream_id, self.name, Delta(self._seq, TIER_DEVICE, added, removed)), now)
+            self._report(added, removed, now)
+
+    def _stored(self, hashes: Sequence[int]) -> Sequence[int]:
+        if self._held.isdisjoint(hashes):
+            self._held.update(hashes)
+            return hashes
+        new = [value for value in hashes if value not in self._held]
+        self._held.update(new)
+        self._copies.update(hashes)
+        self._copies.subtract(new)
+        return new
+
+    def _removed(self, hashes: Sequence[int]) -> Sequence[int]:
+        if self._copies:
+            gone = []
+            for value in hashes:
+                if self._copies[value]:
+                    self._copies[value] -= 1
+                else:
+                    gone.append(value)
+            self._copies = +self._copies
+            hashes = gone
+        self._held.difference_update(hashes)
+        return hashes
+
+    def _report(self, added: Sequence[int], removed: Sequence[int], now: float) -> None:
+        self._seq += 1
+        delta = Delta(self._seq, TIER_DEVICE, added, removed)
+        self._tell(ev.KeysReported(self.stream_id, self.name, delta), now)

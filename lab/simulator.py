@@ -8,15 +8,19 @@ What is left out: the time of tokenising, placing and reporting (all 0).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from lab.agenda import Agenda
-from lab.engine_model import EngineConfig, EngineModel, EngineRequest, Finished, FirstToken, Profile
+from lab.content import NamedPrompt
+from lab.engine_events import EngineConfig, EngineRequest, Finished, FirstToken
+from lab.engine_model import EngineModel
+from lab.profile import Profile
+from lab.prompts import Prompts
 from lab.records import RequestRecord
 from lab.simulated_instance import SimulatedInstance
 from lab.traces import TraceRequest, by_session
-from services.common.keys import KEY_SCHEME, KEY_TOKENS, digest_of, prompt_keys
+from services.common.keys import KEY_SCHEME, KEY_TOKENS, digest_of
 from services.router import events as ev
 from services.router.domain import InstanceInfo, KvTransfer, PlacementRequest, StepKind
 from services.router.policy.base import Policy
@@ -25,8 +29,6 @@ from services.router.state import RouterState, StateSettings
 from services.router.sync import TIER_DEVICE, SnapshotBegin, SnapshotEnd
 
 MODEL = "simulated"
-# The chain's root of services.common.keys, given as a salt: the engine's block hashes then are Pointsman's keys.
-ROOT_SALT = "\x1f".join((KEY_SCHEME, MODEL, "", ""))
 GATEWAY = "sim"
 # As the agent and the router do.
 LOAD_EVERY_S = 1.0
@@ -67,7 +69,7 @@ class _Running:
     request: TraceRequest
     record: RequestRecord
     rest: Sequence[TraceRequest]
-    tokens: list[int]
+    prompt: NamedPrompt
     placement: PlacementRequest
     refused: int = 0
     step: ev.Placed | None = None
@@ -81,8 +83,8 @@ class Simulator:
 
     def __init__(self, requests: Sequence[TraceRequest], asked: Simulation) -> None:
         """Raises SimulationError for settings that cannot be simulated, SettingError for an unknown policy or setting."""
-        if asked.engine.block_size != KEY_TOKENS or asked.engine.hash_seed:
-            raise SimulationError(f"only engines with block_size {KEY_TOKENS} and hash_seed 0 are simulated")
+        if asked.engine.block_size != KEY_TOKENS:
+            raise SimulationError(f"only engines with block_size {KEY_TOKENS} are simulated")
         self._asked = asked
         self._sessions = list(by_session(requests).values())
         self._origin_ms = min(request.timestamp_ms for request in requests)
@@ -90,6 +92,7 @@ class Simulator:
         self.router = RouterState(policy, asked.router, router_id="sim", seed=asked.seed)
         self.records: list[RequestRecord] = []
         self._agenda = Agenda()
+        self._prompts = Prompts()
         self._running: dict[str, _Running] = {}
         self._unfinished = len(requests)
         self._instances = {
@@ -146,17 +149,17 @@ class Simulator:
 
     def _arrive(self, request: TraceRequest, rest: Sequence[TraceRequest], now: float) -> None:
         name = f"{request.session}#{request.turn}"
-        tokens = tokens_of(request)
+        prompt = self._prompts.of(request)
         placement = PlacementRequest(
             request_id=name,
             model=MODEL,
-            input_tokens=len(tokens),
-            keys=prompt_keys(tokens, MODEL),
+            input_tokens=prompt.length,
+            keys=prompt.names,
             session_id=request.session,
             max_output_tokens=request.output_length,
         )
         record = RequestRecord(session=request.session, turn=request.turn, t_send=now)
-        self._running[name] = _Running(request, record, rest, tokens, placement)
+        self._running[name] = _Running(request, record, rest, prompt, placement)
         self._ask(name, now)
 
     def _ask(self, name: str, now: float) -> None:
@@ -205,8 +208,9 @@ class Simulator:
             running.record.route_class = decision.route_class
             running.record.reason = decision.ruling.reason
         if step.kind is StepKind.PREFILL:
-            tokens = running.tokens[: step.prefix_tokens or None]
-            self._submit(placed, EngineRequest(_engine_id(placed), tokens, 1, True, cache_salt=ROOT_SALT), now)
+            tokens = step.prefix_tokens or running.prompt.length
+            prefix = replace(running.prompt, length=tokens, names=running.prompt.names[: tokens // KEY_TOKENS])
+            self._submit(placed, EngineRequest(_engine_id(placed), prefix, 1), now)
         elif step.kv_source:
             self._agenda.at(now + self._transfer_s(running, step.instance_id), partial(self._serve, placed))
         else:
@@ -215,25 +219,16 @@ class Simulator:
     def _transfer_s(self, running: _Running, instance_id: str) -> float:
         """Seconds until the KV that a PREFILL left elsewhere is on this instance, which asks for what it lacks."""
         model = self._instances[instance_id].model
-        missing = max(running.prefilled - model.cached_tokens(running.placement.keys), 0)
+        missing = max(running.prefilled - model.cached_tokens(running.prompt.names), 0)
         return self._asked.profile.transfer_tail_s(missing, running.prefill_s if self._asked.layerwise else 0.0)
 
     def _serve(self, placed: ev.Placed, now: float) -> None:
         running = self._running[placed.request_id]
         running.record.instance = placed.step.instance_id
         remote = running.prefilled if placed.step.kv_source else 0
-        self._submit(
-            placed,
-            EngineRequest(
-                _engine_id(placed),
-                running.tokens,
-                running.request.output_length,
-                ignore_eos=True,
-                cache_salt=ROOT_SALT,
-                remote_tokens=remote,
-            ),
-            now,
-        )
+        output = running.request.output_length
+        request = EngineRequest(_engine_id(placed), running.prompt, output, remote_tokens=remote)
+        self._submit(placed, request, now)
 
     def _submit(self, placed: ev.Placed, request: EngineRequest, now: float) -> None:
         name = placed.request_id
@@ -254,7 +249,7 @@ class Simulator:
         assert placed.step_index == int(number), "an answer to a step that was not taken"
         if placed.step.kind is StepKind.PREFILL:
             if isinstance(event, FirstToken):
-                tokens = placed.step.prefix_tokens or len(running.tokens)
+                tokens = placed.step.prefix_tokens or running.prompt.length
                 running.prefilled = tokens
                 running.prefill_s = self._asked.profile.chunk_s(tokens - event.cached_tokens, event.cached_tokens)
             else:
@@ -273,17 +268,3 @@ class Simulator:
 
 def _engine_id(placed: ev.Placed) -> str:
     return f"{placed.request_id}/{placed.step_index}"
-
-
-def tokens_of(request: TraceRequest) -> list[int]:
-    """Token ids of a trace's request: equal block ids give equal tokens, and the rest is this request's own."""
-    tokens: list[int] = []
-    for block in request.hash_ids[: request.input_length // request.block_size]:
-        tokens += [block & 0x7FFFFFFF] * request.block_size
-    own = 0x80000000 | (hash_of(f"{request.session}#{request.turn}") & 0x7FFFFFFF)
-    return tokens + [own] * (request.input_length - len(tokens))
-
-
-def hash_of(name: str) -> int:
-    """A number for `name`, the same in every process."""
-    return prompt_keys(list(name.encode().ljust(-(-len(name.encode()) // KEY_TOKENS) * KEY_TOKENS)), MODEL)[-1]

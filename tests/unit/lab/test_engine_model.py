@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab.block_cache import AllCleared, BlocksRemoved, BlocksStored
-from lab.engine_model import (
+from lab.engine_events import (
     EngineConfig,
-    EngineModel,
     EngineRequest,
     Event,
     Finished,
     FirstToken,
     Preempted,
-    Profile,
     StepResult,
     TokenGenerated,
 )
+from lab.engine_model import EngineModel
+from lab.profile import Profile
 
 # Round numbers, so that durations can be computed in the head.
 PLAIN = Profile(step_s=1.0, prefill_token_s=0.1, prefill_pair_s=0.0, decode_sequence_s=0.01, decode_kv_token_s=0.001)

@@ -9,14 +9,17 @@ from typing import Any, ClassVar
 
 import pytest
 import typer
+from msgspec import structs
 
 from lab.analysis import summarise
 from lab.bundle import read_records
-from lab.engine_model import EngineConfig, Profile
+from lab.engine_events import EngineConfig
 from lab.generate import generate
+from lab.profile import Profile
+from lab.prompts import Prompts
 from lab.records import RequestRecord
 from lab.simulate import SimulateSettings, run
-from lab.simulator import Simulation, SimulationError, Simulator, tokens_of
+from lab.simulator import Simulation, SimulationError, Simulator
 from lab.traces import TraceRequest, save_trace, shared_prefix
 from services.router import events as ev
 from services.router.domain import FleetView, PlacementRequest, Ruling, Step, StepKind
@@ -101,10 +104,25 @@ def test_an_over_long_prompt_fails_alone() -> None:
     assert [(record.status, record.ok) for record in records] == [(400, False), (200, True)]
 
 
-def test_tokens_are_shared_where_ids_are() -> None:
-    one, two = tokens_of(ask("a", 1, 0, [1, 2], 150)), tokens_of(ask("b", 1, 0, [1, 3], 150))
-    assert (len(one), shared_prefix(one, two)) == (150, 64)
-    assert shared_prefix(one, tokens_of(ask("a", 2, 0, [1, 2], 150))) == 128
+@pytest.mark.parametrize("block_size", [64, 24, 8])
+def test_names_are_shared_where_ids_are(block_size: int) -> None:
+    def names(session: str, ids: list[int], length: int) -> tuple[int, ...]:
+        request = structs.replace(ask(session, 1, 0, ids, length), block_size=block_size)
+        made = prompts.of(request)
+        assert (made.length, len(made.names), len(set(made.names))) == (length, length // 16, length // 16)
+        return tuple(made.names)
+
+    prompts = Prompts()
+    ids = list(range(10, 10 + 192 // block_size))
+    one, other = names("a", ids, 197), names("b", [*ids[:-1], 99], 192)
+    assert shared_prefix(one, other) == (192 - block_size) // 16
+    assert shared_prefix(one, names("c", ids, 197)) == 12
+    # Beyond the trace's blocks a prompt is its own.
+    assert (
+        shared_prefix(names("d", ids, 192 + min(block_size - 1, 32)), names("e", ids, 192 + min(block_size - 1, 32)))
+        == 12
+    )
+    assert prompts.fresh() not in {*one, *other}
 
 
 def test_what_cannot_be_simulated_is_refused() -> None:

@@ -1,0 +1,106 @@
+"""Many decode steps at once must be what they are one by one."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lab.block_cache import BlocksRemoved, BlocksStored
+from lab.content import NamedPrompt
+from lab.engine_events import EngineConfig, EngineRequest, Finished, FirstToken, Leap
+from lab.engine_model import EngineModel
+from lab.profile import Profile
+
+PROFILE = Profile(step_s=1.0, prefill_token_s=0.1, prefill_pair_s=0.0, decode_sequence_s=0.01, decode_kv_token_s=0.001)
+
+
+def engine(blocks: int = 24, **changes: Any) -> EngineModel:
+    return EngineModel(EngineConfig(kv_blocks=blocks, max_model_len=256, max_num_batched_tokens=64, **changes), PROFILE)
+
+
+def ask(number: int, shared: int, length: int, output: int) -> EngineRequest:
+    names = [*range(1, shared + 1), *range(1_000 * number, 1_000 * number + 100)][: length // 16]
+    own = count(1_000 * number + 500)
+    return EngineRequest(f"r{number}", NamedPrompt(length, names, lambda: next(own)), output)
+
+
+def play(model: EngineModel, asked: list[tuple[float, EngineRequest]], *, leaps: bool) -> tuple[list[Any], int]:
+    """(event, time) of the answers, the events of the blocks, and how often the model ran."""
+    now, turns, waiting, answers = 0.0, 0, list(asked), []
+    stored: list[tuple[int, ...]] = []
+    while waiting or model.has_work:
+        if not model.has_work:
+            now = max(now, waiting[0][0])
+        while waiting and waiting[0][0] <= now:
+            model.submit(waiting.pop(0)[1], now)
+        leap = model.leap() if leaps else None
+        if leap is None:
+            result = model.step(now)
+            now, events = now + result.duration_s, result.events
+        else:
+            steps = leap.steps_by(waiting[0][0] - now) if waiting else leap.steps
+            now, events = now + leap.seconds(steps), model.land(steps)
+        model.finish_step()
+        model.cache.check()
+        turns += 1
+        answers += [(event, round(now, 6)) for event in events if isinstance(event, FirstToken | Finished)]
+        stored += [event.hashes for event in events if isinstance(event, BlocksStored | BlocksRemoved)]
+    return [answers, sorted(value for hashes in stored for value in hashes), model.counters], turns
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(
+            st.floats(0, 20).map(lambda value: round(value, 3)),
+            st.integers(0, 4),
+            st.integers(1, 120),
+            st.integers(1, 80),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    seqs=st.integers(1, 4),
+)
+def test_leaps_are_steps(requests: list[tuple[float, int, int, int]], seqs: int) -> None:
+    asked = sorted(((at, ask(number, *rest)) for number, (at, *rest) in enumerate(requests, 1)), key=lambda one: one[0])
+    again = [(at, ask(number, *rest)) for number, (at, *rest) in enumerate(requests, 1)]
+    again.sort(key=lambda one: one[0])
+    stepped, steps = play(engine(max_num_seqs=seqs), asked, leaps=False)
+    leapt, turns = play(engine(max_num_seqs=seqs), again, leaps=True)
+    assert leapt == stepped
+    assert turns <= steps
+
+
+def test_a_lone_answer_is_one_leap() -> None:
+    model = engine()
+    model.submit(ask(1, 0, 40, 100), 0.0)
+    assert model.leap() is None
+    model.step(0.0)
+    leap = model.leap()
+    # 99 tokens; the first reads 40 tokens of KV.
+    assert leap == Leap(99, evicts=False, first_s=pytest.approx(1.05), growth_s=0.001)
+    assert leap.seconds(3) == pytest.approx(1.05 + 1.051 + 1.052)
+    assert [leap.steps_by(at) for at in (0.0, 1.0, 1.06, 2.2, 1e9)] == [1, 1, 2, 3, 99]
+    assert model.kv_usage_after(99) == pytest.approx(9 / 24)
+    events = model.land(99)
+    model.finish_step()
+    assert [event for event in events if isinstance(event, Finished)] == [Finished("r1", "length")]
+    assert not model.has_work
+
+
+def test_what_cannot_be_leapt_over() -> None:
+    model = engine(blocks=16)
+    model.submit(ask(1, 0, 40, 200), 0.0)
+    model.step(0.0)
+    model.submit(ask(2, 0, 40, 2), 0.0)
+    assert model.leap() is None, "a request can be admitted"
+    model.step(0.0)
+    model.submit(ask(3, 0, 230, 2), 0.0)
+    leap = model.leap()
+    assert leap is not None, "one that does not fit is no hindrance"
+    assert leap.steps == 1, "the shorter answer ends"
