@@ -164,7 +164,12 @@ class RouterState:
                 return self._tick(now)
 
     def explain(self, request: PlacementRequest, now: float, policy: Policy | None = None) -> Decision | ev.Refused:
-        """What would be decided on `request` now, under `policy` (default: the one in force). Changes nothing."""
+        """What would be decided on `request` now, under `policy` (default: the one in force). Changes nothing.
+
+        Only the pool's owner can tell: the others know nothing of its open requests and sessions.
+        """
+        if (refused := self._not_owned(request)) is not None:
+            return refused
         verdict = self._decide(request, now, policy)
         if isinstance(verdict, Full):
             return self.holding.refusal(request, verdict.pool, "", "it would be held or refused")
@@ -273,14 +278,19 @@ class RouterState:
         return [*effects, self.plans.told(decision, 0, gateway_id)]
 
     def _not_now(self, request: PlacementRequest, now: float) -> ev.Refused | None:
+        if (refused := self._not_owned(request)) is not None:
+            return refused
+        pool = self.fleet.pool_of(request.model)
+        if self.cold(now, pool):
+            why = "this router has just started and does not know the fleet yet"
+            return not_now(request.request_id, pool, why)
+        return None
+
+    def _not_owned(self, request: PlacementRequest) -> ev.Refused | None:
         pool = self.fleet.pool_of(request.model)
         if pool and not self.owned.owns(pool):
-            why = f"this router does not own {pool!r}"
-        elif self.cold(now, pool):
-            why = "this router has just started and does not know the fleet yet"
-        else:
-            return None
-        return not_now(request.request_id, pool, why)
+            return not_now(request.request_id, pool, f"this router does not own {pool!r}")
+        return None
 
     def cold(self, now: float, pool: str = "") -> bool:
         """Whether placements of `pool` (empty: of the whole fleet) wait for the first reports after the start."""

@@ -14,7 +14,7 @@ import redis.asyncio
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from pointsman.router.v1 import placement_pb2
+from pointsman.router.v1 import fleet_pb2, placement_pb2
 from services.router import events as ev
 from services.router.domain import Decision
 from services.router.reservations import Reservation
@@ -97,6 +97,10 @@ async def test_a_replica_that_does_not_own_the_pool_names_the_one_that_does(tmp_
             assert details[0].Unpack(retry)
             assert details[1].Unpack(told)
             assert dict(told.metadata) == {"router_id": owner, "address": fleet.routers[owner].address}
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await client.fleet.Explain(fleet_pb2.ExplainRequest(request=wanted))
+            assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert f"its owner is {owner} at {fleet.routers[owner].address}" in (error.value.details() or "")
             finish = placement_pb2.FinishRequest(finished=placement_pb2.Finished(request_id="r"), model="m")
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await client.placement.Finish(finish)

@@ -109,7 +109,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         started = time.perf_counter()
         decision = self._router.state.explain(convert.placement_request(request.request), time.monotonic(), policy)
         if isinstance(decision, ev.Refused):
-            await abort(context, refusal_status(decision))
+            await abort(context, refusal_status(decision, self._router.owner_elsewhere(decision)))
         logged = LoggedDecision(decision, time.time(), time.perf_counter() - started, dry_run=True)
         return fleet_pb2.ExplainResponse(decision=self._decision(logged))
 

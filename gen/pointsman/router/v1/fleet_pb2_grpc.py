@@ -136,7 +136,8 @@ class FleetServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Explain decides on a hypothetical request and reserves nothing.
+        """Explain decides on a hypothetical request and reserves nothing. At a replica that does not own the pool: UNAVAILABLE with
+        an ErrorInfo NOT_OWNER, as PlacementService.Place.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -48,7 +48,9 @@ class FleetServiceStub:
     GetDecision: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.GetDecisionRequest, _fleet_pb2.GetDecisionResponse]
     """GetDecision tells one with all its candidates. NOT_FOUND when it left the log."""
     Explain: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ExplainRequest, _fleet_pb2.ExplainResponse]
-    """Explain decides on a hypothetical request and reserves nothing."""
+    """Explain decides on a hypothetical request and reserves nothing. At a replica that does not own the pool: UNAVAILABLE with
+    an ErrorInfo NOT_OWNER, as PlacementService.Place.
+    """
     WhatIf: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.WhatIfRequest, _fleet_pb2.WhatIfResponse]
     """WhatIf decides a recorded request again, on its recorded view, under another policy or settings."""
 
@@ -72,7 +74,9 @@ class FleetServiceAsyncStub(FleetServiceStub):
     GetDecision: _aio.UnaryUnaryMultiCallable[_fleet_pb2.GetDecisionRequest, _fleet_pb2.GetDecisionResponse]  # type: ignore[assignment]
     """GetDecision tells one with all its candidates. NOT_FOUND when it left the log."""
     Explain: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ExplainRequest, _fleet_pb2.ExplainResponse]  # type: ignore[assignment]
-    """Explain decides on a hypothetical request and reserves nothing."""
+    """Explain decides on a hypothetical request and reserves nothing. At a replica that does not own the pool: UNAVAILABLE with
+    an ErrorInfo NOT_OWNER, as PlacementService.Place.
+    """
     WhatIf: _aio.UnaryUnaryMultiCallable[_fleet_pb2.WhatIfRequest, _fleet_pb2.WhatIfResponse]  # type: ignore[assignment]
     """WhatIf decides a recorded request again, on its recorded view, under another policy or settings."""
 
@@ -141,7 +145,9 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _fleet_pb2.ExplainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.ExplainResponse, _abc.Awaitable[_fleet_pb2.ExplainResponse]]:
-        """Explain decides on a hypothetical request and reserves nothing."""
+        """Explain decides on a hypothetical request and reserves nothing. At a replica that does not own the pool: UNAVAILABLE with
+        an ErrorInfo NOT_OWNER, as PlacementService.Place.
+        """
 
     @_abc_1.abstractmethod
     def WhatIf(
