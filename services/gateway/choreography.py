@@ -99,9 +99,10 @@ class RouterLost:
 
 @dataclass(frozen=True)
 class PrefillEnded:
-    """A PREFILL step is over; `error` is empty when it is done."""
+    """A PREFILL step is over; `error` is empty when it is done. `instance_failed`: its instance is to blame."""
 
     error: str = ""
+    instance_failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,7 @@ class AwaitNext:
     attempt_id: str
     index: int
     error: str
+    instance_failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -298,7 +300,9 @@ class Choreography:
             case RouterLost():
                 return self._router_lost(event, now)
             case PrefillEnded():
-                return self._step_ended(event.error, now) if self.phase is Phase.PREFILLING else []
+                return (
+                    self._step_ended(event.error, now, event.instance_failed) if self.phase is Phase.PREFILLING else []
+                )
             case PullEnded():
                 return self._pulled(event.error, now) if self.phase is Phase.PULLING else []
             case AnswerBegan():
@@ -360,12 +364,12 @@ class Choreography:
         target = (self.step.kv_target if self._plain else None) or self.step.target
         return self._given(StepGiven(self.attempt_id, target, self.step.index + 1, degraded=True), now)
 
-    def _step_ended(self, error: str, now: float) -> list[Effect]:
+    def _step_ended(self, error: str, now: float, instance_failed: bool = False) -> list[Effect]:
         assert self.step is not None
         self.phase = Phase.ASKING_NEXT
         self._plain = self._plain or bool(error)
         self._deadline = now + self._limits.place_s
-        return [AwaitNext(self.attempt_id, self.step.index, error)]
+        return [AwaitNext(self.attempt_id, self.step.index, error, instance_failed)]
 
     def _pulled(self, error: str, now: float) -> list[Effect]:
         assert self.step is not None
@@ -383,7 +387,8 @@ class Choreography:
     def _late(self, now: float) -> list[Effect]:
         transferring = self.step is not None and self.step.kv_source is not None
         if self.phase in (Phase.PREFILLING, Phase.PULLING) or (self.phase is Phase.SERVING and transferring):
-            return [Abort(), *self._step_ended("deadline", now)]
+            # Who is to blame for a transfer that does not end, nobody can tell.
+            return [Abort(), *self._step_ended("deadline", now, self.phase is Phase.PREFILLING)]
         if self.phase is Phase.ASKING_NEXT:
             return self._fall_back(now)
         if self.phase is Phase.SERVING:

@@ -250,7 +250,9 @@ class Conductor:
 
     async def _await_next(self, effect: ch.AwaitNext) -> ch.Event:
         try:
-            step = await self._tools.router.next_step(effect.attempt_id, effect.index, effect.error)
+            step = await self._tools.router.next_step(
+                effect.attempt_id, effect.index, effect.error, effect.instance_failed
+            )
         except RouterAway:
             return ch.RouterLost(effect.attempt_id)
         return self._understood(effect.attempt_id, step)
@@ -305,9 +307,9 @@ class Conductor:
         try:
             await (self._offload.prefill(step) if step.kv_target is not None else self._slice(step))
         except TransferError as error:
-            return ch.PrefillEnded(str(error))
+            return ch.PrefillEnded(str(error), error.instance_failed)
         except UpstreamError as error:
-            return ch.PrefillEnded(error.text)
+            return ch.PrefillEnded(error.text, not 400 <= error.status < 500)
         finally:
             times.prefill_done = time.monotonic()
         return ch.PrefillEnded()

@@ -55,7 +55,11 @@ _MAYBE_IN_PROMPT = (
 
 
 class TransferError(Exception):
-    """A transfer that cannot go on, in words that name no address."""
+    """A transfer that cannot go on, in words that name no address. `instance_failed`: an instance that failed is why."""
+
+    def __init__(self, text: str, *, instance_failed: bool = False) -> None:
+        super().__init__(text)
+        self.instance_failed = instance_failed
 
 
 @dataclass(frozen=True)

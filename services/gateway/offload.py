@@ -96,7 +96,7 @@ class Offload:
         try:
             return await self._upstream.whole(target, path, body, self._headers)
         except UpstreamError as error:
-            raise kv.TransferError(error.text) from error
+            raise kv.TransferError(error.text, instance_failed=not 400 <= error.status < 500) from error
 
 
 def _key(target: Target) -> tuple[str, str, str]:

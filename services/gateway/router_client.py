@@ -129,7 +129,7 @@ class RouterClient:
         self._submit(one)
         return await self._answered(one)
 
-    async def next_step(self, request_id: str, index: int, error: str) -> Step:
+    async def next_step(self, request_id: str, index: int, error: str, instance_failed: bool) -> Step:
         """Report a PREFILL step's end (`error` empty: done) and wait for the step after it. Raises RouterAway: a router that
         comes back, or a new owner, knows the request as an open one, not its plan."""
         one = self._requests[request_id]
@@ -138,6 +138,7 @@ class RouterClient:
             raise RouterAway
         one.answer = asyncio.get_running_loop().create_future()
         done = placement_pb2.StepDone(request_id=request_id, step_index=index, ok=not error, error=error)
+        done.instance_failed = instance_failed
         one.session.send(placement_pb2.SessionRequest(step_done=done))
         return await self._answered(one)
 

@@ -42,7 +42,7 @@ class GatewaySettings(BaseSettings):
     place_timeout_s: float = Field(60.0, gt=0, description="until the router names the first step, a hold included")
     first_byte_timeout_s: float = Field(600.0, gt=0, description="until a stream's first byte")
     prefill_timeout_s: float = Field(
-        600.0, gt=0, description="until a PREFILL step's end; then the answer is colocated"
+        120.0, gt=0, description="until a PREFILL step's end; then the answer is colocated"
     )
     transfer_timeout_s: float = Field(
         30.0, gt=0, description="until KV has come from another instance; then the answer is colocated"

@@ -92,12 +92,14 @@ class PlaceRequested(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepDone(msgspec.Struct, frozen=True, gc=False):
-    """A PREFILL step ended, or a SERVE step did not get the KV it was to answer from. `error` says how it failed."""
+    """A PREFILL step ended, or a SERVE step did not get the KV it was to answer from. `error` says how it failed;
+    `instance_failed`: its instance is to blame."""
 
     request_id: str
     step_index: int
     ok: bool
     error: str = ""
+    instance_failed: bool = False
 
 
 class FirstToken(msgspec.Struct, frozen=True, gc=False):

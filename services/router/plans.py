@@ -102,7 +102,7 @@ class Plans:
         index, steps = event.step_index, decision.ruling.steps
         if steps[index].kind is StepKind.SERVE and not steps[index].kv_source:
             return []  # Nothing simpler is left; its gateway ends this attempt.
-        self._judge_circuit(reservation, "", now)
+        judged = self._judge_circuit(reservation, "FAILED" if event.instance_failed else "", now)
         note = f"{steps[index].kind.lower()}_failed: {event.error[:MAX_NOTE]}"
         plan = (*steps[: index + 1], Step(StepKind.SERVE, decision.instance_id, COLOCATED_AFTER_ALL))
         ruling = replace(decision.ruling, steps=plan)
@@ -111,7 +111,7 @@ class Plans:
         keys = self._truth.keys_of(event.request_id)
         effects = self.reserve(decision, index + 1, reservation.gateway_id, reservation.lease_until, keys, now)
         noted = ev.Noted(decision.decision_id, note)
-        return [noted, *effects, self.told(decision, index + 1, reservation.gateway_id)]
+        return [*judged, noted, *effects, self.told(decision, index + 1, reservation.gateway_id)]
 
     def finished(self, finished: ev.Finished, now: float) -> list[ev.Effect]:
         """A request ended; no effects where it was not open. Mutates."""

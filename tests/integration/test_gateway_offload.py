@@ -223,6 +223,8 @@ async def test_when_p_fails_d_answers_alone(up: Stack, body: dict[str, Any], fau
         setattr(p, name, value)
     assert await answered(up, body) == ("i1", "The points are set.")
     assert told(up) == [(0, error)]
+    to_blame = error in ("status 500", "deadline")
+    assert [done.instance_failed for done in up.router.step_dones] == [to_blame]
     assert (d.halves, len(d.requests)) == ([], 1)
     assert len(up.router.finished) == 1
     await until(lambda: p.open == 0)
@@ -242,6 +244,7 @@ async def test_when_the_kv_does_not_come_d_answers_alone(
     d.fetches = does
     assert await answered(up, body) == ("i1", "The points are set.")
     assert told(up) == [(0, ""), (1, error)]
+    assert not any(done.instance_failed for done in up.router.step_dones)
     assert (halves(up, 0), halves(up, 1), len(d.requests)) == (["send"], ["fetch"], 1)
     await until(lambda: d.open == 0)
 

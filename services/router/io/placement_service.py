@@ -101,7 +101,9 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
                 return
             case "step_done":
                 done = message.step_done
-                event: ev.Event = ev.StepDone(done.request_id, done.step_index, done.ok, done.error)
+                event: ev.Event = ev.StepDone(
+                    done.request_id, done.step_index, done.ok, done.error, done.instance_failed
+                )
             case "first_token":
                 event = ev.FirstToken(message.first_token.request_id)
             case "finished":

@@ -56,7 +56,7 @@ def test_a_late_prefill_is_aborted_and_the_router_asked_what_now() -> None:
     machine = begun()
     machine.handle(StepGiven("r", A, prefill_tokens=64), 0.0)
     assert machine.handle(ch.Tick(), 19.9) == []
-    assert machine.handle(ch.Tick(), 20.0) == [ch.Abort(), ch.AwaitNext("r", 0, "deadline")]
+    assert machine.handle(ch.Tick(), 20.0) == [ch.Abort(), ch.AwaitNext("r", 0, "deadline", True)]
 
 
 def test_without_a_next_step_the_prefilled_instance_serves() -> None:

@@ -104,6 +104,22 @@ def test_after_a_failed_transfer_the_target_serves_the_whole_request_and_nothing
     assert router.reservations.counters("b").num_requests == 0
 
 
+def test_an_instance_that_fails_its_prefills_is_left_alone() -> None:
+    router = fleet("adaptive_offload", "a", "b", heavy_new_tokens=1)
+    for n, (fails, opened) in enumerate([(False, 0), (True, 0), (True, 0), (True, 1)]):
+        answer = place(router, request(f"r{n}", prompt=PROMPT), 1.0)
+        assert isinstance(answer, ev.Placed)
+        assert (answer.step.kind, answer.step.instance_id) == (StepKind.PREFILL, "b")
+        next_step(router, router.handle(ev.StepDone(f"r{n}", 0, False, "x", instance_failed=fails), 1.0))
+        router.handle(ev.Finished(f"r{n}", "CANCELLED"), 1.0)
+        record = router.fleet.get("b")
+        assert record is not None
+        assert record.circuit.opened == opened
+    after = place(router, request("after", prompt=PROMPT), 1.0)
+    assert isinstance(after, ev.Placed)
+    assert (after.step.kind, after.step.instance_id) == (StepKind.SERVE, "a")
+
+
 def test_without_a_common_protocol_the_plan_is_one_serve() -> None:
     router = migrating()
     hello(router, "a", 1, kv_transfer=None)

@@ -674,6 +674,7 @@ class StepDone(_message.Message):
     STEP_INDEX_FIELD_NUMBER: _builtins.int
     OK_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    INSTANCE_FAILED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id of the request."""
     step_index: _builtins.int
@@ -682,6 +683,8 @@ class StepDone(_message.Message):
     """ok is false when it failed; error says how."""
     error: _builtins.str
     """error in a few words."""
+    instance_failed: _builtins.bool
+    """instance_failed: the step's instance is to blame (silence, 5xx, no connection), not the request or a transfer."""
     def __init__(
         self,
         *,
@@ -689,10 +692,11 @@ class StepDone(_message.Message):
         step_index: _builtins.int = ...,
         ok: _builtins.bool = ...,
         error: _builtins.str = ...,
+        instance_failed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "ok", b"ok", "request_id", b"request_id", "step_index", b"step_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "instance_failed", b"instance_failed", "ok", b"ok", "request_id", b"request_id", "step_index", b"step_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
