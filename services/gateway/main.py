@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import signal
 from collections.abc import AsyncIterator
@@ -65,6 +66,10 @@ async def _serve(settings: GatewaySettings, siblings: Siblings | None = None, re
             log.warning("everyone who reaches this address may call; give it API keys to change that")
         if ready is not None:
             ready.send(None)
+        # What is there now stays: no collection need look at it again, nor come for every few hundred objects of a request.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(10_000, 20, 20)
         await stop.wait()
         if parent is not None:
             asyncio.get_running_loop().remove_reader(parent.sentinel)

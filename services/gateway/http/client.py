@@ -61,7 +61,7 @@ class Answer:
         self._size = 0
         self._paused = False
         self._changed: asyncio.Future[None] | None = None
-        self._sink: Callable[[bytes], None] | None = None
+        self.sink: Callable[[bytes], None] | None = None  # of a body that is piped
 
     @property
     def media_type(self) -> str:
@@ -94,7 +94,7 @@ class Answer:
         if self._pieces:
             taken, self._pieces = b"".join(self._pieces), []
             sink(taken)
-        self._sink = sink
+        self.sink = sink
         self.resume()
         while not self.whole:
             if self._error is not None:
@@ -122,17 +122,14 @@ class Answer:
 
     def close(self) -> None:
         """Close its connection, unless it was read to the end: an instance stops its work only for that."""
-        self._sink = None
+        self.sink = None
         if self._connection is not None:
             self._connection.abort()
 
     # From the connection.
 
     def take(self, piece: bytes) -> None:
-        """More of the body."""
-        if self._sink is not None:
-            self._sink(piece)
-            return
+        """More of a body that is not piped."""
         self._pieces.append(piece)
         self._size += len(piece)
         if self._size > HIGH_WATER:
@@ -205,7 +202,7 @@ class _Connection(asyncio.Protocol):
             piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
             pieces.clear()
             if self._answer is not None:
-                self._answer.take(piece)
+                (self._answer.sink or self._answer.take)(piece)
         if self._complete:
             self._end(None)
 
