@@ -1,0 +1,295 @@
+"""Anthropic messages and Responses through the vendors' own clients: prompts, streams, tools, stored responses and errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from services.gateway.dialects import Kind, parse
+from services.gateway.dialects.messages import merged_system, system_only_first
+from services.gateway.tokens import ModelTokenizer
+from tests.engine.servers import ENGINE_PYTHON, SERVED_NAME, Engine
+from tests.engine.stack import ControlPlane
+from tests.engine.talk import fresh_words, user
+from tests.engine.web import ask
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+# Anthropic's client knows no temperature any more; the engine does.
+GREEDY: dict[str, Any] = {"extra_body": {"temperature": 0}}
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"side": {"enum": ["left"]}}, "required": ["side"]}
+TOOL = {"name": "turn", "description": "Set the points.", "input_schema": SCHEMA, "strict": True}
+FUNCTION = {"type": "function", "name": "turn", "description": "Set the points.", "parameters": SCHEMA, "strict": True}
+
+
+def text(said: str) -> dict[str, Any]:
+    return {"type": "text", "text": said}
+
+
+def assistant(content: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
+_USE = {"type": "tool_use", "id": "t1", "name": "turn", "input": {"side": "left", "n": 3}}
+_RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": [text("one"), text("two")]}
+MESSAGES: dict[str, dict[str, Any]] = {
+    "plain": {"messages": [user("hi there")]},
+    "system": {"system": "S", "messages": [user("hi"), assistant("yo"), user([text("a"), text("b")])]},  # type: ignore[arg-type]
+    "billing": {"system": [text("x-anthropic-billing-header: a"), text("Be"), text("brief")], "messages": [user("hi")]},
+    "late system": {"messages": [user("hi"), {"role": "system", "content": [text("late")]}, user("x")]},
+    "tools": {
+        "messages": [
+            user("r"),
+            assistant([{"type": "thinking", "thinking": "hm", "signature": "s"}, text("ok"), _USE]),
+            user([_RESULT, text("go")]),  # type: ignore[arg-type]
+        ],
+        "tools": [{**TOOL, "input_schema": {"properties": {}}}],
+    },
+    "no tools": {"messages": [user("hi")], "tools": [], "tool_choice": {"type": "none"}},
+    "not thinking": {"messages": [user("hi")], "thinking": {"type": "disabled"}},
+    "effort": {"messages": [user("hi")], "thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}},
+    "answer begun": {"messages": [user("hi"), assistant("Once")]},
+}
+_CALLS = [{"type": "function_call", "call_id": one, "name": "turn", "arguments": '{"a": 1}'} for one in ("c1", "c2")]
+_OUTPUTS = [{"type": "function_call_output", "call_id": one, "output": "done"} for one in ("c1", "c2")]
+RESPONSES: dict[str, dict[str, Any]] = {
+    "plain": {"input": "hi"},
+    "instructions": {"instructions": "Be", "input": [user("hi"), assistant("yo"), {"type": "message", **user("a")}]},
+    "developer": {"input": [{"role": "developer", "content": "dev"}, user("hi")]},
+    "tools": {
+        "input": [
+            user("r"),
+            {"type": "reasoning", "id": "r1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+            {"type": "message", **assistant([{"type": "output_text", "text": "ok"}])},
+            *_CALLS,
+            *_OUTPUTS,
+            assistant("x"),
+            assistant("y"),
+            {"role": "user", "content": [{"type": "input_text", "text": "z"}]},
+        ],
+        "tools": [FUNCTION, {"type": "web_search"}],
+    },
+    "effort": {"input": "hi", "reasoning": {"effort": "low"}, "tools": [FUNCTION], "tool_choice": "none"},
+    "answer begun": {
+        "input": [
+            user("hi"),
+            {
+                "type": "message",
+                "id": "msg_1",
+                "status": "incomplete",
+                **assistant([{"type": "output_text", "text": "Once", "annotations": []}]),
+            },
+        ]
+    },
+}
+
+
+@pytest.fixture
+def claude(plane: ControlPlane) -> Iterator[anthropic.Anthropic]:
+    """Anthropic's client, pointed at the gateway."""
+    with (
+        anthropic.DefaultHttpxClient(trust_env=False, timeout=60) as http,
+        anthropic.Anthropic(base_url=plane.gateway_url, api_key="none", max_retries=0, http_client=http) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [(kind, one) for kind, every in ((Kind.MESSAGES, MESSAGES), (Kind.RESPONSES, RESPONSES)) for one in every.values()],
+    ids=[f"{api} {name}" for api, every in (("messages", MESSAGES), ("responses", RESPONSES)) for name in every],
+)
+def test_the_engine_renders_the_very_tokens(
+    engines: list[Engine], model_folder: Path, kind: Kind, fields: dict[str, Any]
+) -> None:
+    body = {"model": SERVED_NAME, **({"max_tokens": 5} if kind is Kind.MESSAGES else {}), **fields}
+    call = parse(kind, json.dumps(body).encode())
+    assert not call.opaque
+    rendered = engines[0].ask(f"{kind.value}/render", body)
+    assert rendered.status == 200, rendered.text
+    assert ModelTokenizer.load(model_folder).prompt(call).ids.tolist() == rendered.json()["token_ids"]
+
+
+TEMPLATES = {
+    "anything": "{% for m in messages %}{{ m.content }}{% endfor %}",
+    "first only": "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('x') }}"
+    "{% endif %}{% endfor %}",
+    "alternating": "{% for m in messages %}{% if m.role == 'x' %}{{ raise_exception('x') }}{% endif %}{% endfor %}",
+    "the date": "{{ strftime_now('%d') }}",
+    "a generation block": "{% generation %}{% endgeneration %}",
+    "broken": "{% for",
+}
+_ASK_VLLM = """
+import json, sys
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages as serving
+asked = json.load(sys.stdin)
+request = AnthropicMessagesRequest(**asked["body"])
+chat = serving.to_chat_completion_request(request, merge_inline_system=True)
+found = {name: serving._detect_merge_inline_system(source) for name, source in asked["templates"].items()}
+print(json.dumps({"found": found, "messages": chat.model_dump()["messages"]}))
+"""
+
+
+def test_vllm_moves_late_system_messages_where_we_say_it_does() -> None:
+    late = {"role": "system", "content": [text("re"), text("mind")]}
+    body = {
+        "model": "m",
+        "max_tokens": 5,
+        "system": "S.",
+        "messages": [user("a"), late, assistant("b"), late, user("c")],
+    }
+    asked = json.dumps({"body": body, "templates": TEMPLATES})
+    answered = subprocess.run(
+        [ENGINE_PYTHON, "-c", _ASK_VLLM], input=asked, check=True, capture_output=True, text=True, timeout=200
+    )
+    theirs = json.loads(answered.stdout.splitlines()[-1])
+    assert {name: system_only_first(source) for name, source in TEMPLATES.items()} == theirs["found"]
+    call = parse(Kind.MESSAGES, json.dumps(body).encode())
+    assert call.chat is not None
+    assert merged_system(call.chat)["messages"] == theirs["messages"]
+
+
+def test_messages_are_the_engines_own_and_placed_by_exact_tokens(
+    claude: anthropic.Anthropic, plane: ControlPlane, engines: list[Engine]
+) -> None:
+    turns: list[Any] = [user(fresh_words(150))]
+    body: dict[str, Any] = {"model": SERVED_NAME, "max_tokens": 20}
+    raw = claude.messages.with_raw_response.create(**body, **GREEDY, messages=turns)
+    first = raw.parse()
+    own = engines[0].ask("/v1/messages", {**body, "temperature": 0, "messages": turns}).json()
+    assert [block.text for block in first.content] == [block["text"] for block in own["content"]]
+    assert claude.messages.count_tokens(model=SERVED_NAME, messages=turns).input_tokens == _prompt(first.usage)
+    plane.wait_settled()
+    turns += [assistant(first.content[0].text), user(fresh_words(20))]
+    with claude.messages.with_streaming_response.create(**body, **GREEDY, messages=turns, stream=True) as streamed:
+        decision_id = streamed.headers["X-Pointsman-Decision"]
+        assert streamed.headers["X-Pointsman-Instance"] == raw.headers["X-Pointsman-Instance"]
+        events = list(streamed.parse())
+    assert [events[0].type, events[-1].type] == ["message_start", "message_stop"]
+    usage = next(event.usage for event in events if event.type == "message_delta")
+    decision = plane.finished_decision(decision_id)
+    assert decision.input_tokens == decision.finished.prompt_tokens == _prompt(usage)
+    assert decision.key_count == decision.input_tokens // 16
+    assert decision.cached_tokens == decision.finished.cached_tokens == usage.cache_read_input_tokens >= 128
+    assert decision.finished.output_tokens == usage.output_tokens == 20
+
+
+def test_responses_are_stored_streamed_and_continued_where_they_are(client: openai.OpenAI, plane: ControlPlane) -> None:
+    asked: dict[str, Any] = {"model": SERVED_NAME, "max_output_tokens": 20, "temperature": 0}
+    raw = client.responses.with_raw_response.create(**asked, input=fresh_words(120))
+    first, here = raw.parse(), raw.headers["X-Pointsman-Instance"]
+    assert first.usage is not None
+    decision = plane.finished_decision(raw.headers["X-Pointsman-Decision"])
+    assert decision.input_tokens == decision.finished.prompt_tokens == first.usage.input_tokens
+    assert decision.key_count == decision.input_tokens // 16
+    # A gateway remembers nothing of responses: one that has just started finds them all the same.
+    plane.gateway.stop()
+    plane.start_gateway()
+    plane.wait_settled()
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    for _ in range(3):
+        raw = client.responses.with_raw_response.create(**asked, input="more", previous_response_id=first.id)
+        assert raw.headers["X-Pointsman-Instance"] == here
+        again = raw.parse()
+        assert again.previous_response_id == first.id
+        assert again.usage is not None
+        assert again.usage.input_tokens > first.usage.input_tokens
+    events = list(client.responses.create(**asked, input="on", previous_response_id=first.id, stream=True))
+    assert [events[0].type, events[-1].type] == ["response.created", "response.completed"]
+    assert events[-1].response.id.startswith(first.id[:25])
+    with pytest.raises(openai.BadRequestError):
+        client.responses.cancel(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id[:-1] + ("0" if first.id[-1] != "0" else "1"))
+    plane.wait_idle()
+
+
+def test_a_background_response_is_read_and_cancelled(client: openai.OpenAI, plane: ControlPlane) -> None:
+    made = client.responses.create(model=SERVED_NAME, input="go on", background=True, max_output_tokens=3_000)
+    assert made.status == "queued"
+    assert client.responses.cancel(made.id).status == "cancelled"
+    assert client.responses.retrieve(made.id).status == "cancelled"
+    plane.wait_idle()
+
+
+def test_tools_are_called_on_every_api(claude: anthropic.Anthropic, client: openai.OpenAI, plane: ControlPlane) -> None:
+    asked: dict[str, Any] = {"model": SERVED_NAME, **GREEDY}
+    messages: list[Any] = [user("left or right?")]
+    called = claude.messages.create(
+        **asked, max_tokens=200, messages=messages, tools=[TOOL], tool_choice={"type": "any"}
+    )
+    assert called.stop_reason == "tool_use"
+    (use,) = [block for block in called.content if block.type == "tool_use"]
+    assert (use.name, use.input) == ("turn", {"side": "left"})
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "done"}
+    messages += [assistant(called.to_dict()["content"]), user([result])]  # type: ignore[arg-type]
+    raw = claude.messages.with_raw_response.create(**asked, max_tokens=5, messages=messages, tools=[TOOL])
+    decision = plane.finished_decision(raw.headers["X-Pointsman-Decision"])
+    assert decision.key_count > 0
+    assert decision.input_tokens == decision.finished.prompt_tokens
+
+    with claude.messages.stream(
+        **asked, max_tokens=200, messages=messages[:1], tools=[TOOL], tool_choice={"type": "any"}
+    ) as stream:
+        final = stream.get_final_message()
+    assert [block.input for block in final.content if block.type == "tool_use"] == [{"side": "left"}]
+
+    items: list[Any] = [user("left or right?")]
+    made = client.responses.create(
+        **asked, max_output_tokens=200, input=items, tools=[FUNCTION], tool_choice="required"
+    )
+    (call,) = [item for item in made.output if item.type == "function_call"]
+    assert (call.name, json.loads(call.arguments)) == ("turn", {"side": "left"})
+    items += [item.to_dict() for item in made.output]
+    items += [{"type": "function_call_output", "call_id": call.call_id, "output": "done"}]
+    raw = client.responses.with_raw_response.create(**asked, max_output_tokens=5, input=items, tools=[FUNCTION])
+    decision = plane.finished_decision(raw.headers["X-Pointsman-Decision"])
+    assert decision.key_count > 0
+    assert decision.input_tokens == decision.finished.prompt_tokens
+
+
+def test_errors_reach_anthropics_client_as_its_own(claude: anthropic.Anthropic, engines: list[Engine]) -> None:
+    good: dict[str, Any] = {"model": SERVED_NAME, "max_tokens": 5, "messages": [user("hi")]}
+    refused: list[tuple[type[anthropic.APIStatusError], dict[str, Any]]] = [
+        (anthropic.NotFoundError, {"model": "gpt-9"}),
+        (anthropic.BadRequestError, {"max_tokens": 5_000}),
+        (anthropic.BadRequestError, {"messages": [user(fresh_words(4_200))]}),
+        # What only the engine finds wrong, in OpenAI's form and in Anthropic's.
+        (anthropic.BadRequestError, {"messages": [{"role": "robot", "content": "hi"}]}),
+        (anthropic.BadRequestError, {"tools": [{"name": "x"}]}),
+    ]
+    for error, change in refused:
+        with pytest.raises(error) as seen:
+            claude.messages.create(**{**good, **change})
+        body = seen.value.body
+        assert isinstance(body, dict)
+        assert body["type"] == "error"
+        assert set(body["error"]) == {"type", "message"}
+        assert not any(str(engine.port) in body["error"]["message"] for engine in engines)
+    assert claude.messages.create(**good).usage.output_tokens == 5
+
+
+def test_what_the_model_does_not_serve_is_said(client: openai.OpenAI, plane: ControlPlane) -> None:
+    with pytest.raises(openai.NotFoundError, match="does not serve this API"):
+        client.embeddings.create(model=SERVED_NAME, input="a")
+    assert ask(plane.gateway_url + "/rerank", {"model": SERVED_NAME, "query": "a", "documents": ["b"]}).status == 404
+    assert client.models.retrieve(SERVED_NAME).id == SERVED_NAME
+
+
+def test_tokens_go_to_text_and_back(plane: ControlPlane) -> None:
+    words = fresh_words(12)
+    tokens = ask(plane.gateway_url + "/tokenize", {"model": SERVED_NAME, "prompt": words}).json()["tokens"]
+    back = ask(plane.gateway_url + "/detokenize", {"model": SERVED_NAME, "tokens": tokens})
+    assert back.json() == {"prompt": words}
+
+
+def _prompt(usage: Any) -> int:
+    return usage.input_tokens + (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
