@@ -105,6 +105,7 @@ class Gateway:
             ),
             settings.answer_timeout_s,
             self._breakdown,
+            settings.tell_placement,
         )
         self._aside = Aside(self._upstream, self.pools, self.router, settings.first_byte_timeout_s)
         routes = [
@@ -299,6 +300,8 @@ class Gateway:
         if not kind.placed:
             return await self._aside.ask(call.model, kind.value, call.payload, kind.form)
         dry = request.headers.get("X-Pointsman-Dry-Run", "") == "1"
+        if dry and not self._settings.tell_placement:
+            raise DialectError(403, "Placements are not told here.", code="dry_run_disabled")
         job = await self._understand(request, call, state, lora, client.tenant, grant, received, dry=dry)
         if dry:
             return await self._explain(job)

@@ -64,6 +64,7 @@ class Tools:
     limits: ch.Limits
     answer_timeout_s: float
     breakdown: BreakdownLog
+    tell_placement: bool
     turn: int = 0  # round-robin among equals for placements of our own
 
 
@@ -469,7 +470,7 @@ class Conductor:
     def _decision_headers(self) -> dict[str, str]:
         headers = {"X-Request-ID": self._job.up_headers["X-Request-ID"]}
         step = self._machine.step
-        if step is not None:
+        if step is not None and self._tools.tell_placement:
             headers["X-Pointsman-Instance"] = step.target.instance_id
             if step.decision_id:
                 headers["X-Pointsman-Decision"] = step.decision_id

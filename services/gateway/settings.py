@@ -32,6 +32,10 @@ class GatewaySettings(BaseSettings):
         description="file with lines TENANT:KEY [requests_per_minute=N] [tokens_per_minute=N] [in_flight=N] "
         "[cache_salt=TEXT], read again when it changes; without keys every client may call",
     )
+    tell_placement: bool = Field(
+        True,
+        description="name decision and instance in answers' headers, and explain dry runs; instance ids are addresses",
+    )
     client_cache_salt: bool = Field(False, description="let clients set cache_salt")
     token_cache_mb: int = Field(128, ge=0, description="room for tokens and keys of texts seen before, in MiB")
     max_body_bytes: int = Field(32 << 20, gt=0, description="largest request body in bytes")

@@ -147,6 +147,20 @@ async def test_a_response_is_its_tenants_own(tmp_path: Path) -> None:
             await blue.responses.create(**RESPONSES, previous_response_id=made.id)
 
 
+async def test_placements_are_told_only_where_that_is_wanted(tmp_path: Path) -> None:
+    async with stack(tmp_path, tell_placement=False) as up:
+        async with gpt(up) as client:
+            raw = await client.chat.completions.with_raw_response.create(**CHAT)
+            assert not [name for name in raw.headers if name.lower().startswith("x-pointsman")]
+            up.engines[0].mode = "400"
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.chat.completions.create(**CHAT)
+        assert not [name for name in refused.value.response.headers if name.lower().startswith("x-pointsman")]
+        status, answer = await ask(up, Kind.CHAT.value, CHAT, **{"X-Pointsman-Dry-Run": "1"})
+        assert (status, answer["error"]["code"]) == (403, "dry_run_disabled")
+        assert up.router.explained == []
+
+
 async def test_a_body_over_the_limit_is_refused_in_the_apis_form(tmp_path: Path) -> None:
     async with stack(tmp_path, max_body_bytes=10_000) as up, claude(up) as client:
         with pytest.raises(anthropic.APIStatusError) as refused:
