@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,9 @@ def engines(model_folder: Path, engine_folder: Path) -> Iterator[list[Engine]]:
     # Tools in all their forms, and an adapter.
     more = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-lora", "--max-lora-rank", "8")
     more += ("--lora-modules", f"{ADAPTER}={model_folder / 'adapter'}")
+    # A random model ends a forced call only where no blanks are allowed; and what tells the tests a prompt's tokens.
+    more += ("--structured-outputs-config", json.dumps({"backend": "xgrammar", "disable_any_whitespace": True}))
+    more += ("--enable-scale-out",)
     specs = (
         EngineSpec("a", core=0, block_size=32, fixed_event_ports=False, extra_args=more),
         EngineSpec("b", core=1, block_size=64, kv_capacity_tokens=8_192, extra_args=more),

@@ -102,10 +102,6 @@ class Engine:
                 *(str(part) for flag in flags.items() for part in flag),
                 "--enforce-eager",
                 "--enable-prompt-tokens-details",
-                # What the newer APIs need to call tools (which a random model ends only where no blanks are allowed), and what
-                # tells the tests their prompts' tokens.
-                *("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-scale-out"),
-                *("--structured-outputs-config", json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})),
                 *spec.extra_args,
                 *(("--kv-transfer-config", json.dumps(KV_TRANSFER)) if spec.connector else ()),
             ],
