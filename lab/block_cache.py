@@ -219,10 +219,13 @@ class BlockCache:
             skipped = position - run.start
             length = min(len(run.hashes) - skipped, count - position)
             if run.hashes[skipped + length - 1] != hashes[position + length - 1]:
-                # Another sequence went on differently after its own copy of the last block that is common.
-                length = bisect_left(
-                    range(length), True, key=lambda at: run.hashes[skipped + at] != hashes[position + at]
-                )
+                # It goes on as another chain does.
+                pairs = zip(run.hashes[skipped:], hashes[position : position + length], strict=False)
+                length = next(at for at, (one, other) in enumerate(pairs) if one != other)
+            if self._copies and not self._copies.keys().isdisjoint(hashes[position : position + length]):
+                # Where there are several of a block, the run may go on with another one than the first.
+                meant = range(position + 1, position + length)
+                length = next((at for at in meant if self._run_of[hashes[at]] is not run), position + length) - position
             yield run, skipped, length
             position += length
 

@@ -44,6 +44,10 @@ class SimulateSettings(BaseSettings):
     queue_timeout_s: float = Field(30.0, gt=0, description="as the router's setting of that name")
     retries: int = Field(10, ge=0, description="times that a client refused for the moment asks again")
     layerwise: bool = Field(False, description="KV is pushed layer by layer while it is computed")
+    tokenise_us_per_token: float = Field(0.0, ge=0, description="time to tokenise a prompt, in us per token")
+    placement_ms: float = Field(0.0, ge=0, description="mean time of asking the router, both ways, in ms")
+    report_delay_s: float = Field(0.0, ge=0, description="agents' reports come so much later")
+    report_loss: float = Field(0.0, ge=0, lt=1, description="share of agents' reports that never come")
     seed: int = Field(0, ge=0, description="seed of policies that draw")
     out: Path = Field(Path("runs/simulate"), description="folder of the run's bundle")
 
@@ -89,6 +93,10 @@ def _simulation(settings: SimulateSettings) -> Simulation:
         seed=settings.seed,
         retries=settings.retries,
         layerwise=settings.layerwise,
+        tokenise_token_s=settings.tokenise_us_per_token / 1e6,
+        placement_s=settings.placement_ms / 1e3,
+        report_delay_s=settings.report_delay_s,
+        report_loss=settings.report_loss,
         router=router,
         engine=engine,
     )

@@ -11,12 +11,12 @@ from lab.agenda import Agenda
 from lab.block_cache import BlocksRemoved, BlocksStored
 from lab.engine_events import EngineRequest, Event, Finished, FirstToken, Leap
 from lab.engine_model import EngineModel
+from lab.link import Tell
+from services.common.keys import digest_of
 from services.router import events as ev
 from services.router.domain import Load
-from services.router.sync import TIER_DEVICE, Delta
+from services.router.sync import TIER_DEVICE, Bookmark, Delta, KeyMessage, SnapshotBegin, SnapshotChunk, SnapshotEnd
 
-# (event, now): the router hears of something.
-Tell = Callable[[ev.Event, float], None]
 # (event, now): a request has its first token, or its end.
 Hear = Callable[[FirstToken | Finished, float], None]
 
@@ -76,6 +76,17 @@ class SimulatedInstance:
             preemptions=model.counters.num_preemptions,
         )
         self._tell(ev.LoadReported(self.stream_id, self.name, load), now)
+
+    def report_all_keys(self, now: float) -> None:
+        """Tell all keys, as at the beginning and whenever the router asks for them anew."""
+        digest = digest_of(TIER_DEVICE, self._held)
+        self._send(SnapshotBegin(self._seq), now)
+        self._send(SnapshotChunk(TIER_DEVICE, list(self._held)), now)
+        self._send(SnapshotEnd(self._seq, len(self._held), digest), now)
+
+    def report_bookmark(self, now: float) -> None:
+        """Tell what the router must have by now, so that a lost report is noticed."""
+        self._send(Bookmark(self._seq, len(self._held), digest_of(TIER_DEVICE, self._held)), now)
 
     def _step(self, now: float) -> None:
         self._busy = True
@@ -150,5 +161,7 @@ class SimulatedInstance:
 
     def _report(self, added: Sequence[int], removed: Sequence[int], now: float) -> None:
         self._seq += 1
-        delta = Delta(self._seq, TIER_DEVICE, added, removed)
-        self._tell(ev.KeysReported(self.stream_id, self.name, delta), now)
+        self._send(Delta(self._seq, TIER_DEVICE, added, removed), now)
+
+    def _send(self, message: KeyMessage, now: float) -> None:
+        self._tell(ev.KeysReported(self.stream_id, self.name, message), now)

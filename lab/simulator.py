@@ -2,11 +2,12 @@
 
 The router that places live requests places these, unchanged: it is told of keys, loads, steps, first tokens and ends by the same
 events, and its answers are carried out as a gateway does, whenever they come. A client that is told to come again later does.
-What is left out: the time of tokenising, placing and reporting (all 0).
+Tokenising, asking the router and reporting take the time that is set for them; one router owns the pool.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,23 +16,24 @@ from lab.agenda import Agenda
 from lab.content import NamedPrompt
 from lab.engine_events import EngineConfig, EngineRequest, Finished, FirstToken
 from lab.engine_model import EngineModel
+from lab.link import Link
 from lab.profile import Profile
 from lab.prompts import Prompts
 from lab.records import RequestRecord
 from lab.simulated_instance import SimulatedInstance
 from lab.traces import TraceRequest, by_session
-from services.common.keys import KEY_SCHEME, KEY_TOKENS, digest_of
+from services.common.keys import KEY_SCHEME, KEY_TOKENS
 from services.router import events as ev
 from services.router.domain import InstanceInfo, KvTransfer, PlacementRequest, StepKind
 from services.router.policy.base import Policy
 from services.router.policy.registry import make_policy
 from services.router.state import RouterState, StateSettings
-from services.router.sync import TIER_DEVICE, SnapshotBegin, SnapshotEnd
 
 MODEL = "simulated"
 GATEWAY = "sim"
 # As the agent and the router do.
 LOAD_EVERY_S = 1.0
+BOOKMARK_EVERY_S = 5.0
 TICK_EVERY_S = 0.5
 # What clients see of a refusal; 503 for every other one.
 HTTP_STATUS = {"RESOURCE_EXHAUSTED": 429, "NOT_FOUND": 404}
@@ -47,6 +49,9 @@ class Simulation:
 
     `policy` is a name, with `policy_settings`, or a policy itself. `retries` is how often a client that was refused for the
     moment asks again, each time after the seconds that it was told. With `layerwise` KV is pushed while it is computed.
+    A prompt is tokenised at `tokenise_token_s` per token; the way to the router and the way back each take `placement_s` / 2
+    in the mean, drawn from an exponential distribution. Agents' reports come `report_delay_s` late, if they come: a share of
+    `report_loss` (0 to below 1) does not. All draws follow from `seed`.
     """
 
     instances: int = 8
@@ -57,6 +62,10 @@ class Simulation:
     seed: int = 0
     retries: int = 10
     layerwise: bool = False
+    tokenise_token_s: float = 0.0
+    placement_s: float = 0.0
+    report_delay_s: float = 0.0
+    report_loss: float = 0.0
     router: StateSettings = field(default_factory=StateSettings)
     engine: EngineConfig = field(default_factory=EngineConfig)
     profile: Profile = field(default_factory=Profile)
@@ -85,7 +94,12 @@ class Simulator:
         """Raises SimulationError for settings that cannot be simulated, SettingError for an unknown policy or setting."""
         if asked.engine.block_size != KEY_TOKENS:
             raise SimulationError(f"only engines with block_size {KEY_TOKENS} are simulated")
+        if not 0 <= asked.report_loss < 1:
+            raise SimulationError(f"report_loss {asked.report_loss} is not in 0 to below 1")
+        if min(asked.tokenise_token_s, asked.placement_s, asked.report_delay_s) < 0:
+            raise SimulationError("tokenise_token_s, placement_s and report_delay_s must not be negative")
         self._asked = asked
+        self._rng = random.Random(f"latency {asked.seed}")
         self._sessions = list(by_session(requests).values())
         self._origin_ms = min(request.timestamp_ms for request in requests)
         policy = make_policy(asked.policy, asked.policy_settings) if isinstance(asked.policy, str) else asked.policy
@@ -93,11 +107,13 @@ class Simulator:
         self.records: list[RequestRecord] = []
         self._agenda = Agenda()
         self._prompts = Prompts()
+        losses = random.Random(f"loss {asked.seed}")
+        self._link = Link(self._agenda, self._tell, asked.report_delay_s, asked.report_loss, losses)
         self._running: dict[str, _Running] = {}
         self._unfinished = len(requests)
         self._instances = {
             name: SimulatedInstance(
-                name, number, EngineModel(asked.engine, asked.profile), self._agenda, self._tell, self._hear
+                name, number, EngineModel(asked.engine, asked.profile), self._agenda, self._link.send, self._hear
             )
             for number, name in enumerate((f"i{number}" for number in range(asked.instances)), 1)
         }
@@ -109,6 +125,8 @@ class Simulator:
             self._join(instance)
         self._every(TICK_EVERY_S, partial(self._tell, ev.Tick()))
         self._every(LOAD_EVERY_S, self._report_loads)
+        if self._asked.report_loss:
+            self._every(BOOKMARK_EVERY_S, self._report_bookmarks)
         for turns in self._sessions:
             self._agenda.at(self._due(turns[0]), partial(self._arrive, turns[0], turns[1:]))
         while self._unfinished:
@@ -130,13 +148,16 @@ class Simulator:
             kv_transfer=KvTransfer("MOONCAKE", f"sim://{instance.name}"),
         )
         self._tell(ev.AgentHello(instance.stream_id, info, KEY_SCHEME, 1, 0), 0.0)
-        for message in (SnapshotBegin(0), SnapshotEnd(0, 0, digest_of(TIER_DEVICE, ()))):
-            self._tell(ev.KeysReported(instance.stream_id, instance.name, message), 0.0)
+        instance.report_all_keys(0.0)
         instance.report_load(0.0)
 
     def _report_loads(self, now: float) -> None:
         for instance in self._instances.values():
             instance.report_load(now)
+
+    def _report_bookmarks(self, now: float) -> None:
+        for instance in self._instances.values():
+            instance.report_bookmark(now)
 
     def _every(self, seconds: float, action: Callable[[float], None]) -> None:
         def again(now: float) -> None:
@@ -160,7 +181,11 @@ class Simulator:
         )
         record = RequestRecord(session=request.session, turn=request.turn, t_send=now)
         self._running[name] = _Running(request, record, rest, prompt, placement)
-        self._ask(name, now)
+        self._agenda.at(now + self._asked.tokenise_token_s * prompt.length + self._way_s(), partial(self._ask, name))
+
+    def _way_s(self) -> float:
+        """Seconds that a word to or from the router takes this time."""
+        return self._rng.expovariate(2 / self._asked.placement_s) if self._asked.placement_s else 0.0
 
     def _ask(self, name: str, now: float) -> None:
         self._tell(ev.PlaceRequested(self._running[name].placement, GATEWAY), now)
@@ -186,9 +211,11 @@ class Simulator:
         """Let the router hear of something, and do what it answers, to whichever request."""
         for effect in self.router.handle(event, now):
             if isinstance(effect, ev.Placed):
-                self._placed(effect, now)
+                self._agenda.at(now + self._way_s(), partial(self._placed, effect))
             elif isinstance(effect, ev.Refused):
-                self._refused(effect, now)
+                self._agenda.at(now + self._way_s(), partial(self._refused, effect))
+            elif isinstance(effect, ev.Resync):
+                self._instances[effect.instance_id].report_all_keys(now)
 
     def _refused(self, refused: ev.Refused, now: float) -> None:
         running = self._running[refused.request_id]

@@ -260,3 +260,39 @@ def test_a_refused_client_comes_back_when_it_was_told_to() -> None:
     given_up = {one.session: one for one in simulate(turns, instances=1, profile=PLAIN, router=full(), retries=1)}
     assert (given_up["b"].status, given_up["b"].e2e_s) == (429, pytest.approx(2.0))
     assert "at its limit" in given_up["b"].error
+
+
+def test_asking_and_tokenising_take_their_time() -> None:
+    [record] = simulate([ask("a", 1, 0.0, [1], 100)], instances=1, profile=PLAIN, tokenise_token_s=0.03)
+    assert record.ttft_s == pytest.approx(3.0 + 2.0)
+    turns = [ask(f"s{number}", 1, 50.0 * number, [], 100, output=1) for number in range(200)]
+    asked = {"instances": 1, "profile": PLAIN, "placement_s": 1.0}
+    records = simulate(turns, **asked)
+    waits = [(record.ttft_s or 0.0) - 2.0 for record in records]
+    assert 0.8 < sum(waits) / len(waits) < 1.2
+    assert simulate(turns, **asked) == records
+    assert simulate(turns, **asked, seed=1) != records
+
+
+def test_late_reports_leave_the_router_with_what_it_knows_itself() -> None:
+    requests = generate(20, 30.0, seed=5)
+    prompt, late = simulate(requests, instances=4), simulate(requests, instances=4, report_delay_s=3.0)
+    assert prompt != late
+    assert sum(record.cached_tokens or 0 for record in late) > 0.8 * sum(record.cached_tokens or 0 for record in prompt)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 1.0])
+def test_lost_reports_are_made_good_by_snapshots(delay_s: float) -> None:
+    requests = generate(30, 60.0, seed=5)
+    simulator = Simulator(requests, Simulation(instances=2, report_loss=0.3, report_delay_s=delay_s))
+    records = simulator.run()
+    simulator.router.check_invariants()
+    assert all(record.ok for record in records)
+    assert sum(one.sync.resyncs for one in simulator.router.fleet.records()) > 0
+    assert sum(record.cached_tokens or 0 for record in records) > 0
+
+
+@pytest.mark.parametrize("wrong", [{"report_loss": 1.0}, {"report_delay_s": -1.0}])
+def test_impossible_links_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SimulationError, match=next(iter(wrong))):
+        Simulator([ask("a", 1, 0.0, [], 10)], Simulation(**wrong))
