@@ -1,8 +1,16 @@
-"""What an engine's steps and its KV transfers cost. Pure."""
+"""What an engine's steps and its KV transfers cost."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import msgspec
+
+
+class ProfileError(ValueError):
+    """A profile that cannot be used; the message names file and field."""
 
 
 @dataclass(frozen=True)
@@ -43,3 +51,18 @@ class Profile:
         if not overlapped_s:
             return whole
         return min(whole, max(self.layerwise_tail_s, whole - overlapped_s))
+
+
+def load_profile(path: Path) -> Profile:
+    """Read a profile: a JSON object of Profile's fields, in s; missing ones keep their defaults. Raises ProfileError."""
+    try:
+        values = msgspec.json.decode(path.read_bytes(), type=dict[str, float])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ProfileError(f"{path}: {error}") from error
+    known = {one.name for one in fields(Profile)}
+    for name, value in values.items():
+        if name not in known:
+            raise ProfileError(f"{path}: {name}: there is no such field")
+        if value < 0 or not math.isfinite(value):
+            raise ProfileError(f"{path}: {name}: {value:g} is no time")
+    return Profile(**values)

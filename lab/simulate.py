@@ -14,6 +14,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from lab.analysis import make_console, print_summary, summarise
 from lab.bundle import write_bundle
 from lab.engine_events import EngineConfig
+from lab.profile import Profile, load_profile
 from lab.simulator import Simulation, SimulationError, Simulator
 from lab.traces import TINY_TRACE, load_trace
 from services.router.queue import QueueSettings
@@ -32,6 +33,7 @@ class SimulateSettings(BaseSettings):
     policy_settings: str = Field("{}", description="JSON object of the policy's settings that differ from its defaults")
     timing: Literal["trace", "think"] = Field("trace", description="as in replay")
     time_scale: float = Field(1.0, gt=0, description="factor on the trace's times")
+    profile: Path | None = Field(None, description="JSON file of what an engine's steps cost; without, the reference's")
     kv_blocks: int = Field(20_000, ge=1, description="KV blocks of 16 tokens for each instance")
     max_model_len: int = Field(200_000, ge=2, description="prompt and answer together, in tokens")
     max_num_batched_tokens: int = Field(8_192, ge=1, description="tokens per engine step")
@@ -99,4 +101,5 @@ def _simulation(settings: SimulateSettings) -> Simulation:
         report_loss=settings.report_loss,
         router=router,
         engine=engine,
+        profile=load_profile(settings.profile) if settings.profile else Profile(),
     )

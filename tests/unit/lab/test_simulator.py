@@ -15,7 +15,7 @@ from lab.analysis import summarise
 from lab.bundle import read_records
 from lab.engine_events import EngineConfig
 from lab.generate import generate
-from lab.profile import Profile
+from lab.profile import Profile, ProfileError, load_profile
 from lab.prompts import Prompts
 from lab.records import RequestRecord
 from lab.simulate import SimulateSettings, run
@@ -296,3 +296,15 @@ def test_lost_reports_are_made_good_by_snapshots(delay_s: float) -> None:
 def test_impossible_links_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(SimulationError, match=next(iter(wrong))):
         Simulator([ask("a", 1, 0.0, [], 10)], Simulation(**wrong))
+
+
+def test_a_profile_file_sets_what_steps_cost(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    path.write_text('{"step_s": 1, "prefill_token_s": 0.5}')
+    assert load_profile(path) == Profile(step_s=1.0, prefill_token_s=0.5)
+    for text, wrong in (("{", "p.json"), ('{"steps": 1}', "steps"), ('{"step_s": -1}', "step_s"), ("[]", "p.json")):
+        path.write_text(text)
+        with pytest.raises(ProfileError, match=wrong):
+            load_profile(path)
+    with pytest.raises(ProfileError, match="none"):
+        load_profile(tmp_path / "none.json")
