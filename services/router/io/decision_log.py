@@ -109,10 +109,15 @@ def read_log(file: Path) -> Iterator[tuple[int, Line]]:
 
 class DecisionLog:
     """Bounded memory, append-only file, live watchers. The file gets a line when a decision is made, when
-    something becomes of it, and when it ends."""
+    something becomes of it, and when it ends.
 
-    def __init__(self, size: int, file: Path | None = None) -> None:
+    Memory holds `size` decisions, and fewer of a large fleet: their views hold `max_candidates` together, about 280 bytes each.
+    """
+
+    def __init__(self, size: int, file: Path | None = None, max_candidates: int = 500_000) -> None:
         self._size = size
+        self._max_candidates = max_candidates
+        self._candidates = 0
         self._by_id: OrderedDict[str, LoggedDecision] = OrderedDict()
         self._by_request: dict[str, str] = {}
         self._watchers: set[asyncio.Queue[LoggedDecision]] = set()
@@ -129,13 +134,20 @@ class DecisionLog:
         logged = LoggedDecision(decision, unix_s, decide_s)
         self._by_id[decision.decision_id] = logged
         self._by_request[decision.request.request_id] = decision.decision_id
-        if len(self._by_id) > self._size:
-            _, oldest = self._by_id.popitem(last=False)
-            self._by_request.pop(oldest.decision.request.request_id, None)
+        self._candidates += len(decision.view.candidates)
+        while len(self._by_id) > self._size or (self._candidates > self._max_candidates and len(self._by_id) > 1):
+            self._forget_oldest()
         if self._file is not None:
             self._write(DecidedLine(unix_s, decide_s, decision, inputs_digest(decision)))
         self._publish(logged)
         return logged
+
+    def _forget_oldest(self) -> None:
+        decision_id, oldest = self._by_id.popitem(last=False)
+        self._candidates -= len(oldest.decision.view.candidates)
+        request_id = oldest.decision.request.request_id
+        if self._by_request.get(request_id) == decision_id:
+            del self._by_request[request_id]
 
     def noted(self, decision_id: str, note: str, unix_s: float) -> None:
         """Add a note to a decision; of decisions that left the log only the file hears."""

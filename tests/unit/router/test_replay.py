@@ -172,3 +172,32 @@ def test_decisions_are_filtered_by_time() -> None:
         log.decided(answer.decision, 100.0 * number, 0.0)
     wanted = DecisionFilter(since_unix_s=50.0, until_unix_s=150.0)
     assert [one.decision.request.request_id for one in log.newest(wanted.matches)] == ["r1"]
+
+
+def test_the_memory_of_a_large_fleets_decisions_is_bounded_by_their_candidates() -> None:
+    log = DecisionLog(10, max_candidates=12)
+    router = state()
+    for number, name in enumerate("abcd"):
+        join(router, name, number + 1)
+    for number in range(5):
+        answer = place(router, request(f"r{number}", tokens=1))
+        assert isinstance(answer, ev.Placed)
+        log.decided(answer.decision, 0.0, 0.0)
+    assert [one.decision.request.request_id for one in log.newest(lambda _: True)] == ["r4", "r3", "r2"]
+    assert log.get("r1") is None
+
+
+def test_a_request_that_was_decided_again_is_found_after_its_first_decision_left() -> None:
+    log = DecisionLog(2)
+    router = state()
+    join(router, "a", 1)
+    decisions = []
+    for name in ("same", "other"):
+        answer = place(router, request(name, tokens=1))
+        assert isinstance(answer, ev.Placed)
+        decisions.append(answer.decision)
+    for number, decision in enumerate([decisions[0], decisions[1], decisions[0]]):
+        log.decided(msgspec.structs.replace(decision, decision_id=f"d{number}"), 0.0, 0.0)
+    found = log.get("same")
+    assert found is not None
+    assert found.decision.decision_id == "d2"
