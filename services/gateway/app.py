@@ -125,6 +125,11 @@ class Gateway:
         """Whether clients must show a key."""
         return self._keys.needed
 
+    @property
+    def usable(self) -> bool:
+        """Whether some model has instances, and its tokenizer has been looked at."""
+        return any(state.pool.instances and state.exactness is not Exactness.CHECKING for state in self.pools.states())
+
     async def start(self) -> None:
         """Open the pool of connections and begin to dial routers."""
         if self._siblings is not None:
@@ -221,7 +226,6 @@ class Gateway:
 
     async def _health(self, request: Request) -> Response:
         states = self.pools.states()
-        usable = [state for state in states if state.pool.instances and state.exactness is not Exactness.CHECKING]
         missing = [f"{state.pool.model}: {state.reason}" for state in states if state.exactness is not Exactness.EXACT]
         missing += [f"{state.pool.model}: no instance" for state in states if not state.pool.instances]
         if not self.router.connected:
@@ -229,7 +233,7 @@ class Gateway:
         if not states:
             missing.append("no model")
         body = {
-            "status": ("degraded" if missing else "ok") if usable else "unavailable",
+            "status": ("degraded" if missing else "ok") if self.usable else "unavailable",
             "router_connected": self.router.connected,
             "models": {
                 state.pool.model: {
@@ -242,7 +246,7 @@ class Gateway:
             },
             "missing": missing,
         }
-        return _json(body, 200 if usable else 503)
+        return _json(body, 200 if self.usable else 503)
 
     async def _models(self, request: Request) -> Response:
         cards = [_card(name, pool) for name, pool in self.pools.names(self._aliases)]

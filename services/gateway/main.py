@@ -7,7 +7,7 @@ import gc
 import multiprocessing
 import signal
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from multiprocessing.connection import Connection
 
 import structlog
@@ -22,6 +22,8 @@ from services.gateway.settings import GatewaySettings
 from services.gateway.siblings import Siblings
 
 log = structlog.get_logger()
+
+JOIN_S = 5.0
 
 
 @asynccontextmanager
@@ -39,6 +41,13 @@ async def serving(settings: GatewaySettings, siblings: Siblings | None = None) -
     )
     server = Server(gateway, limits)
     try:
+        if siblings is not None:
+            # Clients cannot choose among processes of one address: one that knows no fleet yet would refuse what its siblings
+            # place. Where nobody learns of a fleet they all answer, and say so.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(JOIN_S):
+                    while not gateway.usable:  # noqa: ASYNC110
+                        await asyncio.sleep(0.05)
         host, _, port = settings.listen.rpartition(":")
         address, bound = await server.start(host.strip("[]"), int(port), reuse_port=siblings is not None)
         shown = f"[{address}]" if ":" in address else address
