@@ -17,13 +17,14 @@ from bench.figures import Figure
 from bench.gateway import chunks, leaks, memory, requests
 from bench.place import place
 from bench.simulate import simulate
-from bench.takeover import takeover
+from bench.takeover import storms, takeover
 from bench.turns import turns
 from services.common.logs import configure_logs
 
 RESULTS = Path(__file__).parent / "results.jsonl"
 BENCHMARKS: dict[str, Callable[[], object]] = {
-    one.__name__: one for one in (decide, index, place, takeover, chunks, requests, turns, memory, leaks, simulate)
+    one.__name__: one
+    for one in (decide, index, place, storms, takeover, chunks, requests, turns, memory, leaks, simulate)
 }
 
 

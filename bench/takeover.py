@@ -1,16 +1,19 @@
-"""How long requests wait when the owner of their pool dies: real routers, a real Redis, `kill -9`."""
+"""What several replicas owe a fleet, by real routers, a real Redis and `kill -9`: no instance booked twice, no long wait."""
 
 from __future__ import annotations
 
+import asyncio
+import random
 import tempfile
 import time
 from pathlib import Path
 
 from bench.figures import Figure, percentile
-from tests.integration.replica_fixtures import replicas
+from tests.integration.replica_fixtures import double_bookings, replicas
 
 GOAL_S = 2.0
 ROUNDS = 20
+STORMS, KILLED_EACH = 100, 10
 
 
 async def takeover() -> list[Figure]:
@@ -32,3 +35,23 @@ async def takeover() -> list[Figure]:
         Figure(f"takeover_{name}_s", percentile(waits, share), "s", GOAL_S, note)
         for name, share in (("p50", 0.5), ("p99", 0.99))
     ]
+
+
+async def storms() -> list[Figure]:
+    """Big prompts that share an instance though there was an idle one for each, over STORMS storms through two replicas."""
+    rng, doubles = random.Random(7), 0
+    with tempfile.TemporaryDirectory() as folder:
+        async with replicas(Path(folder)) as fleet:
+            for number in range(STORMS):
+                owner = fleet.routers[await fleet.owner()]
+                storm = asyncio.create_task(fleet.storm())
+                if number % KILLED_EACH == 0:
+                    await asyncio.sleep(rng.uniform(0.0, 0.01))
+                    owner.process.kill()
+                doubles += double_bookings(await storm)
+                await fleet.idle()
+                if number % KILLED_EACH == 0:
+                    owner.process.start()
+                    await fleet.ready()
+    note = f"{STORMS} storms of simultaneous 100k-token prompts on idle instances, the owner killed in {STORMS // KILLED_EACH}"
+    return [Figure("double_bookings", doubles, "", 0, note)]
