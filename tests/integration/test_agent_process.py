@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,15 +17,9 @@ from services.agent.events import EventFeed, EventSource
 from services.agent.kv_events import END_OF_REPLAY
 from services.agent.shadow import Shadow, Tier
 from services.common.keys import prompt_keys
+from tests.engine.processes import free_port
 from tests.integration.agent_fakes import FakeEngine, FakeRouter, until
 from tests.unit.agent.test_agent_shadow import store, tokens_of
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture
