@@ -13,8 +13,8 @@ import grpc.aio
 from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
 from services.common.channel import END_OF_STREAM
 from services.router import events as ev
-from services.router.io import convert
 from services.router.io.runtime import AgentStream, Router
+from services.router.io.wire import agents
 
 Context: TypeAlias = "grpc.aio.ServicerContext[agent_pb2.ReportRequest, agent_pb2.ReportResponse]"
 
@@ -63,7 +63,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 self._router.submit(
                     ev.AgentHello(
                         stream_id,
-                        convert.instance_info(message.hello.instance),
+                        agents.instance_info(message.hello.instance),
                         message.hello.key_scheme,
                         message.hello.oldest_seq,
                         message.hello.latest_seq,
@@ -73,11 +73,11 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 raise _ProtocolError("the first message must be a hello")
             elif kind == "load":
                 self._router.submit(
-                    ev.LoadReported(stream_id, instance_id, convert.load(message.load, time.monotonic()))
+                    ev.LoadReported(stream_id, instance_id, agents.load(message.load, time.monotonic()))
                 )
             elif kind == "goodbye":
                 self._router.submit(ev.AgentGoodbye(stream_id, instance_id))
-            elif (about_keys := convert.key_message(message)) is not None:
+            elif (about_keys := agents.key_message(message)) is not None:
                 self._router.submit(ev.KeysReported(stream_id, instance_id, about_keys))
 
     async def _write(self, stream: AgentStream, context: Context) -> ev.RefuseReport | None:

@@ -10,7 +10,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from services.router import events as ev
-from services.router.io.convert import duration
+from services.router.io.wire.times import duration
 from services.router.ownership import Owner
 from services.router.policy.base import SettingError
 

@@ -16,10 +16,10 @@ from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 from services.router import events as ev
 from services.router.fleet import InstanceRecord
 from services.router.hindsight import Revision
-from services.router.io import convert
 from services.router.io.decision_log import DecisionFilter, LoggedDecision
 from services.router.io.errors import abort, refusal_status, setting_status
 from services.router.io.runtime import Router
+from services.router.io.wire import gateways, operators
 from services.router.policy.base import Policy, SettingError
 from services.router.policy.registry import make_policy
 
@@ -44,7 +44,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
                 for record in self._router.state.fleet.records()
                 if not request.model or record.info.model == pool
             ],
-            policy=convert.policy_to_wire(self._router.state.policy.ref()),
+            policy=operators.policy_to_wire(self._router.state.policy.ref()),
             router_id=self._router.settings.router_id,
             held_requests=len(self._router.state.holding.queue),
         )
@@ -68,7 +68,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     ) -> fleet_pb2.SetPolicyResponse:
         """Change the policy; everything else stays."""
         self._router.state.policy = await self._policy(request.policy, context)
-        return fleet_pb2.SetPolicyResponse(policy=convert.policy_to_wire(self._router.state.policy.ref()))
+        return fleet_pb2.SetPolicyResponse(policy=operators.policy_to_wire(self._router.state.policy.ref()))
 
     async def ListDecisions(  # noqa: N802
         self, request: fleet_pb2.ListDecisionsRequest, context: Any
@@ -107,7 +107,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         """A dry run: decides, and reserves nothing."""
         policy = await self._policy(request.policy, context) if request.HasField("policy") else None
         started = time.perf_counter()
-        decision = self._router.state.explain(convert.placement_request(request.request), time.monotonic(), policy)
+        decision = self._router.state.explain(gateways.placement_request(request.request), time.monotonic(), policy)
         if isinstance(decision, ev.Refused):
             await abort(context, refusal_status(decision, self._router.owner_elsewhere(decision)))
         logged = LoggedDecision(decision, time.time(), time.perf_counter() - started, dry_run=True)
@@ -126,13 +126,13 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
             newest = self._router.decisions.newest(lambda _: True)
             recorded = list(itertools.islice(newest, request.last or 1))
         made_again = [Revision(one.decision, self._router.state.what_if(one.decision, policy)) for one in recorded]
-        return convert.what_if_to_wire(made_again)
+        return operators.what_if_to_wire(made_again)
 
     def _status(self, record: InstanceRecord) -> fleet_pb2.InstanceStatus:
-        return convert.instance_status(self._router.state, record, time.monotonic())
+        return operators.instance_status(self._router.state, record, time.monotonic())
 
     def _decision(self, logged: LoggedDecision, *, candidates: bool = True) -> fleet_pb2.Decision:
-        return convert.decision_to_wire(self._router.state, logged, candidates=candidates)
+        return operators.decision_to_wire(self._router.state, logged, candidates=candidates)
 
     async def _instance(self, instance_id: str, context: Any) -> InstanceRecord:
         record = self._router.state.fleet.get(instance_id)
@@ -148,7 +148,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
 
     async def _policy(self, wire: fleet_pb2.Policy, context: Any) -> Policy:
         try:
-            return make_policy(wire.name, convert.policy_settings(wire.settings))
+            return make_policy(wire.name, operators.policy_settings(wire.settings))
         except SettingError as error:
             await abort(context, setting_status(error))
 

@@ -15,9 +15,10 @@ from services.common.channel import END_OF_STREAM
 from services.common.keys import KEY_SCHEME
 from services.router import events as ev
 from services.router.holding import not_now
-from services.router.io import convert
 from services.router.io.errors import abort, refusal_status
 from services.router.io.runtime import GatewayStream, Router
+from services.router.io.wire import gateways
+from services.router.io.wire.times import duration
 
 SessionContext: TypeAlias = "grpc.aio.ServicerContext[placement_pb2.SessionRequest, placement_pb2.SessionResponse]"
 PlaceContext: TypeAlias = "grpc.aio.ServicerContext[placement_pb2.PlaceRequest, placement_pb2.PlaceResponse]"
@@ -44,7 +45,7 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
         )
         await context.write(placement_pb2.SessionResponse(welcome=welcome))
         stream.send(fleet=self._router.fleet())
-        self._router.opened(convert.gateway_hello(hello), stream)
+        self._router.opened(gateways.gateway_hello(hello), stream)
         reader = asyncio.ensure_future(self._read(hello.gateway_id, context))
         writer = asyncio.ensure_future(self._write(stream, context))
         try:
@@ -64,12 +65,12 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
         """One placement under a lease; a request that is held is answered within the call's deadline."""
         if not request.request.request_id:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "request.request_id must not be empty")
-        answer = await self._router.placed(convert.placement_request(request.request), context.time_remaining())
+        answer = await self._router.placed(gateways.placement_request(request.request), context.time_remaining())
         if isinstance(answer, ev.Refused):
             await abort(context, refusal_status(answer, self._router.owner_elsewhere(answer)))
         return placement_pb2.PlaceResponse(
-            placement=convert.placement_to_wire(self._router.state, answer),
-            lease=convert.duration(self._router.settings.place_lease_s),
+            placement=gateways.placement_to_wire(self._router.state, answer),
+            lease=duration(self._router.settings.place_lease_s),
         )
 
     async def Finish(  # noqa: N802
@@ -86,7 +87,7 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
                     request_id, elsewhere, "the request is not known here; another router may have placed it"
                 )
                 await abort(context, refusal_status(refused, self._router.owner_elsewhere(refused)))
-        self._router.submit(convert.finished(request.finished))
+        self._router.submit(gateways.finished(request.finished))
         return placement_pb2.FinishResponse()
 
     async def _read(self, gateway_id: str, context: SessionContext) -> None:
@@ -97,7 +98,7 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
     def _take(self, gateway_id: str, message: placement_pb2.SessionRequest) -> None:
         match message.WhichOneof("kind"):
             case "place":
-                self._router.place(ev.PlaceRequested(convert.placement_request(message.place), gateway_id))
+                self._router.place(ev.PlaceRequested(gateways.placement_request(message.place), gateway_id))
                 return
             case "step_done":
                 done = message.step_done
@@ -107,9 +108,9 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
             case "first_token":
                 event = ev.FirstToken(message.first_token.request_id)
             case "finished":
-                event = convert.finished(message.finished)
+                event = gateways.finished(message.finished)
             case "hello":
-                event = replace(convert.gateway_hello(message.hello), gateway_id=gateway_id)
+                event = replace(gateways.gateway_hello(message.hello), gateway_id=gateway_id)
             case _:
                 return
         self._router.submit(event)

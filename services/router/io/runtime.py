@@ -16,12 +16,12 @@ from services.router import events as ev
 from services.router.circuit import CircuitSettings
 from services.router.domain import PlacementRequest
 from services.router.holding import not_now
-from services.router.io import convert
 from services.router.io.decision_log import DecisionLog
 from services.router.io.redis_store import RedisStore
 from services.router.io.settings import RouterSettings
 from services.router.io.store import MemoryStore, Store, StoreEffect
 from services.router.io.telemetry import Telemetry
+from services.router.io.wire import gateways
 from services.router.ownership import Owner
 from services.router.policy.registry import make_policy
 from services.router.queue import QueueSettings
@@ -196,7 +196,7 @@ class Router:
 
     def fleet(self) -> placement_pb2.Fleet:
         """The fleet for gateways."""
-        return convert.fleet_to_wire(
+        return gateways.fleet_to_wire(
             self.state.fleet.pools(),
             self.store.owner,
             warming=not self._warm,
@@ -258,9 +258,9 @@ class Router:
         if (stream := self.gateways.get(effect.gateway_id)) is None:
             log.warning("an answer to a gateway that left", request_id=effect.request_id)
         elif isinstance(effect, ev.Placed):
-            stream.send(placement=convert.placement_to_wire(self.state, effect))
+            stream.send(placement=gateways.placement_to_wire(self.state, effect))
         else:
-            stream.send(refusal=convert.refusal_to_wire(effect, self.owner_elsewhere(effect)))
+            stream.send(refusal=gateways.refusal_to_wire(effect, self.owner_elsewhere(effect)))
 
     def _answer_callers(self, answer: ev.Placed | ev.Refused) -> None:
         for waiting in self._callers.get(answer.request_id, ()):

@@ -7,8 +7,8 @@ from typing import Any
 from services.common.keys import prompt_keys
 from services.router import events as ev
 from services.router.domain import Candidate, Decision, Phase, Step, StepKind
-from services.router.io import convert
 from services.router.io.decision_log import LoggedDecision
+from services.router.io.wire import operators
 from services.router.policy.registry import make_policy
 from services.router.state import RouterState, StateSettings
 from tests.unit.router.builders import hello, join, place, request
@@ -191,7 +191,7 @@ def test_the_wire_tells_figures_next_owner_and_the_new_features() -> None:
     router = migrating()
     placed(router, "r0", 1.0)
     decision = placed(router, "r1", 2.0).decision
-    wire = convert.decision_to_wire(router, LoggedDecision(decision, 0.0, 0.0))
+    wire = operators.decision_to_wire(router, LoggedDecision(decision, 0.0, 0.0))
     assert dict(wire.figures) == {"host_load": 4.0, "target_load": 1.0}
     assert (wire.next_owner, wire.mode, wire.reason) == ("a", "OFFLOAD", "migrate")
     assert [step.instance.instance_id for step in wire.steps] == ["a", "b"]
