@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
-from array import array
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,36 +15,30 @@ import msgspec
 import structlog
 from google.protobuf.json_format import MessageToDict
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from xxhash import xxh3_64_intdigest
 
-from pointsman.router.v1 import placement_pb2
 from services.common.settings import Tokens
-from services.gateway import choreography
-from services.gateway.aside import STORED, Aside, not_stored
+from services.gateway.aside import STORED, Aside
 from services.gateway.auth import DEFAULT_TENANT, ApiKeys, Client, KeysFromEnvironment
 from services.gateway.breakdown import BreakdownLog
-from services.gateway.chat_template import Unrenderable
-from services.gateway.conduct import Conductor, Job, Tools
-from services.gateway.dialects import ROUTES, Call, DialectError, Form, Kind, Rules, estimated_tokens, form_of, parse
-from services.gateway.dialects.responses import stored_at
+from services.gateway.conduct import Conductor
+from services.gateway.dialects import ROUTES, DialectError, Form, Kind, Rules, form_of, parse
 from services.gateway.http.message import Request, Response
+from services.gateway.job import Job, Tools
 from services.gateway.limits import Grant, Limited, Limiter
+from services.gateway.moves import Limits
 from services.gateway.offload import Bootstraps
-from services.gateway.pools import Exactness, Pools, PoolState
-from services.gateway.router_client import RouterAway, RouterClient, set_keys
-from services.gateway.sessions import Sessions, bounded_id
+from services.gateway.pools import Exactness, Pools
+from services.gateway.router_client import RouterAway, RouterClient
 from services.gateway.settings import GatewaySettings
 from services.gateway.siblings import Siblings
 from services.gateway.telemetry import Telemetry
-from services.gateway.token_cache import Keys, TokenCache
-from services.gateway.tokens import INLINE_CHARS, ModelTokenizer, Prompt
-from services.gateway.upstream import FORWARD_UP, Upstream
+from services.gateway.token_cache import TokenCache
+from services.gateway.understand import Understanding
+from services.gateway.upstream import Upstream
 
 log = structlog.get_logger()
 
 EXPLAIN_S = 10.0
-MAX_TRACEPARENT = 128
-_PROMPT_FIELDS = {Kind.COMPLETION: "prompt", Kind.RESPONSES: "input", Kind.CHAT: "messages", Kind.MESSAGES: "messages"}
 Handler = Callable[[Request], Awaitable[Response | None]]
 
 
@@ -77,12 +69,12 @@ class Gateway:
         self._keys = ApiKeys(settings.api_keys_file, KeysFromEnvironment().lines())
         self._limiter = Limiter()
         self._aliases = settings.alias_map()
-        self._sessions = Sessions()
-        self._token_cache = TokenCache(settings.token_cache_mb << 20)
-        self.telemetry = Telemetry(self._token_cache)
+        token_cache = TokenCache(settings.token_cache_mb << 20)
+        self.telemetry = Telemetry(token_cache)
+        self._understanding = Understanding(self.telemetry, token_cache)
         self._upstream = Upstream(settings)
         self._breakdown = BreakdownLog(settings.breakdown_file)
-        self.pools = Pools(self._upstream, self.telemetry, settings.tokenizer_paths(), self._token_cache)
+        self.pools = Pools(self._upstream, self.telemetry, settings.tokenizer_paths(), token_cache)
         self.router = RouterClient(
             settings.routers,
             settings.gateway_id,
@@ -97,7 +89,7 @@ class Gateway:
             Bootstraps(self._upstream),
             self.pools,
             self.telemetry,
-            choreography.Limits(
+            Limits(
                 place_s=settings.place_timeout_s,
                 prefill_s=settings.prefill_timeout_s,
                 first_byte_s=settings.first_byte_timeout_s,
@@ -306,94 +298,11 @@ class Gateway:
         dry = request.headers.get("X-Pointsman-Dry-Run", "") == "1"
         if dry and not self._settings.tell_placement:
             raise DialectError(403, "Placements are not told here.", code="dry_run_disabled")
-        job = await self._understand(request, call, state, lora, client.tenant, grant, received, dry=dry)
+        job = await self._understanding.job(request, call, state, lora, client.tenant, grant, received, dry=dry)
         if dry:
             return await self._explain(job)
         grant.charge(job.placement.input_tokens, received)
         return await Conductor(self._tools, job, request).run()
-
-    async def _understand(
-        self,
-        request: Request,
-        call: Call,
-        state: PoolState,
-        lora: str,
-        tenant: str,
-        grant: Grant,
-        received: float,
-        *,
-        dry: bool,
-    ) -> Job:
-        """Tokens, keys and session of a call. Raises DialectError when the prompt is too long. A dry run remembers nothing."""
-        request_id = uuid.uuid4().hex
-        tokenizer = state.usable(call.kind) if call.kind.generates else None
-        prompt: Prompt | None = None
-        keys: Keys = array("Q")
-        count = estimated_tokens(call)
-        if tokenizer is not None:
-            try:
-                prompt, keys = await self._tokens(call, tokenizer, state.pool.model, lora)
-                count = max(count, len(prompt.ids)) if prompt.media else len(prompt.ids)
-                _check_length(call, prompt.longest, state.pool.max_model_len)
-            except Unrenderable as reason:
-                log.debug("placed without keys", request_id=request_id, reason=str(reason))
-        if not keys and call.kind.generates:
-            self.telemetry.keyless.labels(state.pool.model).inc()
-        hint = request.headers.get("X-Session-ID") or call.session_hint
-        chain = keys if prompt is None else _chain(keys, prompt)
-        if not call.kind.generates:
-            session = ""
-        elif dry:
-            session = bounded_id(hint) if hint else (self._sessions.find(tenant, chain) or "")
-        else:
-            session = self._sessions.resolve(tenant, chain, hint=hint, fresh=f"s-{request_id}")
-        traceparent = request.headers.get("traceparent", "")
-        placement = placement_pb2.PlacementRequest(
-            request_id=request_id,
-            model=call.model,
-            tenant=tenant,
-            session_id=session,
-            input_tokens=count,
-            # Who only embeds or scores decodes nothing; 0 would mean an open end.
-            max_output_tokens=call.max_output_tokens if call.kind.generates else 1,
-            exclude=self._elsewhere(call, state, tenant),
-            traceparent=traceparent if len(traceparent) <= MAX_TRACEPARENT else "",
-        )
-        set_keys(placement, keys)
-        headers = {name: request.headers[name] for name in FORWARD_UP if name in request.headers}
-        headers["X-Request-ID"] = bounded_id(request.headers.get("X-Request-ID", "") or request_id)
-        if session:
-            headers["X-Session-ID"] = bounded_id(session if tenant == DEFAULT_TENANT else f"{tenant}/{session}")
-        several = (
-            call.kind is Kind.COMPLETION
-            and isinstance(call.body.get("prompt"), list)
-            and not isinstance(call.body["prompt"][0], int)
-            and len(call.body["prompt"]) > 1
-        )
-        # Of several prompts only the first was counted, of one with media a part; what no cache is read for needs no PREFILL.
-        complete = prompt is not None and not several and not prompt.media and call.reads_cache
-        ids = prompt.ids if prompt is not None and complete else None
-        return Job(request_id, call, state, placement, ids, headers, received, grant)
-
-    @staticmethod
-    def _elsewhere(call: Call, state: PoolState, tenant: str) -> list[str]:
-        """Every instance but the one that stores the response which `call` continues. Raises DialectError when none does."""
-        if not call.previous:
-            return []
-        ids = [one.instance_id for one in state.pool.instances]
-        here = stored_at(call.previous, tenant, ids)
-        if here is None:
-            raise not_stored(call.previous)
-        return [one for one in ids if one != here]
-
-    async def _tokens(self, call: Call, tokenizer: ModelTokenizer, model: str, lora: str) -> tuple[Prompt, Keys]:
-        """The (first) prompt and its keys. Raises Unrenderable."""
-        with self.telemetry.tokenize.time():
-            unread = tokenizer.begin(call)
-            prompt = unread.read() if unread.missing <= INLINE_CHARS else await asyncio.to_thread(unread.read)
-            if not call.reads_cache:
-                return prompt, array("Q")
-            return prompt, self._token_cache.keys(prompt.ids, model, lora, call.cache_salt)
 
     async def _explain(self, job: Job) -> Response:
         try:
@@ -415,22 +324,6 @@ class Gateway:
         if client is None:
             raise DialectError(401, "A valid API key is needed.", code="invalid_api_key")
         return client
-
-
-def _chain(keys: Keys, prompt: Prompt) -> Keys:
-    """What a session is known by: the keys, and the first of the media behind them."""
-    return array("Q", [*keys, xxh3_64_intdigest(prompt.media)]) if prompt.media else keys
-
-
-def _check_length(call: Call, longest: int, limit: int) -> None:
-    if limit and (longest >= limit or longest + call.max_output_tokens > limit):
-        asked = f" and {call.max_output_tokens} of output" if call.max_output_tokens else ""
-        raise DialectError(
-            400,
-            f"The model's context is {limit} tokens, but the request needs {longest} of input{asked}.",
-            param=_PROMPT_FIELDS[call.kind],
-            code="context_length_exceeded",
-        )
 
 
 def _json(body: dict[str, Any], status: int = 200) -> Response:

@@ -10,12 +10,11 @@ import re
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, unquote, urlencode
 
-from services.gateway import choreography as ch
-from services.gateway.conduct import target_of
 from services.gateway.dialects import DialectError, Form, engine_error
 from services.gateway.dialects.responses import stored_at
 from services.gateway.http.client import Answer
 from services.gateway.http.message import Request, Response
+from services.gateway.placing import least_inflight, target_of
 from services.gateway.pools import Pools
 from services.gateway.router_client import RouterClient
 from services.gateway.upstream import Upstream, UpstreamError, down_headers
@@ -42,7 +41,7 @@ class Aside:
         tried: tuple[str, ...] = ()
         for _ in range(_TRIES):
             self.turn += 1
-            chosen = ch.least_inflight(sorted(instances), self.router.inflight(), tried, self.turn)
+            chosen = least_inflight(sorted(instances), self.router.inflight(), tried, self.turn)
             if chosen is None:
                 break
             tried += (chosen,)

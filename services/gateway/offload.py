@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.gateway import kv_transfer as kv
-from services.gateway.choreography import StepGiven, Target
 from services.gateway.dialects import Call
+from services.gateway.moves import StepGiven, Target
 from services.gateway.upstream import Upstream, UpstreamError
 
 BOOTSTRAP_WITHIN_S = 3.0

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.choreography import Target
 from services.gateway.http.client import Answer, Pool
 from services.gateway.http.client import UpstreamError as UpstreamError
 from services.gateway.http.message import Headers
+from services.gateway.moves import Target
 from services.gateway.settings import GatewaySettings
 
 FORWARD_UP = ("Content-Type", "Accept", "traceparent", "tracestate")

@@ -1,0 +1,88 @@
+"""What an attempt leaves: its moments, steps and usage, for the router, the metrics and the breakdown log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pointsman.router.v1 import placement_pb2
+from services.gateway.breakdown import Breakdown
+from services.gateway.dialects.endings import Usage
+from services.gateway.job import Job
+from services.gateway.moves import Finished, StepGiven
+
+
+@dataclass
+class Attempt:
+    """One attempt as it went. Moments are monotonic seconds, 0 for never."""
+
+    placed: float = 0.0
+    prefill_sent: float = 0.0
+    prefill_done: float = 0.0
+    sent: float = 0.0
+    first: float = 0.0
+    steps: list[StepGiven] = field(default_factory=list)
+    fallback: str = ""
+    usage: Usage = field(default_factory=Usage)
+
+    def begin(self, step: StepGiven, now: float) -> None:
+        """Note a step that is being done. Mutates."""
+        self.placed = self.placed or now
+        if step not in self.steps:
+            self.steps.append(step)
+
+    @property
+    def instance_id(self) -> str:
+        """Where its last step went; empty before the first."""
+        return self.steps[-1].target.instance_id if self.steps else ""
+
+    def finished(self, effect: Finished, job: Job, status: int, now: float) -> placement_pb2.Finished:
+        """Its end, for the router."""
+        finished = placement_pb2.Finished(
+            request_id=effect.attempt_id,
+            outcome=placement_pb2.Outcome.ValueType(effect.outcome.value),
+            prompt_tokens=self.usage.prompt,
+            cached_tokens=self.usage.cached,
+            output_tokens=self.usage.output,
+            error=effect.error,
+            http_status=status,
+        )
+        finished.timings.placed_ms = _ms(self.placed, job.received)
+        finished.timings.sent_ms = _ms(self.sent, job.received)
+        finished.timings.first_token_ms = _ms(self.first, job.received)
+        finished.timings.done_ms = _ms(now, job.received)
+        return finished
+
+    def broken_down(
+        self, effect: Finished, job: Job, status: int, now: float, unix: Callable[[float], float | None]
+    ) -> Breakdown:
+        """Its line of the breakdown log; `unix` turns moments into unix s."""
+        last = self.steps[-1] if self.steps else None
+        return Breakdown(
+            request_id=effect.attempt_id,
+            decision_id=next((step.decision_id for step in self.steps if step.decision_id), ""),
+            model=job.state.pool.model,
+            stream=job.call.stream,
+            outcome=effect.outcome.name,
+            status=status,
+            instances=[step.target.instance_id for step in self.steps],
+            fallback=self.fallback,
+            error=effect.error,
+            degraded=last is not None and last.degraded,
+            input_tokens=job.placement.input_tokens,
+            predicted_cached_tokens=last.cached_tokens if last is not None else 0,
+            prompt_tokens=self.usage.prompt,
+            cached_tokens=self.usage.cached,
+            output_tokens=self.usage.output,
+            t_recv=unix(job.received),
+            t_placed=unix(self.placed),
+            t_prefill_sent=unix(self.prefill_sent),
+            t_prefill_done=unix(self.prefill_done),
+            t_sent=unix(self.sent),
+            t_first_token=unix(self.first),
+            t_done=unix(now),
+        )
+
+
+def _ms(at: float, since: float) -> float:
+    return max(0.0, (at - since) * 1e3) if at else 0.0
