@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, unquote, urlencode
 
 from services.gateway.dialects import DialectError, Form, engine_error
 from services.gateway.dialects.responses import stored_at
-from services.gateway.http.client import Answer
+from services.gateway.http.exchange import Answer
 from services.gateway.http.message import Request, Response
 from services.gateway.placing import least_inflight, target_of
 from services.gateway.pools import Pools

@@ -9,7 +9,7 @@ from services.gateway.attempt import Attempt
 from services.gateway.dialects import engine_error, error_event
 from services.gateway.dialects.endings import Ending, usage_of
 from services.gateway.events import EventStream
-from services.gateway.http.client import Answer
+from services.gateway.http.exchange import Answer
 from services.gateway.http.message import Request, Response
 from services.gateway.job import Job, Tools
 from services.gateway.kv_transfer import TransferError, begins_with_error, fell_short, slice_request

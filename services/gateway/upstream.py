@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.http.client import Answer, Pool
-from services.gateway.http.client import UpstreamError as UpstreamError
+from services.gateway.http.client import Pool
+from services.gateway.http.exchange import Answer
+from services.gateway.http.exchange import UpstreamError as UpstreamError
 from services.gateway.http.message import Headers
 from services.gateway.moves import Target
 from services.gateway.settings import GatewaySettings

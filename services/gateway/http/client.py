@@ -9,297 +9,15 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import cast
 from urllib.parse import urlsplit
 
-import httptools
-
-from services.gateway.http.message import Headers, request_bytes
+from services.gateway.http.exchange import Answer, Connection, Origin, Stale, UpstreamError
+from services.gateway.http.message import request_bytes
 
 KEEPALIVE_S = 3.0
 SWEEP_S = 0.5
-HIGH_WATER = 256 << 10  # bytes of an answer that nobody has taken yet before no more is read
-MAX_HEAD_BYTES = 64 << 10
-
-
-class UpstreamError(Exception):
-    """The instance failed. The text names no address; `status` is 0 when it never answered."""
-
-    def __init__(self, text: str, status: int = 0) -> None:
-        super().__init__(text)
-        self.text = text
-        self.status = status
-
-
-class _Stale(Exception):
-    """A kept connection ended before a byte of the answer."""
-
-
-@dataclass(frozen=True)
-class _Origin:
-    host: str
-    port: int
-    tls: bool
-
-
-class Answer:
-    """One answer, from its head on. Read it piece by piece (`read`), or have the pieces handed over as they come (`pipe`).
-
-    `close` when it is not wanted any more; an answer that was read to its end has returned its connection by itself.
-    """
-
-    def __init__(self, connection: _Connection) -> None:
-        self.status = 0
-        self.headers = Headers()
-        self.whole = False
-        self._connection: _Connection | None = connection
-        self._error: UpstreamError | None = None
-        self._pieces: list[bytes] = []
-        self._size = 0
-        self._paused = False
-        self._changed: asyncio.Future[None] | None = None
-        self.sink: Callable[[bytes], None] | None = None  # of a body that is piped
-
-    @property
-    def media_type(self) -> str:
-        """The body's type in lower case, without parameters."""
-        return self.headers.get("content-type").partition(";")[0].strip().lower()
-
-    async def read(self) -> bytes:
-        """What has come since the last call, at least one byte; b"" at the end. Raises UpstreamError."""
-        await self.begun()
-        taken = b"".join(self._pieces)
-        self._pieces, self._size = [], 0
-        self.resume()
-        return taken
-
-    async def begun(self) -> bool:
-        """Wait for the first byte of the body, which stays to be read; False where there is none. Raises UpstreamError."""
-        while not self._pieces and not self.whole:
-            if self._error is not None:
-                raise self._error
-            await self._change()
-        return bool(self._pieces)
-
-    @property
-    def arrived(self) -> bytes:
-        """What of the body has come and was not taken yet; it stays to be read."""
-        return b"".join(self._pieces)
-
-    async def pipe(self, sink: Callable[[bytes], None]) -> None:
-        """Hand every piece to `sink` as it comes, until the end. Raises UpstreamError."""
-        if self._pieces:
-            taken, self._pieces = b"".join(self._pieces), []
-            sink(taken)
-        self.sink = sink
-        self.resume()
-        while not self.whole:
-            if self._error is not None:
-                raise self._error
-            await self._change()
-
-    async def _change(self) -> None:
-        self._changed = asyncio.get_running_loop().create_future()
-        try:
-            await self._changed
-        finally:
-            self._changed = None
-
-    def pause(self) -> None:
-        """Read no more of it for now."""
-        if self._connection is not None and not self._paused:
-            self._paused = True
-            self._connection.pause()
-
-    def resume(self) -> None:
-        """Read on."""
-        if self._paused and self._connection is not None:
-            self._paused = False
-            self._connection.resume()
-
-    def close(self) -> None:
-        """Close its connection, unless it was read to the end: an instance stops its work only for that."""
-        self.sink = None
-        if self._connection is not None:
-            self._connection.abort()
-
-    # From the connection.
-
-    def take(self, piece: bytes) -> None:
-        """More of a body that is not piped."""
-        self._pieces.append(piece)
-        self._size += len(piece)
-        if self._size > HIGH_WATER:
-            self.pause()
-        self._wake()
-
-    def end(self, error: UpstreamError | None) -> None:
-        """The body is whole, or will never be."""
-        self._connection = None
-        self.whole, self._error = error is None, error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._changed is not None and not self._changed.done():
-            self._changed.set_result(None)
-
-
-class _Connection(asyncio.Protocol):
-    def __init__(self, pool: Pool, origin: _Origin) -> None:
-        self.origin = origin
-        self.since = 0.0  # idle, or silent
-        self.heard = False  # since the last sweep
-        self._pool = pool
-        self._pieces: list[bytes] = []
-        self.on_body = self._pieces.append  # the parser's callback, without a frame of ours
-        self._parser = httptools.HttpResponseParser(self)
-        self._answer: Answer | None = None
-        self._head: asyncio.Future[Answer] | None = None
-        self._headers = Headers()
-        self._head_size = 0
-        self._touched = False
-        self._until_close = False
-        self._keep = False
-        self._complete = False
-        self._ends = 0
-        self._paused = False
-
-    # From the transport.
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are no subclasses of asyncio's.
-        self._transport = cast(asyncio.Transport, transport)
-        self._pool.connections.add(self)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._pool.forget(self)
-        if self._answer is not None and self._until_close and exc is None:
-            self._end(None)
-        elif self._head is not None and not self._touched:
-            self._fail_head(_Stale())
-        else:
-            self._fail("broke off")
-
-    def data_received(self, data: bytes) -> None:
-        self.heard = self._touched = True
-        if self._head is None and self._answer is None:
-            # Nothing was asked: whose answer would this be?
-            self.abort()
-            return
-        try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            self._fail("not valid HTTP/1.1")
-            self.abort()
-            return
-        pieces = self._pieces
-        if self._complete:
-            del pieces[self._ends :]  # an answer too many
-        if pieces:
-            piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-            pieces.clear()
-            if self._answer is not None:
-                (self._answer.sink or self._answer.take)(piece)
-        if self._complete:
-            self._end(None)
-
-    # From the parser. None of these may raise.
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._head_size += len(name) + len(value)
-        if self._head_size <= MAX_HEAD_BYTES:
-            self._headers.add(name.decode("latin-1"), value.decode("latin-1"))
-
-    def on_headers_complete(self) -> None:
-        status = self._parser.get_status_code()
-        headers, self._headers = self._headers, Headers()
-        if status < 200 or self._head is None or self._head.done():
-            return
-        self._keep = self._parser.should_keep_alive() and self._head_size <= MAX_HEAD_BYTES
-        framed = "content-length" in headers or "transfer-encoding" in headers or status in (204, 304)
-        self._until_close = not framed
-        answer = self._answer = Answer(self)
-        answer.status, answer.headers = status, headers
-        self.since = time.monotonic()
-        self._head.set_result(answer)
-        self._head = None
-
-    def on_message_begin(self) -> None:
-        if self._complete:
-            self._keep = False
-
-    def on_message_complete(self) -> None:
-        if self._answer is not None and not self._complete:
-            self._complete, self._ends = True, len(self._pieces)
-
-    # An exchange.
-
-    async def exchange(self, message: list[bytes]) -> Answer:
-        """Send a request, await the head of its answer. Raises UpstreamError, or _Stale where not a byte of one came."""
-        self._head = asyncio.get_running_loop().create_future()
-        self._touched = self._complete = self._keep = self._until_close = False
-        self._head_size = 0
-        self._transport.writelines(message)
-        try:
-            return await self._head
-        except asyncio.CancelledError:
-            self.abort()
-            raise
-
-    def _end(self, error: UpstreamError | None) -> None:
-        answer, self._answer = self._answer, None
-        if answer is None:
-            return
-        if self._paused:
-            self.resume()
-        # A request that the instance did not read to its end is still in the way of the next one.
-        if (
-            error is None
-            and self._keep
-            and not self._transport.is_closing()
-            and not self._transport.get_write_buffer_size()
-        ):
-            self._pool.keep(self)
-        else:
-            self._transport.abort()
-        answer.end(error)
-
-    def _fail(self, text: str) -> None:
-        if self._answer is not None:
-            self._end(UpstreamError(text, self._answer.status))
-        else:
-            self._fail_head(UpstreamError(f"no answer: {text}"))
-
-    def _fail_head(self, error: Exception) -> None:
-        if self._head is not None and not self._head.done():
-            self._head.set_exception(error)
-        self._head = None
-
-    def pause(self) -> None:
-        """Read nothing for now."""
-        self._paused = True
-        if not self._transport.is_closing():
-            self._transport.pause_reading()
-
-    def resume(self) -> None:
-        """Read on."""
-        self._paused, self.heard = False, True
-        if not self._transport.is_closing():
-            self._transport.resume_reading()
-
-    def abort(self) -> None:
-        """Close at once."""
-        self._transport.abort()
-
-    def silent_too_long(self, now: float, idle_s: float) -> None:
-        """Called now and then: give an answer up that has begun and does not go on."""
-        if self.heard or self._paused or self._answer is None:
-            self.heard, self.since = False, now
-        elif now - self.since > idle_s:
-            self._fail("went silent")
 
 
 class Pool:
@@ -307,10 +25,10 @@ class Pool:
 
     def __init__(self, connect_s: float, idle_s: float) -> None:
         """`idle_s`: the longest silence within an answer."""
-        self.connections: set[_Connection] = set()
+        self.connections: set[Connection] = set()
         self._connect_s = connect_s
         self._idle_s = idle_s
-        self._idle: dict[_Origin, list[_Connection]] = {}
+        self._idle: dict[Origin, list[Connection]] = {}
         self._sweeping: asyncio.TimerHandle | None = None
         self._tls: ssl.SSLContext | None = None
 
@@ -339,15 +57,15 @@ class Pool:
         if (kept := self._kept(origin)) is not None:
             try:
                 return await kept.exchange(message)
-            except _Stale:
+            except Stale:
                 pass
         connection = await self._connected(origin)
         try:
             return await connection.exchange(message)
-        except _Stale:
+        except Stale:
             raise UpstreamError("no answer: closed") from None
 
-    def _kept(self, origin: _Origin) -> _Connection | None:
+    def _kept(self, origin: Origin) -> Connection | None:
         connections = self._idle.get(origin)
         while connections:
             connection = connections.pop()
@@ -356,12 +74,12 @@ class Pool:
             connection.abort()
         return None
 
-    async def _connected(self, origin: _Origin) -> _Connection:
+    async def _connected(self, origin: Origin) -> Connection:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_s):
                 _, connection = await loop.create_connection(
-                    lambda: _Connection(self, origin),
+                    lambda: Connection(self, origin),
                     origin.host,
                     origin.port,
                     ssl=self._context() if origin.tls else None,
@@ -375,12 +93,12 @@ class Pool:
             self._tls = ssl.create_default_context()
         return self._tls
 
-    def keep(self, connection: _Connection) -> None:
+    def keep(self, connection: Connection) -> None:
         """A connection is free for the next request."""
         connection.since = time.monotonic()
         self._idle.setdefault(connection.origin, []).append(connection)
 
-    def forget(self, connection: _Connection) -> None:
+    def forget(self, connection: Connection) -> None:
         """A connection is over."""
         self.connections.discard(connection)
         kept = self._idle.get(connection.origin)
@@ -391,12 +109,12 @@ class Pool:
 
 
 @lru_cache(4096)
-def _origin(url: str) -> tuple[_Origin, str, str]:
+def _origin(url: str) -> tuple[Origin, str, str]:
     """Where to connect, the Host header, and the path before every path. Raises UpstreamError."""
     try:
         parts = urlsplit(url)
         tls = {"http": False, "https": True}[parts.scheme]
-        origin = _Origin(parts.hostname or "", parts.port or (443 if tls else 80), tls)
+        origin = Origin(parts.hostname or "", parts.port or (443 if tls else 80), tls)
     except (ValueError, KeyError):
         raise UpstreamError("no answer: the instance's address is not one") from None
     return origin, parts.netloc.rpartition("@")[2], parts.path.rstrip("/")

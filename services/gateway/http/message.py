@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from services.gateway.http.server import Outgoing
+    from services.gateway.http.connection import Outgoing
 
 _REASONS = {status.value: status.phrase for status in http.HTTPStatus}
 _NO_CONTROLS = dict.fromkeys((*range(32), 127), " ")
@@ -87,3 +87,27 @@ def request_bytes(method: str, path: str, host: str, headers: Mapping[str, str],
         lines.append(f"Content-Length: {len(body)}")
     head = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")
     return [head, body] if body else [head]
+
+
+def path_of(target: str) -> str:
+    """The path of a request target, in origin or absolute form."""
+    if target.startswith("/"):
+        return target
+    scheme, found, rest = target.partition("://")
+    return f"/{rest.partition('/')[2]}" if found and scheme.isalpha() else target
+
+
+def fault_of(version: str, url: bytes, headers: Headers, hosts: int) -> tuple[int, str, str] | None:
+    """Status, message and code where a head must be refused; what llhttp refuses by itself never comes here."""
+    if version not in ("1.1", "1.0"):
+        return 505, "Only HTTP/1.1 and HTTP/1.0 are spoken here.", "version_unsupported"
+    if not url.isascii():
+        return 400, "The request target is not ASCII.", "bad_request"
+    if hosts > 1 or (version == "1.1" and not hosts):
+        return 400, "One Host header is needed.", "bad_request"
+    coding = headers.get("transfer-encoding", "chunked").lower()
+    if coding != "chunked" or ("transfer-encoding" in headers and version == "1.0"):
+        return 400, "The only transfer coding is chunked, in HTTP/1.1.", "bad_request"
+    if headers.get("expect", "100-continue").lower() != "100-continue":
+        return 417, "The only expectation is 100-continue.", "expectation_failed"
+    return None

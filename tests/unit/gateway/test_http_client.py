@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from services.gateway.http.client import HIGH_WATER, KEEPALIVE_S, Answer, Pool, UpstreamError
+from services.gateway.http.client import KEEPALIVE_S, Pool
+from services.gateway.http.exchange import HIGH_WATER, Answer, UpstreamError
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Type: Text/Plain; x=y\r\nContent-Length: 5\r\n\r\nhello"

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from services.gateway.http.connection import HIGH_WATER, SMALL_BODY, Connection
 from services.gateway.http.message import Request, Response
-from services.gateway.http.server import HIGH_WATER, SMALL_BODY, Limits, Server, _Connection
+from services.gateway.http.server import Limits, Server
 
 LIMITS = Limits(max_body_bytes=100_000, max_head_bytes=2_000, max_headers=10)
 HEAD = b"POST /echo?q=1 HTTP/1.1\r\nHost: h\r\n"
@@ -94,7 +95,7 @@ class Client:
         self.site = Echo()
         self.server = Server(self.site, LIMITS)
         self.wire = Wire()
-        self.connection = _Connection(self.server)
+        self.connection = Connection(self.server)
         self.connection.connection_made(self.wire)
 
     async def send(self, *pieces: bytes) -> bytes:
