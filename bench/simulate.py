@@ -9,7 +9,8 @@ from bench.figures import Figure
 from lab.engine_events import EngineConfig
 from lab.generate import generate
 from lab.simulator import Simulation, Simulator
-from lab.traces import TINY_TRACE, TraceRequest, load_trace
+from lab.trace_files import load_trace
+from lab.traces import TINY_TRACE, TraceRequest
 
 GOAL_S = 2.0
 # Beside the repository where the project is developed; elsewhere the tiny trace that is shipped is taken, and the note says so.

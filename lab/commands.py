@@ -13,6 +13,7 @@ from lab.replay import ReplaySettings
 from lab.replay import run as run_replay
 from lab.simulate import SimulateSettings
 from lab.simulate import run as run_simulation
+from lab.trace_commands import app as trace_commands
 from services.common.settings import add_settings_command
 
 
@@ -28,6 +29,7 @@ def add_lab_commands(app: typer.Typer) -> None:
         help_="Play a trace over modelled instances, in virtual time.",
     )
     app.command("analyze")(analyze)
+    app.add_typer(trace_commands, name="trace")
     add_settings_command(
         app, "demo", DemoSettings, run_demo, help_="Show it all on this machine, with emulated engines."
     )

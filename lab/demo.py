@@ -32,7 +32,8 @@ from lab.analysis import make_console, print_summary, summarise
 from lab.bundle import write_bundle
 from lab.records import RequestRecord
 from lab.replay import ReplayError, ReplaySettings, config_of, replay
-from lab.traces import TINY_TRACE, TraceError, load_trace
+from lab.trace_files import load_trace
+from lab.traces import TINY_TRACE, TraceError
 
 START_S = 60.0
 STOP_S = 40.0

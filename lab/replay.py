@@ -19,7 +19,8 @@ from lab.bundle import write_bundle
 from lab.chats import ChatMaker
 from lab.records import RequestRecord
 from lab.text import TOKENIZER_DIR, ChatTokenizer
-from lab.traces import TINY_TRACE, TraceError, TraceRequest, by_session, load_trace
+from lab.trace_files import load_trace
+from lab.traces import TINY_TRACE, TraceError, TraceRequest, by_session
 
 OnResult = Callable[[RequestRecord], None]
 

@@ -16,7 +16,8 @@ from lab.bundle import write_bundle
 from lab.engine_events import EngineConfig
 from lab.profile import Profile, load_profile
 from lab.simulator import Simulation, SimulationError, Simulator
-from lab.traces import TINY_TRACE, load_trace
+from lab.trace_files import load_trace
+from lab.traces import TINY_TRACE
 from services.router.queue import QueueSettings
 from services.router.saturation import Limits
 from services.router.state import StateSettings

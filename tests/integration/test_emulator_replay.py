@@ -21,7 +21,8 @@ from lab.emulator import Emulated, EmulateSettings, start
 from lab.generate import generate
 from lab.records import RequestRecord
 from lab.replay import ReplayError, ReplaySettings, config_of, replay, run
-from lab.traces import TraceError, by_session, load_trace, save_trace
+from lab.trace_files import load_trace, save_trace
+from lab.traces import TraceError, by_session
 
 
 @pytest.fixture

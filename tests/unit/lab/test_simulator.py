@@ -20,7 +20,8 @@ from lab.prompts import Prompts
 from lab.records import RequestRecord
 from lab.simulate import SimulateSettings, run
 from lab.simulator import Simulation, SimulationError, Simulator
-from lab.traces import TraceRequest, save_trace, shared_prefix
+from lab.trace_files import save_trace
+from lab.traces import TraceRequest, shared_prefix
 from services.router import events as ev
 from services.router.domain import FleetView, PlacementRequest, Ruling, Step, StepKind
 from services.router.policy.base import Policy, SettingError, hold, offload, serve

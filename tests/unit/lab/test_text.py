@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from lab.chats import ChatMaker
 from lab.make_tokenizer import make
 from lab.text import TOKENIZER_DIR, ChatError, ChatTokenizer, words_of
-from lab.traces import TINY_TRACE, TraceRequest, load_trace, shared_prefix
+from lab.trace_files import load_trace
+from lab.traces import TINY_TRACE, TraceRequest, shared_prefix
 
 TOKENIZER = ChatTokenizer()
 

@@ -1,19 +1,17 @@
-"""Traces: what is accepted, what is refused and how, and what the generator makes."""
+"""Files of traces in our own format: what is accepted, what is refused and how."""
 
 from __future__ import annotations
 
 import gzip
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lab.generate import SessionShape, generate, make_tiny
-from lab.traces import TINY_TRACE, TraceError, by_session, load_trace, save_trace, shared_prefix
+from lab.trace_files import load_trace, read_trace, save_trace
+from lab.traces import TraceError, by_session
 
-SHARED = Path(__file__).parents[4] / "shared" / "traces"
 LINE: dict[str, Any] = {
     "timestamp_ms": 5,
     "session_id": "a",
@@ -47,6 +45,9 @@ def test_a_trace_is_read_in_the_order_of_time(tmp_path: Path) -> None:
     packed = tmp_path / "t.jsonl.gz"
     save_trace(packed, requests)
     assert load_trace(packed) == requests
+    before = packed.read_bytes()
+    save_trace(packed, requests)
+    assert packed.read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -77,39 +78,8 @@ def test_unreadable_and_empty_files_are_named(tmp_path: Path) -> None:
             load_trace(path)
 
 
-@pytest.mark.parametrize(
-    ("name", "count", "sessions"),
-    [("agentic_coding_1214.jsonl.gz", 1214, 274), ("mooncake_conversation.jsonl.gz", 12031, None)],
-)
-def test_the_development_traces_are_read(name: str, count: int, sessions: int | None) -> None:
-    path = SHARED / name
-    if not path.is_file():
-        pytest.fail(f"{path} is missing: it belongs beside the repository, in ../shared/traces")
-    requests = load_trace(path)
-    assert len(requests) == count
-    if sessions:
-        assert len(by_session(requests)) == sessions
-
-
-def test_generated_sessions_grow_and_share_their_agents_prompt() -> None:
-    shape = SessionShape(agents=2, system_tokens=1024)
-    requests = generate(20, 60.0, seed=3, shape=shape)
-    assert requests == generate(20, 60.0, seed=3, shape=shape)
-    assert requests != generate(20, 60.0, seed=4, shape=shape)
-    sessions = by_session(requests)
-    assert len(sessions) == 20
-    firsts = [turns[0].hash_ids for turns in sessions.values()]
-    shared = [shared_prefix(firsts[0], other) for other in firsts[1:]]
-    assert set(shared) == {0, 2}
-    for turns in sessions.values():
-        assert [request.turn for request in turns] == list(range(1, len(turns) + 1))
-        for before, after in pairwise(turns):
-            assert shared_prefix(before.hash_ids, after.hash_ids) == len(before.hash_ids)
-            assert after.input_length > before.input_length + before.output_length
-            assert after.timestamp_ms > before.timestamp_ms
-
-
-def test_the_shipped_trace_is_what_the_generator_makes(tmp_path: Path) -> None:
-    make_tiny(tmp_path / "tiny.jsonl.gz")
-    assert load_trace(tmp_path / "tiny.jsonl.gz") == load_trace(TINY_TRACE)
-    assert TINY_TRACE.stat().st_size < 60_000
+def test_a_trace_is_read_as_a_stream(tmp_path: Path) -> None:
+    stream = read_trace(write(tmp_path / "t.jsonl", LINE, "{"))
+    assert next(stream).session == "a"
+    with pytest.raises(TraceError, match=r"t\.jsonl:2: "):
+        next(stream)
