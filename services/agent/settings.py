@@ -21,7 +21,8 @@ class AgentSettings(BaseSettings):
         default_factory=list,
         description="base URL of an engine, with options as a query: events, replay, topic (ZMQ; asked from the engine when "
         "not given), advertise (URL for gateways), gpus (indices on this node), kv (mooncake or nixl: its KV connector), "
-        "bootstrap (base URL of Mooncake's bootstrap server; without it port 8998 of the advertised host)",
+        "bootstrap (base URL of Mooncake's bootstrap server; without it port 8998 of the advertised host), kv-role (both, "
+        "producer or consumer), decode-first (1: its connector gains when both requests of a transfer come at once)",
     )
     routers: Annotated[list[str], NoDecode] = Field(
         default_factory=list, description="HOST:PORT of each router replica"

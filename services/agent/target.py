@@ -1,7 +1,7 @@
 """An engine's address with its options, as the settings give it. Pure.
 
 `http://127.0.0.1:8000?events=tcp://127.0.0.1:5557&replay=tcp://127.0.0.1:5558&topic=kv&advertise=http://10.0.0.7:8000&gpus=0,1`
-`http://127.0.0.1:8000?kv=mooncake&bootstrap=http://10.0.0.7:8998`
+`http://127.0.0.1:8000?kv=mooncake&bootstrap=http://10.0.0.7:8998&kv-role=both&decode-first=1`
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
-_OPTIONS = frozenset({"events", "replay", "topic", "advertise", "gpus", "kv", "bootstrap"})
+_OPTIONS = frozenset({"events", "replay", "topic", "advertise", "gpus", "kv", "bootstrap", "kv-role", "decode-first"})
 KV_PROTOCOLS = ("mooncake", "nixl")
+KV_ROLES = ("both", "producer", "consumer")
 # VLLM_MOONCAKE_BOOTSTRAP_PORT where nobody set it.
 BOOTSTRAP_PORT = 8998
 
@@ -20,7 +21,8 @@ class Target:
     """What to watch. `url` is where the agent reaches the engine, `advertise` where gateways do, both without a trailing
     slash. `events` and `replay` are ZMQ addresses to connect to, empty to ask the engine. `gpus` are indices on this node,
     None when not given. `kv` is the protocol of its KV connector (one of KV_PROTOCOLS, empty for none), `bootstrap` the base URL
-    at which gateways and other engines reach its bootstrap server: a running vLLM tells neither."""
+    at which gateways and other engines reach its bootstrap server, `kv_role` (one of KV_ROLES) the sides of a transfer that it
+    can be; `decode_first`: it wants both requests of a transfer at once. A running vLLM tells none of these."""
 
     url: str
     advertise: str
@@ -30,6 +32,8 @@ class Target:
     gpus: tuple[int, ...] | None = None
     kv: str = ""
     bootstrap: str = ""
+    kv_role: str = "both"
+    decode_first: bool = False
 
     @property
     def host(self) -> str:
@@ -61,6 +65,11 @@ def parse_target(text: str) -> Target:
         raise ValueError(f"engine {url} has the unknown KV protocol {kv!r} (known: {', '.join(KV_PROTOCOLS)})")
     if "bootstrap" in options and kv != "mooncake":
         raise ValueError(f"engine {url} has a bootstrap address without kv=mooncake")
+    role = options.get("kv-role", "both")
+    if role not in KV_ROLES or ("kv-role" in options and not kv):
+        raise ValueError(f"engine {url} has the KV role {role!r}: with a KV protocol, one of {', '.join(KV_ROLES)}")
+    if "decode-first" in options and (kv != "mooncake" or options["decode-first"] not in ("0", "1")):
+        raise ValueError(f"engine {url}: decode-first is 0 or 1, and needs kv=mooncake")
     return Target(
         url=url,
         advertise=advertise,
@@ -70,6 +79,8 @@ def parse_target(text: str) -> Target:
         gpus=None if gpus is None else tuple(int(index) for index in gpus.split(",") if index),
         kv=kv,
         bootstrap=_base(text, options.get("bootstrap") or _bootstrap_of(advertise)) if kv == "mooncake" else "",
+        kv_role=role,
+        decode_first=options.get("decode-first") == "1",
     )
 
 

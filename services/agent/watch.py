@@ -186,7 +186,7 @@ class EngineWatch:
             prefix_mode=pb.PREFIX_MODE_EXACT,
             engine_version=version,
             node=socket.gethostname(),
-            kv_transfer=_kv_transfer(self.target),
+            kv_transfer=_kv_transfer(self.target, sample),
         )
 
     async def _describe_again(self, probe: EngineProbe) -> None:
@@ -229,11 +229,18 @@ class EngineWatch:
         await asyncio.gather(*(instance.stop(goodbye) for instance in instances.values()))
 
 
-def _kv_transfer(target: Target) -> pb.KvTransfer | None:
+def _kv_transfer(target: Target, sample: Sample) -> pb.KvTransfer | None:
     if not target.kv:
         return None
-    protocol = pb.KvProtocol.Value(f"KV_PROTOCOL_{target.kv.upper()}")
-    return pb.KvTransfer(protocol=protocol, bootstrap_url=target.bootstrap)
+    role = pb.KV_ROLE_UNSPECIFIED if target.kv_role == "both" else pb.KvRole.Value(f"KV_ROLE_{target.kv_role.upper()}")
+    return pb.KvTransfer(
+        protocol=pb.KvProtocol.Value(f"KV_PROTOCOL_{target.kv.upper()}"),
+        bootstrap_url=target.bootstrap,
+        role=role,
+        # Blocks of equal size hold equal bytes only where the elements are of one type.
+        layout=sample.cache_config.get("cache_dtype", ""),
+        decode_first=target.decode_first,
+    )
 
 
 def _no_prefix(sample: Sample, sources: Sources, rank: int) -> str:

@@ -44,11 +44,23 @@ class Phase(StrEnum):
     DECODE = "DECODE"
 
 
+class KvRole(StrEnum):
+    """Which sides of a KV transfer an engine can be."""
+
+    BOTH = "BOTH"
+    PRODUCER = "PRODUCER"
+    CONSUMER = "CONSUMER"
+
+
 class KvTransfer(msgspec.Struct, frozen=True, gc=False):
-    """How an engine passes KV on: the protocol of its connector (MOONCAKE, NIXL), and its bootstrap server's base URL."""
+    """How an engine passes KV on: the protocol of its connector (MOONCAKE, NIXL), its bootstrap server's base URL, and the sides
+    that it can be. KV goes between equal `layout`s only. `decode_first`: it wants both requests of a transfer at once."""
 
     protocol: str
     bootstrap_url: str = ""
+    role: KvRole = KvRole.BOTH
+    layout: str = ""
+    decode_first: bool = False
 
 
 class InstanceInfo(msgspec.Struct, frozen=True, gc=False):
@@ -131,8 +143,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     reported figures (running, waiting, kv_usage) were sampled, None before the first report; `stale`: too old to be used.
     `credited_tokens` of the cached ones rest on an answer just given, which no event has confirmed yet.
     `recent_migrations` counts the OFFLOAD decisions whose answer was given to it within StateSettings.migration_window_s: a
-    request that still prefills elsewhere is in no other counter of it. `kv_capacity_tokens` is 0 when unknown. KV can be passed
-    on between candidates of one `kv_protocol`; empty: it cannot.
+    request that still prefills elsewhere is in no other counter of it. `kv_capacity_tokens` is 0 when unknown. KV can go from one
+    candidate to another where `kv_gives` of the one is `kv_takes` of the other; empty: it cannot.
     """
 
     instance_id: str
@@ -154,12 +166,17 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     stale: bool = False
     credited_tokens: int = 0
     prefix_source: PrefixSource = PrefixSource.NONE
-    kv_protocol: str = "MOONCAKE"
+    kv_gives: str = "MOONCAKE"
+    kv_takes: str = "MOONCAKE"
 
     @property
     def exact(self) -> bool:
         """Whether its cached tokens are what its own events tell."""
         return self.prefix_source is PrefixSource.EVENTS
+
+    def can_give_kv_to(self, other: Candidate) -> bool:
+        """Whether `other` can answer from KV that is computed here."""
+        return self.kv_gives == other.kv_takes != "" and self.instance_id != other.instance_id
 
 
 class FleetView(msgspec.Struct, frozen=True, gc=False):
@@ -181,6 +198,14 @@ class FleetView(msgspec.Struct, frozen=True, gc=False):
         """The candidates that may be chosen."""
         # Not of a generator, which takes twice the time: this is asked several times for each decision.
         return tuple([candidate for candidate in self.candidates if not candidate.excluded])
+
+    def sources_of(self, decode: Candidate) -> tuple[Candidate, ...]:
+        """The candidates that may be chosen to prefill for `decode`."""
+        return tuple([one for one in self.candidates if not one.excluded and one.can_give_kv_to(decode)])
+
+    def targets_of(self, prefill: Candidate) -> tuple[Candidate, ...]:
+        """The candidates that may be chosen to answer from what `prefill` computes."""
+        return tuple([one for one in self.candidates if not one.excluded and prefill.can_give_kv_to(one)])
 
     def report_age_s(self, candidate: Candidate) -> float | None:
         """How old the figures reported by one of the candidates were; None when there were none."""

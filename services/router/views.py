@@ -13,7 +13,7 @@ from msgspec import structs
 from services.common.keys import KEY_TOKENS
 from services.router.affinity import Affinity
 from services.router.circuit import CIRCUIT_OPEN
-from services.router.domain import Candidate, FleetView, InstanceState, PlacementRequest
+from services.router.domain import Candidate, FleetView, InstanceInfo, InstanceState, KvRole, PlacementRequest
 from services.router.fleet import Fleet, InstanceRecord, Sight
 from services.router.migrations import Migrations
 from services.router.reservations import Reservations
@@ -143,12 +143,21 @@ class Views:
                 kv_capacity_tokens=info.kv_capacity_tokens,
                 stale=stale,
                 prefix_source=self._truth.source(record, now),
-                kv_protocol=info.kv_transfer.protocol if info.kv_transfer else "",
+                kv_gives=_kv_way(info, KvRole.PRODUCER),
+                kv_takes=_kv_way(info, KvRole.CONSUMER),
             ),
             block_size=info.block_size,
             since=now,
             until=min((moment for moment in changes_at if moment >= now), default=float("inf")),
         )
+
+
+def _kv_way(info: InstanceInfo, side: KvRole) -> str:
+    """How KV goes out of an instance (`side` PRODUCER) or comes in; empty when it does not."""
+    kv = info.kv_transfer
+    if kv is None or kv.role not in (KvRole.BOTH, side):
+        return ""
+    return f"{kv.protocol}/{info.block_size}/{kv.layout}"
 
 
 def _may_serve(candidate: Candidate) -> bool:

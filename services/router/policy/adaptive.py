@@ -45,8 +45,8 @@ class AdaptiveOffload(Policy):
 
     1. The session's owner serves if fewer than `heavy_new_tokens` are new to it (reason `affinity`).
     2. D = best cache hit, ties by ongoing tokens, in turn; it serves if fewer are new to it (reason `best_cache_hit`).
-    3. HEAVY: P = argmin ongoing_tokens among the others, ties by new tokens, in turn; PREFILL on P, SERVE on D, and D becomes
-       the session's owner (reason `heavy`). Without another instance D does both (reason `no_other_instance`).
+    3. HEAVY: P = argmin ongoing_tokens among those that can give D KV, ties by new tokens, in turn; PREFILL on P, SERVE on D, and
+       D becomes the session's owner (reason `heavy`). Without another instance D does both (reason `no_other_instance`).
     Scores are the new tokens. Source: the reference system's adaptive v2, the baseline that `elastic` improves on.
     """
 
@@ -63,8 +63,8 @@ class AdaptiveOffload(Policy):
         decode = most_cached(eligible, view.turn)
         if decode.new_tokens < self.heavy_new_tokens:
             return serve(decode, "best_cache_hit", scores)
-        others = tuple(one for one in eligible if one is not decode)
-        if not others:
+        sources = view.sources_of(decode)
+        if not sources:
             return serve(decode, "no_other_instance", scores)
-        prefill = least(others, view.turn, lambda one: (one.ongoing_tokens, one.new_tokens))
+        prefill = least(sources, view.turn, lambda one: (one.ongoing_tokens, one.new_tokens))
         return offload(request, prefill, decode, "offload", "heavy", scores=scores)

@@ -213,9 +213,9 @@ def decide(
 
 
 def _kv_can_pass(ruling: Ruling, view: FleetView) -> bool:
-    """Whether every step that answers from another instance's KV can: both speak one protocol."""
+    """Whether every step that answers from another instance's KV can."""
     return all(
-        _named(view, step.instance_id).kv_protocol == _named(view, step.kv_source).kv_protocol != ""
+        _named(view, step.kv_source).can_give_kv_to(_named(view, step.instance_id))
         for step in ruling.steps
         if step.kv_source
     )

@@ -26,8 +26,8 @@ class Elastic(Unified):
     """Offload as a preference, decided for each HEAVY request; all others, and those that do not offload, go as `unified` says.
 
     D = the instance with the best cache hit (ties: the one that `unified` chose, then ongoing tokens), P = argmin
-    ongoing_tokens among the others (ties by new tokens, num_requests, in turn), both under the ceiling. HEAVY: at least
-    `heavy_new_tokens` are new on D. Offload is PREFILL on P, SERVE on D.
+    ongoing_tokens among those that can give it KV (ties by new tokens, num_requests, in turn), both under the ceiling.
+    HEAVY: at least `heavy_new_tokens` are new on D. Offload is PREFILL on P, SERVE on D.
     Decider `cost`, in s: offload iff 0.5 * new / throughput * [D is decoding] > P.ongoing / throughput + KV transfer time,
     with new on D, ongoing = ongoing_tokens, transfer = transfer_base_s + transfer_token_s * new.
     Decider `heuristic`: no if P.ongoing >= D.ongoing; no if P.ongoing > p_overload_factor * mean ongoing; yes if D is decoding.
@@ -59,7 +59,7 @@ class Elastic(Unified):
         )
         if decode.new_tokens < self.heavy_new_tokens:
             return replace(colocated, reason=BELOW_THRESHOLD)
-        others = tuple(one for one in below if one is not decode)
+        others = tuple(one for one in view.sources_of(decode) if one in below)
         if not others:
             return replace(colocated, reason=NO_OTHER_INSTANCE)
         prefill = least(others, view.turn, lambda one: (one.ongoing_tokens, one.new_tokens, one.num_requests))

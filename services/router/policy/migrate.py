@@ -19,7 +19,7 @@ class Migrate(Unified):
 
     It stays when fewer than `min_new_tokens` are new on the host (reason `below_threshold`) or fewer than
     `min_prefill_decode_busy` tokens are in decode there (`host_idle`: a prefill disturbs nobody). Otherwise a target is any
-    other instance under the ceiling with effective_load <= target_load_ratio * host.num_requests and
+    other instance under the ceiling that can take its KV with effective_load <= target_load_ratio * host.num_requests and
     host.num_requests - effective_load >= min_load_gap, where effective_load = num_requests + recent_migrations: answers on
     their way to it, against hotspots. None: `no_lighter_instance`. The host's own load is its num_requests alone, so that
     what was moved to it lately does not push more away.
@@ -51,8 +51,8 @@ class Migrate(Unified):
             return replace(colocated, reason="host_idle")
         targets = tuple(
             one
-            for one in below
-            if one is not host
+            for one in view.targets_of(host)
+            if one in below
             and effective_load(one) <= self.target_load_ratio * host.num_requests
             and host.num_requests - effective_load(one) >= self.min_load_gap
         )

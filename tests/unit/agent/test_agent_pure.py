@@ -73,6 +73,14 @@ def test_addresses_with_options() -> None:
 def test_how_an_engine_passes_kv_on(text: str, kv: str, bootstrap: str) -> None:
     target = parse_target(text)
     assert (target.kv, target.bootstrap) == (kv, bootstrap)
+    assert (target.kv_role, target.decode_first) == ("both", False)
+
+
+def test_what_an_engine_wants_of_a_transfer() -> None:
+    target = parse_target("http://h?kv=mooncake&kv-role=producer&decode-first=1")
+    assert (target.kv_role, target.decode_first) == ("producer", True)
+    assert parse_target("http://h?kv=nixl&kv-role=consumer").kv_role == "consumer"
+    assert not parse_target("http://h?kv=mooncake&decode-first=0").decode_first
 
 
 @pytest.mark.parametrize(
@@ -88,6 +96,10 @@ def test_how_an_engine_passes_kv_on(text: str, kv: str, bootstrap: str) -> None:
         "http://h?kv=carrier-pigeon",
         "http://h?kv=nixl&bootstrap=http://b:1",
         "http://h?kv=mooncake&bootstrap=b:1",
+        "http://h?kv=mooncake&kv-role=kv_both",
+        "http://h?kv-role=both",
+        "http://h?kv=nixl&decode-first=1",
+        "http://h?kv=mooncake&decode-first=yes",
     ],
 )
 def test_addresses_that_are_none(text: str) -> None:

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from services.router.domain import Candidate, FleetView, InstanceState, PlacementRequest, PrefixSource, StepKind
-from services.router.policy.base import Policy, decide
+from services.router.policy.base import NO_KV_TRANSFER, Policy, decide
 from services.router.policy.registry import POLICIES, make_policy
 from services.router.policy.unified import Unified
 from tests.unit.router.builders import request
 
 # A busy machine is no finding.
 patient = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+KV_WAYS = ("", "MOONCAKE/16/auto", "MOONCAKE/16/auto", "NIXL/16/auto")
 NAMES = ("a", "b", "c", "d", "e", "f")
 # Small numbers make ties and thresholds likely; big ones are what a busy fleet has.
 TOKENS = st.one_of(st.integers(0, 3), st.integers(0, 300_000), st.integers(0, 10**9))
@@ -49,6 +50,8 @@ def candidates(
         excluded=draw(st.sampled_from(excluded)),
         recent_migrations=draw(st.integers(0, 20)),
         kv_capacity_tokens=draw(st.sampled_from((0, 1, 280_000))),
+        kv_gives=draw(st.sampled_from(KV_WAYS)),
+        kv_takes=draw(st.sampled_from(KV_WAYS)),
     )
 
 
@@ -105,7 +108,12 @@ def test_every_policy_decides_soundly(
         assert prefill.kind is StepKind.PREFILL
         assert prefill.prefix_tokens == asked.input_tokens > 0
         assert serve.kv_source == prefill.instance_id != serve.instance_id
+        source, target = seen.find(serve.kv_source), seen.find(serve.instance_id)
+        assert source is not None
+        assert target is not None
+        assert source.kv_gives == target.kv_takes != ""
     assert bool(serve.kv_source) == (decision.mode == "OFFLOAD")
+    assert ruling.reason != NO_KV_TRANSFER, "a policy of ours plans no transfer that cannot be"
     assert decision.next_owner in {step.instance_id for step in ruling.steps}
 
     assert ruling.scores.keys() <= eligible

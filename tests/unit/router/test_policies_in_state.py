@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+import random
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+from msgspec.structs import replace
 
 from services.common.keys import prompt_keys
 from services.router import events as ev
-from services.router.domain import Candidate, Decision, Phase, Step, StepKind
+from services.router.domain import (
+    Candidate,
+    Decision,
+    FleetView,
+    KvRole,
+    KvTransfer,
+    Phase,
+    PlacementRequest,
+    Ruling,
+    Step,
+    StepKind,
+)
 from services.router.io.decision_log import LoggedDecision
 from services.router.io.wire import operators
+from services.router.policy.base import Policy, offload
 from services.router.policy.registry import make_policy
 from services.router.state import RouterState, StateSettings
 from tests.unit.router.builders import hello, join, place, request
@@ -120,12 +137,60 @@ def test_an_instance_that_fails_its_prefills_is_left_alone() -> None:
     assert (after.step.kind, after.step.instance_id) == (StepKind.SERVE, "a")
 
 
-def test_without_a_common_protocol_the_plan_is_one_serve() -> None:
-    router = migrating()
-    hello(router, "a", 1, kv_transfer=None)
+@dataclass(frozen=True)
+class Blind(Policy):
+    """Plans a transfer from one instance to the other, whether it can be or not."""
+
+    name: ClassVar[str] = "blind"
+
+    def rule(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> Ruling:
+        prefill, decode = view.eligible()
+        return offload(request, prefill, decode, "blind", "blind")
+
+
+MOONCAKE = KvTransfer("MOONCAKE", "http://x:8998", layout="auto")
+
+
+@pytest.mark.parametrize(
+    ("p", "d", "can"),
+    [
+        ({"kv_transfer": MOONCAKE}, {"kv_transfer": MOONCAKE}, True),
+        ({"kv_transfer": replace(MOONCAKE, role=KvRole.PRODUCER)}, {"kv_transfer": MOONCAKE}, True),
+        ({"kv_transfer": MOONCAKE}, {"kv_transfer": replace(MOONCAKE, role=KvRole.CONSUMER)}, True),
+        ({"kv_transfer": replace(MOONCAKE, role=KvRole.CONSUMER)}, {"kv_transfer": MOONCAKE}, False),
+        ({"kv_transfer": MOONCAKE}, {"kv_transfer": replace(MOONCAKE, role=KvRole.PRODUCER)}, False),
+        ({"kv_transfer": None}, {"kv_transfer": MOONCAKE}, False),
+        ({"kv_transfer": None}, {"kv_transfer": None}, False),
+        ({"kv_transfer": KvTransfer("NIXL", layout="auto")}, {"kv_transfer": MOONCAKE}, False),
+        ({"kv_transfer": replace(MOONCAKE, layout="fp8")}, {"kv_transfer": MOONCAKE}, False),
+        ({"kv_transfer": MOONCAKE, "block_size": 32}, {"kv_transfer": MOONCAKE}, False),
+    ],
+)
+def test_kv_goes_only_where_both_engines_let_it(p: dict[str, Any], d: dict[str, Any], can: bool) -> None:
+    """In a mixed pool no policy is offered an instance that cannot prefill for the one that answers; a policy that plans it
+    nevertheless gets one SERVE."""
+    router = fleet("adaptive_offload", "d", "p", heavy_new_tokens=1)
+    hello(router, "d", 1, **d)
+    hello(router, "p", 2, **p)
     answer = placed(router, "r", 1.0)
-    assert (answer.last, answer.step.kind, answer.step.kv_source) == (True, StepKind.SERVE, "")
-    assert (answer.decision.ruling.reason, answer.decision.mode) == ("no_kv_transfer", "COLOCATED")
+    assert answer.decision.instance_id == "d"
+    assert answer.decision.mode == ("OFFLOAD" if can else "COLOCATED")
+    assert answer.decision.ruling.reason == ("heavy" if can else "no_other_instance")
+    if not can:
+        # As `d` to `p`, since views list instances by name.
+        router.policy = Blind()
+        hello(router, "d", 1, **p)
+        hello(router, "p", 2, **d)
+        blind = placed(router, "blind", 1.0)
+        assert (blind.last, blind.step.kind, blind.step.kv_source) == (True, StepKind.SERVE, "")
+        assert (blind.decision.ruling.reason, blind.decision.mode) == ("no_kv_transfer", "COLOCATED")
+
+
+def test_a_decode_migrates_only_to_where_its_kv_can_go() -> None:
+    router = migrating()
+    hello(router, "b", 2, kv_transfer=replace(MOONCAKE, role=KvRole.PRODUCER), kv_capacity_tokens=5_000)
+    answer = placed(router, "r", 1.0)
+    assert (answer.last, answer.step.instance_id, answer.decision.ruling.reason) == (True, "a", "no_lighter_instance")
 
 
 def test_answers_on_their_way_are_counted_for_a_while() -> None:

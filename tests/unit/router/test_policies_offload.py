@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from services.router.domain import Candidate, Decision, FleetView, Step, StepKind
 from services.router.policy.base import decide
@@ -175,6 +176,8 @@ def test_elastic_prefills_on_the_least_loaded_other_instance_and_needs_one() -> 
         owner="d",
     )
     assert plan(ruled("elastic", seen, **COST))[0][0] == "r"
+    mixed = view(*seen.candidates[:3], replace(seen.candidates[3], kv_gives="NIXL"), owner="d")
+    assert plan(ruled("elastic", mixed, **COST))[0][0] == "q"
     alone = ruled("elastic", view(seen.candidates[0], candidate("p", excluded="unhealthy"), owner="d"), **COST)
     assert (plan(alone), alone.ruling.reason) == ([("d", "affinity")], "no_other_instance")
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router import events as ev
-from services.router.domain import Gpu, InstanceInfo, KvTransfer, Load
+from services.router.domain import Gpu, InstanceInfo, KvRole, KvTransfer, Load
 from services.router.io.wire import agents, gateways
 from services.router.io.wire.times import duration, seconds
 
@@ -29,7 +29,15 @@ instances = st.builds(
     prefix_reason=words,
     engine_version=words,
     node=words,
-    kv_transfer=st.none() | st.builds(KvTransfer, protocol=st.sampled_from(["MOONCAKE", "NIXL"]), bootstrap_url=words),
+    kv_transfer=st.none()
+    | st.builds(
+        KvTransfer,
+        protocol=st.sampled_from(["MOONCAKE", "NIXL"]),
+        bootstrap_url=words,
+        role=st.sampled_from(KvRole),
+        layout=words,
+        decode_first=st.booleans(),
+    ),
 )
 gpus = st.builds(Gpu, index=counts, utilisation=st.floats(0, 1, width=32), memory_used=counts, memory_total=counts)
 loads = st.builds(

@@ -67,6 +67,30 @@ KV_PROTOCOL_NIXL: KvProtocol.ValueType  # 2
 """KV_PROTOCOL_NIXL: the first engine's answer holds what the second request must carry."""
 Global___KvProtocol: _TypeAlias = KvProtocol  # noqa: Y015
 
+class _KvRole:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KvRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KvRole.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    KV_ROLE_UNSPECIFIED: _KvRole.ValueType  # 0
+    """KV_ROLE_UNSPECIFIED: both sides."""
+    KV_ROLE_PRODUCER: _KvRole.ValueType  # 1
+    """KV_ROLE_PRODUCER: it gives KV and takes none."""
+    KV_ROLE_CONSUMER: _KvRole.ValueType  # 2
+    """KV_ROLE_CONSUMER: it takes KV and gives none."""
+
+class KvRole(_KvRole, metaclass=_KvRoleEnumTypeWrapper):
+    """KvRole says which sides of a transfer an engine can be."""
+
+KV_ROLE_UNSPECIFIED: KvRole.ValueType  # 0
+"""KV_ROLE_UNSPECIFIED: both sides."""
+KV_ROLE_PRODUCER: KvRole.ValueType  # 1
+"""KV_ROLE_PRODUCER: it gives KV and takes none."""
+KV_ROLE_CONSUMER: KvRole.ValueType  # 2
+"""KV_ROLE_CONSUMER: it takes KV and gives none."""
+Global___KvRole: _TypeAlias = KvRole  # noqa: Y015
+
 class _Tier:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -293,19 +317,33 @@ class KvTransfer(_message.Message):
 
     PROTOCOL_FIELD_NUMBER: _builtins.int
     BOOTSTRAP_URL_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    DECODE_FIRST_FIELD_NUMBER: _builtins.int
     protocol: Global___KvProtocol.ValueType
     """protocol that its connector speaks."""
     bootstrap_url: _builtins.str
     """bootstrap_url is the base address of its bootstrap server, without a trailing slash (Mooncake only)."""
+    role: Global___KvRole.ValueType
+    """role is which sides of a transfer it can be."""
+    layout: _builtins.str
+    """layout of its KV cache in a word; KV goes between equal ones only."""
+    decode_first: _builtins.bool
+    """decode_first: it wants the second request of a transfer before the first has ended (Mooncake only). The gateway sends
+    both at once where both engines want it.
+    """
     def __init__(
         self,
         *,
         protocol: Global___KvProtocol.ValueType = ...,
         bootstrap_url: _builtins.str = ...,
+        role: Global___KvRole.ValueType = ...,
+        layout: _builtins.str = ...,
+        decode_first: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bootstrap_url", b"bootstrap_url", "protocol", b"protocol"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bootstrap_url", b"bootstrap_url", "decode_first", b"decode_first", "layout", b"layout", "protocol", b"protocol", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from pointsman.agent.v1 import agent_pb2
-from services.router.domain import Gpu, InstanceInfo, KvTransfer, Load
+from services.router.domain import Gpu, InstanceInfo, KvRole, KvTransfer, Load
 from services.router.io.wire.times import finite
 from services.router.sync import Bookmark, Delta, KeyMessage, SnapshotBegin, SnapshotChunk, SnapshotEnd
+
+_KV_ROLES = {
+    KvRole.BOTH: agent_pb2.KV_ROLE_UNSPECIFIED,
+    KvRole.PRODUCER: agent_pb2.KV_ROLE_PRODUCER,
+    KvRole.CONSUMER: agent_pb2.KV_ROLE_CONSUMER,
+}
 
 
 def instance_info(wire: agent_pb2.Instance) -> InstanceInfo:
@@ -57,15 +63,25 @@ def kv_to_wire(kv: KvTransfer | None) -> agent_pb2.KvTransfer | None:
     if kv is None:
         return None
     protocol = agent_pb2.KvProtocol.Value(f"KV_PROTOCOL_{kv.protocol}")
-    return agent_pb2.KvTransfer(protocol=protocol, bootstrap_url=kv.bootstrap_url)
+    return agent_pb2.KvTransfer(
+        protocol=protocol,
+        bootstrap_url=kv.bootstrap_url,
+        role=_KV_ROLES[kv.role],
+        layout=kv.layout,
+        decode_first=kv.decode_first,
+    )
 
 
 def _kv_transfer(wire: agent_pb2.Instance) -> KvTransfer | None:
-    # A protocol of a later version is one that this router cannot plan for.
+    # A protocol or a role of a later version is one that this router cannot plan for.
     kv = wire.kv_transfer
     if not kv.protocol or kv.protocol not in agent_pb2.KvProtocol.values():
         return None
-    return KvTransfer(agent_pb2.KvProtocol.Name(kv.protocol).removeprefix("KV_PROTOCOL_"), kv.bootstrap_url)
+    protocol = agent_pb2.KvProtocol.Name(kv.protocol).removeprefix("KV_PROTOCOL_")
+    role = next((role for role, number in _KV_ROLES.items() if number == kv.role), None)
+    if role is None:
+        return None
+    return KvTransfer(protocol, kv.bootstrap_url, role, kv.layout, kv.decode_first)
 
 
 def key_message(wire: agent_pb2.ReportRequest) -> KeyMessage | None:
