@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import numpy as np
 import typer
@@ -26,9 +26,10 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
     return found | {"mean": round(float(np.mean(values)), 6), "count": len(values)}
 
 
-def make_console() -> Console:
-    """A console on stdout; wide enough for the tables when that is no terminal, where rich would assume 80 columns."""
-    return Console() if Console().is_terminal else Console(width=140)
+def make_console(file: TextIO | None = None) -> Console:
+    """A console on stdout or `file`; wide enough for the tables where that is no terminal, and rich would assume 80 columns."""
+    console = Console(file=file)
+    return console if console.is_terminal else Console(file=file, width=140)
 
 
 def summarise(records: Sequence[RequestRecord]) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import typer
 
 from lab.analysis import analyze
+from lab.compare import CompareSettings
+from lab.compare import run as run_comparison
 from lab.demo import DemoSettings
 from lab.demo import run as run_demo
 from lab.emulator import EmulateSettings
@@ -27,6 +29,13 @@ def add_lab_commands(app: typer.Typer) -> None:
         SimulateSettings,
         run_simulation,
         help_="Play a trace over modelled instances, in virtual time.",
+    )
+    add_settings_command(
+        app,
+        "compare",
+        CompareSettings,
+        run_comparison,
+        help_="Compare policies over the same draws of a trace, with confidence intervals.",
     )
     app.command("analyze")(analyze)
     app.add_typer(trace_commands, name="trace")

@@ -12,10 +12,12 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     turn: int
     instance: str = ""
     decision: str = ""
-    # Of the decision, where the run could ask: its mode, the request's class, and the reason in a word.
+    # Of the decision, where the run could ask: its mode, the request's class, the reason in a word, and the rule by which the
+    # answering instance was found (affinity, lmetric_fallback, offload, migrate, ...).
     mode: str = ""
     route_class: str = ""
     reason: str = ""
+    rule: str = ""
     # The HTTP status, 0 when there was none; `error` is empty for a complete answer.
     status: int = 0
     error: str = ""

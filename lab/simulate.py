@@ -13,27 +13,32 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from lab.analysis import make_console, print_summary, summarise
 from lab.bundle import write_bundle
+from lab.draws import Arrivals, Starts
 from lab.engine_events import EngineConfig
+from lab.experiments import Cell, Workload, run_trial
 from lab.profile import Profile, load_profile
-from lab.simulator import Simulation, SimulationError, Simulator
-from lab.trace_files import load_trace
+from lab.simulator import Simulation, SimulationError
 from lab.traces import TINY_TRACE
 from services.router.queue import QueueSettings
 from services.router.saturation import Limits
 from services.router.state import StateSettings
 
 
-class SimulateSettings(BaseSettings):
-    """One simulation."""
-
-    model_config = SettingsConfigDict(env_prefix="POINTSMAN_SIMULATE_")
+class RunSettings(BaseSettings):
+    """What a simulated run is, but for its policy and its seed."""
 
     trace: Path = Field(TINY_TRACE, description="trace file (jsonl, jsonl.gz)")
-    instances: int = Field(8, ge=1, le=1024, description="modelled instances")
-    policy: str = Field("unified", description="placement policy")
-    policy_settings: str = Field("{}", description="JSON object of the policy's settings that differ from its defaults")
+    sessions: int = Field(0, ge=0, description="only the trace's first so many sessions; 0 is all")
+    starts: Starts = Field(
+        "trace",
+        description="when sessions start: as in the trace, each moved by up to jitter_s, or dealt anew over the trace's span",
+    )
+    jitter_s: float = Field(30.0, ge=0, description="how far a session's start may be moved, to either side")
+    rate: float = Field(1.0, gt=0, description="sessions start so many times as fast; turns keep their distances")
+    max_sessions: int = Field(0, ge=0, description="sessions in flight; 0 is no cap")
     timing: Literal["trace", "think"] = Field("trace", description="as in replay")
-    time_scale: float = Field(1.0, gt=0, description="factor on the trace's times")
+    time_scale: float = Field(1.0, gt=0, description="factor on the trace's times, those within sessions included")
+    instances: int = Field(8, ge=1, le=1024, description="modelled instances")
     profile: Path | None = Field(None, description="JSON file of what an engine's steps cost; without, the reference's")
     kv_blocks: int = Field(20_000, ge=1, description="KV blocks of 16 tokens for each instance")
     max_model_len: int = Field(200_000, ge=2, description="prompt and answer together, in tokens")
@@ -51,7 +56,18 @@ class SimulateSettings(BaseSettings):
     placement_ms: float = Field(0.0, ge=0, description="mean time of asking the router, both ways, in ms")
     report_delay_s: float = Field(0.0, ge=0, description="agents' reports come so much later")
     report_loss: float = Field(0.0, ge=0, lt=1, description="share of agents' reports that never come")
-    seed: int = Field(0, ge=0, description="seed of policies that draw")
+
+
+class SimulateSettings(RunSettings):
+    """One simulation."""
+
+    model_config = SettingsConfigDict(env_prefix="POINTSMAN_SIMULATE_")
+
+    policy: str = Field(
+        "unified", description="placement policy, or floor: nothing waits and every block is everywhere"
+    )
+    policy_settings: str = Field("{}", description="JSON object of the policy's settings that differ from its defaults")
+    seed: int = Field(0, ge=0, description="of all that is drawn")
     out: Path = Field(Path("runs/simulate"), description="folder of the run's bundle")
 
 
@@ -59,12 +75,15 @@ def run(settings: SimulateSettings) -> None:
     """Simulate, write the bundle and print its summary. Exits with 2 when it cannot be run as asked, 1 when a request failed."""
     began = time.perf_counter()
     try:
-        simulator = Simulator(load_trace(settings.trace), _simulation(settings))
-        records = simulator.run()
+        policy = json.loads(settings.policy_settings)
+        if not isinstance(policy, dict):
+            raise SimulationError("policy_settings must be a JSON object")
+        cell = cell_of(settings, settings.policy, policy)
+        records, measures = run_trial(cell, settings.seed)
     except ValueError as error:
         typer.echo(f"pointsman simulate: {error}", err=True)
         raise typer.Exit(2) from None
-    summary = summarise(records) | {"sim_run_s": round(time.perf_counter() - began, 3)}
+    summary = summarise(records) | {"sim_run_s": round(time.perf_counter() - began, 3), "measures": measures}
     write_bundle(settings.out, settings.model_dump(mode="json"), records, summary)
     console = make_console()
     print_summary(console, summary, str(settings.out))
@@ -73,10 +92,13 @@ def run(settings: SimulateSettings) -> None:
         raise typer.Exit(1)
 
 
-def _simulation(settings: SimulateSettings) -> Simulation:
-    policy: Any = json.loads(settings.policy_settings)
-    if not isinstance(policy, dict):
-        raise SimulationError("policy_settings must be a JSON object")
+def cell_of(
+    settings: RunSettings, policy: str, policy_settings: dict[str, Any], name: str = "", load: str = ""
+) -> Cell:
+    """The cell that the settings describe, under a policy; `name` (by default the policy's) and `load` are its labels.
+
+    Raises ValueError for what does not go together, or for a profile that cannot be read.
+    """
     engine = EngineConfig(
         kv_blocks=settings.kv_blocks,
         max_model_len=settings.max_model_len,
@@ -87,13 +109,13 @@ def _simulation(settings: SimulateSettings) -> Simulation:
         limits=Limits(settings.max_requests_per_instance, settings.max_kv_usage),
         queue=QueueSettings(size=settings.queue_size, timeout_s=settings.queue_timeout_s),
     )
-    return Simulation(
+    simulation = Simulation(
         instances=settings.instances,
-        policy=settings.policy,
-        policy_settings=policy,
+        policy=policy,
+        policy_settings=policy_settings,
         timing=settings.timing,
         time_scale=settings.time_scale,
-        seed=settings.seed,
+        max_sessions=settings.max_sessions,
         retries=settings.retries,
         layerwise=settings.layerwise,
         tokenise_token_s=settings.tokenise_us_per_token / 1e6,
@@ -104,3 +126,5 @@ def _simulation(settings: SimulateSettings) -> Simulation:
         engine=engine,
         profile=load_profile(settings.profile) if settings.profile else Profile(),
     )
+    arrivals = Arrivals(settings.starts, settings.jitter_s, settings.rate)
+    return Cell(name or policy, load, Workload(settings.trace, arrivals, settings.sessions), simulation)

@@ -36,6 +36,8 @@ class SimulatedInstance:
         self.name = name
         self.stream_id = stream_id
         self.model = model
+        # Seconds spent in steps.
+        self.busy_s = 0.0
         self._agenda = agenda
         self._tell = tell
         self._hear = hear
@@ -95,6 +97,7 @@ class SimulatedInstance:
             self._leap_to(leap.steps_by(EVICTING_S) if leap.evicts else leap.steps, leap)
             return
         result = self.model.step(now)
+        self.busy_s += result.duration_s
         self._agenda.at(now + result.duration_s, partial(self._stepped, result.events))
 
     def _leap_to(self, steps: int, leap: Leap) -> None:
@@ -107,6 +110,7 @@ class SimulatedInstance:
         if leap is None or number != self._leaps:
             return
         self._leap = None
+        self.busy_s += now - self._leapt_at
         self._stepped(self.model.land(leap.steps), now)
 
     def _stepped(self, events: Sequence[Event], now: float) -> None:

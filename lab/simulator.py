@@ -8,12 +8,14 @@ Tokenising, asking the router and reporting take the time that is set for them; 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from lab.agenda import Agenda
 from lab.content import NamedPrompt
+from lab.draws import Session
 from lab.engine_events import EngineConfig, EngineRequest, Finished, FirstToken
 from lab.engine_model import EngineModel
 from lab.link import Link
@@ -45,7 +47,8 @@ class SimulationError(ValueError):
 
 @dataclass(frozen=True)
 class Simulation:
-    """What to simulate. `timing` is "trace" or "think", as in replays; times of the trace are multiplied by `time_scale`.
+    """What to simulate. `timing` is "trace" or "think", as in replays; times of the trace are multiplied by `time_scale`. With
+    `max_sessions` no more sessions are in flight: further ones wait, from their first turn on, until one has ended (0: no cap).
 
     `policy` is a name, with `policy_settings`, or a policy itself. `retries` is how often a client that was refused for the
     moment asks again, each time after the seconds that it was told. With `layerwise` KV is pushed while it is computed.
@@ -59,6 +62,7 @@ class Simulation:
     policy_settings: Mapping[str, object] = field(default_factory=dict)
     timing: str = "trace"
     time_scale: float = 1.0
+    max_sessions: int = 0
     seed: int = 0
     retries: int = 10
     layerwise: bool = False
@@ -77,7 +81,7 @@ class _Running:
 
     request: TraceRequest
     record: RequestRecord
-    rest: Sequence[TraceRequest]
+    rest: Session
     prompt: NamedPrompt
     placement: PlacementRequest
     refused: int = 0
@@ -88,29 +92,34 @@ class _Running:
 
 
 class Simulator:
-    """One run; run() may be called once. `router` can be looked at afterwards."""
+    """One run; run() or play() may be called once. `router` and `busy_s` can be looked at afterwards."""
 
-    def __init__(self, requests: Sequence[TraceRequest], asked: Simulation) -> None:
-        """Raises SimulationError for settings that cannot be simulated, SettingError for an unknown policy or setting."""
+    def __init__(self, trace: Sequence[TraceRequest] | Iterator[Session], asked: Simulation) -> None:
+        """`trace`: requests, or sessions in the order of their starts, which are then taken one by one as their time comes: a
+        long trace need never exist as a whole. Raises SimulationError for settings that cannot be simulated, SettingError for an
+        unknown policy or setting."""
         if asked.engine.block_size != KEY_TOKENS:
             raise SimulationError(f"only engines with block_size {KEY_TOKENS} are simulated")
         if not 0 <= asked.report_loss < 1:
             raise SimulationError(f"report_loss {asked.report_loss} is not in 0 to below 1")
-        if min(asked.tokenise_token_s, asked.placement_s, asked.report_delay_s) < 0:
-            raise SimulationError("tokenise_token_s, placement_s and report_delay_s must not be negative")
+        if min(asked.tokenise_token_s, asked.placement_s, asked.report_delay_s, asked.max_sessions) < 0:
+            raise SimulationError("tokenise_token_s, placement_s, report_delay_s and max_sessions must not be negative")
         self._asked = asked
         self._rng = random.Random(f"latency {asked.seed}")
-        self._sessions = list(by_session(requests).values())
-        self._origin_ms = min(request.timestamp_ms for request in requests)
+        self._sessions = trace if isinstance(trace, Iterator) else iter(_in_order(trace))
+        self._origin_ms: float | None = None
+        # Sessions in flight, and those whose time has come but not their turn.
+        self._in_flight = 0
+        self._kept_out: deque[Session] = deque()
+        self._all_started = False
         policy = make_policy(asked.policy, asked.policy_settings) if isinstance(asked.policy, str) else asked.policy
         self.router = RouterState(policy, asked.router, router_id="sim", seed=asked.seed)
-        self.records: list[RequestRecord] = []
+        self._ended: list[RequestRecord] = []
         self._agenda = Agenda()
         self._prompts = Prompts()
         losses = random.Random(f"loss {asked.seed}")
         self._link = Link(self._agenda, self._tell, asked.report_delay_s, asked.report_loss, losses)
         self._running: dict[str, _Running] = {}
-        self._unfinished = len(requests)
         self._instances = {
             name: SimulatedInstance(
                 name, number, EngineModel(asked.engine, asked.profile), self._agenda, self._link.send, self._hear
@@ -120,6 +129,10 @@ class Simulator:
 
     def run(self) -> list[RequestRecord]:
         """Play the trace to its end; records in the order in which requests ended."""
+        return list(self.play())
+
+    def play(self) -> Iterator[RequestRecord]:
+        """As run(), with each record as soon as its request has ended; they are not kept."""
         self._tell(ev.GatewayHello(GATEWAY), 0.0)
         for instance in self._instances.values():
             self._join(instance)
@@ -127,11 +140,17 @@ class Simulator:
         self._every(LOAD_EVERY_S, self._report_loads)
         if self._asked.report_loss:
             self._every(BOOKMARK_EVERY_S, self._report_bookmarks)
-        for turns in self._sessions:
-            self._agenda.at(self._due(turns[0]), partial(self._arrive, turns[0], turns[1:]))
-        while self._unfinished:
+        self._await_session()
+        while self._in_flight or not self._all_started:
             self._agenda.next()
-        return self.records
+            if self._ended:
+                yield from self._ended
+                self._ended.clear()
+
+    @property
+    def busy_s(self) -> dict[str, float]:
+        """How long each instance has been in steps, in s."""
+        return {instance.name: instance.busy_s for instance in self._instances.values()}
 
     # ---- the fleet ----
 
@@ -168,7 +187,32 @@ class Simulator:
 
     # ---- clients ----
 
-    def _arrive(self, request: TraceRequest, rest: Sequence[TraceRequest], now: float) -> None:
+    def _await_session(self) -> None:
+        """Let the next session begin when its time comes."""
+        turns = next(self._sessions, None)
+        if turns is None:
+            self._all_started = True
+            return
+        if self._origin_ms is None:
+            self._origin_ms = turns[0].timestamp_ms
+        self._agenda.at(self._due(turns[0]), partial(self._begin, turns))
+
+    def _begin(self, turns: Session, now: float) -> None:
+        self._in_flight += 1
+        if self._asked.max_sessions and self._in_flight > self._asked.max_sessions:
+            self._kept_out.append(turns)
+        else:
+            self._arrive(turns[0], turns[1:], now)
+        self._await_session()
+
+    def _leave(self, now: float) -> None:
+        """A session is over: one that was kept out may begin."""
+        self._in_flight -= 1
+        if self._kept_out:
+            turns = self._kept_out.popleft()
+            self._arrive(turns[0], turns[1:], now)
+
+    def _arrive(self, request: TraceRequest, rest: Session, now: float) -> None:
         name = f"{request.session}#{request.turn}"
         prompt = self._prompts.of(request)
         placement = PlacementRequest(
@@ -194,16 +238,17 @@ class Simulator:
         running = self._running.pop(name)
         running.record.status, running.record.error = status, error
         running.record.e2e_s = now - running.record.t_send
-        self.records.append(running.record)
-        self._unfinished -= 1
-        if running.rest:
+        self._ended.append(running.record)
+        if not running.rest:
+            self._leave(now)
+        else:
             following = running.rest[0]
             think_s = (following.think_ms or 0.0) / 1e3 * self._asked.time_scale
             due = now + think_s if self._asked.timing == "think" else max(now, self._due(following))
             self._agenda.at(due, partial(self._arrive, following, running.rest[1:]))
 
     def _due(self, request: TraceRequest) -> float:
-        return (request.timestamp_ms - self._origin_ms) / 1e3 * self._asked.time_scale
+        return (request.timestamp_ms - (self._origin_ms or 0.0)) / 1e3 * self._asked.time_scale
 
     # ---- the gateway ----
 
@@ -234,6 +279,7 @@ class Simulator:
             running.record.mode = decision.mode
             running.record.route_class = decision.route_class
             running.record.reason = decision.ruling.reason
+            running.record.rule = decision.ruling.steps[-1].reason
         if step.kind is StepKind.PREFILL:
             tokens = step.prefix_tokens or running.prompt.length
             prefix = replace(running.prompt, length=tokens, names=running.prompt.names[: tokens // KEY_TOKENS])
@@ -291,6 +337,10 @@ class Simulator:
             told = (record.prompt_tokens, record.cached_tokens, record.output_tokens)
             self._tell(ev.Finished(name, "OK", *told, http_status=200), now)
             self._end(name, now, 200)
+
+
+def _in_order(requests: Sequence[TraceRequest]) -> list[Session]:
+    return sorted(by_session(requests).values(), key=lambda turns: turns[0].timestamp_ms)
 
 
 def _engine_id(placed: ev.Placed) -> str:

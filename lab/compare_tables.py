@@ -1,0 +1,95 @@
+"""A comparison as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from lab.experiments import Comparison
+from lab.measures import ALL, LATENCIES
+
+# What is shown of the whole run beside latencies, and how.
+WHOLE: dict[str, Callable[[float], str]] = {
+    "hit_ratio": lambda value: f"{value:.1%}",
+    "imbalance": lambda value: f"{value:.2f}",
+    "offloads": lambda value: f"{value:.1%}",
+    "throughput": lambda value: f"{value:.2f}/s",
+    "failed": lambda value: f"{value:.1f}",
+}
+
+
+def print_comparisons(console: Console, comparisons: Sequence[Comparison], baseline: str) -> None:
+    """Print, for every load, each latency by group of requests, then what concerns the whole run. Beside each mean over trials
+    stands the paired difference to the baseline with its 95 % confidence interval."""
+    if not comparisons:
+        console.print("no trial has finished")
+        return
+    trials = max(one.value.trials for one in comparisons)
+    console.print(
+        f"means over {trials} paired trials; in brackets the difference to [bold]{baseline}[/bold] and its 95 % confidence "
+        "interval (Student's t); = is no difference: the interval holds 0",
+        highlight=False,
+    )
+    for load in dict.fromkeys(one.load for one in comparisons):
+        under = {(one.policy, one.group, one.metric): one for one in comparisons if one.load == load}
+        console.print(f"\n[bold]{load or 'the trace as asked'}[/bold]", highlight=False)
+        for latency in LATENCIES:
+            metrics = {f"{latency}_{share}_s": share for share in ("p50", "p90", "p99")}
+            _table(console, latency.upper(), under, metrics, lambda value: _time(value))
+        _whole(console, under)
+
+
+def _table(
+    console: Console,
+    title: str,
+    under: dict[tuple[str, str, str], Comparison],
+    metrics: dict[str, str],
+    shown: Callable[[float], str],
+) -> None:
+    table = _new(title, "policy", "requests", *metrics.values())
+    groups = dict.fromkeys(group for _, group, _ in under)
+    for group in sorted(groups, key=lambda name: name != ALL):
+        for policy in dict.fromkeys(policy for policy, _, _ in under):
+            cells = [under.get((policy, group, metric)) for metric in metrics]
+            if not any(cells):
+                continue
+            count = under[policy, group, "requests"].value.mean
+            table.add_row(group, policy, f"{count:,.0f}", *(_cell(cell, shown) for cell in cells))
+    console.print(table)
+
+
+def _whole(console: Console, under: dict[tuple[str, str, str], Comparison]) -> None:
+    table = _new("run", *WHOLE)
+    for policy in dict.fromkeys(policy for policy, _, _ in under):
+        table.add_row(policy, *(_cell(under.get((policy, ALL, metric)), shown) for metric, shown in WHOLE.items()))
+    console.print(table)
+
+
+def _cell(one: Comparison | None, shown: Callable[[float], str]) -> str:
+    if one is None:
+        return "-"
+    text = shown(one.value.mean)
+    if one.difference is None:
+        return text
+    if one.difference.half_width is None:
+        return f"{text} ({_signed(one.difference.mean, shown)})"
+    if not one.difference.differs:
+        return f"{text} (=)"
+    return f"{text} ({_signed(one.difference.mean, shown)} ± {shown(one.difference.half_width)})"
+
+
+def _signed(value: float, shown: Callable[[float], str]) -> str:
+    return ("-" if value < 0 else "+") + shown(abs(value))
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.1f} ms"
+
+
+def _new(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < 2 and column in (columns[0], "policy") else "right")
+    return table

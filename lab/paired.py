@@ -1,0 +1,58 @@
+"""Differences between paired trials, and how sure one can be of them. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scipy.special import stdtrit
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean of `trials` values and the half width of its 95 % confidence interval (None for a single trial)."""
+
+    mean: float
+    half_width: float | None
+    trials: int
+
+    @property
+    def low(self) -> float:
+        """The interval's lower end; without an interval minus infinity."""
+        return -math.inf if self.half_width is None else self.mean - self.half_width
+
+    @property
+    def high(self) -> float:
+        """The interval's upper end."""
+        return math.inf if self.half_width is None else self.mean + self.half_width
+
+    @property
+    def differs(self) -> bool:
+        """Whether the interval does not hold 0."""
+        return not self.low <= 0 <= self.high
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Mean of independent values and its confidence interval: mean +- t * s / sqrt(n), with s the sample's standard deviation and
+    t the quantile of Student's distribution with n - 1 degrees of freedom ("Student", The probable error of a mean,
+    Biometrika 6, 1908). It assumes that means of so many values are about normal. ValueError without values."""
+    if not values:
+        raise ValueError("no values")
+    count = len(values)
+    if count == 1:
+        return Estimate(values[0], None, 1)
+    quantile = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2))
+    return Estimate(statistics.fmean(values), quantile * statistics.stdev(values) / math.sqrt(count), count)
+
+
+def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Estimate:
+    """The mean of value - baseline over pairs of trials that saw the same draw, and its confidence interval.
+
+    Pairing takes out what both have in common, the luck of the draw: the interval is that of the differences, not of two
+    means (Jain, The Art of Computer Systems Performance Analysis, 1991, section 13.4.1). ValueError for unequal lengths.
+    """
+    return estimate([value - base for value, base in zip(values, baseline, strict=True)])
