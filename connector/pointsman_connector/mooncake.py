@@ -15,12 +15,12 @@ class AnyDeviceMooncakeConnector(MooncakeConnector):
     which accelerator is the current one, the only thing of it that does not run there (vLLM 0.32)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with _some_device():
+        with some_device():
             super().__init__(*args, **kwargs)
 
 
 @contextmanager
-def _some_device() -> Iterator[None]:
+def some_device() -> Iterator[None]:
     """Inside the block the current accelerator's index is 0 where there is none, instead of an error."""
     if torch.accelerator.is_available():
         yield

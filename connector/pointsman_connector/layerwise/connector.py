@@ -1,0 +1,159 @@
+"""LayerwiseMooncakeConnector: vLLM's MooncakeConnector, whose transfers can hide behind the prefill."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
+    MooncakeConnectorMetadata,
+    MooncakeConnectorScheduler,
+)
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import AttentionMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from pointsman_connector.layerwise import guard
+from pointsman_connector.layerwise.chunks import Chunk, ChunkTracker
+from pointsman_connector.layerwise.receiver import LayerwiseWorker
+from pointsman_connector.layerwise.stats import LayerwiseStats
+from pointsman_connector.mooncake import AnyDeviceMooncakeConnector, some_device
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+
+class LayerwiseMooncakeConnector(AnyDeviceMooncakeConnector):
+    """MooncakeConnector that pushes each layer's KV while the prompt is computed, when its receiver already waits.
+
+    `"layerwise": false` in kv_connector_extra_config, or a model or engine that `unsupported` names: vLLM's own, unchanged.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        self._layerwise = enabled(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        if self._layerwise and (reason := unsupported(vllm_config, kv_cache_config)):
+            logger.warning("Layer-wise push is off, KV goes after the prefill: %s", reason)
+            self._layerwise = False
+        if not self._layerwise:
+            super().__init__(vllm_config, role, kv_cache_config)
+            return
+        guard.check()
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        self.engine_id = vllm_config.kv_transfer_config.engine_id
+        self.connector_scheduler: LayerwiseScheduler | None = None
+        self.connector_worker: LayerwiseWorker | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self.connector_scheduler = LayerwiseScheduler(vllm_config, self.engine_id, kv_cache_config)
+        else:
+            with some_device():
+                self.connector_worker = LayerwiseWorker(vllm_config, self.engine_id, kv_cache_config)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """A whole captured graph would run without calling `save_kv_layer`."""
+        return enabled(extra_config)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """Statistics from their wire form."""
+        return LayerwiseStats(data=data or {})
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins. vLLM calls `start_load_kv` after the forward pass: too late for the chunks."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._layerwise:
+            assert self.connector_worker is not None
+            assert isinstance(connector_metadata, LayerwiseMetadata)
+            self.connector_worker.begin_step(connector_metadata.chunks)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """`layer_name` of this step is computed."""
+        if self._layerwise:
+            assert self.connector_worker is not None
+            self.connector_worker.save_layer(layer_name)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """What was sent, received and lost since the last step."""
+        if not self._layerwise:
+            return super().get_transfer_results(finished_req_ids)
+        metadata = self._get_connector_metadata()
+        assert self.connector_worker is not None
+        assert isinstance(metadata, LayerwiseMetadata)
+        return self.connector_worker.transfer_results(idle=metadata.idle)
+
+
+class LayerwiseMetadata(MooncakeConnectorMetadata):
+    """Upstream's message from scheduler to worker, with the step's chunks. `idle` steps compute nothing."""
+
+    def __init__(self, chunks: list[Chunk], *, idle: bool) -> None:
+        super().__init__()
+        self.chunks = chunks
+        self.idle = idle
+
+
+class LayerwiseScheduler(MooncakeConnectorScheduler):
+    """Upstream's scheduler side, which also tells the worker what each step computes for others."""
+
+    def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        self._tracker = ChunkTracker(self.block_size)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """`request` has blocks."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        params = request.kv_transfer_params or {}
+        if params.get("do_remote_decode") and (transfer_id := params.get("transfer_id")):
+            self._tracker.follow(request, transfer_id)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """The message of one step."""
+        upstream = super().build_connector_meta(scheduler_output)
+        metadata = LayerwiseMetadata(
+            list(self._tracker.step(scheduler_output)), idle=scheduler_output.total_num_scheduled_tokens == 0
+        )
+        metadata.reqs_to_recv = upstream.reqs_to_recv
+        metadata.reqs_to_send = upstream.reqs_to_send
+        metadata.reqs_not_processed = upstream.reqs_not_processed
+        return metadata
+
+    def request_finished(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """`request` is over; whether its blocks are still needed."""
+        self._tracker.forget(request.request_id)
+        return super().request_finished(request, block_ids)
+
+
+def enabled(extra_config: dict[str, Any]) -> bool:
+    """Whether the engine's configuration wants layer-wise push: yes unless it says no."""
+    return bool(extra_config.get("layerwise", True))
+
+
+def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """Why layer-wise push cannot serve this model or engine; empty when it can."""
+    groups = kv_cache_config.transfer_groups
+    if len(groups) != 1:
+        return f"the model has {len(groups)} KV cache groups"
+    if not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
+        return f"the model's KV cache is of the kind {type(groups[0].kv_cache_spec).__name__}"
+    if vllm_config.speculative_config is not None:
+        return "speculative decoding is on"
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return "context parallelism is on"
+    return ""

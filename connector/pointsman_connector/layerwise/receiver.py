@@ -1,0 +1,89 @@
+"""The engine that waits for a prompt's KV: lets its core rest meanwhile, and notices when the sender dies."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Collection
+from typing import Any
+from urllib.parse import urlsplit
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
+    MooncakeConnectorMetadata,
+    MooncakeXferResponse,
+    PullReqMeta,
+)
+from vllm.logger import init_logger
+
+from pointsman_connector.layerwise.sender import LayerwiseSender
+
+logger = init_logger(__name__)
+
+# An engine that only waits for KV steps without pause, at a whole core's cost. It looks up this often instead, and at once when
+# KV is there; a new request waits for it at most as long.
+REST_S = 0.002
+# How often a sender is asked whether it lives, and how long what a dead one had sent may still be on its way.
+PROBE_S, GRACE_S = 1.0, 1.0
+
+
+class LayerwiseWorker(LayerwiseSender):
+    """Both sides of layer-wise push in an engine's worker."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._awaited: set[str] = set()
+        self._arrived = threading.Event()
+        super().__init__(*args, **kwargs)
+
+    def start_load_kv(self, metadata: MooncakeConnectorMetadata) -> None:
+        """Ask for the KV of the requests that begin to wait for it."""
+        for pulls in metadata.reqs_to_recv.values():
+            self._awaited.update(request for request, pull in pulls.items() if any(pull.local_block_ids))
+        super().start_load_kv(metadata)
+
+    def transfer_results(self, *, idle: bool) -> KVConnectorTransferResults:
+        """What arrived and what was sent. An `idle` step, one that computed nothing, rests first."""
+        if idle and self._awaited:
+            self._arrived.wait(REST_S)
+        self._arrived.clear()
+        results = self.get_transfer_results()
+        self._awaited -= results.finished_recving | results.failed_recving
+        return results
+
+    def process_pulling_result(self, response: MooncakeXferResponse, pull_metas: dict[str, PullReqMeta]) -> None:
+        """The sender says whose KV is written."""
+        super().process_pulling_result(response, pull_metas)
+        self._arrived.set()
+
+    def _handle_failed_recv(self, pull_metas: dict[str, PullReqMeta], req_ids: Collection[str], reason: str) -> None:
+        super()._handle_failed_recv(pull_metas, req_ids, reason)
+        self._arrived.set()
+
+    async def receive_kv_from_single_worker(self, worker_addr: str, pull_metas: dict[str, PullReqMeta]) -> None:
+        """Wait for the sender's answer, or for its end: a process that is gone answers nobody, and upstream would wait on."""
+        answer = asyncio.ensure_future(super().receive_kv_from_single_worker(worker_addr, pull_metas))
+        death = asyncio.ensure_future(_death(worker_addr))
+        try:
+            await asyncio.wait({answer, death}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                answer.cancel()
+                self._handle_failed_recv(pull_metas, list(pull_metas), f"the sender at {worker_addr} is gone")
+        finally:
+            death.cancel()
+
+
+async def _death(worker_addr: str) -> None:
+    """Returns when nothing listens at `worker_addr` any more. A sender that is merely stopped or slow still listens: its writes
+    could come later, so its receivers keep their blocks for it until upstream's timeout."""
+    address = urlsplit(worker_addr)
+    while True:
+        await asyncio.sleep(PROBE_S)
+        try:
+            _, writer = await asyncio.open_connection(address.hostname, address.port)
+        except ConnectionRefusedError:
+            await asyncio.sleep(GRACE_S)
+            return
+        except OSError as error:
+            logger.warning("Cannot reach the sender of KV at %s: %s", worker_addr, error)
+            continue
+        writer.close()

@@ -1,0 +1,409 @@
+"""The engine that computes a prompt: pushes each layer's KV as soon as the layer is through, to whoever already waits for it.
+
+All state belongs to the sender loop's thread. The engine's thread only posts to it: a step's chunks, then each layer's name.
+Whatever was not pushed, or failed, is written by vLLM's own transfer when the prompt is done: that path is used unchanged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import zmq.asyncio
+from vllm import envs
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
+    MooncakeConnectorMetadata,
+    MooncakeConnectorWorker,
+    MooncakeXferMetadata,
+    MooncakeXferResponse,
+    MooncakeXferResponseStatus,
+    SendBlockMeta,
+    TransferRegion,
+    _validate_asymmetric_region_lengths,
+)
+from vllm.logger import init_logger
+
+from pointsman_connector.layerwise.chunks import Chunk
+from pointsman_connector.layerwise.fence import Fence, recorder
+from pointsman_connector.layerwise.progress import Batch, Computed, Delivery
+from pointsman_connector.layerwise.stats import LayerwiseStats
+
+logger = init_logger(__name__)
+
+# The receiver is told that it waited in vain after the abort timeout; no write may still be under way then.
+LAST_WRITE_SHARE = 0.9
+
+Params = tuple[list[int], list[int], list[int], list[str], str | None]
+
+
+@dataclass
+class Receiver:
+    """An engine's worker that waits for a prompt's KV, and what it said of its memory."""
+
+    delivery: Delivery
+    request_id: str
+    meta: MooncakeXferMetadata
+    blocks: list[int]
+    local_regions: list[TransferRegion]
+    remote_regions: list[TransferRegion]
+    last_write: asyncio.TimerHandle
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def session(self) -> str:
+        """Its address for the transfer engine."""
+        return f"{self.meta.remote_hostname}:{self.meta.remote_port}"
+
+
+@dataclass
+class Transfer:
+    """A prompt that is computed here for others. `computed` is None until its first chunk.
+
+    `delivered` is set when all receivers have it, `aborted` when it will never be complete; both wait here for the other side:
+    the scheduler that has not heard of the end, or a receiver that comes late.
+    """
+
+    transfer_id: str
+    request_id: str = ""
+    computed: Computed | None = None
+    receivers: dict[tuple[str, str], Receiver] = field(default_factory=dict)
+    fence: Fence | None = None
+    announced: bool = False
+    delivered: bool = False
+    aborted_at: float | None = None
+
+
+class LayerwiseSender(MooncakeConnectorWorker):
+    """MooncakeConnectorWorker that begins to send before the prompt is done."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._transfers: dict[str, Transfer] = {}
+        self._transfer_of: dict[str, str] = {}
+        self._step: list[tuple[Transfer, Chunk]] = []
+        self._steps_layers = False
+        self._done_sending: set[str] = set()
+        self._may_free: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._mark = recorder()
+        super().__init__(*args, **kwargs)
+        self.xfer_stats = LayerwiseStats()
+
+    # ---- called by the engine's thread ----
+
+    def begin_step(self, chunks: Sequence[Chunk]) -> None:
+        """A step is about to compute `chunks`."""
+        if chunks or self._steps_layers:
+            self._steps_layers = bool(chunks)
+            self.sender_loop.call_soon_threadsafe(self._begin, chunks)
+
+    def save_layer(self, layer: str) -> None:
+        """The step has written `layer`'s KV, or has told its stream to."""
+        if self._steps_layers:
+            self.sender_loop.call_soon_threadsafe(self._saved, layer, self._mark())
+
+    # ---- the prompt's side ----
+
+    def _begin(self, chunks: Sequence[Chunk]) -> None:
+        self._step = []
+        for chunk in chunks:
+            transfer = self._transfers.setdefault(chunk.transfer_id, Transfer(chunk.transfer_id))
+            if transfer.computed is None:
+                transfer.request_id = chunk.request_id
+                self._transfer_of[chunk.request_id] = chunk.transfer_id
+                transfer.computed = Computed(chunk.total, set(self.registered_layer_names))
+            if chunk.restarted and transfer.announced and not transfer.delivered:
+                transfer.announced = False
+                self.reqs_need_send[chunk.transfer_id].ready.clear()
+            transfer.computed.begin_chunk(chunk.new_blocks, restarted=chunk.restarted)
+            self._step.append((transfer, chunk))
+
+    def _saved(self, layer: str, fence: Fence | None) -> None:
+        for transfer, chunk in self._step:
+            computed = transfer.computed
+            assert computed is not None
+            computed.layer_saved(layer, chunk.upto)
+            transfer.fence = fence
+            for receiver in transfer.receivers.values():
+                self._push_on(transfer, receiver)
+            if computed.complete and not transfer.announced and transfer.aborted_at is None:
+                self._announce(transfer, computed)
+
+    def _announce(self, transfer: Transfer, computed: Computed) -> None:
+        """The whole prompt is computed: receivers are served from now on, one step before the scheduler knows its end."""
+        transfer.announced = True
+        waiting = self.reqs_need_send.get(transfer.transfer_id)
+        if waiting is None:
+            waiting = SendBlockMeta(transfer.request_id, transfer.transfer_id, [], asyncio.Event())
+            self.reqs_need_send[transfer.transfer_id] = waiting
+        waiting.p_req_id = transfer.request_id
+        waiting.local_block_ids = [list(computed.blocks)]
+        waiting.ready.set()
+
+    # ---- the receivers' side ----
+
+    async def _sender_worker(self, sock: zmq.asyncio.Socket) -> None:
+        # Upstream serves at most 20 messages at a time. Here most of them wait for a prompt that is still computed: a task each.
+        while True:
+            identity, message = await self.sender_worker_queue.get()
+            self.sender_worker_queue.task_done()
+            self._spawn(self._serve(identity, sock, message))
+
+    async def _serve(self, identity: bytes, sock: zmq.asyncio.Socket, message: bytes) -> None:
+        try:
+            meta = self._xfer_meta_decoder.decode(message)
+            self._meet(meta)
+            await self.send_kv_to_decode(identity, sock, meta)
+            self._part(meta)
+        except Exception as error:
+            logger.exception("Could not serve a receiver of KV")
+            refusal = MooncakeXferResponse(status=MooncakeXferResponseStatus.ERROR, err_msg=str(error))
+            await sock.send_multipart((identity, self._encoder.encode(refusal)))
+
+    def _meet(self, meta: MooncakeXferMetadata) -> None:
+        """Start to push to the receivers that come while their prompt is computed. Upstream refuses those that do not fit."""
+        local, remote, error = self._prepare_transfer_regions(meta)
+        if error is not None or not self._fits(meta, local, remote):
+            return
+        for request_id, (transfer_id, groups) in meta.req_blocks.items():
+            transfer = self._transfers.setdefault(transfer_id, Transfer(transfer_id))
+            if transfer.announced or transfer.aborted_at is not None or len(groups) != 1 or not groups[0]:
+                continue
+            delivery = Delivery([self._layers_in(region) for region in local], len(groups[0]))
+            receiver = Receiver(
+                delivery,
+                request_id,
+                meta,
+                list(groups[0]),
+                local,
+                remote,
+                self.sender_loop.call_later(
+                    envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT * LAST_WRITE_SHARE, delivery.give_up
+                ),
+            )
+            receiver.idle.set()
+            transfer.receivers[(receiver.session, request_id)] = receiver
+            self._push_on(transfer, receiver)
+
+    def _fits(self, meta: MooncakeXferMetadata, local: list[TransferRegion], remote: list[TransferRegion]) -> bool:
+        """Whether upstream will serve this receiver, too: nothing may be written to one that it refuses."""
+        heads = None if self.use_mla or self.kv_cache_config.has_mamba_layers else self.transfer_topo.total_num_kv_heads
+        return (
+            meta.remote_tp_rank in self.transfer_topo.handshake_target_ranks(meta.remote_tp_size)
+            and meta.remote_pp_size == self.pp_size
+            and _validate_asymmetric_region_lengths(
+                local_regions=local,
+                remote_regions=remote,
+                local_tp_size=self.tp_size,
+                remote_tp_size=meta.remote_tp_size,
+                producer_cache_replicated=self._producer_cache_is_replicated(),
+                total_num_kv_heads=heads,
+            )
+            is None
+        )
+
+    def _layers_in(self, region: TransferRegion) -> Collection[str]:
+        """The layers whose memory lies in `region`: upstream joins neighbours into one."""
+        start, end = region.base_addr, region.base_addr + region.kv_block_len
+        views = zip(self.registered_layer_names, self.kv_caches_base_addr, self.kv_block_len_per_layer, strict=True)
+        inside = {name for name, base, length in views if start <= base and base + length <= end}
+        return inside | {region.layer_name}
+
+    def _push_on(self, transfer: Transfer, receiver: Receiver) -> None:
+        if transfer.computed is not None and (batch := receiver.delivery.take(transfer.computed)) is not None:
+            receiver.idle.clear()
+            self._spawn(self._push(transfer, transfer.computed, receiver, batch))
+
+    async def _push(self, transfer: Transfer, computed: Computed, receiver: Receiver, first: Batch) -> None:
+        """Write `first`, then whatever became ready meanwhile, in as few writes as that takes."""
+        batch: Batch | None = first
+        try:
+            while batch is not None:
+                fence = transfer.fence
+                src, dst, lengths = await self._pointers(transfer, computed, receiver, batch)
+                status = 0
+                if src:
+                    status = await self.sender_loop.run_in_executor(
+                        self._sender_executor, self._write, fence, receiver.session, src, dst, lengths
+                    )
+                if status != 0:
+                    receiver.delivery.broke()
+                    return
+                receiver.delivery.landed(batch)
+                self.xfer_stats.record_push(len(batch.spans))
+                batch = receiver.delivery.take(computed)
+        except BaseException:
+            receiver.delivery.broke()
+            raise
+        finally:
+            receiver.idle.set()
+
+    def _write(self, fence: Fence | None, session: str, src: list[int], dst: list[int], lengths: list[int]) -> int:
+        if fence is not None:
+            fence()
+        return self._send_blocks(session, src, dst, lengths)
+
+    async def _pointers(
+        self, transfer: Transfer, computed: Computed, receiver: Receiver, batch: Batch
+    ) -> tuple[list[int], list[int], list[int]]:
+        """Addresses and lengths of a batch, by upstream's own arithmetic for a part of the regions and of the blocks."""
+        src: list[int] = []
+        dst: list[int] = []
+        lengths: list[int] = []
+        skipped = computed.total - receiver.delivery.wanted
+        for first, end in {(span.first, span.end) for span in batch.spans}:
+            regions = [span.region for span in batch.spans if (span.first, span.end) == (first, end)]
+            part = SendBlockMeta(
+                transfer.request_id, transfer.transfer_id, [computed.blocks[first:end]], asyncio.Event()
+            )
+            theirs = [receiver.blocks[first - skipped : end - skipped]]
+            params = await super()._build_transfer_params(
+                [(receiver.request_id, part)],
+                msgspec.structs.replace(
+                    receiver.meta, req_blocks={receiver.request_id: (transfer.transfer_id, theirs)}
+                ),
+                [receiver.local_regions[index] for index in regions],
+                [receiver.remote_regions[index] for index in regions],
+            )
+            if params[3]:
+                raise RuntimeError(f"cannot push to {receiver.session}: {params[4]}")
+            src += params[0]
+            dst += params[1]
+            lengths += params[2]
+        return src, dst, lengths
+
+    async def _build_transfer_params(
+        self,
+        ready_reqs: list[tuple[str, SendBlockMeta]],
+        agent_meta: MooncakeXferMetadata,
+        local_regions: list[TransferRegion],
+        remote_regions: list[TransferRegion],
+    ) -> Params:
+        """What is still to be written for receivers whose prompt is done: nothing for those who have it."""
+        session = f"{agent_meta.remote_hostname}:{agent_meta.remote_port}"
+        rest, never = [], []
+        for request_id, send_meta in ready_reqs:
+            transfer = self._transfers.get(send_meta.transfer_id)
+            receiver = transfer.receivers.get((session, request_id)) if transfer is not None else None
+            computed = transfer.computed if transfer is not None else None
+            if receiver is not None:
+                # The answer lets the receiver use these blocks for something else: no write may come after it.
+                await receiver.idle.wait()
+            if transfer is not None and (transfer.aborted_at is not None or not transfer.announced):
+                never.append(request_id)
+            elif receiver is None or computed is None or not receiver.delivery.done(computed):
+                rest.append((request_id, send_meta))
+                if receiver is not None:
+                    self.xfer_stats.record_fallback()
+        src, dst, lengths, errors, message = await super()._build_transfer_params(
+            rest, agent_meta, local_regions, remote_regions
+        )
+        if never:
+            return src, dst, lengths, [*errors, *never], message or "the prefill was given up"
+        return src, dst, lengths, errors, message
+
+    def _part(self, meta: MooncakeXferMetadata) -> None:
+        """The receivers of `meta` have been answered: forget what was only kept for them."""
+        session = f"{meta.remote_hostname}:{meta.remote_port}"
+        for request_id, (transfer_id, _) in meta.req_blocks.items():
+            transfer, waiting = self._transfers.get(transfer_id), self.reqs_need_send.get(transfer_id)
+            if transfer is not None and (receiver := transfer.receivers.pop((session, request_id), None)) is not None:
+                receiver.last_write.cancel()
+            if waiting is None:
+                self._delivered(transfer)
+            elif waiting.ready.is_set() and not waiting.sending and waiting.need_send <= 1:
+                # Its only receiver could not be served and will not ask again: nothing is gained by keeping the blocks.
+                del self.reqs_need_send[transfer_id]
+                if transfer is None or transfer.aborted_at is None:
+                    self.finished_sending_reqs.add(waiting.p_req_id)
+                self._delivered(transfer)
+            elif not waiting.p_req_id and (transfer is None or transfer.computed is None):
+                # The prompt never came here.
+                del self.reqs_need_send[transfer_id]
+                self._transfers.pop(transfer_id, None)
+
+    def _delivered(self, transfer: Transfer | None) -> None:
+        if transfer is None:
+            return
+        transfer.delivered = True
+        if transfer.aborted_at is not None or transfer.request_id in self._may_free:
+            self._forget(transfer.transfer_id)
+
+    # ---- the scheduler's side ----
+
+    async def record_send_reqs(self, metadata: MooncakeConnectorMetadata) -> None:
+        """The scheduler says which requests began, ended, or will never be sent."""
+        known = MooncakeConnectorMetadata()
+        for request_id, (transfer_id, blocks) in metadata.reqs_to_send.items():
+            transfer = self._transfers.get(transfer_id)
+            if blocks:
+                self._may_free.add(request_id)
+            if transfer is not None and transfer.delivered:
+                if blocks:
+                    self._forget(transfer_id)
+                continue
+            if blocks and transfer_id not in self.reqs_need_send:
+                self.reqs_need_send[transfer_id] = SendBlockMeta(request_id, transfer_id, [], asyncio.Event())
+            known.reqs_to_send[request_id] = (transfer_id, blocks)
+            if blocks and transfer is not None:
+                transfer.announced = True
+        await super().record_send_reqs(known)
+        for transfer_id in metadata.reqs_not_processed:
+            self._abort(transfer_id)
+
+    def _abort(self, transfer_id: str) -> None:
+        """The prompt will never be complete: tell who waits for it, now or when it comes."""
+        transfer = self._transfers.setdefault(transfer_id, Transfer(transfer_id))
+        if transfer.delivered:
+            self._done_sending.discard(transfer.request_id)
+            self._forget(transfer_id)
+            return
+        transfer.aborted_at = time.monotonic()
+        for receiver in transfer.receivers.values():
+            receiver.delivery.give_up()
+        waiting = self.reqs_need_send.get(transfer_id)
+        if waiting is None:
+            waiting = SendBlockMeta("", transfer_id, [], asyncio.Event())
+            self.reqs_need_send[transfer_id] = waiting
+        waiting.p_req_id = ""
+        waiting.ready.set()
+
+    async def fetch_finished_sending_reqs(self) -> set[str]:
+        """Requests whose blocks the scheduler may free: sent or given up, and finished there, too."""
+        self._done_sending |= await super().fetch_finished_sending_reqs()
+        freed = self._done_sending & self._may_free
+        self._done_sending -= freed
+        self._may_free -= freed
+        for request_id in freed:
+            self._forget(self._transfer_of.get(request_id, ""))
+        self._reap()
+        return freed
+
+    def _reap(self) -> None:
+        """Prompts given up whose receiver never came."""
+        oldest = time.monotonic() - envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
+        late = [
+            one.transfer_id
+            for one in self._transfers.values()
+            if one.aborted_at is not None and one.aborted_at < oldest
+        ]
+        for transfer_id in late:
+            self.reqs_need_send.pop(transfer_id, None)
+            self._forget(transfer_id)
+
+    def _forget(self, transfer_id: str) -> None:
+        if (transfer := self._transfers.pop(transfer_id, None)) is not None:
+            self._transfer_of.pop(transfer.request_id, None)
+
+    def _spawn(self, work: Any) -> None:
+        task = self.sender_loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("Layer-wise push: %s", error, exc_info=error)
