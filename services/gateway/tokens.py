@@ -24,6 +24,7 @@ from services.gateway.cuts import Cuts, cuts_for
 from services.gateway.dialects import Call, Kind
 from services.gateway.dialects.messages import DISABLED, disabled_effort, merged_system, system_only_first
 from services.gateway.token_cache import Ids, TokenCache
+from services.gateway.words import words_of
 
 log = structlog.get_logger()
 
@@ -101,6 +102,7 @@ class ModelTokenizer:
         self._merges_system = merges_system
         self._cache = cache or TokenCache(0)
         self._space = TokenCache.space()
+        self._words = words_of(tokenizer)
         self._around = self._special_tokens_around()
         self.cuts = Cuts()
         rendered = self._rendered_probes()
@@ -199,11 +201,23 @@ class ModelTokenizer:
 
     def whole(self, text: str) -> Ids:
         """Ids of plain text without special tokens, tokenised whole: what all else is measured by."""
-        return self._encode([text])[0]
+        return self._by_library([[text]])[0]
 
     def _encode(self, texts: list[str], *, add_special_tokens: bool = False) -> list[Ids]:
+        if sum(map(len, texts)) > INLINE_CHARS:
+            return self._by_library([texts], add_special_tokens=add_special_tokens)
+        words = None if add_special_tokens else self._words
+        done = [words.ids(text) if words is not None else None for text in texts]
         # One by one they are done here; together they are spread over all cores, which costs more than it brings for little text.
-        batches = [[text] for text in texts] if sum(map(len, texts)) <= INLINE_CHARS else [texts]
+        left = iter(
+            self._by_library(
+                [[text] for text, ids in zip(texts, done, strict=True) if ids is None],
+                add_special_tokens=add_special_tokens,
+            )
+        )
+        return [next(left) if ids is None else ids for ids in done]
+
+    def _by_library(self, batches: list[list[str]], *, add_special_tokens: bool = False) -> list[Ids]:
         try:
             # encode() holds the interpreter's lock all the while; this one lets it go.
             encoded = [
@@ -260,11 +274,12 @@ class ModelTokenizer:
         return rendered
 
     def _tried(self, cuts: Cuts, rendered: list[str]) -> Cuts:
-        """`cuts`, unless pieces of the probes have other tokens than the whole probes: then none are used."""
+        """`cuts`, unless pieces or words of the probes have other tokens than the whole probes: then neither are used."""
         for text in (*probes.TEXTS, *rendered):
             pieces = self._encode(cuts.pieces(text))
             if sum(pieces, array("I")) != self.whole(text):
                 log.error("pieces of a text have other tokens than the whole; nothing is cut", cuts=cuts)
+                self._words = None
                 return Cuts()
         return cuts
 

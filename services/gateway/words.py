@@ -1,0 +1,95 @@
+"""Tokens of short ASCII texts word by word, each word tokenised once: a quarter of what the library takes for the whole. Pure.
+
+Exact by the way the `tokenizers` library works: a text is cut at added tokens, what lies between is split into words by the
+pre-tokenizer's pattern, and the model sees each word alone. All of that is done here where it is known:
+
+- every added token that ASCII text can hold is matched on the raw text, wherever it stands, takes no blanks, and overlaps no
+  other (`services.gateway.cuts.is_certain`);
+- nothing else is done to ASCII text before the split (no normaliser, or NFC), and the pattern is made of alternatives of which
+  `services.gateway.patterns.ASCII` has the like for Python's `re`, tried in the same order with the same greed;
+- the model is the library's own, asked for each word that is not known.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from services.gateway.cuts import is_certain
+from services.gateway.patterns import ASCII, BLANKS, split_of
+from services.gateway.token_cache import Ids
+
+# Some 10 MB at most. What people write again and again is back at once after a fresh start.
+MOST_WORDS = 1 << 16
+LONGEST = 64
+# A byte-level model sees printable ASCII as it is, and other bytes as the letters from U+0100 on, in order.
+_AS_BYTES = {byte: 256 + at for at, byte in enumerate((*range(33), 127))}
+
+
+class Words:
+    """One tokenizer's words. Thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer, pattern: re.Pattern[str], added: Mapping[str, int]) -> None:
+        """`added`: the added tokens that ASCII text can hold, by their text."""
+        self._find = pattern.findall
+        self._known = _Known(tokenizer.model, added)
+        # None of the tokens is part of another or overlaps it, so that their order does not matter.
+        self._added = re.compile(f"({'|'.join(map(re.escape, added))})") if added else None
+
+    def ids(self, text: str) -> Ids | None:
+        """The tokens of `text` without special tokens around it; None where only the library can tell."""
+        if not text.isascii():
+            return None
+        if self._added is None:
+            words = self._find(text)
+        else:
+            words = []
+            for at, part in enumerate(self._added.split(text)):
+                if at % 2:
+                    words.append(part)
+                elif part:
+                    words += self._find(part)
+        ids = array("I")
+        ids.frombytes(b"".join(map(self._known.__getitem__, words)))
+        return ids
+
+
+class _Known(dict[str, bytes]):
+    """Word -> its tokens as the bytes of u32; asks the model for what it has not, and starts again when it is full."""
+
+    def __init__(self, model: Any, added: Mapping[str, int]) -> None:
+        super().__init__()
+        self._tokenize = model.tokenize
+        self._added = {text: array("I", [id_]).tobytes() for text, id_ in added.items()}
+        self.update(self._added)
+
+    def __missing__(self, word: str) -> bytes:
+        tokens = array("I", [token.id for token in self._tokenize(word.translate(_AS_BYTES))]).tobytes()
+        if len(word) <= LONGEST:
+            if len(self) >= MOST_WORDS:
+                self.clear()
+                self.update(self._added)
+            self[word] = tokens
+        return tokens
+
+
+def words_of(tokenizer: Tokenizer) -> Words | None:
+    """The words of a tokenizer where all that splits a text is known, else None."""
+    # Dropout makes tokens random; split special tokens would be matched as text.
+    if getattr(tokenizer.model, "dropout", None) or tokenizer.encode_special_tokens:
+        return None
+    parts = split_of(tokenizer)
+    # A letter that no alternative takes whatever follows it would be a word of its own in the library, and none here.
+    certain = re.compile("|".join(ASCII[part] for part in parts if part != BLANKS[0]), re.ASCII)
+    if not parts or not all(certain.match(chr(byte)) for byte in range(128)):
+        return None
+    added = tokenizer.get_added_tokens_decoder()
+    reachable = {id_: token for id_, token in added.items() if token.content.isascii()}
+    if not all(is_certain(token, list(added.values())) and not token.rstrip for token in reachable.values()):
+        return None
+    pattern = re.compile("|".join(ASCII[part] for part in parts), re.ASCII)
+    return Words(tokenizer, pattern, {token.content: id_ for id_, token in reachable.items()})

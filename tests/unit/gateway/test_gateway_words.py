@@ -1,0 +1,177 @@
+"""Texts made of known words have the library's tokens, or the library is asked."""
+
+from __future__ import annotations
+
+import string
+from array import array
+from collections.abc import Callable
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
+
+from services.gateway import words
+from services.gateway.patterns import ASCII
+from services.gateway.words import Words, words_of
+from tests.unit.gateway import families
+from tests.unit.gateway.test_gateway_cuts import SPECIALS
+
+CASED = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+MORE = r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+MARKS = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def split_by(pattern: str) -> Tokenizer:
+    tokenizer = families.qwen()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    return tokenizer
+
+
+def gpt2() -> Tokenizer:
+    tokenizer = families.llama3()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return tokenizer
+
+
+KNOWN: dict[str, Callable[[], Tokenizer]] = {
+    "qwen": families.qwen,
+    "llama3": families.llama3,
+    "tekken": families.tekken,
+    "gpt2": gpt2,
+    "gpt2 as a split": lambda: split_by(families.GPT2_SPLIT),
+    "gpt-4o": lambda: split_by(f"{CASED}|{UPPER}|{MORE}"),
+    "marks": lambda: split_by(MARKS),
+}
+EVERY = "".join(map(chr, range(128)))
+FRAGMENTS = (
+    st.sampled_from([one for one in SPECIALS if one.isascii()])
+    | st.sampled_from(
+        [
+            "'s",
+            "'LL",
+            "'",
+            "'S'D",
+            "don't",
+            "  ",
+            " \n",
+            "\r\n\r\n",
+            "//\n/",
+            "12345",
+            "aBCd",
+            " the points",
+            "\x1c",
+            "\x1f ",
+        ]
+    )
+    | st.text(alphabet=EVERY, max_size=4)
+    | st.text(alphabet=" \n\r\t\x0b\x0c\x1d\x00", max_size=5)
+    | st.text(alphabet=string.ascii_letters + "'", max_size=6)
+)
+TEXTS = st.lists(FRAGMENTS, max_size=14).map("".join)
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, tuple[Tokenizer, Words]]:
+    made = {}
+    for name, make in KNOWN.items():
+        tokenizer = make()
+        found = words_of(tokenizer)
+        assert found is not None, name
+        made[name] = (tokenizer, found)
+    return made
+
+
+@pytest.mark.parametrize("name", KNOWN)
+@settings(max_examples=400, deadline=None)
+@given(text=TEXTS)
+@example(text="")
+@example(text=EVERY)
+@example(text="".join(f" {one}x{one}\n{one}{one}1{one}" for one in EVERY))
+def test_words_have_the_whole_texts_tokens(known: dict[str, tuple[Tokenizer, Words]], name: str, text: str) -> None:
+    tokenizer, found = known[name]
+    ids = found.ids(text)
+    assert ids is not None
+    assert ids.tolist() == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_every_pair_of_letters_is_split_as_the_library_splits_it(known: dict[str, tuple[Tokenizer, Words]]) -> None:
+    for name, (tokenizer, found) in known.items():
+        for one in EVERY:
+            text = "".join(f"{one}{other}a {one}{other}" for other in EVERY)
+            ids = found.ids(text)
+            assert ids is not None
+            assert ids.tolist() == tokenizer.encode(text, add_special_tokens=False).ids, (name, one)
+
+
+def test_what_is_not_ascii_is_left_to_the_library(known: dict[str, tuple[Tokenizer, Words]]) -> None:
+    for _, found in known.values():
+        assert found.ids("naïve") is None
+
+
+def test_every_alternative_of_the_table_is_tried_here() -> None:
+    tried = "|".join((families.QWEN_SPLIT, families.LLAMA3_SPLIT, families.TEKKEN_SPLIT, families.GPT2_SPLIT))
+    tried += f"|{CASED}|{UPPER}|{MORE}|{MARKS}"
+    untried = {one for one in ASCII if one not in tried}
+    # The same with another choice of what may follow: marks beside the newlines and slashes of others, and the reverse.
+    assert untried == {r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n/]*"}
+
+
+def changed(change: Callable[[Tokenizer], object]) -> Tokenizer:
+    tokenizer = families.qwen()
+    change(tokenizer)
+    return tokenizer
+
+
+def _set(name: str, value: object) -> Callable[[Tokenizer], object]:
+    return lambda tokenizer: setattr(tokenizer, name, value)
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        families.mistral(),
+        families.llama2(),
+        changed(_set("normalizer", normalizers.NFKC())),
+        changed(_set("normalizer", normalizers.Lowercase())),
+        changed(_set("pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True))),
+        changed(_set("pre_tokenizer", pre_tokenizers.Whitespace())),
+        changed(_set("encode_special_tokens", True)),
+        changed(lambda tokenizer: setattr(tokenizer.model, "dropout", 0.1)),
+        changed(lambda tokenizer: tokenizer.add_special_tokens([AddedToken("<x>", normalized=True)])),
+        changed(lambda tokenizer: tokenizer.add_special_tokens([AddedToken("<x>", rstrip=True, normalized=False)])),
+        changed(lambda tokenizer: tokenizer.add_special_tokens([AddedToken("<x>", lstrip=True, normalized=False)])),
+        changed(lambda tokenizer: tokenizer.add_special_tokens([AddedToken("<|im", normalized=False)])),
+        split_by(r"\p{L}+|\p{N}|\s+"),
+        split_by(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|\s+(?!\S)| ?[^\s\p{L}\p{N}]+"),
+        split_by(r"\w+|\s+|[^\w\s]+"),
+    ],
+)
+def test_nothing_is_split_here_that_is_not_known_to_the_last_letter(tokenizer: Tokenizer) -> None:
+    assert words_of(tokenizer) is None
+
+
+def test_an_added_token_that_ascii_cannot_hold_hinders_nothing() -> None:
+    tokenizer = families.qwen()
+    tokenizer.add_special_tokens([AddedToken("<｜end｜>", rstrip=True, normalized=True)])
+    assert words_of(tokenizer) is not None
+
+
+def test_words_start_again_when_they_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "MOST_WORDS", 12)
+    monkeypatch.setattr(words, "LONGEST", 5)
+    tokenizer = families.qwen()
+    found = words_of(tokenizer)
+    assert found is not None
+    text = "<|im_start|>" + " ".join(
+        f"{letter}{'x' * (at % 9)}<think>" for at, letter in enumerate(string.ascii_letters)
+    )
+    for _ in range(2):
+        assert found.ids(text) == array("I", tokenizer.encode(text, add_special_tokens=False).ids)
+        assert len(found._known) <= 12
