@@ -28,10 +28,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from lab.analysis import make_console, print_summary, summarise
-from lab.bundle import write_bundle
+from lab.analysis import make_console, print_summary
 from lab.records import RequestRecord
-from lab.replay import ReplayError, ReplaySettings, config_of, replay
+from lab.replay import ReplayError, ReplaySettings, replay, save
 from lab.trace_files import load_trace
 from lab.traces import TINY_TRACE, TraceError
 
@@ -106,15 +105,17 @@ def _run(settings: DemoSettings, console: Console, processes: _Processes, folder
         url=f"http://{listen}",
         time_scale=settings.time_scale,
         token_scale=settings.token_scale,
+        router=router,
         out=settings.out,
     )
     with _table(console) as table:
-        records = asyncio.run(replay(asked, table.add))
-    summary = summarise(records)
-    write_bundle(settings.out, config_of(asked), records, summary)
+        replayed = asyncio.run(replay(asked, table.add))
+    summary = save(asked, replayed)
+    if replayed.interrupted:
+        raise KeyboardInterrupt
     console.print()
     print_summary(console, summary, "demo")
-    _tell_why(settings, console, records, listen, router)
+    _tell_why(settings, console, replayed.records, listen, router)
     if settings.keep:
         console.print("the fleet keeps running; Ctrl-C ends it")
         processes.wait()

@@ -22,6 +22,7 @@ from lab.floor import FLOOR, Floor
 from lab.measures import ALL, Measures, measure
 from lab.paired import Estimate, estimate, paired_difference
 from lab.records import RequestRecord
+from lab.samples import InstanceSample
 from lab.simulator import Simulation, Simulator
 from lab.trace_files import load_trace
 from lab.traces import TraceRequest, by_session
@@ -86,15 +87,17 @@ class Comparison:
         return "lower" if self.difference.mean < 0 else "higher"
 
 
-def run_trial(cell: Cell, seed: int) -> tuple[list[RequestRecord], Measures]:
-    """Run a cell under a seed, in this process. Raises ValueError (TraceError, SimulationError, SettingError) for a cell that
-    cannot be run."""
+def run_trial(
+    cell: Cell, seed: int, on_sample: Callable[[InstanceSample], None] | None = None
+) -> tuple[list[RequestRecord], Measures]:
+    """Run a cell under a seed, in this process; `on_sample` as in Simulator. Raises ValueError (TraceError, SimulationError,
+    SettingError) for a cell that cannot be run."""
     sessions = draw(_requests(cell.workload, seed), cell.workload.arrivals, seed)
     asked = replace(cell.simulation, seed=seed)
     if asked.policy == FLOOR:
         records = Floor(sessions, asked).run()
         return records, measure(records, {})
-    simulator = Simulator(iter(sessions), asked)
+    simulator = Simulator(iter(sessions), asked, on_sample)
     records = simulator.run()
     return records, measure(records, simulator.busy_s)
 
@@ -164,11 +167,12 @@ def _values(by_seed: dict[int, Measures], group: str, metric: str) -> dict[int, 
 
 
 def _trial(cell: Cell, seed: int, bundles: Path | None) -> Trial:
-    records, measures = run_trial(cell, seed)
+    samples: list[InstanceSample] = []
+    records, measures = run_trial(cell, seed, samples.append if bundles is not None else None)
     if bundles is not None:
         folder = bundles / _file_name(cell.policy) / _file_name(cell.load) / f"seed {seed}"
         config = {"policy": cell.policy, "load": cell.load, "seed": seed, "workload": repr(cell.workload)}
-        write_bundle(folder, config | {"simulation": repr(cell.simulation)}, records, measures)
+        write_bundle(folder, config | {"simulation": repr(cell.simulation)}, records, measures, samples)
     return Trial(cell.policy, cell.load, seed, measures)
 
 

@@ -1,10 +1,11 @@
-"""Replays a trace against a live gateway (or a lone engine), streaming, and records what every request got."""
+"""`pointsman replay`: a trace against a live gateway (or a lone engine), into a bundle with what the router tells of it."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,14 +16,19 @@ from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from lab.analysis import make_console, print_summary, summarise
+from lab.breakdowns import break_down, parts, rule_of
 from lab.bundle import write_bundle
 from lab.chats import ChatMaker
+from lab.fleet_watch import FleetError, FleetWatch
+from lab.player import OnResult, Player
 from lab.records import RequestRecord
+from lab.samples import InstanceSample
 from lab.text import TOKENIZER_DIR, ChatTokenizer
 from lab.trace_files import load_trace
 from lab.traces import TINY_TRACE, TraceError, TraceRequest, by_session
+from services.common.settings import Tokens
 
-OnResult = Callable[[RequestRecord], None]
+INTERRUPTED = 130
 
 
 class ReplaySettings(BaseSettings):
@@ -30,7 +36,7 @@ class ReplaySettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_REPLAY_")
 
-    trace: Path = Field(TINY_TRACE, description="trace file (jsonl, jsonl.gz)")
+    trace: Path = Field(TINY_TRACE, description="trace file (jsonl, jsonl.gz), of any format that lab/README.md names")
     url: str = Field("http://127.0.0.1:8080", description="base URL of a gateway or an engine")
     model: str = Field("", description="model to ask for; default: the first that /v1/models lists")
     api_key: SecretStr = Field(SecretStr(""), description="sent as bearer token when given")
@@ -44,6 +50,14 @@ class ReplaySettings(BaseSettings):
     sessions: int = Field(0, ge=0, description="replay only the first so many sessions; 0 is all")
     timeout_s: float = Field(900.0, gt=0, description="limit of one request in s")
     tokenizer: Path = Field(TOKENIZER_DIR, description="tokenizer folder whose one-token words make up the prompts")
+    router: str = Field(
+        "",
+        description="HOST:PORT of a router, for decisions, timeline and caches (its token as for `pointsman instances`)",
+    )
+    sample_s: float = Field(1.0, gt=0, description="how often the router is asked for its instances, in s")
+    breakdown_file: Path | None = Field(
+        None, description="the gateway's --breakdown-file, where it can be read here: every moment of a request"
+    )
     out: Path = Field(Path("runs/replay"), description="folder of the run's bundle")
 
 
@@ -51,8 +65,24 @@ class ReplayError(RuntimeError):
     """A replay that cannot begin."""
 
 
+@dataclass
+class Replayed:
+    """What a replay left. Without a router there are no samples, caches and breakdown."""
+
+    records: list[RequestRecord] = field(default_factory=list)
+    interrupted: bool = False
+    samples: list[InstanceSample] = field(default_factory=list)
+    missed_samples: int = 0
+    caches: dict[str, Any] | None = None
+    breakdown: dict[str, Any] | None = None
+
+
 def run(settings: ReplaySettings) -> None:
-    """Replay, write the bundle and print its summary. Exits with 2 when it cannot begin, with 1 when a request failed."""
+    """Replay, write the bundle and print its summary.
+
+    Exits with 2 when it cannot begin, with 1 when a request failed, with 130 when it was interrupted: the bundle then has what
+    had finished.
+    """
     console = make_console()
 
     def tell(record: RequestRecord) -> None:
@@ -60,48 +90,138 @@ def run(settings: ReplaySettings) -> None:
             console.print(f"{record.session} turn {record.turn}: {record.status} {record.error}", highlight=False)
 
     try:
-        records = asyncio.run(replay(settings, tell))
+        replayed = asyncio.run(replay(settings, tell))
     except (TraceError, ReplayError) as error:
         typer.echo(f"pointsman replay: {error}", err=True)
         raise typer.Exit(2) from None
-    summary = summarise(records)
-    write_bundle(settings.out, config_of(settings), records, summary)
+    summary = save(settings, replayed)
     print_summary(console, summary, str(settings.out))
+    if replayed.interrupted:
+        console.print(f"interrupted: {settings.out} has the {len(replayed.records)} requests that had finished")
+        raise typer.Exit(INTERRUPTED)
     if summary["failed"]:
         raise typer.Exit(1)
 
 
+def save(settings: ReplaySettings, replayed: Replayed) -> dict[str, Any]:
+    """Write the bundle of a replay to `settings.out`; its summary."""
+    summary = summarise(replayed.records)
+    write_bundle(
+        settings.out,
+        config_of(settings) | {"interrupted": replayed.interrupted, "missed_samples": replayed.missed_samples},
+        replayed.records,
+        summary,
+        replayed.samples,
+        replayed.caches,
+        replayed.breakdown,
+    )
+    return summary
+
+
 def config_of(settings: ReplaySettings) -> dict[str, Any]:
     """What the bundle keeps of the settings: all but the key."""
-    return settings.model_dump(mode="json", exclude={"api_key"})
+    return {"kind": "replay"} | settings.model_dump(mode="json", exclude={"api_key"})
 
 
-async def replay(settings: ReplaySettings, on_result: OnResult | None = None) -> list[RequestRecord]:
+async def replay(settings: ReplaySettings, on_result: OnResult | None = None) -> Replayed:
     """Replay a trace; records in the order in which requests ended, each told to `on_result` when it does.
 
-    Failed requests are recorded and their session goes on. Raises TraceError for a bad trace or one without think_ms where it
-    is needed, ReplayError when `url` does not list a model.
+    Failed requests are recorded and their session goes on. Cancelled, as by Ctrl-C, it returns what has finished. Raises
+    TraceError for a bad trace or one without think_ms where it is needed, ReplayError when `url` does not list a model, `router`
+    does not answer or `breakdown_file` cannot be read.
     """
     requests = load_trace(settings.trace)
     sessions = list(by_session(requests).values())[: settings.sessions or None]
     if settings.timing == "think":
-        for request in requests:
-            if request.turn > 1 and request.think_ms is None:
-                raise TraceError(
-                    f"{settings.trace}: think_ms: missing in session {request.session} turn {request.turn}"
-                )
-    words = ChatTokenizer(settings.tokenizer).words
-    chats = ChatMaker(requests, words, settings.token_scale)
+        _require_think_times(settings.trace, requests)
+    chats = ChatMaker(requests, ChatTokenizer(settings.tokenizer).words, settings.token_scale)
+    log = _GatewayLog(settings.breakdown_file)
     key = settings.api_key.get_secret_value()
+    replayed = Replayed()
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=settings.timeout_s),
         headers={"Authorization": f"Bearer {key}"} if key else None,
     ) as http:
         model = settings.model or await _first_model(http, settings.url)
-        player = _Player(settings, http, model, chats, on_result)
+        player = Player(settings, http, model, chats, on_result)
+        replayed.records = player.records
+        if not settings.router:
+            replayed.interrupted = await _played(player, sessions)
+            return replayed
+        try:
+            watch = FleetWatch(settings.router, Tokens().of("operator"), settings.sample_s, player.clock)
+            async with watch:
+                replayed.interrupted = await _played(player, sessions)
+                await watch.settle([record.decision for record in player.records])
+        except FleetError as error:
+            raise ReplayError(str(error)) from error
+    _annotate(replayed, watch, log)
+    return replayed
+
+
+async def _played(player: Player, sessions: Sequence[Sequence[TraceRequest]]) -> bool:
+    """Play to the end, or until cancelled; whether it was."""
+    task = asyncio.current_task()
+    assert task is not None
+    try:
         await player.play(sessions)
-    return player.records
+    except asyncio.CancelledError:
+        task.uncancel()
+        return True
+    return False
+
+
+def _annotate(replayed: Replayed, watch: FleetWatch, log: _GatewayLog) -> None:
+    """Add what the router and the gateway's log tell."""
+    for record in replayed.records:
+        if (decision := watch.decisions.get(record.decision)) is not None:
+            record.mode, record.route_class = decision.mode, decision.route_class
+            record.reason, record.rule = decision.reason, rule_of(decision)
+    lines = log.read()
+    rows = break_down(replayed.records, watch.decisions, lines)
+    replayed.samples = watch.samples
+    replayed.missed_samples = watch.missed
+    replayed.caches = watch.caches()
+    replayed.breakdown = {
+        "moments": "gateway's log" if lines else "router's decisions",
+        "parts_s": parts(rows),
+        "requests": msgspec.to_builtins(rows),
+    }
+
+
+class _GatewayLog:
+    """The lines that a gateway appends to its breakdown file from now on."""
+
+    def __init__(self, file: Path | None) -> None:
+        """Raises ReplayError when the file cannot be read."""
+        self._file = file
+        self._begin = 0
+        if file is not None:
+            try:
+                self._begin = file.stat().st_size
+            except OSError as error:
+                raise ReplayError(f"{file}: cannot be read: {error.strerror}") from error
+
+    def read(self) -> dict[str, dict[str, Any]]:
+        """By decision; a line that is still being written is left out."""
+        if self._file is None:
+            return {}
+        with self._file.open("rb") as opened:
+            opened.seek(self._begin)
+            lines = opened.read().splitlines()
+        found = {}
+        for line in lines:
+            with contextlib.suppress(msgspec.DecodeError):
+                told = msgspec.json.decode(line, type=dict[str, Any])
+                found[str(told["decision_id"])] = told
+        return found
+
+
+def _require_think_times(trace: Path, requests: Sequence[TraceRequest]) -> None:
+    for request in requests:
+        if request.turn > 1 and request.think_ms is None:
+            raise TraceError(f"{trace}: think_ms: missing in session {request.session} turn {request.turn}")
 
 
 async def _first_model(http: aiohttp.ClientSession, url: str) -> str:
@@ -114,106 +234,3 @@ async def _first_model(http: aiohttp.ClientSession, url: str) -> str:
     if not models:
         raise ReplayError(f"{url}/v1/models answered {response.status} and lists no model")
     return models[0]
-
-
-class _Player:
-    def __init__(
-        self,
-        settings: ReplaySettings,
-        http: aiohttp.ClientSession,
-        model: str,
-        chats: ChatMaker,
-        on_result: OnResult | None,
-    ) -> None:
-        self.records: list[RequestRecord] = []
-        self._settings = settings
-        self._http = http
-        self._model = model
-        self._chats = chats
-        self._on_result = on_result
-        self._started = 0.0
-        self._origin_ms = 0.0
-
-    async def play(self, sessions: Sequence[Sequence[TraceRequest]]) -> None:
-        free = asyncio.Semaphore(self._settings.max_sessions)
-        self._started = time.monotonic()
-        self._origin_ms = sessions[0][0].timestamp_ms
-        async with asyncio.TaskGroup() as group:
-            for turns in sessions:
-                await self._sleep_until(self._due(turns[0]))
-                # A session holds its place from its first turn to its last; others wait for it in the trace's order.
-                await free.acquire()
-                group.create_task(self._session(turns)).add_done_callback(lambda _: free.release())
-
-    async def _session(self, turns: Sequence[TraceRequest]) -> None:
-        for request in turns:
-            if request is turns[0] or self._settings.timing == "trace":
-                await self._sleep_until(self._due(request))
-            else:
-                await asyncio.sleep((request.think_ms or 0.0) / 1e3 * self._settings.time_scale)
-            record = await self._ask(request)
-            self.records.append(record)
-            if self._on_result:
-                self._on_result(record)
-
-    def _due(self, request: TraceRequest) -> float:
-        return self._started + (request.timestamp_ms - self._origin_ms) / 1e3 * self._settings.time_scale
-
-    async def _sleep_until(self, moment: float) -> None:
-        await asyncio.sleep(max(0.0, moment - time.monotonic()))
-
-    async def _ask(self, request: TraceRequest) -> RequestRecord:
-        body = {
-            "model": self._model,
-            "messages": self._chats.messages(request),
-            "max_tokens": self._chats.tokens(request.output_length),
-            "ignore_eos": True,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        data = msgspec.json.encode(body)
-        headers = {"Content-Type": "application/json", "X-Session-ID": request.session}
-        sent = time.monotonic()
-        record = RequestRecord(session=request.session, turn=request.turn, t_send=sent - self._started)
-        try:
-            async with self._http.post(
-                f"{self._settings.url}/v1/chat/completions", data=data, headers=headers
-            ) as response:
-                record.status = response.status
-                record.instance = response.headers.get("X-Pointsman-Instance", "")
-                record.decision = response.headers.get("X-Pointsman-Decision", "")
-                if response.status == 200:
-                    await _read_stream(response, record, sent)
-                else:
-                    record.error = (await response.text())[:500]
-        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as error:
-            record.error = f"{type(error).__name__}: {error}"
-        record.e2e_s = time.monotonic() - sent
-        return record
-
-
-async def _read_stream(response: aiohttp.ClientResponse, record: RequestRecord, sent: float) -> None:
-    done = False
-    async for line in response.content:
-        if not line.startswith(b"data: "):
-            continue
-        data = line[6:].strip()
-        if data == b"[DONE]":
-            done = True
-            continue
-        # Between the first token and the usage nothing is needed of a chunk, and decoding them all would cost the most.
-        if record.ttft_s is not None and b'"usage"' not in data and b'"error"' not in data:
-            continue
-        chunk = msgspec.json.decode(data)
-        if error := chunk.get("error"):
-            record.error = str(error.get("message", error))[:500]
-        choices = chunk.get("choices") or []
-        if record.ttft_s is None and choices and choices[0].get("delta", {}).get("content"):
-            record.ttft_s = time.monotonic() - sent
-        if used := chunk.get("usage"):
-            record.prompt_tokens = used["prompt_tokens"]
-            record.output_tokens = used["completion_tokens"]
-            record.cached_tokens = (used.get("prompt_tokens_details") or {}).get("cached_tokens")
-    if not done and not record.error:
-        record.error = "the stream broke off"

@@ -17,6 +17,7 @@ from lab.draws import Arrivals, Starts
 from lab.engine_events import EngineConfig
 from lab.experiments import Cell, Workload, run_trial
 from lab.profile import Profile, load_profile
+from lab.samples import InstanceSample
 from lab.simulator import Simulation, SimulationError
 from lab.traces import TINY_TRACE
 from services.router.queue import QueueSettings
@@ -79,12 +80,13 @@ def run(settings: SimulateSettings) -> None:
         if not isinstance(policy, dict):
             raise SimulationError("policy_settings must be a JSON object")
         cell = cell_of(settings, settings.policy, policy)
-        records, measures = run_trial(cell, settings.seed)
+        samples: list[InstanceSample] = []
+        records, measures = run_trial(cell, settings.seed, samples.append)
     except ValueError as error:
         typer.echo(f"pointsman simulate: {error}", err=True)
         raise typer.Exit(2) from None
     summary = summarise(records) | {"sim_run_s": round(time.perf_counter() - began, 3), "measures": measures}
-    write_bundle(settings.out, settings.model_dump(mode="json"), records, summary)
+    write_bundle(settings.out, {"kind": "simulation"} | settings.model_dump(mode="json"), records, summary, samples)
     console = make_console()
     print_summary(console, summary, str(settings.out))
     console.print(f"simulated in {summary['sim_run_s']:.1f} s", highlight=False)

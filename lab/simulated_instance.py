@@ -61,11 +61,11 @@ class SimulatedInstance:
             if steps < leap.steps:
                 self._leap_to(steps, leap)
 
-    def report_load(self, now: float) -> None:
-        """Tell the engine's figures."""
+    def load(self, now: float) -> Load:
+        """The engine's figures."""
         model = self.model
         ahead = self._leap.steps_by(now - self._leapt_at) if self._leap else 0
-        load = Load(
+        return Load(
             sampled_at=now,
             running=model.num_running,
             waiting=model.num_waiting,
@@ -77,7 +77,15 @@ class SimulatedInstance:
             external_prefix_cache_hits=model.counters.external_prefix_cache_hits,
             preemptions=model.counters.num_preemptions,
         )
-        self._tell(ev.LoadReported(self.stream_id, self.name, load), now)
+
+    def report_load(self, now: float) -> None:
+        """Tell the engine's figures."""
+        self._tell(ev.LoadReported(self.stream_id, self.name, self.load(now)), now)
+
+    @property
+    def num_keys(self) -> int:
+        """How many different blocks the engine holds."""
+        return len(self._held)
 
     def report_all_keys(self, now: float) -> None:
         """Tell all keys, as at the beginning and whenever the router asks for them anew."""

@@ -22,6 +22,7 @@ from lab.link import Link
 from lab.profile import Profile
 from lab.prompts import Prompts
 from lab.records import RequestRecord
+from lab.samples import InstanceSample
 from lab.simulated_instance import SimulatedInstance
 from lab.traces import TraceRequest, by_session
 from services.common.keys import KEY_SCHEME, KEY_TOKENS
@@ -94,10 +95,15 @@ class _Running:
 class Simulator:
     """One run; run() or play() may be called once. `router` and `busy_s` can be looked at afterwards."""
 
-    def __init__(self, trace: Sequence[TraceRequest] | Iterator[Session], asked: Simulation) -> None:
+    def __init__(
+        self,
+        trace: Sequence[TraceRequest] | Iterator[Session],
+        asked: Simulation,
+        on_sample: Callable[[InstanceSample], None] | None = None,
+    ) -> None:
         """`trace`: requests, or sessions in the order of their starts, which are then taken one by one as their time comes: a
-        long trace need never exist as a whole. Raises SimulationError for settings that cannot be simulated, SettingError for an
-        unknown policy or setting."""
+        long trace need never exist as a whole. `on_sample` is told of each instance once a second. Raises SimulationError for
+        settings that cannot be simulated, SettingError for an unknown policy or setting."""
         if asked.engine.block_size != KEY_TOKENS:
             raise SimulationError(f"only engines with block_size {KEY_TOKENS} are simulated")
         if not 0 <= asked.report_loss < 1:
@@ -105,6 +111,7 @@ class Simulator:
         if min(asked.tokenise_token_s, asked.placement_s, asked.report_delay_s, asked.max_sessions) < 0:
             raise SimulationError("tokenise_token_s, placement_s, report_delay_s and max_sessions must not be negative")
         self._asked = asked
+        self._on_sample = on_sample
         self._rng = random.Random(f"latency {asked.seed}")
         self._sessions = trace if isinstance(trace, Iterator) else iter(_in_order(trace))
         self._origin_ms: float | None = None
@@ -138,6 +145,8 @@ class Simulator:
             self._join(instance)
         self._every(TICK_EVERY_S, partial(self._tell, ev.Tick()))
         self._every(LOAD_EVERY_S, self._report_loads)
+        if self._on_sample is not None:
+            self._every(LOAD_EVERY_S, partial(self._sample, self._on_sample))
         if self._asked.report_loss:
             self._every(BOOKMARK_EVERY_S, self._report_bookmarks)
         self._await_session()
@@ -173,6 +182,28 @@ class Simulator:
     def _report_loads(self, now: float) -> None:
         for instance in self._instances.values():
             instance.report_load(now)
+
+    def _sample(self, tell: Callable[[InstanceSample], None], now: float) -> None:
+        for instance in self._instances.values():
+            counters, load = self.router.reservations.counters(instance.name), instance.load(now)
+            tell(
+                InstanceSample(
+                    t=round(now, 3),
+                    instance=instance.name,
+                    num_requests=counters.num_requests,
+                    pending_prefill_tokens=counters.pending_prefill_tokens,
+                    ongoing_decode_tokens=counters.ongoing_decode_tokens,
+                    keys=instance.num_keys,
+                    sessions=self.router.affinity.sessions_of(instance.name),
+                    running=load.running,
+                    waiting=load.waiting,
+                    kv_usage=round(load.kv_usage, 6),
+                    prefix_queries=load.prefix_cache_queries,
+                    prefix_hits=load.prefix_cache_hits,
+                    external_queries=load.external_prefix_cache_queries,
+                    external_hits=load.external_prefix_cache_hits,
+                )
+            )
 
     def _report_bookmarks(self, now: float) -> None:
         for instance in self._instances.values():

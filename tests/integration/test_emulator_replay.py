@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import typer
 
-from lab.bundle import read_records
+from lab.bundle import Bundle, read_bundle, read_records
 from lab.emulator import Emulated, EmulateSettings, start
 from lab.generate import generate
 from lab.records import RequestRecord
@@ -45,7 +45,7 @@ def settings(trace: Path, url: str, **more: Any) -> ReplaySettings:
 
 async def test_a_replay_records_what_every_request_got(engine: Emulated, trace: Path) -> None:
     told: list[RequestRecord] = []
-    records = await replay(settings(trace, engine.url), told.append)
+    records = (await replay(settings(trace, engine.url), told.append)).records
     assert told == records
     assert all(record.ok for record in records)
     turns: dict[str, list[RequestRecord]] = {}
@@ -60,7 +60,7 @@ async def test_a_replay_records_what_every_request_got(engine: Emulated, trace: 
             assert after.cached_tokens > before.prompt_tokens - 48
             assert after.t_send >= before.t_send + before.e2e_s
     assert all(record.ttft_s is not None and 0 < record.ttft_s <= record.e2e_s for record in records)
-    again = await replay(settings(trace, engine.url, timing="think", max_sessions=1))
+    again = (await replay(settings(trace, engine.url, timing="think", max_sessions=1))).records
     assert [(one.session, one.turn) for one in again] == [
         (session, number + 1) for session in turns_in_order(trace) for number in range(len(turns[session]))
     ]
@@ -71,7 +71,7 @@ def turns_in_order(trace: Path) -> list[str]:
 
 
 async def test_failures_are_recorded_and_the_session_goes_on(engine: Emulated, trace: Path) -> None:
-    records = await replay(settings(trace, engine.url, model="other"))
+    records = (await replay(settings(trace, engine.url, model="other"))).records
     assert len(records) == len(load_trace(trace))
     assert {(record.status, record.ok) for record in records} == {(404, False)}
     assert "does not exist" in records[0].error
@@ -83,7 +83,7 @@ async def test_an_engine_that_dies_leaves_records(trace: Path) -> None:
     while not engine.model.num_running:  # noqa: ASYNC110 (the model is plain state, it has nothing to await)
         await asyncio.sleep(0.005)
     await engine.stop()
-    records = await replaying
+    records = (await replaying).records
     assert records
     assert not any(record.ok for record in records)
     assert all(record.error for record in records)
@@ -92,6 +92,10 @@ async def test_an_engine_that_dies_leaves_records(trace: Path) -> None:
 async def test_a_replay_that_cannot_begin_says_why(engine: Emulated, trace: Path, tmp_path: Path) -> None:
     with pytest.raises(ReplayError, match=r"127\.0\.0\.1:1/v1/models"):
         await replay(settings(trace, "http://127.0.0.1:1"))
+    with pytest.raises(ReplayError, match=r"router 127\.0\.0\.1:1: UNAVAILABLE"):
+        await replay(settings(trace, engine.url, router="127.0.0.1:1"))
+    with pytest.raises(ReplayError, match=r"none\.log: cannot be read"):
+        await replay(settings(trace, engine.url, breakdown_file=tmp_path / "none.log"))
     with pytest.raises(TraceError, match=r"none\.jsonl"):
         await replay(settings(tmp_path / "none.jsonl", engine.url))
     save_trace(trace, [msgspec.structs.replace(request, think_ms=None) for request in load_trace(trace)])
@@ -116,7 +120,8 @@ def test_the_command_writes_a_bundle_and_exits_by_what_happened(trace: Path) -> 
         await asyncio.to_thread(run, asked)
         assert all(record.ok for record in read_records(asked.out))
         config = json.loads((asked.out / "config.json").read_text())
-        assert config | {"git_commit": ""} == config_of(asked) | {"git_commit": ""}
+        added = {"git_commit": config["git_commit"], "interrupted": False, "missed_samples": 0}
+        assert config == config_of(asked) | added
         assert "secret" not in (asked.out / "config.json").read_text()
         with pytest.raises(typer.Exit) as failed:
             await asyncio.to_thread(run, settings(trace, urls[0], model="other"))
@@ -128,6 +133,33 @@ def test_the_command_writes_a_bundle_and_exits_by_what_happened(trace: Path) -> 
     with pytest.raises(typer.Exit) as refused:
         run(settings(trace, "http://127.0.0.1:1"))
     assert refused.value.exit_code == 2
+
+
+async def test_ctrl_c_keeps_what_had_finished(trace: Path) -> None:
+    engine = await start(EmulateSettings(port=0, speedup=20.0))
+    flags = {"trace": trace, "url": engine.url, "out": trace.parent / "run", "time-scale": 0.2, "token-scale": 0.03}
+    flags |= {"timing": "think", "max-sessions": 1}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.cli", "replay"),
+        *(str(part) for name, value in flags.items() for part in (f"--{name}", value)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        process_group=0,
+    )
+    # The second turn finds the first one's blocks: the first has ended, then.
+    while not engine.model.counters.local_cache_hit:  # noqa: ASYNC110 (plain state)
+        await asyncio.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout
+    text = (await process.stdout.read()).decode()
+    assert await process.wait() == 130, text
+    await engine.stop()
+    assert "interrupted" in text
+    bundle = read_bundle(trace.parent / "run")
+    assert 0 < len(bundle.records) < len(load_trace(trace))
+    assert all(record.ok for record in bundle.records)
+    assert bundle.config["interrupted"]
+    assert bundle.summary["requests"] == len(bundle.records)
 
 
 async def demo(*arguments: str) -> asyncio.subprocess.Process:
@@ -161,6 +193,33 @@ def alive(pid: int) -> bool:
     return True
 
 
+def assert_bundle_is_whole(bundle: Bundle, folder: Path) -> None:
+    """What the router and the gateway tell of a run agrees with what its client saw."""
+    records = bundle.records
+    assert {record.route_class for record in records} <= {"WARM", "MEDIUM", "HEAVY"}
+    assert all(record.mode == "COLOCATED" and record.reason and record.rule for record in records)
+    assert bundle.breakdown
+    rows = {row["decision"]: row for row in bundle.breakdown["requests"]}
+    for record in records:
+        row = rows[record.decision]
+        assert row["outcome"] == "OK"
+        assert row["instances"] == [record.instance]
+        assert (row["prompt_tokens"], row["cached_tokens"]) == (record.prompt_tokens, record.cached_tokens)
+        assert row["t_recv"] <= row["t_placed"] <= row["t_sent"] <= row["t_first_token"] <= row["t_done"]
+        # The gateway's part is within what the client waited for.
+        assert row["t_done"] - row["t_recv"] <= record.e2e_s + 0.05
+    assert bundle.breakdown["parts_s"]["total"]["count"] == len(records)
+    assert bundle.breakdown["parts_s"]["prefill_elsewhere"] is None
+    assert bundle.caches
+    assert bundle.caches.keys() == {record.instance for record in records}
+    hits = sum(cache["local_hit_tokens"] for cache in bundle.caches.values())
+    assert hits == sum(record.cached_tokens or 0 for record in records)
+    assert all(cache["keys"] for cache in bundle.caches.values())
+    assert {sample.instance for sample in bundle.samples} == bundle.caches.keys()
+    assert max(sample.num_requests for sample in bundle.samples) >= 1
+    assert (folder / "gpu_util.csv").read_text().startswith("time_s,instance,gpu,utilisation")
+
+
 async def test_the_demo_runs_and_leaves_nothing_behind(tmp_path: Path, trace: Path) -> None:
     out = tmp_path / "demo"
     process = await demo(
@@ -180,8 +239,10 @@ async def test_the_demo_runs_and_leaves_nothing_behind(tmp_path: Path, trace: Pa
             process.send_signal(signal.SIGTERM)
             await process.wait()
     text = "".join(lines)
-    records = read_records(out)
+    bundle = read_bundle(out)
+    records = bundle.records
     assert all(record.ok and record.instance and record.decision for record in records)
+    assert_bundle_is_whole(bundle, out)
     assert len({record.instance for record in records}) == 2
     assert any(record.cached_tokens for record in records)
     assert f"{len(records)} requests of 4 sessions" in text

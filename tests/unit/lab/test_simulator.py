@@ -18,6 +18,7 @@ from lab.generate import generate
 from lab.profile import Profile, ProfileError, load_profile
 from lab.prompts import Prompts
 from lab.records import RequestRecord
+from lab.samples import InstanceSample
 from lab.simulate import SimulateSettings, run
 from lab.simulator import Simulation, SimulationError, Simulator
 from lab.trace_files import save_trace
@@ -309,3 +310,17 @@ def test_a_profile_file_sets_what_steps_cost(tmp_path: Path) -> None:
             load_profile(path)
     with pytest.raises(ProfileError, match="none"):
         load_profile(tmp_path / "none.json")
+
+
+def test_instances_are_sampled_once_a_second() -> None:
+    samples: list[InstanceSample] = []
+    requests = [ask("a", 1, 0.0, [1, 2], 128), ask("b", 1, 0.0, [3, 4], 128), ask("a", 2, 8.0, [1, 2], 130)]
+    Simulator(requests, Simulation(instances=1, profile=PLAIN), samples.append).run()
+    assert [sample.t for sample in samples[:6]] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    # a's prompt is a step of 2.28 s, then b's and a's second token another; b ends 1 s after that.
+    first, second, idle = samples[0], samples[2], samples[5]
+    assert (first.num_requests, first.pending_prefill_tokens, first.running, first.keys) == (2, 256, 1, 0)
+    assert (second.num_requests, second.pending_prefill_tokens, second.ongoing_decode_tokens) == (2, 128, 128)
+    assert (second.running, second.keys) == (2, 8)
+    assert (idle.num_requests, idle.running, idle.sessions, idle.keys) == (0, 0, 2, 16)
+    assert samples[-1].prefix_hits == 128
