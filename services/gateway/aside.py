@@ -10,10 +10,13 @@ import re
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, unquote, urlencode
 
-from services.gateway.dialects import DialectError, Form, engine_error
+from services.gateway.answer import Tail
+from services.gateway.dialects import DialectError, Form, Kind, engine_error
 from services.gateway.dialects.responses import stored_at
+from services.gateway.events import EventStream
 from services.gateway.http.exchange import Answer
 from services.gateway.http.message import Request, Response
+from services.gateway.passage import pass_on
 from services.gateway.placing import least_inflight, target_of
 from services.gateway.pools import Pools
 from services.gateway.router_client import RouterClient
@@ -80,15 +83,15 @@ class Aside:
             raise DialectError(502, "The instance failed.", type_="server_error", code="instance_failed") from None
         if not streamed:
             return _whole(answer, body, Form.RESPONSES)
+        events, out = EventStream(Tail(Kind.RESPONSES)), request.outgoing
         try:
-            request.outgoing.begin(answer.status, down_headers(answer.headers), answer)
-            await answer.pipe(request.outgoing.write)
-            request.outgoing.end()
+            out.begin(answer.status, down_headers(answer.headers), answer)
+            await pass_on(answer, events, out)
         except UpstreamError:
-            # Cut anywhere in an event: only a connection that breaks is understood by everyone.
-            request.outgoing.abort()
+            out.write(events.failure())
         finally:
             answer.close()
+        out.end()
         return None
 
 

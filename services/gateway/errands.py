@@ -6,7 +6,7 @@ import time
 
 from services.gateway.answer import Tail
 from services.gateway.attempt import Attempt
-from services.gateway.dialects import engine_error, error_event
+from services.gateway.dialects import engine_error
 from services.gateway.dialects.endings import Ending, usage_of
 from services.gateway.events import EventStream
 from services.gateway.http.exchange import Answer
@@ -24,6 +24,7 @@ from services.gateway.moves import (
     UpstreamFailed,
 )
 from services.gateway.offload import Offload
+from services.gateway.passage import pass_on
 from services.gateway.upstream import UpstreamError, down_headers
 
 
@@ -132,17 +133,10 @@ class Errands:
         if self.reply is not None:
             return AnswerEnded()
         assert self._upstream is not None
-        upstream, events, out = self._upstream, self._events, self._out
-        out.begin(upstream.status, down_headers(upstream.headers) | headers, upstream)
-
-        def relay(piece: bytes) -> None:
-            if whole := events.feed(piece):
-                out.write(whole)
-
+        upstream = self._upstream
+        self._out.begin(upstream.status, down_headers(upstream.headers) | headers, upstream)
         try:
-            await upstream.pipe(relay)
-            if rest := events.rest():
-                out.write(rest)
+            await pass_on(upstream, self._events, self._out)
         except UpstreamError as error:
             return UpstreamFailed(error.text, error.status)
         ending = self.ended(attempt)
@@ -158,10 +152,4 @@ class Errands:
 
     def tell_failure(self) -> None:
         """End the client's stream with an error event."""
-        event = error_event(
-            "The instance failed while it answered.",
-            self._job.call.kind.form,
-            "instance_failed",
-            self._tail.ending().sequence_number + 1,
-        )
-        self._out.write(b"\n\n" + event if self._events.torn else event)
+        self._out.write(self._events.failure())

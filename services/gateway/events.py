@@ -1,20 +1,28 @@
-"""A stream of server-sent events on its way to the client: cut at events only, without the usage that only we asked for. Pure."""
+"""A stream of server-sent events on its way to the client: cut at events only, without the usage that only we asked for, and
+with no more of an engine's failure than a client may see. Pure."""
 
 from __future__ import annotations
+
+import re
 
 import msgspec
 
 from services.gateway.answer import Tail
+from services.gateway.dialects import Form, engine_event, error_event
 
 MAX_HELD_BYTES = 64 << 10  # of an event whose end has not come; more goes out as it is
 _ENDS = (b"\n\n", b"\r\n\r\n")
+_END = re.compile(rb"(\r?\n\r?\n)")
+_TELLS_OF_ERROR = re.compile(rb'"error"|event: ?error')
+_IS_ERROR = re.compile(rb'\s*(?:event: ?error|data: ?\{\s*"(?:error"|object": ?"error))')
 
 
 class EventStream:
     """What of a stream goes out, and when.
 
     Only whole events do, so that an error event can follow whenever the instance fails; the bytes of those that go out are the
-    instance's own. `withhold_usage` keeps back the events with usage and without choices. `tail` takes note of everything.
+    instance's own, but for its errors. `withhold_usage` keeps back the events with usage and without choices. `tail` takes note
+    of everything.
     """
 
     def __init__(self, tail: Tail, *, withhold_usage: bool = False) -> None:
@@ -23,32 +31,73 @@ class EventStream:
         self._withhold = withhold_usage
         self._held = b""
 
+    def passes(self, chunk: bytes) -> bool:
+        """Whether `chunk`, an HTTP chunk in its framing, goes out as it came: whole events in which nothing can be in the way.
+        Then it is noted; else its body is to be fed. Called for nearly every token. Mutates."""
+        if (
+            self._held
+            or self.torn
+            or not chunk.endswith(b"\n\n\r\n")
+            or b"error" in chunk
+            or (self._withhold and b'"usage"' in chunk)
+        ):
+            return False
+        self._tail.add_chunk(chunk)
+        return True
+
     def feed(self, piece: bytes) -> bytes:
         """What of the stream so far can go out now, perhaps nothing. Mutates."""
         if self._held:
             piece, self._held = self._held + piece, b""
+        torn = self.torn
         if piece.endswith(_ENDS):
             self.torn = False
         elif end := max(piece.rfind(one) + len(one) if one in piece else 0 for one in _ENDS):
             piece, self._held = piece[:end], piece[end:]
             self.torn = False
-        elif len(piece) <= MAX_HELD_BYTES and not self.torn:
+        elif len(piece) <= MAX_HELD_BYTES and not torn:
             self._held = piece
+            return b""
+        elif not torn and _IS_ERROR.match(piece):
+            # It must not go out as it is, nor be kept whole. What is cut is no JSON, which engine_event() has a sentence for.
+            self._held = piece[:MAX_HELD_BYTES] + piece[-3:]
             return b""
         else:
             self.torn = True
-        self._tail.add(piece)
-        if self._withhold and b'"usage"' in piece:
-            return _without_usage(piece)
-        return piece
+        return self._let_out(piece, torn)
 
     def rest(self) -> bytes:
         """What is left at the stream's end, when its last event has none. Mutates."""
         held, self._held = self._held, b""
         if held:
-            self.torn = True
-            self._tail.add(held)
+            held, self.torn = self._let_out(held, self.torn), True
         return held
+
+    def failure(self) -> bytes:
+        """The event that ends the stream when its instance has failed."""
+        event = error_event(
+            "The instance failed while it answered.", self._tail.kind.form, "instance_failed", self._next_number()
+        )
+        return b"\n\n" + event if self.torn else event
+
+    def _let_out(self, piece: bytes, torn: bool) -> bytes:
+        """`piece` as it may be seen; `torn`: it begins in the middle of an event."""
+        if b"error" in piece:
+            events = _END.split(piece)
+            for at in range(2 if torn else 0, len(events), 2):
+                if _TELLS_OF_ERROR.search(events[at]):
+                    events[at] = engine_event(
+                        self._tail.kind.form, events[at], self._next_number(b"".join(events[:at]))
+                    )
+            piece = b"".join(events)
+        self._tail.add(piece)
+        if self._withhold and b'"usage"' in piece:
+            return _without_usage(piece)
+        return piece
+
+    def _next_number(self, behind: bytes = b"") -> int:
+        """The number of the event that comes `behind` these bytes, where events are numbered."""
+        return self._tail.ending(behind).sequence_number + 1 if self._tail.kind.form is Form.RESPONSES else 0
 
 
 def _without_usage(piece: bytes) -> bytes:

@@ -73,7 +73,8 @@ def make_tokenizer(folder: Path, template: str = CHATML) -> Path:
 @dataclass
 class FakeEngine:
     """An engine that answers a scripted text. `mode` is one of ok, 500, 400, hang, cut (dies mid-stream),
-    short (ends a stream without [DONE]), linger (does not end a stream after [DONE])."""
+    short (ends a stream without [DONE]), linger (does not end a stream after [DONE]), confess (says after its first word what
+    went wrong inside it, in OpenAI's form as vLLM does on every API)."""
 
     tokenizer: ModelTokenizer
     mode: str = "ok"
@@ -146,6 +147,12 @@ class FakeEngine:
             if at == 0 and self.hold is not None:
                 await self.hold.wait()
             if at == 0 and self.mode == "short":
+                return answer
+            if at == 0 and self.mode == "confess":
+                error = {"message": "boom at 10.0.0.7:5557", "type": "InternalServerError", "param": None, "code": 500}
+                await answer.write(b"data: " + json.dumps({"error": error}).encode() + b"\n\n")
+                if script.kind in (Kind.CHAT, Kind.COMPLETION):
+                    await answer.write(b"data: [DONE]\n\n")
                 return answer
             if at == 0 and self.mode == "cut":
                 assert request.transport is not None

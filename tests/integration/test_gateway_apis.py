@@ -235,6 +235,19 @@ async def test_a_stream_that_breaks_ends_with_the_apis_own_error_event(up: Stack
     assert [one.outcome for one in up.router.finished] == [placement_pb2.OUTCOME_FAILED] * 2
 
 
+@pytest.mark.parametrize("kind", [Kind.CHAT, Kind.COMPLETION, Kind.MESSAGES, Kind.RESPONSES])
+async def test_an_engines_own_error_in_a_stream_names_no_address(up: Stack, kind: Kind) -> None:
+    up.engines[0].mode = "confess"
+    body = BODIES[kind] | {"stream": True}
+    async with aiohttp.ClientSession() as http, http.post(up.url + kind.value, json=body) as answer:
+        text = (await answer.read()).decode()
+    assert "10.0.0.7" not in text
+    assert text.count("boom at <address>") == 1
+    assert ("event: error\n" in text) == (kind in (Kind.MESSAGES, Kind.RESPONSES))
+    done = await finished(up)
+    assert (done.outcome, done.error) == (placement_pb2.OUTCOME_FAILED, "the engine reported an error")
+
+
 @pytest.mark.parametrize("kind", [Kind.MESSAGES, Kind.RESPONSES])
 async def test_a_client_that_leaves_frees_the_engine(up: Stack, kind: Kind) -> None:
     up.engines[0].hold = asyncio.Event()

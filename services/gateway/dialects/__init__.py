@@ -1,7 +1,7 @@
 """The APIs that clients speak: a body in, a Call out; errors in the form of the API that was called. Pure."""
 
 from services.gateway.dialects.call import ROUTES, Call, Kind, Rules, form_of, with_fields
-from services.gateway.dialects.errors import DialectError, Form, engine_error, error_event
+from services.gateway.dialects.errors import DialectError, Form, engine_error, engine_event, error_event
 from services.gateway.dialects.parse import FORBIDDEN_FIELDS, FORBIDDEN_XARGS, estimated_tokens, parse
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Kind",
     "Rules",
     "engine_error",
+    "engine_event",
     "error_event",
     "estimated_tokens",
     "form_of",

@@ -38,6 +38,9 @@ _ADDRESS = re.compile(
     re.IGNORECASE,
 )
 
+_TRACE = "Traceback (most recent call last)"
+_REPORTED = "The engine reported an error."
+
 
 class DialectError(Exception):
     """A request that gets an error instead of an answer."""
@@ -91,7 +94,7 @@ def error_event(
 
 def engine_error(form: Form, status: int, body: bytes) -> bytes:
     """An engine's 4xx body as the client may see it: in the API's form (vLLM writes some in OpenAI's on every path), without
-    network addresses. A body that is no error object becomes a plain sentence."""
+    network addresses and stack traces. A body that is no error object becomes a plain sentence."""
     try:
         found = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -101,12 +104,54 @@ def engine_error(form: Form, status: int, body: bytes) -> bytes:
         # What a server answers on a path that it has not: this model only embeds, or only generates.
         said = "This model does not serve this API." if status == 404 else "The engine refused the request."
         return DialectError(status, said, code="rejected").body(form)
-    message = error.get("message")
-    safe = without_addresses(message) if isinstance(message, str) else "The engine refused the request."
+    safe = _safe(error, "The engine refused the request.")
     if form is Form.ANTHROPIC:
-        return _anthropic(status, safe)
-    kept: dict[str, Any] = {name: error.get(name) for name in ("type", "param", "code")}
-    return msgspec.json.encode({"error": {"message": safe, **kept}})
+        return _anthropic(status, safe["message"])
+    return msgspec.json.encode({"error": safe})
+
+
+def engine_event(form: Form, event: bytes, sequence_number: int = 0) -> bytes:
+    """One event of an engine's stream, without its end, as the client may see it: as it is, unless it tells of a failure. Then it
+    is treated as the body of an error would be. `sequence_number`: for a Responses event that has none of its own."""
+    lines = event.splitlines()
+    data = b"\n".join(line[5:] for line in lines if line.startswith(b"data:"))
+    if not data:
+        return event
+    try:
+        found = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        found = {"type": "error"}
+    if not isinstance(found, dict):
+        found = {"type": "error", "message": found} if b"event: error" in lines else {}
+    response = found.get("response")
+    if isinstance(response, dict) and response.get("error"):
+        response["error"] = _safe(response["error"], _REPORTED, ("code",))
+        kept = [line for line in lines if not line.startswith(b"data:")]
+        return b"\n".join([*kept, b"data: " + msgspec.json.encode(found)])
+    if not (found.get("error") or found.get("type") == "error" or found.get("object") == "error"):
+        return event
+    safe = _safe(found.get("error") or found, _REPORTED)
+    if form is Form.ANTHROPIC:
+        kind = safe["type"] if found.get("type") == "error" and safe["type"] != "error" else None
+        error = {"type": kind or "api_error", "message": safe["message"]}
+        return b"event: error\ndata: " + msgspec.json.encode({"type": "error", "error": error})
+    if form is Form.RESPONSES:
+        number = found.get("sequence_number", sequence_number)
+        code = safe["code"] if isinstance(safe["code"], str) else None
+        return error_event(safe["message"], form, code, number if isinstance(number, int) else 0).rstrip()
+    return b"data: " + msgspec.json.encode({"error": safe})
+
+
+def _safe(error: Any, otherwise: str, fields: tuple[str, ...] = ("type", "param", "code")) -> dict[str, Any]:
+    """An engine's error, an object or a text, as {message, and these fields}: no addresses, no stack traces, nothing nested.
+    `otherwise` is the message where nothing is left of it."""
+    found = error if isinstance(error, dict) else {"message": error}
+    kept = {name: found.get(name) for name in fields}
+    texts = {name: without_addresses(value) if isinstance(value, str) else value for name, value in kept.items()}
+    scalars = {name: value if isinstance(value, str | int) else None for name, value in texts.items()}
+    message = found.get("message")
+    text = message.partition(_TRACE)[0].strip() if isinstance(message, str) else ""
+    return {"message": without_addresses(text) or otherwise, **scalars}
 
 
 def without_addresses(text: str) -> str:

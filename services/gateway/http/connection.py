@@ -46,12 +46,12 @@ class _State(enum.Enum):
 class Outgoing:
     """The way of one answer to its client, piece by piece: begin, write, end. After the client left nothing is written."""
 
-    __slots__ = ("_chunked", "_connection", "_head", "_write", "begun", "ended")
+    __slots__ = ("_connection", "_head", "_write", "begun", "chunked", "ended")
 
     def __init__(self, connection: Connection, transport: asyncio.Transport, *, chunked: bool) -> None:
         self._connection = connection
         self._write = transport.write
-        self._chunked = chunked
+        self.chunked = chunked  # whether the client takes chunks
         self._head = b""
         self.begun = False
         self.ended = False
@@ -59,7 +59,7 @@ class Outgoing:
     def begin(self, status: int, headers: dict[str, str], source: Source) -> None:
         """Set the head, which leaves with the first piece."""
         self.begun = True
-        framing = ["Transfer-Encoding: chunked"] if self._chunked else []
+        framing = ["Transfer-Encoding: chunked"] if self.chunked else []
         if not self._connection.keep_alive:
             framing.append("Connection: close")
         self._head = head_bytes(status, headers | self._connection.server.date, *framing)
@@ -69,16 +69,24 @@ class Outgoing:
         """One non-empty piece of the body."""
         if self._connection.lost:
             return
-        if self._chunked:
+        if self.chunked:
             piece = b"%x\r\n%b\r\n" % (len(piece), piece)
         if self._head:
             piece, self._head = self._head + piece, b""
         self._write(piece)
 
+    def pass_on(self, chunk: bytes) -> None:
+        """One chunk of the body, its framing included, to a client that takes chunks."""
+        if self._connection.lost:
+            return
+        if self._head:
+            chunk, self._head = self._head + chunk, b""
+        self._write(chunk)
+
     def end(self) -> None:
         """The body is whole."""
         if not self._connection.lost:
-            last = self._head + (b"0\r\n\r\n" if self._chunked else b"")
+            last = self._head + (b"0\r\n\r\n" if self.chunked else b"")
             if last:
                 self._write(last)
         self._head = b""

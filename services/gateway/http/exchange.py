@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 HIGH_WATER = 256 << 10  # bytes of an answer that nobody has taken yet before no more is read
 MAX_HEAD_BYTES = 64 << 10
+# A chunk's size as its sender writes it -> its length with all framing. What is not here, and longer chunks, the parser knows.
+_FRAMED = {b"%x" % size: len(b"%x\r\n" % size) + size + 2 for size in range(1, 4096)}
 
 
 class UpstreamError(Exception):
@@ -58,6 +60,7 @@ class Answer:
         self._paused = False
         self._changed: asyncio.Future[None] | None = None
         self.sink: Callable[[bytes], None] | None = None  # of a body that is piped
+        self.chunk_sink: Callable[[bytes], bool] | None = None
 
     @property
     def media_type(self) -> str:
@@ -85,12 +88,16 @@ class Answer:
         """What of the body has come and was not taken yet; it stays to be read."""
         return b"".join(self._pieces)
 
-    async def pipe(self, sink: Callable[[bytes], None]) -> None:
-        """Hand every piece to `sink` as it comes, until the end. Raises UpstreamError."""
+    async def pipe(self, sink: Callable[[bytes], None], chunk_sink: Callable[[bytes], bool] | None = None) -> None:
+        """Hand every piece to `sink` as it comes, until the end. Raises UpstreamError.
+
+        Where one HTTP chunk has come, whole and alone, `chunk_sink` is offered it first, with its framing: it returns False for
+        those that `sink` is to have, without framing. So the others need no parser.
+        """
         if self._pieces:
             taken, self._pieces = b"".join(self._pieces), []
             sink(taken)
-        self.sink = sink
+        self.sink, self.chunk_sink = sink, chunk_sink
         self.resume()
         while not self.whole:
             if self._error is not None:
@@ -118,7 +125,7 @@ class Answer:
 
     def close(self) -> None:
         """Close its connection, unless it was read to the end: an instance stops its work only for that."""
-        self.sink = None
+        self.sink = self.chunk_sink = None
         if self._connection is not None:
             self._connection.abort()
 
@@ -164,6 +171,8 @@ class Connection(asyncio.Protocol):
         self._complete = False
         self._ends = 0
         self._paused = False
+        self._between = False  # the parser has seen the end of a chunk, and nothing after it
+        self._chunk_sink: Callable[[bytes], bool] | None = None  # of an answer that is between two chunks
 
     # From the transport.
 
@@ -182,6 +191,14 @@ class Connection(asyncio.Protocol):
             self._fail("broke off")
 
     def data_received(self, data: bytes) -> None:
+        if (
+            self._chunk_sink is not None
+            and _FRAMED.get(data[: data.find(b"\r\n")]) == len(data)
+            and data.endswith(b"\r\n")
+            and self._chunk_sink(data)
+        ):
+            self.heard = True
+            return
         self.heard = self._touched = True
         if self._head is None and self._answer is None:
             # Nothing was asked: whose answer would this be?
@@ -203,6 +220,9 @@ class Connection(asyncio.Protocol):
                 (self._answer.sink or self._answer.take)(piece)
         if self._complete:
             self._end(None)
+        elif self._answer is not None:
+            # A size line that has only begun has no line's end yet.
+            self._chunk_sink = self._answer.chunk_sink if self._between and data.endswith(b"\n") else None
 
     # From the parser. None of these may raise.
 
@@ -225,6 +245,12 @@ class Connection(asyncio.Protocol):
         self._head.set_result(answer)
         self._head = None
 
+    def on_chunk_header(self) -> None:
+        self._between = False
+
+    def on_chunk_complete(self) -> None:
+        self._between = True
+
     def on_message_begin(self) -> None:
         if self._complete:
             self._keep = False
@@ -238,7 +264,7 @@ class Connection(asyncio.Protocol):
     async def exchange(self, message: list[bytes]) -> Answer:
         """Send a request, await the head of its answer. Raises UpstreamError, or Stale where not a byte of one came."""
         self._head = asyncio.get_running_loop().create_future()
-        self._touched = self._complete = self._keep = self._until_close = False
+        self._touched = self._complete = self._keep = self._until_close = self._between = False
         self._head_size = 0
         self._transport.writelines(message)
         try:
@@ -249,6 +275,7 @@ class Connection(asyncio.Protocol):
 
     def _end(self, error: UpstreamError | None) -> None:
         answer, self._answer = self._answer, None
+        self._chunk_sink = None
         if answer is None:
             return
         if self._paused:

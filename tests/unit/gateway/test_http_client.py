@@ -7,9 +7,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from services.gateway.http.client import KEEPALIVE_S, Pool
-from services.gateway.http.exchange import HIGH_WATER, Answer, UpstreamError
+from services.gateway.http.exchange import HIGH_WATER, Answer, Connection, Origin, UpstreamError
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Type: Text/Plain; x=y\r\nContent-Length: 5\r\n\r\nhello"
@@ -227,3 +229,118 @@ async def test_addresses_that_lead_nowhere_are_errors_without_an_address() -> No
             with pytest.raises(UpstreamError, match="no answer") as error:
                 await here.send("GET", url, "/", {})
             assert "127.0.0.1" not in error.value.text
+
+
+class Wire(asyncio.Transport):
+    """A transport for a connection that is fed by hand."""
+
+    closed = False
+
+    def writelines(self, list_of_data: object) -> None:
+        pass
+
+    def abort(self) -> None:
+        self.closed = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+
+BODIES = st.lists(
+    st.binary(min_size=1, max_size=40) | st.sampled_from([b"f0", b"1\r\n", b"\r\n", b"x" * 5000]), max_size=8
+)
+
+
+@given(BODIES, st.lists(st.integers(1, 60), max_size=30), st.booleans(), st.booleans())
+@settings(deadline=None)
+def test_chunks_offered_whole_are_those_that_were_sent(
+    bodies: list[bytes], cuts: list[int], odd: bool, alone: bool
+) -> None:
+    """However a chunked answer is cut, each chunk comes once, either whole with its framing or by the parser."""
+    sizes = [b"%X;x=y" if odd else b"%x"] * len(bodies)
+    chunks = [size % len(body) + b"\r\n" + body + b"\r\n" for size, body in zip(sizes, bodies, strict=True)]
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    pieces = [head, *chunks, b"0\r\n\r\n"]
+    if not alone:
+        whole, pieces = b"".join(pieces), []
+        for cut in [*cuts, len(whole)]:
+            pieces.append(whole[:cut])
+            whole = whole[cut:]
+    got = asyncio.run(_piped([piece for piece in pieces if piece], refuse=b"r"))
+    assert b"".join(got) == b"".join(bodies)
+
+
+async def _piped(pieces: list[bytes], refuse: bytes) -> list[bytes]:
+    got: list[bytes] = []
+
+    def take(chunk: bytes) -> bool:
+        size, _, rest = chunk.partition(b"\r\n")
+        assert len(rest) == int(size, 16) + 2
+        if refuse in rest:
+            return False
+        got.append(rest[:-2])
+        return True
+
+    connection = Connection(Pool(1.0, 1.0), Origin("h", 1, tls=False))
+    connection.connection_made(Wire())
+    asking = asyncio.create_task(connection.exchange([b""]))
+    await asyncio.sleep(0)
+    while not asking.done():
+        connection.data_received(pieces.pop(0))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    answer = await asking
+    piping = asyncio.create_task(answer.pipe(got.append, take))
+    await asyncio.sleep(0)
+    for piece in pieces:
+        connection.data_received(piece)
+    await piping
+    return got
+
+
+async def test_ordinary_chunks_need_no_parser() -> None:
+    """What the cost of a streamed token rests on."""
+    chunk = b"10\r\n" + b"x" * 16 + b"\r\n"
+    connection = Connection(Pool(1.0, 1.0), Origin("h", 1, tls=False))
+    connection.connection_made(Wire())
+    asking = asyncio.create_task(connection.exchange([b""]))
+    await asyncio.sleep(0)
+    connection.data_received(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+    taken: list[bytes] = []
+    parsed: list[bytes] = []
+
+    def take(chunk: bytes) -> bool:
+        taken.append(chunk)
+        return True
+
+    piping = asyncio.create_task((await asking).pipe(parsed.append, take))
+    await asyncio.sleep(0)
+    for _ in range(5):
+        connection.data_received(chunk)
+    connection.data_received(chunk[:3])
+    connection.data_received(chunk[3:] + chunk)
+    for _ in range(5):
+        connection.data_received(chunk)
+    connection.data_received(b"0\r\n\r\n")
+    await piping
+    assert (taken, parsed) == ([chunk] * 9, [b"x" * 16, b"x" * 32])
+
+
+async def test_what_only_looks_like_a_chunk_is_left_to_the_parser() -> None:
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    like = b"10\r\n" + b"x" * 16 + b"\r\n"
+    rest = b"y" * (0x110 - 18)
+    # The size is 0x110, and comes in two; then one that lies within another chunk.
+    got = await _piped([head, b"1\r\na\r\n1", like, rest + b"\r\n", b"0\r\n\r\n"], refuse=b"r")
+    assert b"".join(got) == b"a" + like[4:] + rest
+    got = await _piped([head, b"1\r\na\r\n18\r\n\n", like, b"z\r\n", b"0\r\n\r\n"], refuse=b"r")
+    assert b"".join(got) == b"a\n" + like + b"z"
+
+
+async def test_a_broken_chunk_is_an_error_behind_chunks_that_were_passed_on() -> None:
+    for broken in (b"0x1\r\nx\r\n", b"+1\r\nx\r\n", b"2\r\nx\r\n\r\n", b"1\r\nxx\r", b"zz\r\n"):
+        with pytest.raises(UpstreamError, match=r"not valid HTTP/1\.1"):
+            await _piped([CHUNKED[:-12], b"1\r\nx\r\n", b"1\r\nx\r\n", broken], refuse=b"r")

@@ -1,0 +1,236 @@
+"""Streams on their way: cut anywhere, with usage that is ours, with errors that say too much."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.gateway.answer import TAIL_BYTES, Tail
+from services.gateway.dialects import Form, Kind, engine_event
+from services.gateway.dialects.endings import Ending, Usage
+from services.gateway.events import MAX_HELD_BYTES, EventStream
+
+USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
+
+
+def stream(*events: object, done: bool = True) -> bytes:
+    text = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+    return (text + ("data: [DONE]\n\n" if done else "")).encode()
+
+
+def cut_up(whole: bytes, cuts: list[int]) -> list[bytes]:
+    pieces, at = [], 0
+    for cut in [*cuts, len(whole)]:
+        pieces.append(whole[at : at + cut])
+        at += cut
+    return [piece for piece in pieces if piece]
+
+
+WORDS = st.integers(0, 50)
+CUTS = st.lists(st.integers(1, 400), max_size=60)
+
+
+@given(CUTS, WORDS, st.booleans())
+def test_usage_is_found_however_the_stream_is_cut(cuts: list[int], words: int, ours: bool) -> None:
+    said = [{"choices": [{"delta": {"content": 'w"usage"' * 30}}]} for _ in range(words)]
+    whole = stream(*said, {"choices": [], "usage": USAGE})
+    tail = Tail(Kind.CHAT)
+    events = EventStream(tail, withhold_usage=ours)
+    out = [events.feed(piece) for piece in cut_up(whole, cuts)]
+    assert tail.ending() == Ending(True, Usage(7, 4, 3))
+    assert tail.events == words + 2
+    assert b"".join(out) == (stream(*said) if ours else whole)
+    assert all(piece == b"" or piece.endswith(b"\n\n") for piece in out)
+    assert tail._size <= TAIL_BYTES + max(map(len, cut_up(whole, cuts))) + 400
+
+
+def test_only_whole_events_go_out_until_one_is_too_long_to_wait_for() -> None:
+    events = EventStream(Tail(Kind.CHAT))
+    assert events.feed(b'data: {"a"') == b""
+    assert events.feed(b": 1}\r\n\r\ndata") == b'data: {"a": 1}\r\n\r\n'
+    long = b"x" * MAX_HELD_BYTES
+    assert events.feed(long) == b"data" + long
+    assert events.torn
+    assert events.feed(b"y") == b"y"
+    assert events.feed(b"z\n\n") == b"z\n\n"
+    assert not events.torn
+    assert events.feed(b"data: [DONE]\n") == b""
+    assert events.rest() == b"data: [DONE]\n"
+    assert events.torn
+
+
+def test_an_early_end_and_an_engines_own_error_are_seen() -> None:
+    tail = Tail(Kind.CHAT)
+    tail.add(stream({"choices": []}, done=False))
+    assert tail.ending().complete is False
+    tail.add(stream({"error": {"message": "dead"}}))
+    assert tail.ending() == Ending(True, Usage(), "the engine reported an error")
+    assert tail.events == 3
+    assert Tail(Kind.CHAT).ending() == Ending(False)
+
+
+def framed(body: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(body), body)
+
+
+@given(st.lists(st.sampled_from(["word", "usage", "error", "own error", "ours"]), max_size=12), CUTS, st.booleans())
+@settings(deadline=None)
+def test_chunks_that_pass_and_pieces_that_are_fed_are_one_stream(kinds: list[str], cuts: list[int], ours: bool) -> None:
+    said: dict[str, object] = {
+        "word": {"choices": [{"delta": {"content": "w"}}]},
+        "usage": {"choices": [{"delta": {"content": "w"}}], "usage": USAGE},
+        "error": {"choices": [{"delta": {"content": "error"}}]},
+        "own error": {"error": {"message": "at 10.0.0.7", "type": "T", "param": None, "code": 500}},
+        "ours": {"choices": [], "usage": USAGE},
+    }
+    chunks = [stream(said[kind], done=False) for kind in kinds] + [b"data: [DONE]\n\n"]
+    fed, passed = Tail(Kind.CHAT), Tail(Kind.CHAT)
+    whole = EventStream(fed, withhold_usage=ours)
+    expected = b"".join(whole.feed(piece) for piece in cut_up(b"".join(chunks), cuts))
+    events = EventStream(passed, withhold_usage=ours)
+    out = b""
+    for chunk in chunks:
+        if events.passes(framed(chunk)):
+            assert b"10.0.0.7" not in chunk
+            out += chunk
+        else:
+            # What the parser makes of it comes in pieces as they please.
+            out += b"".join(events.feed(piece) for piece in cut_up(chunk, cuts[:3]))
+    assert out == expected
+    assert b"10.0.0.7" not in out
+    assert passed.ending() == fed.ending()
+    assert passed.events == fed.events
+
+
+def test_a_chunk_does_not_pass_into_the_middle_of_an_event() -> None:
+    events = EventStream(Tail(Kind.CHAT))
+    chunk = framed(stream({"a": 1}, done=False))
+    assert events.passes(chunk)
+    assert events.feed(b'data: {"b"') == b""
+    assert not events.passes(chunk)
+    assert events.feed(b": 1}\n\n") == b'data: {"b": 1}\n\n'
+    assert events.passes(chunk)
+    assert not events.passes(framed(b"data: {"))
+    assert events.feed(b"x" * (MAX_HELD_BYTES + 1))
+    assert not events.passes(chunk), "a piece of an event is out"
+
+
+TRACE = 'no KV\nTraceback (most recent call last):\n  File "/srv/secret.py", line 1'
+TOLD = "lost tcp://10.0.0.7:5557 and node-7.cluster.local:8000 " + TRACE
+SAFE = "lost <address> and <address> no KV"
+
+
+@pytest.mark.parametrize("cut", [1, 7, 1000])
+@pytest.mark.parametrize(
+    ("kind", "event", "seen"),
+    [
+        (
+            Kind.CHAT,
+            {"error": {"message": TOLD, "type": "E", "param": None, "code": 500, "trace": TRACE}, "detail": TRACE},
+            {"error": {"message": SAFE, "type": "E", "param": None, "code": 500}},
+        ),
+        (Kind.CHAT, {"error": TOLD}, {"error": {"message": SAFE, "type": None, "param": None, "code": None}}),
+        (
+            Kind.COMPLETION,
+            {"object": "error", "message": TOLD, "type": "E", "param": {"at": TRACE}, "code": 400},
+            {"error": {"message": SAFE, "type": "E", "param": None, "code": 400}},
+        ),
+        (
+            Kind.CHAT,
+            {"error": {"message": TRACE[6:]}},
+            {"error": {"message": "The engine reported an error.", "type": None, "param": None, "code": None}},
+        ),
+        (
+            Kind.MESSAGES,
+            {"type": "error", "error": {"type": "overloaded_error", "message": TOLD}},
+            {"type": "error", "error": {"type": "overloaded_error", "message": SAFE}},
+        ),
+        (
+            Kind.MESSAGES,
+            {"error": {"message": TOLD, "type": "InternalServerError"}},
+            {"type": "error", "error": {"type": "api_error", "message": SAFE}},
+        ),
+        (
+            Kind.RESPONSES,
+            {"type": "error", "code": "x", "message": TOLD, "param": None, "sequence_number": 5},
+            {"type": "error", "code": "x", "message": SAFE, "param": None, "sequence_number": 5},
+        ),
+        (
+            Kind.RESPONSES,
+            {"error": {"message": TOLD, "code": 500}},
+            {"type": "error", "code": "server_error", "message": SAFE, "param": None, "sequence_number": 4},
+        ),
+        (
+            Kind.RESPONSES,
+            {"response": {"error": {"message": TOLD, "code": "c"}}, "sequence_number": 4, "type": "response.failed"},
+            {"response": {"error": {"message": SAFE, "code": "c"}}, "sequence_number": 4, "type": "response.failed"},
+        ),
+    ],
+)
+def test_an_engines_own_error_says_no_more_than_an_error_body_would(
+    kind: Kind, event: dict[str, object], seen: dict[str, object], cut: int
+) -> None:
+    tail = Tail(kind)
+    events = EventStream(tail)
+    before = stream({"sequence_number": 3}, done=False)
+    assert not events.passes(framed(stream(event, done=False)))
+    pieces = cut_up(before + stream(event, done=False), [cut] * 2000)
+    out = b"".join(events.feed(piece) for piece in pieces)
+    name, found, data = out.removeprefix(before).rpartition(b"data: ")
+    assert out.startswith(before)
+    assert data.endswith(b"\n\n")
+    assert found
+    assert json.loads(data) == seen
+    assert name == (b"event: error\n" if seen.get("type") == "error" else b"")
+    assert tail.ending().error
+    assert tail.ending().complete == (kind not in (Kind.CHAT, Kind.COMPLETION)), "there [DONE] has to come"
+
+
+@pytest.mark.parametrize("form", Form)
+@pytest.mark.parametrize(
+    "event",
+    [
+        b'data: {"choices":[{"delta":{"content":"error"}}]}',
+        b'event: response.created\ndata: {"response":{"error":null,"status":"in_progress"},"type":"response.created"}',
+        b'data: {"delta":"error","type":"response.output_text.delta"}',
+        b'data: {"error":null,"choices":[]}',
+        b': "error"',
+        b'data: ["error"]',
+    ],
+)
+def test_what_only_speaks_of_errors_is_left_as_it_is(form: Form, event: bytes) -> None:
+    assert engine_event(form, event) is event
+
+
+def test_an_error_that_is_no_json_or_has_no_end_is_a_plain_sentence() -> None:
+    for text in (
+        b"event: error\ndata: boom at 10.0.0.7",
+        b'event: error\ndata: "at 10.0.0.7"',
+        b'data: {"error": 10.0.0.7}',
+    ):
+        events = EventStream(Tail(Kind.CHAT))
+        assert events.feed(text) == b""
+        out = events.rest()
+        assert b"10.0.0.7" not in out
+        assert json.loads(out.removeprefix(b"data: "))["error"]["message"]
+    events = EventStream(Tail(Kind.CHAT))
+    out = events.feed(b'data: {"error": {"message": "10.0.0.7')
+    for _ in range(20):
+        out += events.feed(b"10.0.0.7 " * 10_000)
+    assert out == b""
+    assert len(events._held) < 2 * MAX_HELD_BYTES
+    out = events.feed(b'"}}\n') + events.feed(b"\ndata: [DONE]\n\n")
+    assert b"10.0.0.7" not in out
+    assert out.endswith(b"\n\ndata: [DONE]\n\n")
+    assert json.loads(out.partition(b"\n")[0].removeprefix(b"data: "))["error"]["message"]
+
+
+def test_the_end_of_a_torn_event_is_not_taken_for_an_event() -> None:
+    events = EventStream(Tail(Kind.CHAT))
+    begin = b'data: {"a": "' + b"x" * MAX_HELD_BYTES
+    assert events.feed(begin) == begin
+    end = b'"\ndata: , "b": "error"}\n\n'
+    assert events.feed(end + b'data: {"error": "10.0.0.7"}\n\n').startswith(end + b'data: {"error":{')
