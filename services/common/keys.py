@@ -11,6 +11,8 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import reduce
+from operator import xor
 
 from xxhash import xxh3_64_intdigest
 
@@ -50,7 +52,5 @@ def prompt_keys(token_ids: Sequence[int], model: str, lora: str = "", cache_salt
 def digest_of(tier: int, keys: Iterable[int]) -> int:
     """Order-free digest of (tier, key) pairs: the xor of key * (2 * tier + 1) mod 2^64. Digests of disjoint sets xor."""
     factor = 2 * tier + 1
-    digest = 0
-    for key in keys:
-        digest ^= (key * factor) & _MASK
-    return digest
+    # The lower 64 bits of a xor are the xor of the lower 64 bits.
+    return reduce(xor, map(factor.__mul__, keys) if tier else keys, 0) & _MASK

@@ -7,7 +7,9 @@ once several have gathered, so that a fleet that resyncs at once is not scanned 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from itertools import repeat
 
 UNBOUNDED = 1 << 62
 
@@ -45,6 +47,17 @@ class PrefixIndex:
         slot = self._slot_of.get(owner)
         return slot is not None and bool(self._mask_of.get(key, 0) >> slot & 1)
 
+    def run_end(self, owner: str, keys: Sequence[int], start: int, stop: int) -> int:
+        """Where, from `start` to at most `stop`, the first of `keys` is that `owner` does not hold; `stop` when it holds all."""
+        slot = self._slot_of.get(owner)
+        if slot is None:
+            return start
+        bit, get = 1 << slot, self._mask_of.get
+        for at in range(start, stop):
+            if not get(keys[at], 0) & bit:
+                return at
+        return stop
+
     def has_room(self, count: int) -> bool:
         """Whether `count` more keys fit in. May sweep."""
         if len(self._mask_of) + count > self.max_keys and self._retired:
@@ -57,23 +70,36 @@ class PrefixIndex:
             raise IndexFull
         bit = 1 << self._slot(owner)
         mask_of, shared = self._mask_of, self._shared
-        added = 0
-        for key in keys:
-            mask = mask_of.get(key, 0)
-            if not mask & bit:
-                mask |= bit
-                mask_of[key] = shared.setdefault(mask, mask)
-                added += 1
+        # Most of what is computed nobody had: it is entered at once.
+        if mask_of.keys().isdisjoint(keys):
+            new = dict.fromkeys(keys, shared.setdefault(bit, bit))
+            mask_of.update(new)
+            added = len(new)
+        else:
+            added = 0
+            for key in keys:
+                mask = mask_of.get(key, 0)
+                if not mask & bit:
+                    mask |= bit
+                    mask_of[key] = shared.setdefault(mask, mask)
+                    added += 1
         self._count[owner] = self._count.get(owner, 0) + added
         return added
 
-    def remove(self, owner: str, keys: Iterable[int]) -> int:
+    def remove(self, owner: str, keys: Collection[int]) -> int:
         """Take keys from `owner`; returns how many it held. Mutates."""
         slot = self._slot_of.get(owner)
         if slot is None:
             return 0
         bit = 1 << slot
         mask_of, shared = self._mask_of, self._shared
+        # Most of what is evicted nobody else had: it goes at once.
+        if list(map(mask_of.get, keys)).count(bit) == len(keys):
+            before = len(mask_of)
+            deque(map(mask_of.pop, keys, repeat(0)), maxlen=0)
+            removed = before - len(mask_of)
+            self._count[owner] -= removed
+            return removed
         removed = 0
         for key in keys:
             mask = mask_of.get(key, 0)

@@ -171,7 +171,6 @@ class Progress:
 
 
 def _run_on(prompt: OpenPrompt, index: PrefixIndex) -> bool:
-    before, limit = prompt.reached, prompt.limit
-    while prompt.reached < limit and index.holds(prompt.instance_id, prompt.keys[prompt.reached]):
-        prompt.reached += 1
+    before = prompt.reached
+    prompt.reached = index.run_end(prompt.instance_id, prompt.keys, before, max(before, prompt.limit))
     return prompt.reached > before
