@@ -45,7 +45,7 @@ class Conductor:
         self._machine = Choreography(job.request_id, limits, direct=is_direct(job.call))
         self._placing = Placing(tools, job)
         self._errands = Errands(tools, job, request)
-        self._op: asyncio.Task[mv.Event] | None = None
+        self._ops: set[asyncio.Task[mv.Event]] = set()  # one, or two where the step after a PREFILL is sent ahead
         self._attempt = Attempt()
         self._failure: mv.Fail | None = None
         self._broken = False
@@ -103,11 +103,18 @@ class Conductor:
                     self._note(effect.step)
                     self._begin(errands.prefill(effect.step, self._attempt))
                 case mv.Pull():
-                    self._note(effect.step)
-                    self._begin(errands.pull(effect.step))
+                    if not effect.ahead:
+                        self._note(effect.step)
+                    self._begin(errands.pull(effect.step, ahead=effect.ahead))
                 case mv.Serve():
+                    if not effect.ahead:
+                        self._note(effect.step)
+                    headers = self._headers(effect.step)
+                    self._begin(errands.serve(effect.step, self._attempt, headers, ahead=effect.ahead))
+                case mv.TakeUp():
                     self._note(effect.step)
-                    self._begin(errands.serve(effect.step, self._attempt, self._headers()))
+                case mv.StepOver():
+                    placing.step_over(effect)
                 case mv.Abort():
                     self._abort()
                 case mv.FirstToken():
@@ -121,25 +128,28 @@ class Conductor:
                     self._broken = True
 
     def _begin(self, operation: Coroutine[Any, Any, mv.Event]) -> None:
-        self._op = asyncio.create_task(operation)
+        self._ops.add(asyncio.create_task(operation))
 
     def _note(self, step: mv.StepGiven) -> None:
         self._attempt.begin(step, time.monotonic())
         self._placing.note(step)
 
     async def _next_event(self) -> mv.Event:
-        """The end of what was begun, or Tick at the deadline."""
-        assert self._op is not None
+        """The end of something that was begun, or Tick at the deadline."""
         assert self._machine.deadline is not None
-        done, _ = await asyncio.wait({self._op}, timeout=max(0.0, self._machine.deadline - time.monotonic()))
+        left = max(0.0, self._machine.deadline - time.monotonic())
+        done, _ = await asyncio.wait(self._ops, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         if not done:
             return mv.Tick()
-        return self._op.result()
+        ended = done.pop()
+        self._ops.remove(ended)
+        return ended.result()
 
     async def _pass_on(self) -> mv.Event:
         self._tools.router.watch(self._machine.attempt_id, lambda: self._errands.streamed_tokens)
         try:
-            return await self._errands.pass_on(self._attempt, self._headers())
+            assert self._machine.step is not None
+            return await self._errands.pass_on(self._attempt, self._headers(self._machine.step))
         except asyncio.CancelledError:
             # Clients hang up at [DONE], often before the engine's own end is read here: they had the whole answer.
             ending = self._errands.ended(self._attempt)
@@ -148,8 +158,9 @@ class Conductor:
             raise
 
     def _abort(self) -> None:
-        if self._op is not None and not self._op.done():
-            self._op.cancel()
+        for op in self._ops:
+            op.cancel()
+        self._ops.clear()
         self._errands.drop()
 
     def _report(self, effect: mv.Finished) -> None:
@@ -179,11 +190,10 @@ class Conductor:
         # What comes next is another attempt, with times and usage of its own.
         self._attempt = Attempt()
 
-    def _headers(self) -> dict[str, str]:
-        """What the client is told of the placement."""
+    def _headers(self, step: mv.StepGiven) -> dict[str, str]:
+        """What the client is told of its answer's placement."""
         headers = {"X-Request-ID": self._job.up_headers["X-Request-ID"]}
-        step = self._machine.step
-        if step is not None and self._tools.tell_placement:
+        if self._tools.tell_placement:
             headers["X-Pointsman-Instance"] = step.target.instance_id
             if step.decision_id:
                 headers["X-Pointsman-Decision"] = step.decision_id

@@ -88,20 +88,21 @@ class Errands:
         if before is not None and before[0] == step.target.instance_id and fell_short(answer, before[1]):
             raise TransferError("an earlier slice is not cached any more")
 
-    async def pull(self, step: StepGiven) -> Event:
+    async def pull(self, step: StepGiven, *, ahead: bool) -> Event:
         """The KV of the step's source into its instance."""
         try:
-            await self._offload.pull(step)
+            await self._offload.pull(step, ahead=ahead)
         except TransferError as error:
             return PullEnded(str(error))
         return PullEnded()
 
-    async def serve(self, step: StepGiven, attempt: Attempt, headers: dict[str, str]) -> Event:
+    async def serve(self, step: StepGiven, attempt: Attempt, headers: dict[str, str], *, ahead: bool) -> Event:
         """The client's request, up to the first byte of a stream or a whole answer; `headers` tell of the placement."""
         call, upstream = self._job.call, self._tools.upstream
         attempt.sent = time.monotonic()
+        self.reply = None
         try:
-            payload = self._offload.payload(step, self._job.payload_at(step.target.instance_id))
+            payload = await self._offload.payload(step, self._job.payload_at(step.target.instance_id), ahead=ahead)
             answer = await upstream.post(step.target, call.kind.value, payload, self._job.up_headers)
             self._upstream = answer
             if answer.status >= 500 or 300 <= answer.status < 400:

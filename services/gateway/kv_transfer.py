@@ -119,35 +119,53 @@ def with_params(payload: bytes, transfer: Transfer) -> bytes:
     return with_fields(payload, {"kv_transfer_params": dict(transfer.params)})
 
 
-def send_params(protocol: str, transfer_id: str) -> dict[str, Any]:
+def mooncake_send(transfer_id: str) -> dict[str, Any]:
     """What makes P keep the KV for a transfer. `transfer_id` must be new and hard to guess: who knows it can fetch the KV."""
-    params: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
-    if protocol == MOONCAKE:
-        return {**params, "transfer_id": transfer_id}
-    return {**params, "remote_engine_id": None, "remote_block_ids": None, "remote_host": None, "remote_port": None}
+    return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
 
 
-def fetch_params(protocol: str, transfer_id: str, engine_id: str, bootstrap: str, answer: bytes) -> Transfer:
-    """What makes D fetch the KV that P, having given `answer`, keeps. Raises TransferError when P keeps none."""
+def mooncake_fetch(transfer_id: str, engine_id: str, bootstrap: str) -> Transfer:
+    """What makes D fetch what P keeps for a transfer, or will keep."""
+    return Transfer(
+        {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": transfer_id,
+            "remote_engine_id": engine_id,
+            "remote_bootstrap_addr": bootstrap,
+        }
+    )
+
+
+def nixl_send() -> dict[str, Any]:
+    """The same for NIXL, where P gives its KV a name."""
+    return {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    }
+
+
+def nixl_fetch(answer: bytes) -> Transfer:
+    """What makes D fetch the KV that P, having given `answer`, keeps. Raises TransferError when it keeps none."""
+    told = check_prefilled(answer)
+    if not told.kv_transfer_params:
+        raise TransferError("the prefill's answer says nothing of its KV")
+    return Transfer(told.kv_transfer_params)
+
+
+def check_prefilled(answer: bytes) -> Prefilled:
+    """P's answer to a prefill. Raises TransferError when it does not say that P has computed the whole prompt and keeps it."""
     try:
-        told = msgspec.json.decode(answer, type=_Answer)
+        told = msgspec.json.decode(answer, type=Prefilled)
     except msgspec.MsgspecError:
         raise TransferError("the prefill's answer is no completion") from None
     if not told.choices or told.choices[0].finish_reason != "length":
         raise TransferError("the prefill stopped early")
-    if protocol == MOONCAKE:
-        return Transfer(
-            {
-                "do_remote_prefill": True,
-                "do_remote_decode": False,
-                "transfer_id": transfer_id,
-                "remote_engine_id": engine_id,
-                "remote_bootstrap_addr": bootstrap,
-            }
-        )
-    if not told.kv_transfer_params:
-        raise TransferError("the prefill's answer says nothing of its KV")
-    return Transfer(told.kv_transfer_params)
+    return told
 
 
 def engine_id_of(answer: bytes, rank: int | None) -> str:
@@ -170,7 +188,7 @@ def begins_with_error(piece: bytes) -> bool:
 def fell_short(answer: bytes, prefilled_before: int) -> bool:
     """Whether the answer to a slice shows that the slices before it are not in the cache any more."""
     try:
-        told = msgspec.json.decode(answer, type=_Answer)
+        told = msgspec.json.decode(answer, type=Prefilled)
     except msgspec.MsgspecError:
         return False
     details = told.usage.prompt_tokens_details if told.usage else None
@@ -196,7 +214,9 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _Details | None = None
 
 
-class _Answer(msgspec.Struct):
+class Prefilled(msgspec.Struct):
+    """What an answer of one token tells."""
+
     choices: list[_Choice] = []
     usage: _Usage | None = None
     kv_transfer_params: dict[str, Any] | None = None

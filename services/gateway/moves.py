@@ -22,6 +22,7 @@ class Target:
     """An instance to send to; `rank` is its data-parallel rank, None where there is only one.
 
     `kv_protocol` says how it passes KV on (MOONCAKE, NIXL; empty: not at all), `bootstrap` is its bootstrap server's base URL.
+    `decode_first`: it wants the second request of a transfer before the first has ended.
     """
 
     instance_id: str
@@ -30,6 +31,7 @@ class Target:
     incarnation: str = ""
     kv_protocol: str = ""
     bootstrap: str = ""
+    decode_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,22 +184,40 @@ class Prefill:
 
 
 @dataclass(frozen=True)
+class StepOver:
+    """Report a step's end; nobody waits for the next one, which is under way."""
+
+    attempt_id: str
+    index: int
+
+
+@dataclass(frozen=True)
 class Pull:
-    """Let an instance fetch the prompt's KV from the step's source."""
+    """Let an instance fetch the prompt's KV from the step's source. `ahead`: while the source still computes it."""
 
     step: StepGiven
+    ahead: bool = False
 
 
 @dataclass(frozen=True)
 class Serve:
-    """Send the request to an instance, with the way to the step's source where it has one, and pass its answer on."""
+    """Send the request to an instance, with the way to the step's source where it has one, and pass its answer on. `ahead`: while
+    the source still computes its KV."""
+
+    step: StepGiven
+    ahead: bool = False
+
+
+@dataclass(frozen=True)
+class TakeUp:
+    """The step that was sent ahead is the one that is being done."""
 
     step: StepGiven
 
 
 @dataclass(frozen=True)
 class Abort:
-    """Close what is open upstream."""
+    """Close what is open upstream, and wait for nothing any more."""
 
 
 @dataclass(frozen=True)
@@ -233,4 +253,18 @@ class BreakStream:
     message: str
 
 
-Effect = Ask | AskLocally | AwaitNext | Prefill | Pull | Serve | Abort | FirstToken | Finished | Fail | BreakStream
+Effect = (
+    Ask
+    | AskLocally
+    | AwaitNext
+    | StepOver
+    | Prefill
+    | Pull
+    | Serve
+    | TakeUp
+    | Abort
+    | FirstToken
+    | Finished
+    | Fail
+    | BreakStream
+)

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from services.gateway import kv_transfer as kv
@@ -46,8 +47,18 @@ class Bootstraps:
         self._known.pop(_key(target), None)
 
 
+@dataclass(frozen=True)
+class _Agreed:
+    """What both requests of a Mooncake transfer say, whichever is sent first."""
+
+    attempt_id: str
+    source: Target
+    transfer_id: str
+    engine_id: str
+
+
 class Offload:
-    """One request's transfers. What `prefill` leaves behind is what `pull` and `payload` send to D."""
+    """One request's transfers: what `prefill` leaves behind, or agrees on, is what `pull` and `payload` send to D."""
 
     def __init__(self, upstream: Upstream, bootstraps: Bootstraps, call: Call, headers: Mapping[str, str]) -> None:
         self._upstream = upstream
@@ -55,6 +66,8 @@ class Offload:
         self._call = call
         # P's request is another one than D's, in the engines' logs as well.
         self._headers = {**headers, "X-Request-ID": f"{headers.get('X-Request-ID', '')}-kv"}
+        self._agreeing = asyncio.Lock()
+        self._agreed: _Agreed | None = None
         self._transfer: kv.Transfer | None = None
         self._source: Target | None = None
 
@@ -67,25 +80,37 @@ class Offload:
             raise kv.TransferError("the instances have no way to pass KV on")
         if reason := kv.why_not(call):
             raise kv.TransferError(reason)
-        engine_id = await self._bootstraps.engine_id(source) if source.kv_protocol == kv.MOONCAKE else ""
-        transfer_id = secrets.token_hex(16)
-        answer = await self._post(source, kv.send_params(source.kv_protocol, transfer_id))
-        self._transfer = kv.fetch_params(source.kv_protocol, transfer_id, engine_id, source.bootstrap, answer)
+        if source.kv_protocol == kv.NIXL:
+            self._transfer = kv.nixl_fetch(await self._post(source, kv.nixl_send()))
+            return
+        agreed = await self._agree(source, step.attempt_id)
+        kv.check_prefilled(await self._post(source, kv.mooncake_send(agreed.transfer_id)))
+        self._transfer = _fetch(agreed)
 
-    async def pull(self, step: StepGiven) -> None:
-        """Bring the KV into the step's instance. Raises TransferError."""
-        await self._post(step.target, self._wanted(step).params)
+    async def pull(self, step: StepGiven, *, ahead: bool) -> None:
+        """Bring the KV into the step's instance; `ahead`: while it is being computed. Raises TransferError."""
+        await self._post(step.target, (await self._wanted(step, ahead)).params)
 
-    def payload(self, step: StepGiven, payload: bytes) -> bytes:
+    async def payload(self, step: StepGiven, payload: bytes, *, ahead: bool) -> bytes:
         """The client's request, with the way to the KV when the step has a source. Raises TransferError."""
-        return payload if step.kv_source is None else kv.with_params(payload, self._wanted(step))
+        return payload if step.kv_source is None else kv.with_params(payload, await self._wanted(step, ahead))
 
     def failed(self) -> None:
         """A step of the transfer failed: what is known of P may be of an earlier start."""
         if self._source is not None:
             self._bootstraps.forget(self._source)
 
-    def _wanted(self, step: StepGiven) -> kv.Transfer:
+    async def _agree(self, source: Target, attempt_id: str) -> _Agreed:
+        """What the two requests of one transfer have in common, whichever of them asks first. Raises TransferError."""
+        async with self._agreeing:
+            if self._agreed is None or (self._agreed.attempt_id, self._agreed.source) != (attempt_id, source):
+                engine_id = await self._bootstraps.engine_id(source)
+                self._agreed = _Agreed(attempt_id, source, secrets.token_hex(16), engine_id)
+            return self._agreed
+
+    async def _wanted(self, step: StepGiven, ahead: bool) -> kv.Transfer:
+        if ahead and step.kv_source is not None:
+            return _fetch(await self._agree(step.kv_source, step.attempt_id))
         of_another = step.kv_source is None or self._source is None or step.kv_source.url != self._source.url
         if self._transfer is None or of_another:
             raise kv.TransferError("nothing was prefilled there")
@@ -97,6 +122,10 @@ class Offload:
             return await self._upstream.whole(target, path, body, self._headers)
         except UpstreamError as error:
             raise kv.TransferError(error.text, instance_failed=not 400 <= error.status < 500) from error
+
+
+def _fetch(agreed: _Agreed) -> kv.Transfer:
+    return kv.mooncake_fetch(agreed.transfer_id, agreed.engine_id, agreed.source.bootstrap)
 
 
 def _key(target: Target) -> tuple[str, str, str]:

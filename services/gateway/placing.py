@@ -19,6 +19,7 @@ from services.gateway.moves import (
     Refused,
     RouterLost,
     StepGiven,
+    StepOver,
     Target,
 )
 from services.gateway.router_client import RouterAway, Step
@@ -74,6 +75,10 @@ class Placing:
         log.debug("placed without a router", request_id=request.request_id, instance=chosen)
         return StepGiven(ask.attempt_id, target_of(instances[chosen]), degraded=True)
 
+    def step_over(self, effect: StepOver) -> None:
+        """A step is over, and the one after it under way."""
+        self._tools.router.step_over(effect.attempt_id, effect.index)
+
     def note(self, step: StepGiven) -> None:
         """The step is being done: from now on the request counts where it runs."""
         self._tools.router.placed(self._requests[step.attempt_id], step.target.instance_id, step.cached_tokens)
@@ -119,6 +124,7 @@ def target_of(instance: placement_pb2.InstanceRef) -> Target:
         instance.incarnation,
         _PROTOCOLS.get(kv.protocol, ""),
         kv.bootstrap_url,
+        kv.decode_first,
     )
 
 

@@ -142,6 +142,13 @@ class RouterClient:
         one.session.send(placement_pb2.SessionRequest(step_done=done))
         return await self._answered(one)
 
+    def step_over(self, request_id: str, index: int) -> None:
+        """Report that a PREFILL step is done, where the step after it is under way already."""
+        one = self._requests.get(request_id)
+        if one is not None:
+            done = placement_pb2.StepDone(request_id=request_id, step_index=index, ok=True)
+            self._report(one, placement_pb2.SessionRequest(step_done=done))
+
     def placed(self, request: placement_pb2.PlacementRequest, instance_id: str, cached_tokens: int) -> None:
         """Remember where a request runs, until finished(): it is announced to a router that comes (back)."""
         known = placement_pb2.PlacementRequest()
@@ -149,10 +156,12 @@ class RouterClient:
         del known.keys[:]
         one = self._requests.setdefault(request.request_id, _Request(known, 0.0))
         one.request = known
+        # The next step may be told after the first token of an answer that did not wait for it.
+        phase = one.stream.phase if one.stream is not None else placement_pb2.PHASE_PREFILL
         one.stream = placement_pb2.OpenStream(
             request=known,
             instance_id=instance_id,
-            phase=placement_pb2.PHASE_PREFILL,
+            phase=phase,
             cached_tokens=cached_tokens,
         )
 

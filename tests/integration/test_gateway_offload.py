@@ -5,145 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2
-from tests.integration.gateway_fakes import MODEL, FakeEngine, Stack, stack, until
-
-TOOLS = [{"type": "function", "function": {"name": "set_points", "parameters": {"type": "object"}}}]
-CHAT: dict[str, Any] = {
-    "model": MODEL,
-    "messages": [{"role": "user", "content": "set the points so that each train takes the right track"}],
-    "tools": TOOLS,
-    "temperature": 0,
-    "stop": ["."],
-    "stop_token_ids": [3],
-    "min_tokens": 2,
-    "logprobs": True,
-    "top_logprobs": 2,
-    "max_completion_tokens": 40,
-}
-STREAM = CHAT | {"stream": True, "stream_options": {"include_usage": True}}
-
-
-@dataclass
-class KvEngine(FakeEngine):
-    """An engine with a KV connector. `sends` and `fetches` say what it does with either half of a transfer: ok, 500, hang, early
-    (the answer ends by a stop token), error (a stream that begins with an error)."""
-
-    sends: str = "ok"
-    fetches: str = "ok"
-    answers: dict[str, Any] | None = None  # what P says of its KV (NIXL)
-    halves: list[tuple[str, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
-
-    async def generate(self, request: web.Request) -> web.StreamResponse:
-        body = json.loads(await request.read())
-        params = body.get("kv_transfer_params")
-        if params is None:
-            return await super().generate(request)
-        half = "send" if params.get("do_remote_decode") else "fetch"
-        does = self.sends if half == "send" else self.fetches
-        self.halves.append((half, body, params))
-        if half == "fetch" and params.get("remote_engine_id", "") not in ("e1", "p"):
-            does = "500"
-        if does == "hang":
-            self.open += 1
-            try:
-                await asyncio.sleep(3600)
-            except asyncio.CancelledError:
-                self.aborted += 1
-                raise
-            finally:
-                self.open -= 1
-        if does == "500":
-            return web.Response(status=500, text="boom at 10.0.0.7")
-        if does == "error":
-            answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-            await answer.prepare(request)
-            await answer.write(b'data: {"error": {"message": "KV load failed"}}\n\ndata: [DONE]\n\n')
-            return answer
-        if body.get("stream"):
-            return await super().generate(request)
-        reason = "stop" if does == "early" else "length"
-        return web.json_response({"choices": [{"finish_reason": reason}], "kv_transfer_params": self.answers})
+from tests.integration.gateway_fakes import MODEL, Stack, until
+from tests.integration.offload_fakes import CHAT, STREAM, answered, halves, offload_stack, offloading, p_and_d, told
 
 
 @pytest.fixture
 async def up(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Stack]:
-    """A gateway that waits long for everything, but for what a test names as its parameter."""
-    short = dict.fromkeys(getattr(request, "param", ()), 0.3)
-    limits: dict[str, Any] = {"transfer_timeout_s": 60.0, "prefill_timeout_s": 60.0} | short
-    limits["breakdown_file"] = tmp_path / "breakdown.jsonl"
-    async with stack(tmp_path, engine=KvEngine, **limits) as running:
-        offloading(running)
+    """A gateway whose limits that a test names as its parameter are short."""
+    async with offload_stack(tmp_path, getattr(request, "param", ())) as running:
         yield running
-        assert [engine.open for engine in running.engines] == [0, 0]
-        assert running.router.reserved == set()
-
-
-def offloading(up: Stack, protocol: int = agent_pb2.KV_PROTOCOL_MOONCAKE) -> None:
-    """The router's plan: PREFILL on i0, SERVE on i1; after a failure SERVE on i1 without KV."""
-    p, d = up.router.pools[0].instances
-    for ref, engine in zip((p, d), up.engines, strict=True):
-        ref.kv_transfer.protocol = protocol  # type: ignore[assignment]
-        ref.kv_transfer.bootstrap_url = engine.url
-    normal = up.router.placer
-
-    def offload(request: placement_pb2.PlacementRequest) -> placement_pb2.Placement | placement_pb2.Refusal | None:
-        if request.exclude:
-            return normal(request)
-        first = placement_pb2.Step(
-            kind=placement_pb2.STEP_KIND_PREFILL, instance=p, prefix_tokens=request.input_tokens, kv_target=d
-        )
-        second = placement_pb2.Step(index=1, kind=placement_pb2.STEP_KIND_SERVE, instance=d, kv_source=p)
-        up.router.next_steps = [placement_pb2.Placement(decision_id="d", step=second, last=True)]
-        return placement_pb2.Placement(request_id=request.request_id, decision_id="d", step=first)
-
-    def failed(done: placement_pb2.StepDone) -> placement_pb2.Placement:
-        step = placement_pb2.Step(index=done.step_index + 1, kind=placement_pb2.STEP_KIND_SERVE, instance=d)
-        return placement_pb2.Placement(decision_id="d", step=step, last=True)
-
-    up.router.placer, up.router.after_failure = offload, failed
-
-
-async def answered(up: Stack, body: dict[str, Any]) -> tuple[str, str]:
-    """The instance that answered 200, and the text. The router has heard of the end when this returns."""
-    async with aiohttp.ClientSession() as http, http.post(f"{up.url}/v1/chat/completions", json=body) as answer:
-        raw = await answer.text()
-        assert answer.status == 200, raw
-        assert "kv_transfer_params" not in raw
-    if body.get("stream"):
-        events = [json.loads(line[6:]) for line in raw.splitlines() if line.startswith("data: {")]
-        text = "".join(one["choices"][0]["delta"]["content"] for one in events if one["choices"])
-        assert raw.rstrip().endswith("data: [DONE]")
-    else:
-        text = json.loads(raw)["choices"][0]["message"]["content"]
-    await up.router.until(lambda: not up.router.reserved)
-    return answer.headers["X-Pointsman-Instance"], text
-
-
-def halves(up: Stack, engine: int) -> list[str]:
-    server = up.engines[engine]
-    assert isinstance(server, KvEngine)
-    return [half for half, _, _ in server.halves]
-
-
-def told(up: Stack) -> list[tuple[int, str]]:
-    return [(done.step_index, done.error) for done in up.router.step_dones]
-
-
-def p_and_d(up: Stack) -> tuple[KvEngine, KvEngine]:
-    p, d = up.engines
-    assert isinstance(p, KvEngine)
-    assert isinstance(d, KvEngine)
-    return p, d
 
 
 async def test_a_stream_brings_the_kv_along(up: Stack) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given, settings
@@ -203,14 +204,131 @@ def test_without_a_next_step_the_target_of_a_failed_prefill_serves() -> None:
     assert machine.handle(mv.RouterLost("r"), 2.0) == [mv.Serve(StepGiven("r", B, 1, degraded=True))]
 
 
+# Both instances want the second request before the first has ended.
+EAGER_A, EAGER_B = Target("a", "http://a", decode_first=True), Target("b", "http://b", 1, decode_first=True)
+EAGER = StepGiven("r", EAGER_A, prefill_tokens=64, kv_target=EAGER_B, deadline_s=50.0, decision_id="d")
+AHEAD = StepGiven("r", EAGER_B, index=1, kv_source=EAGER_A, decision_id="d")
+# As the router gives it later, with what it predicts.
+FOLLOWS = StepGiven("r", EAGER_B, index=1, kv_source=EAGER_A, decision_id="d", cached_tokens=32)
+EAGER_ALONE = StepGiven("r", EAGER_B, index=2)
+
+
+def sent_ahead(*, direct: bool = True, prefilled: bool = False) -> Choreography:
+    machine = Choreography("r", LIMITS, direct=direct)
+    machine.start(0.0)
+    second = mv.Serve(AHEAD, ahead=True) if direct else mv.Pull(AHEAD, ahead=True)
+    assert machine.handle(EAGER, 0.0) == [mv.Prefill(EAGER), second]
+    assert machine.deadline == 20.0
+    if prefilled:
+        assert machine.handle(mv.PrefillEnded(), 1.0) == [mv.AwaitNext("r", 0, "")]
+    return machine
+
+
+def test_both_requests_go_at_once_only_where_both_instances_want_it() -> None:
+    for p, d in ((EAGER_A, B), (A, EAGER_B), (A, B)):
+        machine = begun()
+        step = StepGiven("r", p, prefill_tokens=64, kv_target=d)
+        assert machine.handle(step, 0.0) == [mv.Prefill(step)]
+
+
+def test_the_step_sent_ahead_becomes_the_next_one() -> None:
+    machine = sent_ahead(prefilled=True)
+    assert machine.handle(FOLLOWS, 2.0) == [mv.TakeUp(FOLLOWS)]
+    assert (machine.phase, machine.deadline) == (Phase.SERVING, 7.0)
+    assert machine.handle(mv.AnswerBegan(), 3.0) == [mv.FirstToken("r")]
+    machine = sent_ahead(direct=False, prefilled=True)
+    assert machine.handle(FOLLOWS, 2.0) == [mv.TakeUp(FOLLOWS)]
+    assert (machine.phase, machine.deadline) == (Phase.PULLING, 7.0)
+    plain = StepGiven("r", EAGER_B, index=1, decision_id="d", cached_tokens=32)
+    assert machine.handle(mv.PullEnded(), 3.0) == [mv.Serve(plain)]
+
+
+def test_an_answer_may_begin_before_the_prefill_says_that_it_is_done() -> None:
+    machine = sent_ahead()
+    assert machine.handle(mv.AnswerBegan(), 1.0) == [mv.StepOver("r", 0), mv.TakeUp(AHEAD), mv.FirstToken("r")]
+    assert machine.phase is Phase.STREAMING
+    for late in (mv.PrefillEnded(), mv.PrefillEnded("broke"), FOLLOWS):
+        assert machine.handle(late, 2.0) == []
+    assert machine.handle(mv.AnswerEnded(), 3.0) == [mv.Finished("r", Outcome.OK)]
+    machine = sent_ahead(direct=False)
+    plain = StepGiven("r", EAGER_B, index=1, decision_id="d")
+    assert machine.handle(mv.PullEnded(), 1.0) == [mv.StepOver("r", 0), mv.TakeUp(AHEAD), mv.Serve(plain)]
+    assert machine.deadline == 31.0
+    # Told, but not answered yet: the router has heard of the prefill's end.
+    machine = sent_ahead(prefilled=True)
+    assert machine.handle(mv.AnswerBegan(), 2.0) == [mv.TakeUp(AHEAD), mv.FirstToken("r")]
+    assert machine.handle(FOLLOWS, 3.0) == []
+
+
+def test_a_prefill_that_fails_while_the_other_instance_waits_ends_both() -> None:
+    for direct in (True, False):
+        for event, now, told in (
+            (mv.PrefillEnded("broke", True), 1.0, ("broke", True)),
+            (mv.PrefillEnded("stopped early"), 1.0, ("stopped early", False)),
+            (mv.Tick(), 20.0, ("deadline", True)),
+        ):
+            machine = sent_ahead(direct=direct)
+            assert machine.handle(event, now) == [mv.Abort(), mv.AwaitNext("r", 0, *told)]
+            assert machine.handle(mv.AnswerBegan(), now) == []
+            assert machine.handle(replace(FOLLOWS, index=2), now) == [
+                mv.Serve(replace(EAGER_ALONE, decision_id="d", cached_tokens=32))
+            ]
+
+
+def test_an_instance_that_refuses_ahead_ends_the_prefill_and_is_asked_without_kv() -> None:
+    cases: list[tuple[bool, mv.Event, str]] = [
+        (True, mv.UpstreamFailed("status 500", 500), "status 500"),
+        (True, mv.UpstreamFailed("no answer"), "no answer"),
+        (True, mv.AnswerRejected(400), "status 400"),
+        (False, mv.PullEnded("status 500"), "status 500"),
+    ]
+    for direct, event, error in cases:
+        machine = sent_ahead(direct=direct)
+        # Its instance is not to blame for the prefill.
+        assert machine.handle(event, 1.0) == [mv.Abort(), mv.AwaitNext("r", 0, f"the other instance: {error}")]
+        assert machine.handle(EAGER_ALONE, 2.0) == [mv.Serve(EAGER_ALONE)]
+        assert machine.deadline == 32.0
+        # Told while the router is asked for the step that failed: it is given, and then told.
+        machine = sent_ahead(direct=direct, prefilled=True)
+        assert machine.handle(event, 2.0) == []
+        taken, *rest = machine.handle(FOLLOWS, 3.0)
+        assert taken == mv.TakeUp(FOLLOWS)
+        if error == "no answer":
+            assert rest[-1] == mv.Ask("r.1", ("b",))
+        else:
+            assert rest[-1] == mv.AwaitNext("r", 1, error)
+
+
+def test_without_the_router_what_was_sent_ahead_goes_on() -> None:
+    for event, now in ((mv.RouterLost("r"), 2.0), (mv.Tick(), 11.0)):
+        machine = sent_ahead(prefilled=True)
+        (taken,) = machine.handle(event, now)
+        assert taken == mv.TakeUp(replace(AHEAD, degraded=True))
+        assert machine.phase is Phase.SERVING
+
+
+def test_another_step_than_the_one_sent_ahead_replaces_it() -> None:
+    machine = sent_ahead(prefilled=True)
+    other = StepGiven("r", A, index=1)
+    assert machine.handle(other, 2.0) == [mv.Abort(), mv.Serve(other)]
+    machine = sent_ahead(prefilled=True)
+    assert machine.handle(mv.Refused("r", 14, "gone"), 2.0) == [mv.Abort(), mv.Fail(14, "gone")]
+
+
+def test_a_client_that_leaves_ends_both() -> None:
+    for prefilled in (False, True):
+        machine = sent_ahead(prefilled=prefilled)
+        assert machine.handle(mv.ClientGone(), 1.5) == [mv.Abort(), mv.Finished("r", Outcome.CANCELLED, "client left")]
+
+
 EVENTS = st.one_of(
     st.builds(
         StepGiven,
         st.sampled_from(["r", "r.1", "r.2"]),
-        st.sampled_from([A, B]),
+        st.sampled_from([A, B, EAGER_A, EAGER_B]),
         prefill_tokens=st.sampled_from([0, 16]),
-        kv_target=st.sampled_from([None, B]),
-        kv_source=st.sampled_from([None, A]),
+        kv_target=st.sampled_from([None, B, EAGER_B]),
+        kv_source=st.sampled_from([None, A, EAGER_A]),
     ),
     st.builds(mv.Refused, st.sampled_from(["r", "r.1", "r.2"]), st.sampled_from([5, 8, 14]), st.just("no")),
     st.builds(mv.RouterLost, st.sampled_from(["r", "r.1", "r.2"])),
@@ -255,8 +373,8 @@ def test_every_attempt_ends_exactly_once_whatever_happens(history: list[tuple[mv
 class Conversation(RuleBasedStateMachine):
     """Engines, a router, a client and a clock that do anything they can do, in any order; the machine's effects are carried out.
 
-    Only what is open can end, as with real connections: the machine is held to have one thing open at most, to leave nothing
-    open when it is done, and to give the client one answer.
+    Only what is open can end, as with real connections: the machine is held to have one thing open at most (and what is sent
+    ahead of a PREFILL's end), to leave nothing open when it is done, and to give the client one answer.
     """
 
     def __init__(self) -> None:
@@ -265,14 +383,18 @@ class Conversation(RuleBasedStateMachine):
         self.machine = Choreography("r", LIMITS)
         self.waiting: mv.Effect | None = None  # what was asked of the router
         self.upstream: mv.Effect | None = None  # what is open at an engine
+        self.ahead: mv.Serve | mv.Pull | None = None  # what is open at another one meanwhile
+        self.early: mv.Serve | mv.Pull | None = None  # what was open there, and has failed
         self.answers: list[str] = []
         self.ended: list[str] = []
         self.plain_only: set[str] = set()
 
-    @initialize(direct=st.booleans())
-    def begin(self, direct: bool) -> None:
+    @initialize(direct=st.booleans(), eager=st.booleans())
+    def begin(self, direct: bool, eager: bool) -> None:
         self.machine = Choreography("r", LIMITS, direct=direct)
         self.carry_out(self.machine.start(self.now))
+        if eager:
+            self.tell(EAGER)
 
     def tell(self, event: mv.Event) -> None:
         self.carry_out(self.machine.handle(event, self.now))
@@ -282,18 +404,35 @@ class Conversation(RuleBasedStateMachine):
             match effect:
                 case mv.Ask() | mv.AskLocally() | mv.AwaitNext():
                     assert self.upstream is None, "asked for the next step while one runs"
+                    if not isinstance(effect, mv.AwaitNext) or effect.error:
+                        assert self.ahead is None, "a failure ends both"
                     if isinstance(effect, mv.AwaitNext) and effect.error:
                         self.plain_only.add(effect.attempt_id)
                     self.waiting = effect
+                case mv.Serve(step, ahead=True) | mv.Pull(step, ahead=True):
+                    assert isinstance(self.upstream, mv.Prefill)
+                    assert self.upstream.step.kv_target == step.target != self.upstream.step.target
+                    assert step.attempt_id not in self.plain_only
+                    self.ahead = effect
+                case mv.TakeUp(step):
+                    # What computed the KV may still say so; nobody waits for it.
+                    taken = self.ahead or self.early
+                    assert taken is not None
+                    assert taken.step.target == step.target
+                    self.upstream, self.ahead, self.early, self.waiting = self.ahead, None, None, None
+                case mv.StepOver(attempt_id):
+                    assert isinstance(self.upstream, mv.Prefill)
+                    assert attempt_id == self.machine.attempt_id
                 case mv.Prefill(step) | mv.Pull(step) | mv.Serve(step):
                     assert self.upstream is None, "two requests at once"
+                    assert self.ahead is None
                     assert step.attempt_id not in self.ended
                     if step.attempt_id in self.plain_only:
                         assert isinstance(effect, mv.Serve)
                         assert step.kv_source is None
                     self.waiting, self.upstream = None, effect
                 case mv.Abort():
-                    self.upstream = None
+                    self.upstream = self.ahead = self.early = None
                 case mv.FirstToken():
                     self.answers.append("stream")
                 case mv.Finished(attempt_id, outcome):
@@ -310,15 +449,17 @@ class Conversation(RuleBasedStateMachine):
 
     @precondition(lambda self: self.waiting is not None)
     @rule(
-        where=st.sampled_from([A, B]), shape=st.sampled_from(["serve", "slice", "prefill", "fetch"]), own=st.booleans()
+        where=st.sampled_from([A, B]),
+        shape=st.sampled_from(["serve", "slice", "prefill", "fetch", "eager", "follows", "follows"]),
+        own=st.booleans(),
     )
     def step_given(self, where: Target, shape: str, own: bool) -> None:
         step = StepGiven(
             self.machine.attempt_id,
-            where,
-            prefill_tokens=64 * (shape in ("slice", "prefill")),
-            kv_target=B if shape == "prefill" else None,
-            kv_source=A if shape == "fetch" else None,
+            {"eager": EAGER_A, "follows": EAGER_B}.get(shape, where),
+            prefill_tokens=64 * (shape in ("slice", "prefill", "eager")),
+            kv_target={"prefill": B, "eager": EAGER_B}.get(shape),
+            kv_source={"fetch": A, "follows": EAGER_A}.get(shape),
             deadline_s=2.0 * own,
         )
         self.tell(step)
@@ -332,6 +473,22 @@ class Conversation(RuleBasedStateMachine):
     @rule()
     def router_lost(self) -> None:
         self.tell(mv.RouterLost(self.machine.attempt_id))
+
+    @precondition(lambda self: self.ahead is not None)
+    @rule(
+        event=st.sampled_from(["", mv.UpstreamFailed("broke"), mv.UpstreamFailed("broke", 500), mv.AnswerRejected(400)])
+    )
+    def ahead_ended(self, event: mv.Event | str) -> None:
+        ahead = self.ahead
+        good = event == ""
+        if isinstance(ahead, mv.Pull):
+            event = mv.PullEnded("" if good else "broke")
+        elif good:
+            event = mv.AnswerBegan()
+        if not good or isinstance(ahead, mv.Pull):
+            self.ahead, self.early = None, ahead
+        assert not isinstance(event, str)
+        self.tell(event)
 
     @precondition(lambda self: isinstance(self.upstream, mv.Prefill | mv.Pull))
     @rule(error=st.sampled_from(["", "broke"]))

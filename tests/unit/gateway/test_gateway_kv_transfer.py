@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -81,8 +82,8 @@ def test_params_are_added_and_all_else_stays(fields: dict[str, Any], space: byte
 @given(st.binary(max_size=60))
 def test_any_answer_gives_params_or_a_transfer_error(answer: bytes) -> None:
     for attempt in (
-        lambda: kv.fetch_params(kv.MOONCAKE, "t", "e", "http://b", answer),
-        lambda: kv.fetch_params(kv.NIXL, "t", "", "", answer),
+        lambda: kv.check_prefilled(answer),
+        lambda: kv.nixl_fetch(answer),
         lambda: kv.engine_id_of(answer, None),
     ):
         with pytest.raises(kv.TransferError):
@@ -91,17 +92,17 @@ def test_any_answer_gives_params_or_a_transfer_error(answer: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("protocol", "answer", "error"),
+    ("read", "answer", "error"),
     [
-        (kv.MOONCAKE, b'{"choices":[{"finish_reason":"stop"}]}', "stopped early"),
-        (kv.MOONCAKE, b'{"choices":[]}', "stopped early"),
-        (kv.NIXL, MOONCAKE_ANSWER, "says nothing of its KV"),
-        (kv.NIXL, b'{"choices":[{"finish_reason":"length"}],"kv_transfer_params":[]}', "no completion"),
+        (kv.check_prefilled, b'{"choices":[{"finish_reason":"stop"}]}', "stopped early"),
+        (kv.check_prefilled, b'{"choices":[]}', "stopped early"),
+        (kv.nixl_fetch, MOONCAKE_ANSWER, "says nothing of its KV"),
+        (kv.nixl_fetch, b'{"choices":[{"finish_reason":"length"}],"kv_transfer_params":[]}', "no completion"),
     ],
 )
-def test_answers_without_kv(protocol: str, answer: bytes, error: str) -> None:
+def test_answers_without_kv(read: Callable[[bytes], object], answer: bytes, error: str) -> None:
     with pytest.raises(kv.TransferError, match=error):
-        kv.fetch_params(protocol, "t", "e", "http://b", answer)
+        read(answer)
 
 
 def test_the_engine_id_is_the_ranks_own() -> None:
