@@ -6,13 +6,24 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
+from urllib.parse import urlsplit
 
 import typer
-from pydantic import Field, SecretStr, ValidationError
+from pydantic import AfterValidator, Field, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 S = TypeVar("S", bound=BaseSettings)
+
+
+def _url(value: str) -> str:
+    if value and (urlsplit(value).scheme not in ("http", "https") or not urlsplit(value).netloc):
+        raise ValueError("http://HOST:PORT or https://HOST:PORT is needed")
+    return value
+
+
+# Where spans go; empty: nowhere.
+OtlpEndpoint = Annotated[str, AfterValidator(_url)]
 
 
 class Tokens(BaseSettings):

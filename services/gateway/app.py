@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 import grpc.aio
@@ -33,8 +33,12 @@ from services.gateway.settings import GatewaySettings
 from services.gateway.siblings import Siblings
 from services.gateway.telemetry import Telemetry
 from services.gateway.token_cache import TokenCache
+from services.gateway.traces import Traces
 from services.gateway.understand import Understanding
 from services.gateway.upstream import Upstream
+
+if TYPE_CHECKING:
+    from services.common.otlp import Tracer
 
 log = structlog.get_logger()
 
@@ -74,6 +78,13 @@ class Gateway:
         self._understanding = Understanding(self.telemetry, token_cache)
         self._upstream = Upstream(settings)
         self._breakdown = BreakdownLog(settings.breakdown_file)
+        self._tracer: Tracer | None = None
+        self._traces: Traces | None = None
+        if settings.otlp_endpoint:
+            from services.common.otlp import Tracer
+
+            self._tracer = Tracer(settings.otlp_endpoint, "gateway", settings.gateway_id)
+            self._traces = Traces(self._tracer.send, settings.trace_share)
         self.pools = Pools(self._upstream, self.telemetry, settings.tokenizer_paths(), token_cache)
         self.router = RouterClient(
             settings.routers,
@@ -135,6 +146,8 @@ class Gateway:
         await self.router.close()
         await self._upstream.close()
         self._breakdown.close()
+        if self._tracer is not None:
+            await self._tracer.close()
         if self._siblings is not None:
             await self._siblings.close()
 
@@ -154,6 +167,8 @@ class Gateway:
         form = form_of(request.path)
         status = 499  # the client left
         answer: Response | None
+        if self._traces is not None and route.body:
+            request.traced = self._traces.begin(request.headers.get("traceparent"))
         try:
             answer = await route.handler(request)
             status = 200 if answer is None else answer.status
@@ -169,6 +184,8 @@ class Gateway:
             answer = _error(fault, form)
         finally:
             self._count(request, status)
+            if request.traced is not None:
+                request.traced.answered(route.name, request.model, status)
         return answer
 
     def error(self, status: int, message: str, code: str, path: str) -> Response:

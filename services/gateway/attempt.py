@@ -13,28 +13,57 @@ from services.gateway.moves import Finished, StepGiven
 
 
 @dataclass
+class StepRun:
+    """One step as it went. Moments are monotonic seconds; `ended` is 0 for one that the attempt's end ended."""
+
+    step: StepGiven
+    began: float
+    ended: float = 0.0
+    error: str = ""
+
+
+@dataclass
 class Attempt:
     """One attempt as it went. Moments are monotonic seconds, 0 for never."""
 
+    id: str = ""
+    asked: float = 0.0
     placed: float = 0.0
     prefill_sent: float = 0.0
     prefill_done: float = 0.0
     sent: float = 0.0
     first: float = 0.0
-    steps: list[StepGiven] = field(default_factory=list)
+    ahead: float = 0.0  # when the next step was sent, before it was given
+    runs: list[StepRun] = field(default_factory=list)
     fallback: str = ""
     usage: Usage = field(default_factory=Usage)
+
+    def ask(self, attempt_id: str, now: float) -> None:
+        """Note that it asks where to go. Mutates."""
+        self.id, self.asked = attempt_id, self.asked or now
 
     def begin(self, step: StepGiven, now: float) -> None:
         """Note a step that is being done. Mutates."""
         self.placed = self.placed or now
-        if step not in self.steps:
-            self.steps.append(step)
+        # Pulled, and now served: it is one step.
+        if not self.runs or self.runs[-1].step.index != step.index:
+            self.runs.append(StepRun(step, self.ahead or now))
+            self.ahead = 0.0
+
+    def next(self, error: str, now: float) -> None:
+        """Note that the newest step is over, and how it failed. Mutates."""
+        self.fallback = error or self.fallback
+        self.runs[-1].ended, self.runs[-1].error = now, error
+
+    @property
+    def steps(self) -> list[StepGiven]:
+        """Its steps, in their order."""
+        return [run.step for run in self.runs]
 
     @property
     def instance_id(self) -> str:
         """Where its last step went; empty before the first."""
-        return self.steps[-1].target.instance_id if self.steps else ""
+        return self.runs[-1].step.target.instance_id if self.runs else ""
 
     def finished(self, effect: Finished, job: Job, status: int, now: float) -> placement_pb2.Finished:
         """Its end, for the router."""

@@ -71,6 +71,7 @@ class Conductor:
             # Reached with an open attempt when the client left, or by a fault of our own: the router must hear of the end.
             self._handle(mv.ClientGone())
             self._abort()
+            self._trace(self._failure.message if self._failure is not None else "", time.monotonic())
 
     def _answer(self) -> Response | None:
         if self._failure is not None:
@@ -90,12 +91,14 @@ class Conductor:
         for effect in effects:
             match effect:
                 case mv.Ask():
+                    self._attempt.ask(effect.attempt_id, time.monotonic())
                     self._begin(placing.ask(effect))
                 case mv.AskLocally():
+                    self._attempt.ask(effect.attempt_id, time.monotonic())
                     self._begin(placing.ask_locally(effect))
                 case mv.AwaitNext():
+                    self._attempt.next(effect.error, time.monotonic())
                     if effect.error:
-                        self._attempt.fallback = effect.error
                         errands.step_failed()
                         log.info("a step failed", request_id=effect.attempt_id, step=effect.index, error=effect.error)
                     self._begin(placing.await_next(effect))
@@ -103,19 +106,19 @@ class Conductor:
                     self._note(effect.step)
                     self._begin(errands.prefill(effect.step, self._attempt))
                 case mv.Pull():
-                    if not effect.ahead:
-                        self._note(effect.step)
+                    self._note(effect.step, ahead=effect.ahead)
                     self._begin(errands.pull(effect.step, ahead=effect.ahead))
                 case mv.Serve():
-                    if not effect.ahead:
-                        self._note(effect.step)
+                    self._note(effect.step, ahead=effect.ahead)
                     headers = self._headers(effect.step)
                     self._begin(errands.serve(effect.step, self._attempt, headers, ahead=effect.ahead))
                 case mv.TakeUp():
                     self._note(effect.step)
                 case mv.StepOver():
+                    self._attempt.next("", time.monotonic())
                     placing.step_over(effect)
                 case mv.Abort():
+                    self._attempt.ahead = 0.0
                     self._abort()
                 case mv.FirstToken():
                     router.first_token(effect.attempt_id)
@@ -130,7 +133,10 @@ class Conductor:
     def _begin(self, operation: Coroutine[Any, Any, mv.Event]) -> None:
         self._ops.add(asyncio.create_task(operation))
 
-    def _note(self, step: mv.StepGiven) -> None:
+    def _note(self, step: mv.StepGiven, *, ahead: bool = False) -> None:
+        if ahead:
+            self._attempt.ahead = time.monotonic()
+            return
         self._attempt.begin(step, time.monotonic())
         self._placing.note(step)
 
@@ -187,8 +193,14 @@ class Conductor:
             )
         if tools.breakdown.on:
             tools.breakdown.write(attempt.broken_down(effect, job, status, now, tools.breakdown.unix))
+        self._trace(effect.error, now)
         # What comes next is another attempt, with times and usage of its own.
         self._attempt = Attempt()
+
+    def _trace(self, error: str, now: float) -> None:
+        """Send the spans of the attempt that is over, unless there is none or they are sent."""
+        if self._attempt.asked and self._job.traced is not None:
+            self._job.traced.ended(self._attempt, error, self._job.placement.input_tokens, now)
 
     def _headers(self, step: mv.StepGiven) -> dict[str, str]:
         """What the client is told of its answer's placement."""

@@ -36,7 +36,7 @@ class Errands:
         self._tools = tools
         self._job = job
         self._out = request.outgoing
-        self._offload = Offload(tools.upstream, tools.bootstraps, job.call, job.up_headers)
+        self._offload = Offload(tools.upstream, tools.bootstraps, job.call, job.headers_of)
         self._sliced: tuple[str, int] | None = None  # the last slice: where, and up to which token
         self._upstream: Answer | None = None
         self._tail = Tail(job.call.kind)
@@ -83,7 +83,7 @@ class Errands:
         if job.ids is None:
             raise TransferError("tokens unknown")
         path, body = slice_request(job.call, job.ids[: step.prefill_tokens].tolist())
-        answer = await self._tools.upstream.whole(step.target, path, body, job.up_headers)
+        answer = await self._tools.upstream.whole(step.target, path, body, job.headers_of(step))
         before, self._sliced = self._sliced, (step.target.instance_id, step.prefill_tokens)
         if before is not None and before[0] == step.target.instance_id and fell_short(answer, before[1]):
             raise TransferError("an earlier slice is not cached any more")
@@ -103,7 +103,7 @@ class Errands:
         self.reply = None
         try:
             payload = await self._offload.payload(step, self._job.payload_at(step.target.instance_id), ahead=ahead)
-            answer = await upstream.post(step.target, call.kind.value, payload, self._job.up_headers)
+            answer = await upstream.post(step.target, call.kind.value, payload, self._job.headers_of(step))
             self._upstream = answer
             if answer.status >= 500 or 300 <= answer.status < 400:
                 return UpstreamFailed(f"status {answer.status}", answer.status)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pointsman.router.v1 import placement_pb2
 from services.gateway.breakdown import BreakdownLog
 from services.gateway.dialects import Call, Kind, with_fields
 from services.gateway.dialects.responses import response_id
 from services.gateway.limits import Grant
-from services.gateway.moves import Limits
+from services.gateway.moves import Limits, StepGiven
 from services.gateway.offload import Bootstraps
 from services.gateway.pools import Pools, PoolState
 from services.gateway.router_client import RouterClient
 from services.gateway.telemetry import Telemetry
 from services.gateway.token_cache import Ids
 from services.gateway.upstream import Upstream
+
+if TYPE_CHECKING:
+    from services.gateway.traces import Traced
 
 
 @dataclass
@@ -46,6 +50,13 @@ class Job:
     up_headers: dict[str, str]
     received: float
     grant: Grant
+    traced: Traced | None
+
+    def headers_of(self, step: StepGiven) -> dict[str, str]:
+        """What to send with a step: each goes on from a place of its own in the request's trace."""
+        if self.traced is None:
+            return self.up_headers
+        return self.up_headers | {"traceparent": self.traced.step(step.attempt_id, step.index).traceparent}
 
     def payload_at(self, instance_id: str) -> bytes:
         """What to send to an instance. A response's id says where it is stored, so that is known only now."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,12 +60,17 @@ class _Agreed:
 class Offload:
     """One request's transfers: what `prefill` leaves behind, or agrees on, is what `pull` and `payload` send to D."""
 
-    def __init__(self, upstream: Upstream, bootstraps: Bootstraps, call: Call, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        upstream: Upstream,
+        bootstraps: Bootstraps,
+        call: Call,
+        headers_of: Callable[[StepGiven], Mapping[str, str]],
+    ) -> None:
         self._upstream = upstream
         self._bootstraps = bootstraps
         self._call = call
-        # P's request is another one than D's, in the engines' logs as well.
-        self._headers = {**headers, "X-Request-ID": f"{headers.get('X-Request-ID', '')}-kv"}
+        self._headers_of = headers_of
         self._agreeing = asyncio.Lock()
         self._agreed: _Agreed | None = None
         self._transfer: kv.Transfer | None = None
@@ -81,15 +86,15 @@ class Offload:
         if reason := kv.why_not(call):
             raise kv.TransferError(reason)
         if source.kv_protocol == kv.NIXL:
-            self._transfer = kv.nixl_fetch(await self._post(source, kv.nixl_send()))
+            self._transfer = kv.nixl_fetch(await self._post(step, kv.nixl_send()))
             return
         agreed = await self._agree(source, step.attempt_id)
-        kv.check_prefilled(await self._post(source, kv.mooncake_send(agreed.transfer_id)))
+        kv.check_prefilled(await self._post(step, kv.mooncake_send(agreed.transfer_id)))
         self._transfer = _fetch(agreed)
 
     async def pull(self, step: StepGiven, *, ahead: bool) -> None:
         """Bring the KV into the step's instance; `ahead`: while it is being computed. Raises TransferError."""
-        await self._post(step.target, (await self._wanted(step, ahead)).params)
+        await self._post(step, (await self._wanted(step, ahead)).params)
 
     async def payload(self, step: StepGiven, payload: bytes, *, ahead: bool) -> bytes:
         """The client's request, with the way to the KV when the step has a source. Raises TransferError."""
@@ -116,10 +121,13 @@ class Offload:
             raise kv.TransferError("nothing was prefilled there")
         return self._transfer
 
-    async def _post(self, target: Target, params: Mapping[str, Any]) -> bytes:
+    async def _post(self, step: StepGiven, params: Mapping[str, Any]) -> bytes:
         path, body = kv.prefill_request(self._call, params)
+        headers = self._headers_of(step)
+        # It is another request than the client's, in the engines' logs as well.
+        headers = {**headers, "X-Request-ID": f"{headers.get('X-Request-ID', '')}-kv"}
         try:
-            return await self._upstream.whole(target, path, body, self._headers)
+            return await self._upstream.whole(step.target, path, body, headers)
         except UpstreamError as error:
             raise kv.TransferError(error.text, instance_failed=not 400 <= error.status < 500) from error
 

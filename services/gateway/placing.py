@@ -89,6 +89,8 @@ class Placing:
         request.CopyFrom(self._job.placement)
         request.request_id = attempt_id
         request.exclude.extend(exclude)
+        if self._job.traced is not None:
+            request.traceparent = self._job.traced.question(attempt_id).traceparent
         self._requests[attempt_id] = request
         return request
 

@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from services.common.settings import OtlpEndpoint
+
 
 class GatewaySettings(BaseSettings):
     """Settings of one gateway process. Lists are comma-separated in the environment; times are seconds."""
@@ -67,6 +69,12 @@ class GatewaySettings(BaseSettings):
     breakdown_file: Path | None = Field(
         None,
         description="append a line of JSON for each attempt: where it went and when each part of it began and ended",
+    )
+    otlp_endpoint: OtlpEndpoint = Field(
+        "", description="http(s)://HOST:PORT of an OTLP/gRPC collector that spans go to; empty: none are made"
+    )
+    trace_share: float = Field(
+        1.0, ge=0, le=1, description="share traced of the requests whose client brings no trace of its own"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level to log")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from array import array
 
@@ -75,7 +76,9 @@ class Understanding:
             session = bounded_id(hint) if hint else (self._sessions.find(tenant, chain) or "")
         else:
             session = self._sessions.resolve(tenant, chain, hint=hint, fresh=f"s-{request_id}")
-        traceparent = request.headers.get("traceparent", "")
+        if request.traced is not None:
+            request.traced.understood(request_id, time.monotonic())
+        traceparent = request.headers.get("traceparent")
         placement = placement_pb2.PlacementRequest(
             request_id=request_id,
             model=call.model,
@@ -101,7 +104,7 @@ class Understanding:
         # Of several prompts only the first was counted, of one with media a part; what no cache is read for needs no PREFILL.
         complete = prompt is not None and not several and not prompt.media and call.reads_cache
         ids = prompt.ids if prompt is not None and complete else None
-        return Job(request_id, call, state, placement, ids, headers, received, grant)
+        return Job(request_id, call, state, placement, ids, headers, received, grant, request.traced)
 
     async def _tokens(self, call: Call, tokenizer: ModelTokenizer, model: str, lora: str) -> tuple[Prompt, Keys]:
         """The (first) prompt and its keys. Raises Unrenderable."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from services.gateway.http.connection import Outgoing
+    from services.gateway.traces import Traced
 
 _REASONS = {status.value: status.phrase for status in http.HTTPStatus}
 _NO_CONTROLS = dict.fromkeys((*range(32), 127), " ")
@@ -46,7 +47,7 @@ class Headers:
 
 @dataclass(slots=True)
 class Request:
-    """One request. `body` is whole when the request is to be answered; `model` is what the answerer notes for its counts."""
+    """One request. `body` is whole when the request is to be answered; `model` and `traced` are what the answerer notes of it."""
 
     method: str
     path: str  # as the client wrote it, without the query
@@ -55,6 +56,7 @@ class Request:
     outgoing: Outgoing
     body: bytes = b""
     model: str = ""
+    traced: Traced | None = None
 
     @property
     def media_type(self) -> str:

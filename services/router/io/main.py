@@ -96,6 +96,8 @@ class RouterServer:
         if self._web is not None:
             await self._web.cleanup()
         self.router.decisions.close()
+        if self.router.tracer is not None:
+            await self.router.tracer.close()
 
     def _serve_placements(self, warm: bool) -> None:
         # The router as a whole is there to place; that it can be asked and reported to is said of these services alone.

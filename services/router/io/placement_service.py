@@ -65,7 +65,8 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
         """One placement under a lease; a request that is held is answered within the call's deadline."""
         if not request.request.request_id:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "request.request_id must not be empty")
-        answer = await self._router.placed(gateways.placement_request(request.request), context.time_remaining())
+        asked = gateways.placement_request(request.request)
+        answer = await self._router.placed(asked, context.time_remaining(), request.request.traceparent)
         if isinstance(answer, ev.Refused):
             await abort(context, refusal_status(answer, self._router.owner_elsewhere(answer)))
         return placement_pb2.PlaceResponse(
@@ -98,7 +99,8 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
     def _take(self, gateway_id: str, message: placement_pb2.SessionRequest) -> None:
         match message.WhichOneof("kind"):
             case "place":
-                self._router.place(ev.PlaceRequested(gateways.placement_request(message.place), gateway_id))
+                asked = gateways.placement_request(message.place)
+                self._router.place(ev.PlaceRequested(asked, gateway_id), message.place.traceparent)
                 return
             case "step_done":
                 done = message.step_done

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import structlog
 from msgspec.structs import replace
@@ -19,6 +20,7 @@ from services.router.holding import not_now
 from services.router.io.decision_log import DecisionLog
 from services.router.io.redis_store import RedisStore
 from services.router.io.settings import RouterSettings
+from services.router.io.spans import PlacementSpans
 from services.router.io.store import MemoryStore, Store, StoreEffect
 from services.router.io.telemetry import Telemetry
 from services.router.io.wire import gateways
@@ -27,6 +29,9 @@ from services.router.policy.registry import make_policy
 from services.router.queue import QueueSettings
 from services.router.saturation import Limits
 from services.router.state import RouterState, StateSettings
+
+if TYPE_CHECKING:
+    from services.common.otlp import Tracer
 
 log = structlog.get_logger()
 
@@ -58,6 +63,13 @@ class Router:
         self.settings = settings
         url = settings.redis_url.get_secret_value()
         self.telemetry = Telemetry()
+        self.tracer: Tracer | None = None
+        self.spans: PlacementSpans | None = None
+        if settings.otlp_endpoint:
+            from services.common.otlp import Tracer
+
+            self.tracer = Tracer(settings.otlp_endpoint, "router", settings.router_id)
+            self.spans = PlacementSpans(self.tracer.send)
         self.decisions = DecisionLog(settings.decision_log_size, settings.decision_log_file)
         self.state = RouterState(
             make_policy(settings.policy, settings.policy_settings),
@@ -125,8 +137,10 @@ class Router:
         owner = self.store.owner(refused.pool) if refused.not_now else None
         return owner if owner is None or owner.router_id != self.settings.router_id else None
 
-    def place(self, event: ev.PlaceRequested) -> None:
+    def place(self, event: ev.PlaceRequested, traceparent: str) -> None:
         """Submit a placement request, unless this replica's lease of the pool has run out while it slept."""
+        if self.spans is not None:
+            self.spans.asked(event.request.request_id, event.gateway_id, traceparent)
         pool = self.state.fleet.pool_of(event.request.model)
         if pool and self.state.owned.owns(pool) and not self.store.holds(pool):
             self._deliver(replace(_changing(event.request.request_id, pool), gateway_id=event.gateway_id))
@@ -182,6 +196,8 @@ class Router:
                     fleet_changed = True
                 case ev.Placed():
                     answers.append(effect)
+        if self.spans is not None and isinstance(event, ev.Finished):
+            self.spans.ended(event.request_id)
         if isinstance(event, ev.Finished):
             # Whoever still waits for its placement would wait for ever: a hold ends without a word.
             self._answer_callers(ev.Refused(event.request_id, "ABORTED", "the request ended while it was held"))
@@ -214,9 +230,13 @@ class Router:
         """A gateway's stream ended. What a newer one of it announced is not touched."""
         if self.gateways.get(gateway_id) is stream:
             del self.gateways[gateway_id]
+            if self.spans is not None:
+                self.spans.gateway_left(gateway_id)
             self.submit(ev.GatewayLost(gateway_id))
 
-    async def placed(self, request: PlacementRequest, within_s: float | None) -> ev.Placed | ev.Refused:
+    async def placed(
+        self, request: PlacementRequest, within_s: float | None, traceparent: str
+    ) -> ev.Placed | ev.Refused:
         """The answer to a request outside any stream, however late it comes; None: without a limit of the caller's own.
 
         Cancelled, it ends the request, which its caller cannot know to be placed.
@@ -227,7 +247,7 @@ class Router:
         if within_s is not None:
             request = replace(request, deadline_s=min(within_s, request.deadline_s or within_s))
         try:
-            self.place(ev.PlaceRequested(request))
+            self.place(ev.PlaceRequested(request), traceparent)
             return await answer
         except asyncio.CancelledError:
             if callers == {answer}:
@@ -251,6 +271,8 @@ class Router:
         self.store.after(pool, stored)
 
     def _deliver(self, effect: ev.Placed | ev.Refused) -> None:
+        if self.spans is not None:
+            self.spans.answered(effect)
         # Callers of the unary form hear the answer even when a gateway has asked for the same request since.
         self._answer_callers(effect)
         if not effect.gateway_id:

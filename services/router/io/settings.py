@@ -11,6 +11,8 @@ from typing import Literal
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from services.common.settings import OtlpEndpoint
+
 
 def _router_id() -> str:
     return f"{socket.gethostname()}-{secrets.token_hex(3)}"
@@ -83,6 +85,9 @@ class RouterSettings(BaseSettings):
     )
     decision_log_file: Path | None = Field(
         None, description="append every decision to this file, one JSON object a line"
+    )
+    otlp_endpoint: OtlpEndpoint = Field(
+        "", description="http(s)://HOST:PORT of an OTLP/gRPC collector that spans go to; empty: none are made"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug, info, warning or error")
 
