@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import structlog
 from aiohttp import web
@@ -22,7 +23,7 @@ from lab.engine_metrics import EngineMetrics
 from lab.engine_model import EngineModel
 from lab.kv_transfer import Transfers
 from lab.kv_wire import KVEventPublisher, to_wire
-from lab.profile import Profile
+from lab.profile import Profile, load_profile
 from lab.text import TOKENIZER_DIR, ChatTokenizer
 from services.common.logs import configure_logs
 
@@ -41,13 +42,20 @@ class EmulateSettings(BaseSettings):
     model: str = Field("pointsman-emulated", min_length=1, description="served model name")
     tokenizer: Path = Field(TOKENIZER_DIR, description="folder with tokenizer.json and tokenizer_config.json")
     block_size: int = Field(16, description="tokens per KV block, a multiple of 16")
-    kv_blocks: int = Field(20_000, ge=1, description="capacity of the KV cache in blocks")
+    kv_blocks: int = Field(20_000, ge=1, description="KV blocks to be filled; vLLM's num_gpu_blocks is one more")
     max_model_len: int = Field(131_072, ge=2, description="prompt and answer together, in tokens")
     max_num_batched_tokens: int = Field(8_192, ge=1, description="tokens per step")
     max_num_seqs: int = Field(256, ge=1, description="running requests")
     long_prefill_token_threshold: int = Field(
         0, ge=0, description="prefill tokens per step of one request; 0 is no limit"
     )
+    long_prefill_token_threshold_adaptive: bool = Field(
+        False, description="never cut a request below its equal share of a step"
+    )
+    scheduling_policy: Literal["fcfs", "priority"] = Field("fcfs", description="order of arrival, or of priority first")
+    watermark: float = Field(0.0, ge=0, lt=1, description="share of KV blocks that admitting leaves free")
+    layerwise: bool = Field(False, description="KV is pushed layer by layer while it is computed")
+    profile: Path | None = Field(None, description="JSON file of what steps and transfers cost (`pointsman profile`)")
     speedup: float = Field(1.0, gt=0, description="how much faster than the modelled engine it runs")
     seed: int = Field(0, ge=0, description="equal seeds give equal answers to equal prompts")
     hash_seed: int = Field(0, ge=0, description="another one gives block hashes that cannot be compared")
@@ -62,6 +70,9 @@ class EmulateSettings(BaseSettings):
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
+            long_prefill_token_threshold_adaptive=self.long_prefill_token_threshold_adaptive,
+            scheduling_policy=self.scheduling_policy,
+            watermark=self.watermark,
             vocabulary=tokenizer.word_ids,
             eos_token_id=tokenizer.eos_token_id,
             seed=self.seed,
@@ -94,7 +105,10 @@ class Emulated:
 
 
 async def start(settings: EmulateSettings, profile: Profile | None = None) -> Emulated:
-    """Start an emulated engine in this process. Raises ValueError for impossible settings and OSError for a taken port."""
+    """Start an emulated engine in this process; `profile` goes before the settings' own. Raises ValueError for impossible ones
+    and OSError for a taken port."""
+    if profile is None and settings.profile is not None:
+        profile = load_profile(settings.profile)
     tokenizer = ChatTokenizer(settings.tokenizer)
     model = EngineModel(settings.engine_config(tokenizer), profile)
     started_at = time.time()
@@ -106,7 +120,7 @@ async def start(settings: EmulateSettings, profile: Profile | None = None) -> Em
             publisher.publish(time.time(), wire)
 
     loop = EngineLoop(model, metrics, settings.speedup, publish)
-    transfers = Transfers(uuid.uuid4().hex, model.profile, settings.speedup)
+    transfers = Transfers(uuid.uuid4().hex, model.profile, settings.speedup, layerwise=settings.layerwise)
     app = EngineApp(settings.model, int(started_at), tokenizer, model, loop, metrics, publisher.source, transfers)
     # Without cancellation a request whose client has gone would keep its blocks until its last token.
     # A stopped engine breaks its streams at once; to aiohttp a timeout of 0 would mean to wait for them for ever.

@@ -87,9 +87,9 @@ class EngineApp:
             max_model_len=self._model.config.max_model_len,
         )
         transfer = ask.kv_transfer or {}
-        remote = 0
+        remote, fetch = 0, None
         if transfer.get("do_remote_prefill"):
-            remote = await self._transfers.fetch(transfer, len(ask.prompt))
+            remote, fetch = len(ask.prompt), self._transfers.fetcher(transfer)
         request_id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         stream = self._loop.open(
             EngineRequest(
@@ -100,7 +100,9 @@ class EngineApp:
                 session_id=ask.session_id,
                 cache_salt=ask.cache_salt,
                 remote_tokens=remote,
-            )
+                priority=ask.priority,
+            ),
+            fetch,
         )
         try:
             if ask.stream:
@@ -116,7 +118,8 @@ class EngineApp:
         transfer = ask.kv_transfer or {}
         if transfer.get("do_remote_decode") and stream.reason == "length":
             # A prefill that ends by a stop token sends nothing, in vLLM as here.
-            self._transfers.prefilled(str(transfer.get("transfer_id")), len(ask.prompt))
+            prefill_s = stream.first_at - stream.scheduled_at
+            self._transfers.prefilled(str(transfer.get("transfer_id")), prefill_s)
         used = api.usage(len(ask.prompt), stream.output_tokens, stream.cached_tokens)
         text = self._text(tokens)
         return web.json_response(
@@ -193,8 +196,8 @@ class EngineApp:
 
     async def _transfer(self, request: web.Request) -> web.Response:
         engine_id = request.query.get("engine_id", "")
-        tokens = await self._transfers.wait_for(request.match_info["transfer_id"], engine_id)
-        return web.json_response({"tokens": tokens})
+        overlapped_s = await self._transfers.wait_for(request.match_info["transfer_id"], engine_id)
+        return web.json_response({"overlapped_s": overlapped_s})
 
 
 @web.middleware

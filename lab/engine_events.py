@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from lab.block_cache import AllCleared, BlocksRemoved, BlocksStored
 from lab.content import NamedPrompt
@@ -12,7 +13,10 @@ from lab.content import NamedPrompt
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The engine's settings, named as vLLM's flags are. `vocabulary` is what it may generate; `seed` changes its answers."""
+    """The engine's settings, named as vLLM's flags are. `vocabulary` is what it may generate; `seed` changes its answers.
+
+    `kv_blocks` can hold KV; vLLM counts one more in num_gpu_blocks, which it never fills.
+    """
 
     block_size: int = 16
     kv_blocks: int = 20_000
@@ -20,6 +24,10 @@ class EngineConfig:
     max_num_batched_tokens: int = 8_192
     max_num_seqs: int = 256
     long_prefill_token_threshold: int = 0
+    long_prefill_token_threshold_adaptive: bool = False
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    # Share of the blocks that admitting a request must leave free while others run.
+    watermark: float = 0.0
     vocabulary: Sequence[int] = range(1_000, 2_000)
     eos_token_id: int | None = None
     # Where a request that may stop by itself does: after so many tokens, drawn from its prompt.
@@ -37,6 +45,8 @@ class EngineConfig:
             )
         if min(self.max_num_batched_tokens, self.max_num_seqs, self.max_model_len) < 1:
             raise ValueError("max_num_batched_tokens, max_num_seqs and max_model_len must be at least 1")
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark {self.watermark} is not in 0 to below 1")
         if not len(self.vocabulary):
             raise ValueError("vocabulary is empty")
 
@@ -44,6 +54,8 @@ class EngineConfig:
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """What is asked of the engine. `remote_tokens` leading prompt tokens have their KV delivered from another instance.
+
+    A smaller `priority` is more urgent; it counts under the scheduling policy of that name.
 
     A NamedPrompt's answer always has `max_tokens` tokens, which are not told.
     """
@@ -55,6 +67,15 @@ class EngineRequest:
     session_id: str = ""
     cache_salt: str = ""
     remote_tokens: int = 0
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KvAwaited:
+    """The request has taken blocks for the KV of `tokens` prompt tokens, which can now be sent; receive() tells that it came."""
+
+    request_id: str
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +116,15 @@ Event = FirstToken | TokenGenerated | Finished | Preempted | BlocksStored | Bloc
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One step: it takes `duration_s` from its `now`, and its events are seen by others at its end."""
+    """One step: it takes `duration_s` from its `now`, and its events are seen by others at its end.
+
+    What is `awaited` is so from the step's beginning on. A step that schedules nothing takes no time.
+    """
 
     duration_s: float
     events: list[Event]
     scheduled: dict[str, int]
+    awaited: tuple[KvAwaited, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
-from lab.engine_events import EngineRequest, Finished, FirstToken, StepResult, TokenGenerated
+from lab.engine_events import EngineRequest, Finished, FirstToken, KvAwaited, StepResult, TokenGenerated
 from lab.engine_metrics import EngineMetrics
 from lab.engine_model import EngineModel
+from lab.openai_surface import ApiError
+
+# Waits until so many tokens' KV have come from another instance. Raises ApiError when they do not.
+Fetch = Callable[[int], Awaitable[None]]
 
 # Sleeping less costs more than it waits; the error does not add up, since every step's end is computed from the last one's.
 SHORTEST_SLEEP_S = 0.0005
@@ -21,8 +25,9 @@ YIELD_EVERY_S = 0.004
 class Stream:
     """One request's tokens on their way out. What is not read in time is read together later, nothing is lost."""
 
-    def __init__(self, request: EngineRequest, now: float) -> None:
+    def __init__(self, request: EngineRequest, now: float, fetch: Fetch | None) -> None:
         self.request = request
+        self.fetch = fetch
         self.cached_tokens = 0
         self.reason = ""
         self.output_tokens = 0
@@ -30,12 +35,15 @@ class Stream:
         self.scheduled_at = now
         self.first_at = now
         self.last_at = now
+        self._error: ApiError | None = None
         self._tokens: list[int] = []
         self._news = asyncio.Event()
 
     async def read(self) -> list[int]:
-        """Wait for tokens; an empty list is the end, after which `reason` is set."""
+        """Wait for tokens; an empty list is the end, after which `reason` is set. Raises ApiError when there will be none."""
         while not self._tokens and not self.reason:
+            if self._error is not None:
+                raise self._error
             self._news.clear()
             await self._news.wait()
         tokens, self._tokens = self._tokens, []
@@ -45,6 +53,11 @@ class Stream:
         """Add a token."""
         self._tokens.append(token_id)
         self.output_tokens += 1
+        self._news.set()
+
+    def fail(self, error: ApiError) -> None:
+        """Mark that no tokens will come."""
+        self._error = error
         self._news.set()
 
     def end(self, reason: str) -> None:
@@ -66,12 +79,14 @@ class EngineLoop:
         self._streams: dict[str, Stream] = {}
         self._unscheduled: set[str] = set()
         self._wake = asyncio.Event()
+        self._fetching: set[asyncio.Task[None]] = set()
 
-    def open(self, request: EngineRequest) -> Stream:
-        """Submit a request. Raises ValueError when the model refuses it. Every stream must be closed."""
+    def open(self, request: EngineRequest, fetch: Fetch | None = None) -> Stream:
+        """Submit a request, with what fetches the KV of its remote tokens. Raises ValueError when the model refuses it. Every
+        stream must be closed."""
         now = time.monotonic()
         self._model.submit(request, now)
-        stream = self._streams[request.request_id] = Stream(request, now)
+        stream = self._streams[request.request_id] = Stream(request, now, fetch)
         self._unscheduled.add(request.request_id)
         self._wake.set()
         return stream
@@ -88,6 +103,13 @@ class EngineLoop:
 
     async def run(self) -> None:
         """Step until cancelled."""
+        try:
+            await self._run()
+        finally:
+            for task in self._fetching:
+                task.cancel()
+
+    async def _run(self) -> None:
         end = yielded = time.monotonic()
         while True:
             if not self._model.has_work:
@@ -96,6 +118,10 @@ class EngineLoop:
                 end = yielded = time.monotonic()
             started = max(end, time.monotonic() - LATEST_S)
             result = self._model.step(started)
+            for awaited in result.awaited:
+                task = asyncio.create_task(self._fetch(self._streams[awaited.request_id], awaited))
+                self._fetching.add(task)
+                task.add_done_callback(self._fetching.discard)
             for request_id in self._unscheduled.intersection(result.scheduled):
                 self._unscheduled.discard(request_id)
                 self._streams[request_id].scheduled_at = started
@@ -109,6 +135,17 @@ class EngineLoop:
                 yielded = now
             self._model.finish_step()
             self._deliver(result, time.monotonic())
+
+    async def _fetch(self, stream: Stream, awaited: KvAwaited) -> None:
+        assert stream.fetch is not None, "remote tokens that nobody fetches"
+        try:
+            await stream.fetch(awaited.tokens)
+        except ApiError as error:
+            # As vLLM with kv_load_failure_policy "fail".
+            self._model.abort(awaited.request_id, time.monotonic())
+            stream.fail(error)
+        self._model.receive(awaited.request_id, time.monotonic())
+        self._wake.set()
 
     def _deliver(self, result: StepResult, now: float) -> None:
         self._publish(result.events)

@@ -106,12 +106,14 @@ class EngineMetrics(Collector):
         yield success
         for name, histogram in self.histograms.items():
             yield histogram.family(f"vllm:{name}", self._labels)
+        # vLLM counts the one that it never fills.
+        blocks = config.kv_blocks + 1
         info = {
             "block_size": str(config.block_size),
             "enable_prefix_caching": "True",
             "engine": "0",
-            "kv_cache_size_tokens": str(config.kv_blocks * config.block_size),
-            "num_gpu_blocks": str(config.kv_blocks),
+            "kv_cache_size_tokens": str(blocks * config.block_size),
+            "num_gpu_blocks": str(blocks),
         }
         cache = GaugeMetricFamily("vllm:cache_config_info", "cache configuration", labels=list(info))
         cache.add_metric(list(info.values()), 1)

@@ -1,18 +1,19 @@
 """A model of one vLLM engine: continuous batching with chunked prefill over a block cache, in virtual time. Pure.
 
-The emulated engine and the simulator share it. It schedules as vllm/v1/core/sched/scheduler.py (0.32) does with the FCFS
-policy: running requests first, in order; when blocks run out the last admitted one is preempted and later recomputed; then
-waiting requests while tokens, sequences and blocks last, each only if its whole prompt fits. What a step costs comes from a
+The emulated engine and the simulator share it. It schedules as vllm/v1/core/sched/scheduler.py (0.32, not asynchronous) does:
+running requests first, in order; when blocks run out the last admitted one, or the least urgent, is preempted and later
+recomputed; then waiting requests while tokens, sequences and blocks last, each only if its whole prompt fits, those first whose
+KV another instance has delivered. tests/engine/test_scheduler.py compares the two step by step. What a step costs comes from a
 Profile.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from operator import attrgetter
 
-from lab.block_cache import AllCleared, BlockCache, BlocksRemoved, BlocksStored, Holding, root_hash
+from lab.block_cache import AllCleared, BlockCache, BlocksRemoved, BlocksStored, root_hash
 from lab.content import NamedPrompt, Names, Tokens
 from lab.engine_events import (
     Counters,
@@ -21,52 +22,44 @@ from lab.engine_events import (
     Event,
     Finished,
     FirstToken,
+    KvAwaited,
     Leap,
     Preempted,
     StepResult,
     TokenGenerated,
 )
+from lab.engine_queue import ArrivalQueue, EngineSequence, PriorityQueue, Queue
 from lab.profile import Profile
 
 
-@dataclass(eq=False, slots=True)
-class _Sequence:
-    request: EngineRequest
-    content: Tokens | Names
-    length: int
-    end: int
-    natural_end: int | None
-    submitted_at: float
-    held: Holding = field(default_factory=Holding)
-    computed: int = 0
-    # Of the prompt, when it was first admitted; None before.
-    cached: int | None = None
-    remote: int = 0
-
-    @property
-    def decodes(self) -> bool:
-        """Whether it has begun to answer and only its last token is left to compute."""
-        return self.length - self.computed == 1 and self.length > len(self.request.prompt)
-
-
 class EngineModel:
-    """One engine. submit, abort, reset_prefix_cache, step and finish_step are the only methods that change it."""
+    """One engine. submit, abort, receive, reset_prefix_cache, step, finish_step and land are the only methods that change it."""
 
     def __init__(self, config: EngineConfig | None = None, profile: Profile | None = None) -> None:
         self.config = config or EngineConfig()
         self.profile = profile or Profile()
         self.cache = BlockCache(self.config.kv_blocks, self.config.block_size)
         self.counters = Counters()
-        self._waiting: deque[_Sequence] = deque()
-        self._running: list[_Sequence] = []
-        self._sequences: OrderedDict[str, _Sequence] = OrderedDict()
+        by_priority = self.config.scheduling_policy == "priority"
+        self._by_priority = by_priority
+        # vLLM reckons its share from all blocks, that one included which holds nothing.
+        self._watermark = int(self.config.watermark * (self.config.kv_blocks + 1))
+        self._waiting: Queue = PriorityQueue() if by_priority else ArrivalQueue()
+        # Those that wait with blocks: their KV is on its way, or has come.
+        self._holding: Queue = PriorityQueue() if by_priority else ArrivalQueue()
+        # Aborted while their KV was on its way: their blocks are written to until it is there.
+        self._orphans: dict[str, EngineSequence] = {}
+        # Nothing could be scheduled, and nothing has changed since.
+        self._stuck = False
+        self._running: list[EngineSequence] = []
+        self._sequences: OrderedDict[str, EngineSequence] = OrderedDict()
         self._pending: list[Event] = []
-        self._finishing: list[_Sequence] = []
+        self._finishing: list[EngineSequence] = []
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is here. A cleared cache alone is no work: vLLM too tells it with the next request's step."""
-        return bool(self._sequences)
+        """Whether a step would do anything. A cleared cache alone is no work: vLLM too tells it with the next request's step."""
+        return bool(self._sequences) and not self._stuck
 
     @property
     def num_running(self) -> int:
@@ -75,8 +68,8 @@ class EngineModel:
 
     @property
     def num_waiting(self) -> int:
-        """Requests not admitted, preempted ones included."""
-        return len(self._waiting)
+        """Requests not admitted, preempted ones and those that await KV included."""
+        return len(self._waiting) + len(self._holding)
 
     @property
     def kv_usage(self) -> float:
@@ -89,7 +82,7 @@ class EngineModel:
 
     def submit(self, request: EngineRequest, now: float) -> None:
         """Queue a request at `now` (s). Raises ValueError for one that no state of the engine could serve."""
-        if request.request_id in self._sequences:
+        if request.request_id in self._sequences or request.request_id in self._orphans:
             raise ValueError(f"request {request.request_id} is already here")
         length = len(request.prompt)
         if not 0 < length < self.config.max_model_len:
@@ -106,7 +99,7 @@ class EngineModel:
             if not request.ignore_eos and config.eos_token_id is not None:
                 low, high = config.natural_length
                 natural = length + low + content.digest % (high - low + 1)
-        sequence = _Sequence(
+        sequence = EngineSequence(
             request=request,
             content=content,
             length=length,
@@ -115,19 +108,37 @@ class EngineModel:
             submitted_at=now,
         )
         self._sequences[request.request_id] = sequence
-        self._waiting.append(sequence)
+        self._waiting.add(sequence)
+        self._stuck = False
 
     def abort(self, request_id: str, now: float) -> bool:
-        """Forget a request and free its blocks. False when it is not here, for instance because it has finished."""
+        """Forget a request and free its blocks, those that await KV once it is there. False when it is not here, for instance
+        because it has finished."""
         del now
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return False
-        if sequence in self._running:
-            self._running.remove(sequence)
+        self._stuck = False
+        for queue in (self._running, self._holding, self._waiting):
+            if sequence in queue:
+                queue.remove(sequence)
+                break
+        if sequence.awaits_kv:
+            self._orphans[request_id] = sequence
         else:
-            self._waiting.remove(sequence)
-        self._release(sequence)
+            self._release(sequence)
+        return True
+
+    def receive(self, request_id: str, now: float) -> bool:
+        """The KV that a request awaits is there, or never will be; told of aborted ones, too. False when none is awaited."""
+        del now
+        if (orphan := self._orphans.pop(request_id, None)) is not None:
+            self._release(orphan)
+        elif (sequence := self._sequences.get(request_id)) is not None and sequence.awaits_kv:
+            sequence.awaits_kv = False
+        else:
+            return False
+        self._stuck = False
         return True
 
     def reset_prefix_cache(self) -> bool:
@@ -157,16 +168,23 @@ class EngineModel:
         self._pending = []
         if not self._sequences:
             return StepResult(0.0, events, {})
-        scheduled = self._schedule(events)
+        awaited: list[KvAwaited] = []
+        preemptions = self.counters.num_preemptions
+        scheduled = self._schedule(events, awaited)
+        if not scheduled:
+            # After a preemption the next step admits again.
+            self._stuck = self.counters.num_preemptions == preemptions
+            return StepResult(0.0, events, {}, tuple(awaited))
         profile = self.profile
         duration = profile.step_s
-        for sequence, count in scheduled:
+        for sequence, count in scheduled.items():
             duration += profile.chunk_s(count, sequence.computed)
-        for sequence, count in scheduled:
+        for sequence, count in scheduled.items():
             sequence.computed += count
             if sequence.computed == sequence.length:
                 self._sample(sequence, events)
-        return StepResult(duration, events, {item.request.request_id: count for item, count in scheduled})
+        told = {item.request.request_id: count for item, count in scheduled.items()}
+        return StepResult(duration, events, told, tuple(awaited))
 
     # ---- many steps at once ----
 
@@ -177,9 +195,9 @@ class EngineModel:
         running, config, profile = self._running, self.config, self.profile
         if not running or self._pending or not all(one.decodes and type(one.content) is Names for one in running):
             return None
-        if len(running) > config.max_num_batched_tokens or (
-            self._waiting and len(running) < config.max_num_seqs and self._room_for(self._waiting[0]) is not None
-        ):
+        if len(running) > config.max_num_batched_tokens or not all(one.awaits_kv for one in self._holding):
+            return None
+        if self._waiting and len(running) < config.max_num_seqs and self._room_for(self._waiting[0]) is not None:
             return None
         steps = min(one.end - one.length for one in running)
         while steps > 1 and self._blocks_for(steps) > self.cache.free:
@@ -214,82 +232,134 @@ class EngineModel:
         block_size = self.config.block_size
         return sum([max(-(-(one.computed + steps) // block_size) - len(one.held), 0) for one in self._running])
 
-    def _schedule(self, events: list[Event]) -> list[tuple[_Sequence, int]]:
-        config = self.config
-        budget = config.max_num_batched_tokens
-        # A lone request has nobody to starve (as in vLLM), so the threshold only counts from two on.
-        threshold = config.long_prefill_token_threshold if len(self._sequences) > 1 else 0
-        chunk_limit = threshold or config.max_num_batched_tokens
-        scheduled: list[tuple[_Sequence, int]] = []
-        preemptions = self.counters.num_preemptions
+    def _schedule(self, events: list[Event], awaited: list[KvAwaited]) -> dict[EngineSequence, int]:
+        config, cache, running = self.config, self.cache, self._running
+        block_size, chunk_limit, budget = config.block_size, self._chunk_limit(), config.max_num_batched_tokens
+        scheduled: dict[EngineSequence, int] = {}
+        preempted = False
         position = 0
-        while position < len(self._running) and budget > 0:
-            sequence = self._running[position]
+        while position < len(running) and budget > 0:
+            sequence = running[position]
             count = min(sequence.length - sequence.computed, chunk_limit, budget)
-            if not self._make_room(sequence, count, events):
-                break
-            scheduled.append((sequence, count))
+            missing = -(-(sequence.computed + count) // block_size) - len(sequence.held)
+            while missing > cache.free:
+                preempted = True
+                victim = self._preempt(events)
+                if victim in scheduled:
+                    # It gives back what this step has given it.
+                    budget += scheduled.pop(victim)
+                    position -= 1
+                if victim is sequence:
+                    return scheduled
+            self._grow(sequence, missing, count, events)
+            scheduled[sequence] = count
             budget -= count
             position += 1
         # What was just preempted heads the queue: admitting in the same step would only hand its blocks back.
-        if self.counters.num_preemptions > preemptions:
-            return scheduled
-        while self._waiting and budget > 0 and len(self._running) < config.max_num_seqs:
-            sequence = self._waiting[0]
-            count = self._admit(sequence, min(chunk_limit, budget), events)
-            if not count:
-                break
-            self._waiting.popleft()
-            self._running.append(sequence)
-            scheduled.append((sequence, count))
-            budget -= count
+        if not preempted and (self._waiting or self._holding):
+            self._admit(scheduled, budget, chunk_limit, events, awaited)
         return scheduled
 
-    def _make_room(self, sequence: _Sequence, count: int, events: list[Event]) -> bool:
-        """Give a running sequence the blocks for `count` more tokens, preempting from the end. False when it lost its own."""
-        missing = -(-(sequence.computed + count) // self.config.block_size) - len(sequence.held)
-        while missing > self.cache.free:
-            victim = self._running.pop()
-            self._preempt(victim, events)
-            if victim is sequence:
-                return False
-        self._grow(sequence, missing, count, events)
-        return True
+    def _chunk_limit(self) -> int:
+        """Tokens of one sequence that a step may compute. A lone request has nobody to starve: the threshold is for several."""
+        config, requests = self.config, len(self._sequences)
+        budget, threshold = config.max_num_batched_tokens, config.long_prefill_token_threshold
+        if not threshold or requests < 2:
+            return budget
+        return max(threshold, budget // requests) if config.long_prefill_token_threshold_adaptive else threshold
 
-    def _admit(self, sequence: _Sequence, limit: int, events: list[Event]) -> int:
-        """Give a waiting sequence its cached blocks and room for a first chunk; its size, or 0 when it does not fit."""
-        block_size = self.config.block_size
-        length, hashes = sequence.length, sequence.content.hashes
-        hit = self._room_for(sequence)
-        if hit is None:
+    def _admit(
+        self,
+        scheduled: dict[EngineSequence, int],
+        budget: int,
+        chunk_limit: int,
+        events: list[Event],
+        awaited: list[KvAwaited],
+    ) -> None:
+        """Take waiting sequences in, first those that hold blocks; one that does not fit keeps back all behind it."""
+        block_size, running = self.config.block_size, self._running
+        passed_over: list[EngineSequence] = []
+        while budget > 0 and len(running) < self.config.max_num_seqs:
+            queue = self._holding or self._waiting
+            if not queue:
+                break
+            sequence = queue[0]
+            if sequence.awaits_kv:
+                passed_over.append(queue.take())
+                continue
+            if len(sequence.held):
+                # Findable since its KV has come; of a whole prompt the last token is computed for its logits.
+                self._grow(sequence, 0, 0, events)
+                sequence.computed = min(sequence.computed, sequence.length - 1)
+                if -(-sequence.length // block_size) - len(sequence.held) + self._headroom() > self.cache.free:
+                    break
+            else:
+                hit = self._room_for(sequence)
+                if hit is None:
+                    break
+                missing_tokens = self._missing_remote(sequence, hit * block_size)
+                if missing_tokens and not self._room_to_load(sequence, hit, missing_tokens):
+                    break
+                self._take_in(sequence, hit, missing_tokens)
+                if missing_tokens:
+                    blocks = -(-sequence.computed // block_size) - hit
+                    if removed := self.cache.allocate(sequence.held, blocks):
+                        events.append(BlocksRemoved(tuple(removed)))
+                    sequence.awaits_kv = True
+                    awaited.append(KvAwaited(sequence.request.request_id, missing_tokens))
+                    passed_over.append(queue.take())
+                    continue
+            count = min(sequence.length - sequence.computed, chunk_limit, budget)
+            self._grow(sequence, -(-(sequence.computed + count) // block_size) - len(sequence.held), count, events)
+            running.append(queue.take())
+            scheduled[sequence] = count
+            budget -= count
+        for sequence in reversed(passed_over):
+            self._holding.put_back(sequence)
+
+    def _take_in(self, sequence: EngineSequence, hit: int, missing_tokens: int) -> None:
+        """Give a sequence its cached blocks, and count as vLLM does: a preempted one's lookup is not told."""
+        cached = hit * self.config.block_size
+        sequence.held = self.cache.hold(sequence.content.hashes, hit)
+        sequence.computed = cached + missing_tokens
+        if sequence.cached is not None:
+            return
+        sequence.cached, sequence.remote = cached, missing_tokens
+        counters = self.counters
+        counters.prefix_cache_queries += sequence.length
+        counters.prefix_cache_hits += cached
+        if sequence.request.remote_tokens:
+            counters.external_prefix_cache_queries += sequence.length - cached
+            counters.external_prefix_cache_hits += missing_tokens
+
+    def _missing_remote(self, sequence: EngineSequence, cached: int) -> int:
+        """Prompt tokens to be had from another instance beyond `cached` ones; one preempted since it got them computes them."""
+        if sequence.cached is not None:
             return 0
-        cached = hit * block_size
-        first = sequence.cached is None
-        remote = max(0, min(sequence.request.remote_tokens, length - 1) - cached) if first else 0
-        sequence.held = self.cache.hold(hashes, hit)
-        sequence.computed = cached + remote
-        self.counters.prefix_cache_queries += length
-        self.counters.prefix_cache_hits += cached
-        if first:
-            sequence.cached = cached
-            sequence.remote = remote
-            if sequence.request.remote_tokens:
-                self.counters.external_prefix_cache_queries += length - cached
-                self.counters.external_prefix_cache_hits += remote
-        count = min(length - sequence.computed, limit)
-        self._grow(sequence, -(-(sequence.computed + count) // block_size) - hit, count, events)
-        return count
+        return max(0, min(sequence.request.remote_tokens, sequence.length) - cached)
 
-    def _room_for(self, sequence: _Sequence) -> int | None:
+    def _room_to_load(self, sequence: EngineSequence, hit: int, missing_tokens: int) -> bool:
+        """Whether blocks for KV to come, held without progress meanwhile, fit beside what prompts under way still need."""
+        block_size, hashes = self.config.block_size, sequence.content.hashes
+        need = -(-(hit * block_size + missing_tokens) // block_size) - hit + self.cache.idle(hashes, hit)
+        holders = [one for one in self._sequences.values() if len(one.held)]
+        reserved = sum([max(-(-one.length // block_size) - len(one.held), 0) for one in holders])
+        return bool(need + self._headroom() <= self.cache.free - reserved)
+
+    def _headroom(self) -> int:
+        """Blocks that admitting one more has to leave."""
+        return self._watermark if self._running else 0
+
+    def _room_for(self, sequence: EngineSequence) -> int | None:
         """The cached blocks of a waiting sequence whose whole prompt fits; None when it does not."""
         length, hashes = sequence.length, sequence.content.hashes
         block_size, cache = self.config.block_size, self.cache
         # The last token is always computed, for its logits: a hit stops before it.
         hit = cache.hits(hashes, (length - 1) // block_size)
-        missing = -(-length // block_size) - hit
+        missing = -(-length // block_size) - hit + self._headroom()
         return hit if missing <= cache.free and missing + cache.idle(hashes, hit) <= cache.free else None
 
-    def _grow(self, sequence: _Sequence, missing: int, count: int, events: list[Event]) -> None:
+    def _grow(self, sequence: EngineSequence, missing: int, count: int, events: list[Event]) -> None:
         if missing > 0 and (removed := self.cache.allocate(sequence.held, missing)):
             events.append(BlocksRemoved(tuple(removed)))
         block_size, content = self.config.block_size, sequence.content
@@ -305,17 +375,24 @@ class EngineModel:
         request = sequence.request
         events.append(BlocksStored(tuple(hashes), parent, tokens, request.session_id, request.cache_salt))
 
-    def _preempt(self, sequence: _Sequence, events: list[Event]) -> None:
-        self._release(sequence)
-        self._waiting.appendleft(sequence)
+    def _preempt(self, events: list[Event]) -> EngineSequence:
+        """Put back the running sequence that is the first to go, and free its blocks."""
+        if self._by_priority:
+            victim = max(self._running, key=attrgetter("rank"))
+            self._running.remove(victim)
+        else:
+            victim = self._running.pop()
+        self._release(victim)
+        self._waiting.put_back(victim)
         self.counters.num_preemptions += 1
-        events.append(Preempted(sequence.request.request_id))
+        events.append(Preempted(victim.request.request_id))
+        return victim
 
-    def _release(self, sequence: _Sequence) -> None:
+    def _release(self, sequence: EngineSequence) -> None:
         self.cache.release(sequence.held)
         sequence.computed = 0
 
-    def _sample(self, sequence: _Sequence, events: list[Event]) -> None:
+    def _sample(self, sequence: EngineSequence, events: list[Event]) -> None:
         request, content = sequence.request, sequence.content
         index = sequence.length - len(request.prompt)
         if index == 0:
@@ -333,7 +410,7 @@ class EngineModel:
             events.append(Finished(request.request_id, "stop" if stops else "length"))
             self._finishing.append(sequence)
 
-    def _count_prompt(self, sequence: _Sequence) -> None:
+    def _count_prompt(self, sequence: EngineSequence) -> None:
         counters, length, cached = self.counters, len(sequence.request.prompt), sequence.cached or 0
         counters.prompt_tokens += length
         counters.local_cache_hit += cached

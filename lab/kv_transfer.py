@@ -1,18 +1,22 @@
 """Prefill on one emulated instance, decode on another, as with vLLM's MooncakeConnector: transfer_id joins the two requests.
 
-The prefilling side is asked with {do_remote_decode, transfer_id} and keeps what it computed; the decoding side with
-{do_remote_prefill, remote_engine_id, remote_bootstrap_addr, transfer_id} waits for it and then for the transfer's time.
-Only the waiting is emulated: the decoding side takes its blocks when the transfer is done, not when it begins.
+The prefilling side is asked with {do_remote_decode, transfer_id}; the decoding side with {do_remote_prefill, remote_engine_id,
+remote_bootstrap_addr, transfer_id}: it takes blocks for what it lacks, tells the prefilling side so, and has the KV a transfer's
+time after the prefill; with `layerwise` only what could not be pushed while the prefill ran, from the asking on, is left to do
+then. Only the waiting is emulated.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import aiohttp
 
+from lab.engine_loop import Fetch
 from lab.openai_surface import ApiError
 from lab.profile import Profile
 
@@ -23,40 +27,48 @@ ABORT_S = 480.0
 class Transfers:
     """What this instance has prefilled for others, by transfer_id. `address` is where others reach it."""
 
-    def __init__(self, engine_id: str, profile: Profile, speedup: float) -> None:
+    def __init__(self, engine_id: str, profile: Profile, speedup: float, *, layerwise: bool) -> None:
         self.engine_id = engine_id
         self.address = ""
         self._profile = profile
         self._speedup = speedup
-        self._tokens: dict[str, asyncio.Future[int]] = {}
+        self._layerwise = layerwise
+        # By transfer_id: how long the prefill has computed, in s, once it is over.
+        self._prefills: dict[str, asyncio.Future[float]] = {}
 
     def bootstrap(self) -> dict[str, Any]:
         """What GET /query of a Mooncake bootstrap server answers."""
         return {"0": {"engine_id": self.engine_id, "worker_addr": {"0": {"0": f"tcp://{self.address}"}}}}
 
-    def prefilled(self, transfer_id: str, tokens: int) -> None:
-        """A prefill is done: its KV can be fetched, until nobody has for ABORT_S."""
+    def prefilled(self, transfer_id: str, prefill_s: float) -> None:
+        """A prefill that took `prefill_s` is done: its KV can be fetched, until nobody has for ABORT_S."""
         future = self._future(transfer_id)
         if not future.done():
-            future.set_result(tokens)
+            future.set_result(prefill_s)
 
-    async def wait_for(self, transfer_id: str, engine_id: str) -> int:
-        """Tokens of a prefill, once it is done. Raises ApiError 404 for another engine's id and 504 when it never comes."""
+    async def wait_for(self, transfer_id: str, engine_id: str) -> float:
+        """Wait for a prefill; for how much of it, in s, somebody had been asking. Raises ApiError 404 for another engine's id and
+        504 when it never comes."""
         if engine_id != self.engine_id:
             raise ApiError(404, f"engine {engine_id} is not here")
+        asked_at = time.monotonic()
         try:
-            return await asyncio.wait_for(asyncio.shield(self._future(transfer_id)), ABORT_S)
+            prefill_s = await asyncio.wait_for(asyncio.shield(self._future(transfer_id)), ABORT_S)
         except TimeoutError as error:
             raise ApiError(504, "the prefill never came") from error
         finally:
-            self._tokens.pop(transfer_id, None)
+            self._prefills.pop(transfer_id, None)
+        return min(time.monotonic() - asked_at, prefill_s)
 
-    async def fetch(self, params: Mapping[str, Any], prompt_tokens: int) -> int:
-        """Fetch a prompt's KV from the instance that `params` name; the tokens that came. Raises ApiError 500 as vLLM fails."""
+    def fetcher(self, params: Mapping[str, Any]) -> Fetch:
+        """What fetches a prompt's KV from the instance that `params` name. Raises ApiError 500, at once or later."""
         for key in ("transfer_id", "remote_engine_id", "remote_bootstrap_addr"):
             if not isinstance(params.get(key), str):
                 # In vLLM a missing remote_engine_id takes the whole engine down; that lesson is not repeated here.
                 raise ApiError(500, f"KeyError: {key!r}")
+        return partial(self._fetch, params)
+
+    async def _fetch(self, params: Mapping[str, Any], tokens: int) -> None:
         url = f"{params['remote_bootstrap_addr']}/emulated_transfers/{params['transfer_id']}"
         timeout = aiohttp.ClientTimeout(total=ABORT_S + 60)
         try:
@@ -66,17 +78,16 @@ class Transfers:
             ):
                 if response.status != 200:
                     raise ApiError(500, f"KV transfer failed: the prefilling instance answered {response.status}")
-                available = int((await response.json())["tokens"])
+                overlapped_s = float((await response.json())["overlapped_s"]) * self._speedup
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ApiError(500, f"KV transfer failed: {type(error).__name__}") from error
-        tokens = min(available, prompt_tokens)
-        await asyncio.sleep(self._profile.transfer_time_s(tokens) / self._speedup)
-        return tokens
+        tail_s = self._profile.transfer_tail_s(tokens, overlapped_s if self._layerwise else 0.0)
+        await asyncio.sleep(tail_s / self._speedup)
 
-    def _future(self, transfer_id: str) -> asyncio.Future[int]:
-        future = self._tokens.get(transfer_id)
+    def _future(self, transfer_id: str) -> asyncio.Future[float]:
+        future = self._prefills.get(transfer_id)
         if future is None:
             loop = asyncio.get_running_loop()
-            future = self._tokens[transfer_id] = loop.create_future()
-            loop.call_later(ABORT_S, self._tokens.pop, transfer_id, None)
+            future = self._prefills[transfer_id] = loop.create_future()
+            loop.call_later(ABORT_S, self._prefills.pop, transfer_id, None)
         return future

@@ -45,6 +45,7 @@ class Ask:
     include_usage: bool
     session_id: str
     cache_salt: str
+    priority: int
     kv_transfer: Mapping[str, Any] | None
 
 
@@ -146,6 +147,9 @@ def parse_ask(
     transfer = body.get("kv_transfer_params")
     if not isinstance(options, dict) or not (transfer is None or isinstance(transfer, dict)):
         raise ApiError(400, "stream_options and kv_transfer_params must be objects")
+    priority = body.get("priority", 0)
+    if type(priority) is not int:
+        raise ApiError(400, "priority must be an integer", "priority")
     return Ask(
         chat=chat,
         model=served,
@@ -156,6 +160,7 @@ def parse_ask(
         include_usage=options.get("include_usage") is True,
         session_id=str(body.get("session_id") or session_header),
         cache_salt=str(body.get("cache_salt") or ""),
+        priority=priority,
         kv_transfer=transfer,
     )
 

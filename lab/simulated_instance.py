@@ -9,7 +9,7 @@ from functools import partial
 
 from lab.agenda import Agenda
 from lab.block_cache import BlocksRemoved, BlocksStored
-from lab.engine_events import EngineRequest, Event, Finished, FirstToken, Leap
+from lab.engine_events import EngineRequest, Event, Finished, FirstToken, KvAwaited, Leap
 from lab.engine_model import EngineModel
 from lab.link import Tell
 from services.common.keys import digest_of
@@ -17,8 +17,8 @@ from services.router import events as ev
 from services.router.domain import Load
 from services.router.sync import TIER_DEVICE, Bookmark, Delta, KeyMessage, SnapshotBegin, SnapshotChunk, SnapshotEnd
 
-# (event, now): a request has its first token, or its end.
-Hear = Callable[[FirstToken | Finished, float], None]
+# (event, now): a request awaits KV, has its first token, or its end.
+Hear = Callable[[KvAwaited | FirstToken | Finished, float], None]
 
 
 # Steps that evict blocks are not taken together for longer: the router hears of what is gone at their end.
@@ -54,6 +54,15 @@ class SimulatedInstance:
     def submit(self, request: EngineRequest, now: float) -> None:
         """Give the engine a request. Raises ValueError when it refuses it. Mutates."""
         self.model.submit(request, now)
+        self._look(now)
+
+    def receive(self, request_id: str, now: float) -> None:
+        """The KV that a request awaits is there. Mutates."""
+        self.model.receive(request_id, now)
+        self._look(now)
+
+    def _look(self, now: float) -> None:
+        """Something came: begin a step, or end a leap with the step under way."""
         if not self._busy:
             self._step(now)
         elif (leap := self._leap) is not None:
@@ -105,6 +114,8 @@ class SimulatedInstance:
             self._leap_to(leap.steps_by(EVICTING_S) if leap.evicts else leap.steps, leap)
             return
         result = self.model.step(now)
+        for awaited in result.awaited:
+            self._hear(awaited, now)
         self.busy_s += result.duration_s
         self._agenda.at(now + result.duration_s, partial(self._stepped, result.events))
 

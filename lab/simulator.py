@@ -16,7 +16,7 @@ from functools import partial
 from lab.agenda import Agenda
 from lab.content import NamedPrompt
 from lab.draws import Session
-from lab.engine_events import EngineConfig, EngineRequest, Finished, FirstToken
+from lab.engine_events import EngineConfig, EngineRequest, Finished, FirstToken, KvAwaited
 from lab.engine_model import EngineModel
 from lab.link import Link
 from lab.profile import Profile
@@ -315,15 +315,11 @@ class Simulator:
             tokens = step.prefix_tokens or running.prompt.length
             prefix = replace(running.prompt, length=tokens, names=running.prompt.names[: tokens // KEY_TOKENS])
             self._submit(placed, EngineRequest(_engine_id(placed), prefix, 1), now)
-        elif step.kv_source:
-            self._agenda.at(now + self._transfer_s(running, step.instance_id), partial(self._serve, placed))
         else:
             self._serve(placed, now)
 
-    def _transfer_s(self, running: _Running, instance_id: str) -> float:
-        """Seconds until the KV that a PREFILL left elsewhere is on this instance, which asks for what it lacks."""
-        model = self._instances[instance_id].model
-        missing = max(running.prefilled - model.cached_tokens(running.prompt.names), 0)
+    def _transfer_s(self, running: _Running, missing: int) -> float:
+        """Seconds until `missing` tokens' KV that a PREFILL left elsewhere is where there are blocks for it now."""
         return self._asked.profile.transfer_tail_s(missing, running.prefill_s if self._asked.layerwise else 0.0)
 
     def _serve(self, placed: ev.Placed, now: float) -> None:
@@ -345,13 +341,16 @@ class Simulator:
             self._tell(ev.Finished(name, "REJECTED", error=str(error), http_status=400), now)
             self._end(name, now, 400, str(error))
 
-    def _hear(self, event: FirstToken | Finished, now: float) -> None:
+    def _hear(self, event: KvAwaited | FirstToken | Finished, now: float) -> None:
         name, _, number = event.request_id.rpartition("/")
         running = self._running[name]
         placed, record = running.step, running.record
         assert placed is not None
         assert placed.step_index == int(number), "an answer to a step that was not taken"
-        if placed.step.kind is StepKind.PREFILL:
+        if isinstance(event, KvAwaited):
+            receive = partial(self._instances[placed.step.instance_id].receive, event.request_id)
+            self._agenda.at(now + self._transfer_s(running, event.tokens), receive)
+        elif placed.step.kind is StepKind.PREFILL:
             if isinstance(event, FirstToken):
                 tokens = placed.step.prefix_tokens or running.prompt.length
                 running.prefilled = tokens

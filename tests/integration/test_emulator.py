@@ -201,7 +201,7 @@ async def test_metrics_have_vllms_names_and_labels(emulate: Starter, http: aioht
     assert float(values[f"vllm:time_to_first_token_seconds_count{{{label}}}"]) == 2
     assert float(values[f"vllm:inter_token_latency_seconds_count{{{label}}}"]) == 4
     info = next(line for line in values if line.startswith("vllm:cache_config_info"))
-    for part in ('block_size="16"', 'engine="0"', 'num_gpu_blocks="10000"', 'kv_cache_size_tokens="160000"'):
+    for part in ('block_size="16"', 'engine="0"', 'num_gpu_blocks="10001"', 'kv_cache_size_tokens="160016"'):
         assert part in info
     assert float(values["process_start_time_seconds"]) > 1e9
 
@@ -316,9 +316,9 @@ async def test_prefill_on_one_instance_and_decode_on_another(emulate: Starter, h
     assert (status, prefilled["kv_transfer_params"]) == (200, None)
     status, answer = await decoding
     length = answer["usage"]["prompt_tokens"]
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == length - 1
-    assert second.model.counters.external_kv_transfer == length - 1
-    assert second.model.counters.local_compute == 1
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == length
+    assert second.model.counters.external_kv_transfer == length
+    assert second.model.counters.local_compute == 0
     alone = await post(http, first.url + url, body)
     assert alone[1]["choices"][0]["message"] == answer["choices"][0]["message"]
     wrong = body | {"kv_transfer_params": remote | {"remote_engine_id": "other"}}

@@ -16,6 +16,7 @@ from lab.engine_events import (
     Event,
     Finished,
     FirstToken,
+    KvAwaited,
     Preempted,
     StepResult,
     TokenGenerated,
@@ -48,6 +49,8 @@ def run_out(model: EngineModel, limit: int = 10_000) -> list[StepResult]:
     while model.has_work:
         steps.append(model.step(now))
         now += steps[-1].duration_s
+        for awaited in steps[-1].awaited:
+            assert model.receive(awaited.request_id, now)
         model.finish_step()
         model.cache.check()
         assert len(steps) < limit, "the engine does not come to an end"
@@ -238,11 +241,125 @@ def test_kv_from_another_instance_leaves_one_token_to_compute() -> None:
     model = engine()
     model.submit(ask("a", list(range(100)), max_tokens=1, remote_tokens=100), 0.0)
     steps = run_out(model)
-    assert [step.scheduled for step in steps] == [{"a": 1}]
-    assert events_of(steps, FirstToken) == [FirstToken("a", 0, 99)]
-    assert model.counters.external_kv_transfer == 99
-    assert model.counters.local_compute == 1
+    assert steps[0] == StepResult(0.0, [], {}, (KvAwaited("a", 100),))
+    assert [step.scheduled for step in steps] == [{}, {"a": 1}]
+    assert events_of(steps, FirstToken) == [FirstToken("a", 0, 100)]
+    # As vLLM counts: what came is the whole prompt, though its last token was computed again.
+    assert model.counters.external_kv_transfer == model.counters.external_prefix_cache_hits == 100
+    assert model.counters.local_compute == 0
     assert sum(len(event.hashes) for event in events_of(steps, BlocksStored)) == 6
+
+
+def test_kv_that_is_awaited_holds_blocks_while_others_compute() -> None:
+    model = engine(kv_blocks=8, max_model_len=128)
+    model.submit(ask("a", list(range(40)), max_tokens=9), 0.0)
+    model.step(0.0)
+    model.submit(ask("b", list(range(100, 164)), max_tokens=1, remote_tokens=64), 0.0)
+    model.submit(ask("c", list(range(200, 230)), max_tokens=1), 0.0)
+    step = model.step(0.0)
+    # b takes four blocks at once and computes nothing; c, behind it, needs two where one is left.
+    assert (step.scheduled, step.awaited) == ({"a": 1}, (KvAwaited("b", 64),))
+    assert (model.num_running, model.num_waiting, model.cache.free) == (1, 2, 1)
+    assert model.step(0.0).scheduled == {"a": 1}
+    assert model.receive("b", 0.0)
+    assert not model.receive("b", 0.0)
+    assert model.step(0.0).scheduled == {"a": 1, "b": 1}
+    assert model.step(0.0).scheduled == {"a": 1, "c": 30}
+
+
+def test_kv_that_has_come_goes_before_what_waits() -> None:
+    model = engine(max_num_seqs=1)
+    model.submit(ask("b", list(range(100, 164)), max_tokens=1, remote_tokens=64), 0.0)
+    model.submit(ask("a", list(range(40)), max_tokens=2), 0.0)
+    model.submit(ask("c", list(range(200, 230)), max_tokens=1), 0.0)
+    assert model.step(0.0).scheduled == {"a": 40}
+    model.receive("b", 0.0)
+    assert [step.scheduled for step in run_out(model)] == [{"a": 1}, {"b": 1}, {"c": 30}]
+
+
+def test_blocks_that_a_prompt_under_way_needs_are_not_given_to_kv_that_comes() -> None:
+    model = engine(kv_blocks=12, max_model_len=128, max_num_batched_tokens=16)
+    model.submit(ask("a", list(range(100)), max_tokens=1), 0.0)
+    model.submit(ask("b", list(range(200, 296)), max_tokens=1, remote_tokens=96), 0.0)
+    # a has one block of seven: eleven are free, six of them are to be its own, and b wants six.
+    steps = [model.step(0.0) for _ in range(8)]
+    assert [len(step.awaited) for step in steps] == [0] * 7 + [1]
+
+
+def test_an_aborted_request_keeps_its_blocks_until_its_kv_has_come() -> None:
+    model = engine()
+    model.submit(ask("a", list(range(64)), remote_tokens=64), 0.0)
+    model.step(0.0)
+    assert not model.has_work
+    assert model.abort("a", 0.0)
+    assert model.kv_usage == 4 / 64
+    with pytest.raises(ValueError, match="already here"):
+        model.submit(ask("a", [1]), 0.0)
+    assert model.receive("a", 0.0)
+    assert model.kv_usage == 0
+
+
+def test_kv_that_came_is_computed_when_it_was_lost_to_a_preemption() -> None:
+    model = engine(kv_blocks=4, max_model_len=64)
+    model.submit(ask("a", list(range(30)), max_tokens=8), 0.0)
+    model.submit(ask("b", list(range(100, 130)), max_tokens=8, remote_tokens=30), 0.0)
+    steps = run_out(model)
+    assert events_of(steps, Preempted) == [Preempted("b")]
+    assert sum(len(step.awaited) for step in steps) == 1
+    # Of its 32 tokens (two were answered) the first 16 were still there.
+    again = [step.scheduled["b"] for step in steps if step.scheduled.get("b", 0) > 1]
+    assert again == [16]
+    assert model.counters.prefix_cache_queries == 60
+
+
+def test_the_more_urgent_first_and_the_earlier_of_equals() -> None:
+    model = engine(max_num_seqs=1, scheduling_policy="priority")
+    for at, (name, priority) in enumerate((("a", 1), ("b", 0), ("c", 1), ("d", -1))):
+        model.submit(ask(name, list(range(10)), max_tokens=1, priority=priority), float(at))
+    assert [[*step.scheduled] for step in run_out(model)] == [["d"], ["b"], ["a"], ["c"]]
+
+
+def test_without_the_policy_priorities_are_nothing() -> None:
+    model = engine(max_num_seqs=1)
+    for name, priority in (("a", 1), ("b", 0)):
+        model.submit(ask(name, list(range(10)), max_tokens=1, priority=priority), 0.0)
+    assert [[*step.scheduled] for step in run_out(model)] == [["a"], ["b"]]
+
+
+def test_the_least_urgent_is_preempted_and_gives_back_what_the_step_gave_it() -> None:
+    model = engine(kv_blocks=4, max_model_len=64, scheduling_policy="priority")
+    model.submit(ask("a", list(range(28)), max_tokens=8, priority=5), 0.0)
+    model.submit(ask("b", list(range(100, 130)), max_tokens=8, priority=0), 1.0)
+    steps = run_out(model)
+    assert events_of(steps, Preempted) == [Preempted("a")]
+    # Admitted in the order of priority; a, the last, would decode token 31 in the step in which b needs a third block.
+    assert [step.scheduled for step in steps[:4]] == [{"b": 30, "a": 28}, {"b": 1, "a": 1}, {"b": 1, "a": 1}, {"b": 1}]
+    first = engine(kv_blocks=4, max_model_len=64, scheduling_policy="priority")
+    first.submit(ask("a", list(range(28)), max_tokens=8, priority=5), 0.0)
+    first.step(0.0)
+    first.submit(ask("b", list(range(100, 131)), max_tokens=8, priority=0), 1.0)
+    steps = run_out(first)
+    # Here a runs before b and has its token of the step already: it is taken from it again.
+    assert [step.scheduled for step in steps[:3]] == [{"a": 1, "b": 31}, {"a": 1, "b": 1}, {"b": 1}]
+    assert events_of(steps[2:3], Preempted) == [Preempted("a")]
+
+
+def test_an_adaptive_threshold_never_cuts_below_an_equal_share() -> None:
+    for adaptive, scheduled in ((False, {"a": 16, "b": 16}), (True, {"a": 32, "b": 32})):
+        model = engine(long_prefill_token_threshold=16, long_prefill_token_threshold_adaptive=adaptive)
+        model.submit(ask("a", list(range(100)), max_tokens=1), 0.0)
+        model.submit(ask("b", list(range(200, 300)), max_tokens=1), 0.0)
+        assert model.step(0.0).scheduled == scheduled
+
+
+def test_the_watermark_keeps_others_out_but_not_the_only_one() -> None:
+    # 0.25 of vLLM's nine blocks, of which eight hold KV, are two.
+    model = engine(kv_blocks=8, max_model_len=128, watermark=0.25)
+    model.submit(ask("a", list(range(50)), max_tokens=2), 0.0)
+    model.submit(ask("b", list(range(100, 148)), max_tokens=1), 0.0)
+    model.submit(ask("c", list(range(200, 328 - 1)), max_tokens=1), 0.0)
+    # a has four blocks, b would have three and leave one; c takes all eight, alone.
+    assert [step.scheduled for step in run_out(model)] == [{"a": 50}, {"a": 1}, {"b": 48}, {"c": 64}, {"c": 63}]
 
 
 def test_an_answer_is_a_function_of_prompt_and_seed() -> None:
@@ -289,7 +406,15 @@ def test_impossible_requests_are_refused(request_: EngineRequest, reason: str) -
 
 
 @pytest.mark.parametrize(
-    "changes", [{"block_size": 24}, {"block_size": 8}, {"kv_blocks": 31}, {"max_num_seqs": 0}, {"vocabulary": ()}]
+    "changes",
+    [
+        {"block_size": 24},
+        {"block_size": 8},
+        {"kv_blocks": 31},
+        {"max_num_seqs": 0},
+        {"vocabulary": ()},
+        {"watermark": 1.0},
+    ],
 )
 def test_impossible_settings_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"\w"):
@@ -358,6 +483,8 @@ def test_whatever_happens(actions: list[tuple[Any, ...]], blocks: int, budget: i
 
     def step() -> None:
         result = model.step(0.0)
+        for awaited in result.awaited:
+            model.receive(awaited.request_id, 0.0)
         rebuild(told, result.events)
         assert sum(result.scheduled.values()) <= budget
         assert len(result.scheduled) <= seqs

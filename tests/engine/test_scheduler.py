@@ -1,0 +1,196 @@
+"""The lab's engine model schedules as vLLM's own scheduler does: both are given the same arrivals, step by step."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lab.block_cache import AllCleared, BlocksRemoved, BlocksStored
+from lab.engine_events import EngineConfig, EngineRequest, FirstToken, Preempted, TokenGenerated
+from lab.engine_model import EngineModel
+from tests.engine.servers import ENGINE_PYTHON
+
+HERE = Path(__file__).parent
+LENGTH = 192
+
+
+@pytest.fixture(scope="module")
+def vllm(model_folder: Path, engine_folder: Path) -> Iterator[tuple[IO[str], IO[str]]]:
+    """Where scripts go and answers come from: a process with vLLM's scheduler."""
+    environment = os.environ | {
+        "PYTHONPATH": str(HERE),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    with (engine_folder / "scheduler.log").open("w") as log:
+        process = subprocess.Popen(
+            [ENGINE_PYTHON, HERE / "vllm_scheduler.py", model_folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=environment,
+        )
+    with process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        yield process.stdin, process.stdout
+        process.stdin.close()
+        process.wait(timeout=60)
+
+
+def model_of(script: dict[str, Any]) -> EngineModel:
+    return EngineModel(EngineConfig(**script["config"]))
+
+
+def play(script: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the model does; adds the answers to the script's requests."""
+    model = model_of(script)
+    requests = script["requests"]
+    for asked in requests.values():
+        asked["answer"] = []
+    names: dict[int, str] = {}
+    told = []
+    for number, (action, name) in enumerate(script["actions"]):
+        now = float(number)
+        if action == "submit":
+            asked = requests[name]
+            model.submit(
+                EngineRequest(
+                    name,
+                    asked["prompt"],
+                    asked["max_tokens"],
+                    ignore_eos=True,
+                    remote_tokens=asked["remote_tokens"],
+                    priority=asked["priority"],
+                ),
+                now,
+            )
+        elif action == "abort":
+            model.abort(name, now)
+        elif action == "receive":
+            model.receive(name, now)
+        elif action == "reset":
+            model.reset_prefix_cache()
+        else:
+            has_work = model.has_work
+            result = model.step(now)
+            assert has_work or not result.scheduled, "it would have stood still"
+            for event in result.events:
+                if isinstance(event, TokenGenerated):
+                    requests[event.request_id]["answer"].append(event.token_id)
+            firsts = [event for event in result.events if isinstance(event, FirstToken)]
+            told.append(
+                {
+                    "scheduled": [[*pair] for pair in result.scheduled.items()],
+                    "preempted": [event.request_id for event in result.events if isinstance(event, Preempted)],
+                    "events": _blocks(result.events, model.config.block_size, names),
+                    "awaited": sorted(one.request_id for one in result.awaited),
+                    "prefills": {event.request_id: [event.cached_tokens, event.remote_tokens] for event in firsts},
+                    "running": model.num_running,
+                    "waiting": model.num_waiting,
+                    "free": model.cache.free,
+                }
+            )
+            model.finish_step()
+            model.cache.check()
+    for asked in requests.values():
+        asked["answer"] += [0] * (asked["max_tokens"] - len(asked["answer"]))
+    return told
+
+
+def _blocks(events: list[Any], size: int, names: dict[int, str]) -> list[list[str]]:
+    told = []
+    for event in events:
+        if isinstance(event, BlocksStored):
+            text = names.get(event.parent, "") if event.parent is not None else ""
+            for index, value in enumerate(event.hashes):
+                text += "".join(f"{token} " for token in event.token_ids[index * size : (index + 1) * size])
+                names[value] = text
+                told.append(["stored", text])
+        elif isinstance(event, BlocksRemoved):
+            told += [["removed", names[value]] for value in event.hashes]
+        elif isinstance(event, AllCleared):
+            told.append(["cleared", ""])
+    return told
+
+
+CONFIGS = st.fixed_dictionaries(
+    {
+        "block_size": st.sampled_from([16, 32]),
+        "kv_blocks": st.integers(12, 20),
+        "max_model_len": st.just(LENGTH),
+        "max_num_batched_tokens": st.integers(8, 96),
+        "max_num_seqs": st.integers(1, 6),
+        "long_prefill_token_threshold": st.sampled_from([0, 0, 8, 24]),
+        "long_prefill_token_threshold_adaptive": st.booleans(),
+        "watermark": st.sampled_from([0.0, 0.0, 0.1, 0.3]),
+        "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
+    }
+)
+REQUESTS = st.lists(
+    st.fixed_dictionaries(
+        {
+            # A few beginnings, so that prompts share prefixes of various lengths.
+            "prompt": st.builds(
+                lambda shared, cut, own, length: ([shared] * cut + [own] * LENGTH)[:length],
+                st.integers(1, 2),
+                st.sampled_from([0, 16, 40, 64]),
+                st.integers(3, 5),
+                st.integers(2, 120) | st.integers(2, 60),
+            ),
+            "max_tokens": st.integers(1, 40) | st.integers(20, 120),
+            "priority": st.integers(-1, 2),
+            "remote_tokens": st.sampled_from([0, 0, 0, 32, 200]),
+        }
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@st.composite
+def scripts(draw: st.DrawFn) -> dict[str, Any]:
+    """Arrivals, steps, aborts, transfers that end, and in the end steps enough for all."""
+    requests = {f"r{number}": one for number, one in enumerate(draw(REQUESTS))}
+    actions: list[list[Any]] = []
+    submitted: list[str] = []
+    for name in requests:
+        actions.append(["submit", name])
+        submitted.append(name)
+        for _ in range(draw(st.integers(0, 4))):
+            action = draw(st.sampled_from(["step"] * 8 + ["receive", "receive", "abort", "reset"]))
+            of = draw(st.sampled_from(submitted)) if action in ("receive", "abort") else None
+            actions.append([action, of])
+    for _ in range(draw(st.integers(0, 12))):
+        actions += [["step", None]] * draw(st.integers(1, 12))
+        actions.append(["receive", draw(st.sampled_from(submitted))])
+    return {"config": draw(CONFIGS), "requests": requests, "actions": actions}
+
+
+def compare(vllm: tuple[IO[str], IO[str]], script: dict[str, Any]) -> None:
+    ours = play(script)
+    into, out = vllm
+    into.write(json.dumps(script) + "\n")
+    into.flush()
+    line = out.readline()
+    assert line, "vLLM's scheduler has ended: see scheduler.log"
+    theirs = json.loads(line)
+    assert isinstance(theirs, list), theirs
+    for number, (expected, got) in enumerate(zip(theirs, ours, strict=True)):
+        assert got == expected, f"step {number}"
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(script=scripts())
+def test_every_step_is_vllms(vllm: tuple[IO[str], IO[str]], script: dict[str, Any]) -> None:
+    compare(vllm, script)
