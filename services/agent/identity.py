@@ -18,6 +18,11 @@ _QUICK = 5
 _QUICK_CHANGES = 3
 
 
+def process_name(start: float) -> str:
+    """The identity of the process that started at `start`, in seconds of the engine's wall clock."""
+    return f"{start:.3f}"
+
+
 class Seen(Enum):
     """What the newest look at an address says."""
 
@@ -48,7 +53,7 @@ class Identity:
         fell = generation_tokens < self._generation_tokens or queries < self._queries
         self._generation_tokens, self._queries = generation_tokens, queries
         if process_start is not None:
-            identity = f"{process_start:.3f}"
+            identity = process_name(process_start)
         else:
             if fell or not self.current:
                 self._anonymous += 1

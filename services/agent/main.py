@@ -15,6 +15,7 @@ from services.agent.gpu import GpuSampler
 from services.agent.instance import Surroundings
 from services.agent.settings import AgentSettings
 from services.agent.status import make_app
+from services.agent.step_loads import receive
 from services.agent.target import parse_target
 from services.agent.watch import EngineWatch
 from services.common.auth import bearer
@@ -69,9 +70,11 @@ async def serve(settings: AgentSettings, stop: asyncio.Event) -> None:
         no_gpus=sampler.absent_reason,
     )
     tasks = [asyncio.create_task(watch.run(), name=f"watch {watch.target.url}") for watch in watches]
+    if settings.loads_listen:
+        tasks.append(asyncio.create_task(receive(context, settings.loads_listen, watches), name="step loads"))
     stopped = asyncio.create_task(stop.wait())
     try:
-        # A watch never ends by itself: if one does, the agent is broken and says so by ending.
+        # A watch, or the receiver of loads, never ends by itself: if one does, the agent is broken and says so by ending.
         await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
     finally:
         stopped.cancel()

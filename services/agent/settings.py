@@ -34,6 +34,11 @@ class AgentSettings(BaseSettings):
         5.0, ge=0.1, le=600, description="least time between two saves of a shadow, in seconds"
     )
     metrics_listen: str = Field("127.0.0.1:9101", description="HOST:PORT of /metrics and /health; empty for none")
+    loads_listen: str = Field(
+        "",
+        description="ZMQ address to bind for the loads that engines with Pointsman's stat logger push after each step "
+        "(ipc:///run/pointsman/loads, tcp://127.0.0.1:9102); empty: only what /metrics says",
+    )
     engine_api_key: SecretStr = Field(SecretStr(""), description="what engines started with --api-key ask for")
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error")
 

@@ -34,12 +34,14 @@ class AgentCollector(Collector):
             "pointsman_agent_engine_refused", "1 when the address answers for several processes", labels=["engine"]
         )
         looks = CounterMetricFamily("pointsman_agent_scrapes", "Looks at the engine", labels=["engine", "result"])
+        steps = CounterMetricFamily("pointsman_agent_steps_pushed", "Loads pushed by the engine", labels=["engine"])
         for watch in self._watches:
+            steps.add_metric([watch.target.url], watch.steps_pushed)
             up.add_metric([watch.target.url], float(watch.healthy))
             refused.add_metric([watch.target.url], float(watch.refused))
             looks.add_metric([watch.target.url, "ok"], watch.scrapes)
             looks.add_metric([watch.target.url, "failed"], watch.scrape_failures)
-        yield from (up, refused, looks)
+        yield from (up, refused, looks, steps)
 
     def _instances(self) -> Iterable[Metric]:
         keys = GaugeMetricFamily("pointsman_agent_keys", "Block keys in the shadow", labels=["instance", "tier"])

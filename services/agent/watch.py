@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import time
 
@@ -10,10 +11,11 @@ import structlog
 
 from pointsman.agent.v1 import agent_pb2 as pb
 from services.agent.gpu import GpuSampler
-from services.agent.identity import Identity, Seen
+from services.agent.identity import Identity, Seen, process_name
 from services.agent.instance import InstanceWatch, Surroundings, new_incarnation
 from services.agent.metrics import Sample, Scrape
 from services.agent.probe import EngineProbe, Models, ProbeError, Sources
+from services.agent.step_load import StepLoad
 from services.agent.target import Target
 
 log = structlog.get_logger()
@@ -24,6 +26,10 @@ UNHEALTHY_AFTER = 2
 GONE_AFTER_S = 60.0
 # Looks at an engine that does not answer come at least so often, in seconds.
 SLOWEST_LOOK_S = 5.0
+# An engine whose step was heard of so lately is well, whatever its /metrics says.
+ALIVE_AFTER_STEP_S = 2.0
+# Loads pushed at every step go on to the routers at most so often, in seconds: 20 a second for each of a fleet's instances.
+PUSHED_EVERY_S = 0.05
 # Models and adapters are asked for again after so long: adapters come and go at run time.
 DESCRIBE_EVERY_S = 15.0
 
@@ -61,6 +67,10 @@ class EngineWatch:
         self._last_answer = time.monotonic()
         self._last_loads: dict[int, pb.Load] = {}
         self._described_at = 0.0
+        self.steps_pushed = 0
+        self._last_step = -math.inf
+        self._pushed: dict[int, tuple[StepLoad, float]] = {}
+        self._pushing: asyncio.TimerHandle | None = None
         self._log = log.bind(engine=target.url)
 
     async def run(self) -> None:
@@ -77,6 +87,31 @@ class EngineWatch:
                     await self._rest(began + pause - time.monotonic())
         finally:
             await self._stop("")
+
+    def stepped(self, load: StepLoad) -> None:
+        """An engine pushed its load; nothing happens when it is not this one, or not the process that answered last."""
+        if self._identity.anonymous or self._identity.current != process_name(load.process):
+            return
+        if load.rank not in self.instances:
+            return
+        self.steps_pushed += 1
+        self._last_step = time.monotonic()
+        self._pushed[load.rank] = (load, time.monotonic())
+        if self._pushing is None:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Tell the routers the newest pushed loads, and again after a while if more came meanwhile."""
+        self._pushing = None
+        if not self._pushed:
+            return
+        for rank, (load, taken_at) in self._pushed.items():
+            if (instance := self.instances.get(rank)) is not None:
+                known = self._last_loads.get(rank)
+                self._last_loads[rank] = load.to_wire(list(known.gpus) if known is not None else [])
+                instance.loaded(self._last_loads[rank], taken_at)
+        self._pushed.clear()
+        self._pushing = asyncio.get_running_loop().call_later(PUSHED_EVERY_S, self._pass_on)
 
     async def _rest(self, seconds: float) -> None:
         """Until the next look; sooner when an instance's events say that it is over."""
@@ -206,6 +241,10 @@ class EngineWatch:
 
     async def _fail(self, reason: str) -> None:
         self.scrape_failures += 1
+        if time.monotonic() - self._last_step < ALIVE_AFTER_STEP_S:
+            # It computes: its HTTP server is only too busy to answer.
+            self.trouble = reason
+            return
         self._failures += 1
         self._identity.unreachable()
         if self._failures == UNHEALTHY_AFTER:
@@ -226,6 +265,7 @@ class EngineWatch:
     async def _stop(self, goodbye: str) -> None:
         instances, self.instances = self.instances, {}
         self._last_loads.clear()
+        self._pushed.clear()
         await asyncio.gather(*(instance.stop(goodbye) for instance in instances.values()))
 
 

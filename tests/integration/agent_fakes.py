@@ -48,6 +48,7 @@ class FakeEngine:
         self.generation_tokens = 100
         self.ranks = [0]
         self.replay_port = True
+        self.metrics_broken = False
         self.buffer: list[tuple[int, bytes]] = []
         self.replays = 0
         self.port = 0
@@ -116,6 +117,8 @@ class FakeEngine:
             await self._router.send_multipart([client, b"", b"", END_OF_REPLAY, b""])
 
     async def _metrics(self, request: web.Request) -> web.Response:
+        if self.metrics_broken:
+            raise web.HTTPServiceUnavailable
         lines = [] if self.process_start is None else [f"process_start_time_seconds {self.process_start}"]
         for rank in self.ranks:
             lines += [
@@ -264,15 +267,12 @@ class FakeRouter(agent_pb2_grpc.AgentServiceServicer):
 class RunningAgent:
     """An agent in this process, by its own `serve`."""
 
-    def __init__(self, engines: list[str], routers: list[str], state_dir: Path, save_interval_s: float) -> None:
+    def __init__(self, engines: list[str], routers: list[str], state_dir: Path, **settings: Any) -> None:
         self.settings = AgentSettings(
             engines=engines,
             routers=routers,
             state_dir=state_dir,
-            scrape_interval_s=0.05,
-            bookmark_interval_s=0.1,
-            save_interval_s=save_interval_s,
-            metrics_listen="",
+            **{"scrape_interval_s": 0.05, "bookmark_interval_s": 0.1, "metrics_listen": ""} | settings,
         )
         self._stop = asyncio.Event()
         self.task = asyncio.create_task(serve(self.settings, self._stop))
@@ -284,10 +284,10 @@ class RunningAgent:
 
 @asynccontextmanager
 async def running(
-    engine: str, routers: list[str], state_dir: Path, *, save_interval_s: float = 0.1
+    engine: str, routers: list[str], state_dir: Path, *, save_interval_s: float = 0.1, **settings: Any
 ) -> AsyncIterator[RunningAgent]:
     """An agent beside one engine; stopped in order at the end."""
-    agent = RunningAgent([engine], routers, state_dir, save_interval_s)
+    agent = RunningAgent([engine], routers, state_dir, save_interval_s=save_interval_s, **settings)
     try:
         yield agent
     finally:

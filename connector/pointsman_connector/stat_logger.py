@@ -1,0 +1,97 @@
+"""Each engine step's scheduler statistics, pushed to the node's agent: its load is then as fresh as the step.
+
+vLLM loads `StepLoads` through the entry-point group vllm.stat_logger_plugins. It is silent unless POINTSMAN_AGENT_LOADS names the
+agent's ZMQ address, for example ipc:///run/pointsman/loads or tcp://127.0.0.1:9102.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import msgspec
+import zmq
+from prometheus_client import PROCESS_COLLECTOR
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats, SchedulerStats
+
+from pointsman_connector.loads import Counters, StepLoad
+
+logger = init_logger(__name__)
+
+ADDRESS = "POINTSMAN_AGENT_LOADS"
+
+
+class StepLoads(StatLoggerBase):
+    """Pushes a StepLoad after each step, never waiting: an agent that is away or behind misses steps, not the latest one."""
+
+    def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
+        self._rank = engine_index
+        self._counters = Counters()
+        self._process = process_start()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._socket: zmq.Socket[bytes] | None = None
+        if address := os.environ.get(ADDRESS):
+            self._socket = zmq.Context.instance().socket(zmq.PUSH)
+            # Only the newest message waits for the agent, and none outlives the engine.
+            self._socket.setsockopt(zmq.CONFLATE, 1)
+            self._socket.setsockopt(zmq.LINGER, 0)
+            self._socket.connect(address)
+            logger.info("Pushing the load of each step to %s", address)
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """One step's statistics, as vLLM hands them to all its loggers."""
+        if self._socket is None:
+            return
+        if iteration_stats is not None:
+            self._counters.generation_tokens += iteration_stats.num_generation_tokens
+            self._counters.preemptions += iteration_stats.num_preempted_reqs
+        if scheduler_stats is None:
+            return
+        self._count(scheduler_stats)
+        load = StepLoad(
+            process=self._process,
+            rank=self._rank,
+            running=scheduler_stats.num_running_reqs,
+            waiting=scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs,
+            kv_usage=scheduler_stats.kv_cache_usage,
+            counters=self._counters,
+        )
+        try:
+            self._socket.send(self._encoder.encode(load), zmq.NOBLOCK)
+        except zmq.Again:
+            # No connection yet; the next step says it all again.
+            return
+
+    def _count(self, stats: SchedulerStats) -> None:
+        counters = self._counters
+        counters.prefix_cache_queries += stats.prefix_cache_stats.queries
+        counters.prefix_cache_hits += stats.prefix_cache_stats.hits
+        counters.evictions += len(stats.kv_cache_eviction_events)
+        external: PrefixCacheStats | None = stats.connector_prefix_cache_stats
+        if external is not None:
+            counters.external_prefix_cache_queries += external.queries
+            counters.external_prefix_cache_hits += external.hits
+        for name, values in (stats.kv_connector_stats or {}).items():
+            if isinstance(values, list):
+                counters.connector[name] = counters.connector.get(name, 0.0) + float(sum(values))
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""
+
+
+def process_start() -> float:
+    """This process's start as its /metrics tells it, in seconds: how the agent knows whose load it is. 0 where unknown."""
+    for family in PROCESS_COLLECTOR.collect():
+        for sample in family.samples:
+            if sample.name == "process_start_time_seconds":
+                return sample.value
+    return 0.0

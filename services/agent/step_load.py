@@ -1,0 +1,46 @@
+"""What an engine with the connector package's stat logger pushes after each step: a msgpack map. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pointsman.agent.v1 import agent_pb2 as pb
+
+
+class Counters(msgspec.Struct, frozen=True):
+    """Since the engine's start; queries and hits in tokens. The engine's `connector` statistics stay with its own metrics."""
+
+    generation_tokens: int
+    preemptions: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    external_prefix_cache_queries: int
+    external_prefix_cache_hits: int
+
+
+class StepLoad(msgspec.Struct, frozen=True):
+    """An engine right after a step. `process` is its process_start_time_seconds, `rank` its data-parallel rank."""
+
+    process: float
+    rank: int
+    running: int
+    waiting: int
+    kv_usage: float
+    counters: Counters
+
+    def to_wire(self, gpus: list[pb.Gpu]) -> pb.Load:
+        """As routers are told. `gpus` were sampled by the agent itself."""
+        counters = self.counters
+        return pb.Load(
+            running=self.running,
+            waiting=self.waiting,
+            kv_usage=self.kv_usage,
+            generation_tokens=counters.generation_tokens,
+            prefix_cache_queries=counters.prefix_cache_queries,
+            prefix_cache_hits=counters.prefix_cache_hits,
+            external_prefix_cache_queries=counters.external_prefix_cache_queries,
+            external_prefix_cache_hits=counters.external_prefix_cache_hits,
+            preemptions=counters.preemptions,
+            healthy=True,
+            gpus=gpus,
+        )

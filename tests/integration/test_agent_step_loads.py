@@ -1,0 +1,97 @@
+"""Loads that an engine pushes after each step reach the routers, and keep a busy engine healthy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq.asyncio
+
+from pointsman_connector import loads
+from services.agent.step_load import StepLoad
+from tests.integration.agent_fakes import FakeEngine, FakeRouter, running, until
+
+
+@pytest.fixture
+async def context() -> AsyncIterator[zmq.asyncio.Context]:
+    context = zmq.asyncio.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@asynccontextmanager
+async def pushing(context: zmq.asyncio.Context, address: str) -> AsyncIterator[zmq.asyncio.Socket]:
+    socket = context.socket(zmq.PUSH)
+    socket.connect(address)
+    yield socket
+    socket.close(linger=0)
+
+
+def load(**changes: Any) -> bytes:
+    counters = loads.Counters(generation_tokens=5_000, prefix_cache_hits=64, connector={"bytes_transferred": 1.0})
+    fields: dict[str, Any] = {"process": 1000.0, "rank": 0, "running": 7, "waiting": 2, "kv_usage": 0.5}
+    return msgspec.msgpack.encode(loads.StepLoad(counters=counters, **fields | changes))
+
+
+def test_engine_and_agent_mean_the_same() -> None:
+    """The connector package and the agent share no code, only these names."""
+    seen = msgspec.msgpack.decode(load(), type=StepLoad)
+    assert (seen.process, seen.rank, seen.running, seen.waiting, seen.kv_usage) == (1000.0, 0, 7, 2, 0.5)
+    assert (seen.counters.generation_tokens, seen.counters.prefix_cache_hits) == (5_000, 64)
+
+
+async def test_pushed_loads_reach_the_router(context: zmq.asyncio.Context, tmp_path: Path) -> None:
+    engine, router = FakeEngine(context), FakeRouter()
+    await engine.start()
+    await router.start()
+    address = f"ipc://{tmp_path}/loads"
+    # Of the scrapes there is one, at the start: what comes after it was pushed.
+    async with (
+        running(engine.url, [router.address], tmp_path, loads_listen=address, scrape_interval_s=60.0),
+        pushing(context, address) as push,
+    ):
+        await until(lambda: bool(router.streams and router.streams[0].loads), "the scraped load")
+        assert router.streams[0].loads[-1].running == 0
+        for message in (b"\xc1", load(process=999.0, running=1), load(rank=3, running=1), load()):
+            await push.send(message)
+        await until(lambda: router.streams[0].loads[-1].running == 7, "the pushed load")
+        seen = router.streams[0].loads[-1]
+        assert (seen.waiting, seen.kv_usage, seen.generation_tokens, seen.prefix_cache_hits) == (2, 0.5, 5_000, 64)
+        assert all(one.running in (0, 7) for one in router.streams[0].loads), "other processes' and ranks' loads"
+    await engine.stop()
+    await router.stop()
+    assert router.problems == []
+
+
+async def test_an_engine_that_steps_is_healthy_though_its_metrics_fail(
+    context: zmq.asyncio.Context, tmp_path: Path
+) -> None:
+    engine, router = FakeEngine(context), FakeRouter()
+    await engine.start()
+    await router.start()
+    address = f"ipc://{tmp_path}/loads"
+
+    async def step(push: zmq.asyncio.Socket) -> None:
+        while True:
+            await push.send(load())
+            await asyncio.sleep(0.02)
+
+    async with running(engine.url, [router.address], tmp_path, loads_listen=address) as agent:
+        await until(lambda: bool(router.streams and router.streams[0].loads), "a load")
+        async with pushing(context, address) as push:
+            steps = asyncio.create_task(step(push))
+            await until(lambda: router.streams[0].loads[-1].running == 7, "a pushed load")
+            engine.metrics_broken = True
+            count = len(router.streams[0].loads)
+            await until(lambda: len(router.streams[0].loads) > count + 20, "many more loads")
+            assert all(one.healthy for one in router.streams[0].loads)
+            steps.cancel()
+        await until(lambda: not router.streams[0].loads[-1].healthy, "that it is not, without steps")
+        assert not agent.task.done()
+    await engine.stop()
+    await router.stop()
