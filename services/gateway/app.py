@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -94,19 +94,21 @@ class Gateway:
             self.pools.update,
             self.telemetry.router.set,
         )
+        self.telemetry.open.set_function(lambda: self.router.open_count)
+        limits = Limits(
+            place_s=settings.place_timeout_s,
+            prefill_s=settings.prefill_timeout_s,
+            first_byte_s=settings.first_byte_timeout_s,
+            transfer_s=settings.transfer_timeout_s,
+        )
         self._tools = Tools(
             self.router,
             self._upstream,
             Bootstraps(self._upstream),
             self.pools,
             self.telemetry,
-            Limits(
-                place_s=settings.place_timeout_s,
-                prefill_s=settings.prefill_timeout_s,
-                first_byte_s=settings.first_byte_timeout_s,
-                transfer_s=settings.transfer_timeout_s,
-            ),
-            settings.answer_timeout_s,
+            limits,
+            replace(limits, first_byte_s=settings.answer_timeout_s),
             self._breakdown,
             settings.tell_placement,
         )
@@ -190,7 +192,7 @@ class Gateway:
 
     def error(self, status: int, message: str, code: str, path: str) -> Response:
         """The form of errors that the server itself answers."""
-        self.telemetry.requests.labels("", "other", str(status)).inc()
+        self.telemetry.answered("", "other", status)
         return _error(DialectError(status, message, code=code), form_of(path))
 
     def _route(self, path: str) -> Route | None:
@@ -224,7 +226,7 @@ class Gateway:
     def _count(self, request: Request, status: int) -> None:
         # Only a route of ours as a label: a client must not be able to invent label values.
         route = self._route(request.path)
-        self.telemetry.requests.labels(request.model, route.name if route else "other", str(status)).inc()
+        self.telemetry.answered(request.model, route.name if route else "other", status)
 
     # Routes.
 

@@ -100,6 +100,7 @@ class ChatTemplate:
         tree = environment.parse(source)
         self._source = source
         self._template = environment.from_string(source)
+        self._globals = dict(self._template.globals)
         self._special_tokens = dict(special_tokens)
         self._variables = jinja2.meta.find_undeclared_variables(tree)
         self.parts_as_dicts = _loops_over_content(tree)
@@ -148,7 +149,9 @@ class ChatTemplate:
         kwargs |= {"tools": _tools(body.get("tools")), "documents": body.get("documents")}
         final = _open_final_message(messages, self._source) if continue_final else None
         try:
-            text = self._template.render(messages=messages, **{**kwargs, "add_generation_prompt": add_generation})
+            # Template.render(), but for the chain of dictionaries that it copies each time.
+            names = {**self._globals, "messages": messages, **kwargs, "add_generation_prompt": add_generation}
+            text = "".join(self._template.root_render_func(self._template.new_context(names, shared=True)))
         except Exception as error:  # a template may fail in any way on what a client wrote
             raise Unrenderable(f"the chat template failed: {type(error).__name__}") from error
         return text if final is None else _cut_at_tag(text, final)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
-from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -37,15 +36,15 @@ class Conductor:
     been told the end."""
 
     def __init__(self, tools: Tools, job: Job, request: Request) -> None:
-        limit = tools.limits.first_byte_s if job.call.stream else tools.answer_timeout_s
-        limits = replace(tools.limits, first_byte_s=limit)
+        limits = tools.limits if job.call.stream else tools.whole_limits
         self._tools = tools
         self._job = job
         self._out = request.outgoing
         self._machine = Choreography(job.request_id, limits, direct=is_direct(job.call))
         self._placing = Placing(tools, job)
         self._errands = Errands(tools, job, request)
-        self._ops: set[asyncio.Task[mv.Event]] = set()  # one, or two where the step after a PREFILL is sent ahead
+        self._begun: list[Coroutine[Any, Any, mv.Event]] = []  # and not awaited yet
+        self._ops: set[asyncio.Task[mv.Event]] = set()  # two, where the step after a PREFILL is sent ahead
         self._attempt = Attempt()
         self._failure: mv.Fail | None = None
         self._broken = False
@@ -84,7 +83,10 @@ class Conductor:
         return None
 
     def _handle(self, event: mv.Event) -> None:
-        self._do(self._machine.handle(event, time.monotonic()))
+        now = time.monotonic()
+        if isinstance(event, mv.Tick) and self._machine.deadline is not None:
+            now = max(now, self._machine.deadline)  # the loop counts in ms
+        self._do(self._machine.handle(event, now))
 
     def _do(self, effects: list[mv.Effect]) -> None:
         router, placing, errands = self._tools.router, self._placing, self._errands
@@ -131,7 +133,7 @@ class Conductor:
                     self._broken = True
 
     def _begin(self, operation: Coroutine[Any, Any, mv.Event]) -> None:
-        self._ops.add(asyncio.create_task(operation))
+        self._begun.append(operation)
 
     def _note(self, step: mv.StepGiven, *, ahead: bool = False) -> None:
         if ahead:
@@ -141,9 +143,14 @@ class Conductor:
         self._placing.note(step)
 
     async def _next_event(self) -> mv.Event:
-        """The end of something that was begun, or Tick at the deadline."""
+        """The end of something that was begun, or Tick at the deadline. An operation that is alone needs no task of its own;
+        it is given up at the deadline, by which everything that waits for one thing ends that."""
         assert self._machine.deadline is not None
         left = max(0.0, self._machine.deadline - time.monotonic())
+        if not self._ops and len(self._begun) == 1:
+            return await _within(left, self._begun.pop())
+        self._ops |= {asyncio.create_task(operation) for operation in self._begun}
+        self._begun.clear()
         done, _ = await asyncio.wait(self._ops, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         if not done:
             return mv.Tick()
@@ -164,6 +171,9 @@ class Conductor:
             raise
 
     def _abort(self) -> None:
+        for begun in self._begun:
+            begun.close()
+        self._begun.clear()
         for op in self._ops:
             op.cancel()
         self._ops.clear()
@@ -178,7 +188,6 @@ class Conductor:
         job.grant.charge(prompt + output, now)
         tools.router.finished(attempt.finished(effect, job, status, now))
         tools.telemetry.outcomes.labels(effect.outcome.name.lower()).inc()
-        tools.telemetry.open.set(tools.router.open_count)
         if ok:
             tools.telemetry.total.observe(now - job.received)
             if job.ids is not None and usage.prompt is not None:
@@ -212,6 +221,17 @@ class Conductor:
             if step.degraded:
                 headers["X-Pointsman-Degraded"] = "1"
         return headers
+
+
+async def _within(limit_s: float, operation: Coroutine[Any, Any, mv.Event]) -> mv.Event:
+    limit = asyncio.timeout(limit_s)
+    try:
+        async with limit:
+            return await operation
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        return mv.Tick()
 
 
 def _as_error(failure: mv.Fail) -> DialectError:

@@ -32,7 +32,7 @@ class Tools:
     pools: Pools
     telemetry: Telemetry
     limits: Limits
-    answer_timeout_s: float
+    whole_limits: Limits  # of answers that are not streamed
     breakdown: BreakdownLog
     tell_placement: bool
     turn: int = 0  # round-robin among equals for placements of our own

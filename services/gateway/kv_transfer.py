@@ -85,11 +85,12 @@ def why_not(call: Call) -> str:
 
 def is_direct(call: Call) -> bool:
     """Whether the client's own request can bring the KV along: one streamed answer, and nothing in it that P may not see."""
+    if not call.stream or call.kind not in (Kind.CHAT, Kind.COMPLETION):
+        return False
     body = call.body
     several = any(body.get(name) not in (None, 1) for name in ("n", "best_of")) or bool(body.get("use_beam_search"))
     hidden = any(body.get(name) is not None for name in _MAYBE_IN_PROMPT)
-    as_it_is = call.kind in (Kind.CHAT, Kind.COMPLETION)
-    return call.stream and as_it_is and not several and not hidden and not why_not(call)
+    return not several and not hidden and not why_not(call)
 
 
 def prefill_request(call: Call, params: Mapping[str, Any]) -> tuple[str, bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import structlog
+from google.protobuf import duration_pb2
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2
@@ -82,7 +83,6 @@ class Placing:
     def note(self, step: StepGiven) -> None:
         """The step is being done: from now on the request counts where it runs."""
         self._tools.router.placed(self._requests[step.attempt_id], step.target.instance_id, step.cached_tokens)
-        self._tools.telemetry.open.set(self._tools.router.open_count)
 
     def _request_for(self, attempt_id: str, exclude: tuple[str, ...]) -> placement_pb2.PlacementRequest:
         request = placement_pb2.PlacementRequest()
@@ -97,7 +97,7 @@ class Placing:
     def _understood(self, attempt_id: str, step: Step) -> Event:
         if isinstance(step, placement_pb2.Refusal):
             self._tools.telemetry.refusals.labels(str(step.code)).inc()
-            wait = step.retry_after.ToTimedelta().total_seconds() if step.HasField("retry_after") else None
+            wait = _seconds(step.retry_after) if step.HasField("retry_after") else None
             return Refused(attempt_id, step.code, step.message, wait)
         given = step.step
         prefill = given.prefix_tokens if given.kind == placement_pb2.STEP_KIND_PREFILL else 0
@@ -106,13 +106,18 @@ class Placing:
             target_of(given.instance),
             given.index,
             prefill,
-            given.deadline.ToTimedelta().total_seconds() if given.HasField("deadline") else 0.0,
+            _seconds(given.deadline),
             step.decision_id,
             step.cached_tokens,
             step.degraded,
             target_of(given.kv_target) if given.HasField("kv_target") else None,
             target_of(given.kv_source) if given.HasField("kv_source") else None,
         )
+
+
+def _seconds(wire: duration_pb2.Duration) -> float:
+    # Without the detour over a timedelta, which takes ten times as long.
+    return wire.seconds + wire.nanos / 1e9
 
 
 def target_of(instance: placement_pb2.InstanceRef) -> Target:

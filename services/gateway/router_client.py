@@ -22,7 +22,7 @@ log = structlog.get_logger()
 FLUSH_S = 2.0
 ASK_AGAIN_S = 0.1
 # How long a report may wait for others to be sent with: a request's first token and end, or those of several requests.
-REPORT_WITHIN_S = 0.002
+REPORT_WITHIN_S = 0.005
 
 _KEYS_FIELD = placement_pb2.PlacementRequest.KEYS_FIELD_NUMBER
 
@@ -52,13 +52,16 @@ class RouterAway(Exception):
 @dataclass(slots=True)
 class _Request:
     """One request, from its first question to its Finished. While `answer` is open it waits at `session` (None: nowhere, since
-    `homeless_at` in monotonic s); `stream` is set once it is placed; `again` is set while it waits to be asked again."""
+    `homeless_at` in monotonic s); `instance_id` is set once it is placed, as it is announced to a router that comes (back);
+    `again` is set while it waits to be asked again."""
 
     request: placement_pb2.PlacementRequest
     deadline: float
     session: RouterSession | None = None
     answer: asyncio.Future[Step] | None = None
-    stream: placement_pb2.OpenStream | None = None
+    instance_id: str = ""
+    cached_tokens: int = 0
+    began: bool = False
     homeless_at: float | None = None
     again: asyncio.TimerHandle | None = None
     asked_at: float | None = None
@@ -67,7 +70,17 @@ class _Request:
     @property
     def asking(self) -> bool:
         """Whether it waits for its first step."""
-        return self.stream is None and self.answer is not None and not self.answer.done()
+        return not self.instance_id and self.answer is not None and not self.answer.done()
+
+    def announced(self) -> placement_pb2.OpenStream:
+        """The stream of one that is placed."""
+        return placement_pb2.OpenStream(
+            request=self.request,
+            instance_id=self.instance_id,
+            phase=placement_pb2.PHASE_DECODE if self.began else placement_pb2.PHASE_PREFILL,
+            cached_tokens=self.cached_tokens,
+            generated_tokens=self.generated() if self.generated is not None else 0,
+        )
 
 
 class RouterClient:
@@ -103,12 +116,12 @@ class RouterClient:
 
     def inflight(self) -> dict[str, int]:
         """Open requests by instance id."""
-        return Counter(one.stream.instance_id for one in self._requests.values() if one.stream is not None)
+        return Counter(one.instance_id for one in self._requests.values() if one.instance_id)
 
     @property
     def open_count(self) -> int:
         """How many requests are placed and not finished."""
-        return sum(one.stream is not None for one in self._requests.values())
+        return sum(bool(one.instance_id) for one in self._requests.values())
 
     async def start(self) -> None:
         """Begin dialling; returns at once."""
@@ -150,27 +163,19 @@ class RouterClient:
             self._report(one, placement_pb2.SessionRequest(step_done=done))
 
     def placed(self, request: placement_pb2.PlacementRequest, instance_id: str, cached_tokens: int) -> None:
-        """Remember where a request runs, until finished(): it is announced to a router that comes (back)."""
-        known = placement_pb2.PlacementRequest()
-        known.CopyFrom(request)
-        del known.keys[:]
-        one = self._requests.setdefault(request.request_id, _Request(known, 0.0))
-        one.request = known
-        # The next step may be told after the first token of an answer that did not wait for it.
-        phase = one.stream.phase if one.stream is not None else placement_pb2.PHASE_PREFILL
-        one.stream = placement_pb2.OpenStream(
-            request=known,
-            instance_id=instance_id,
-            phase=phase,
-            cached_tokens=cached_tokens,
-        )
+        """Remember where a request runs, until finished(), and drop its keys: nobody is asked about it again."""
+        one = self._requests.get(request.request_id)
+        if one is None:
+            one = self._requests[request.request_id] = _Request(request, 0.0)
+        one.request.ClearField("keys")
+        one.instance_id, one.cached_tokens = instance_id, cached_tokens
 
     def first_token(self, request_id: str) -> None:
         """Report the first byte."""
         one = self._requests.get(request_id)
-        if one is None or one.stream is None:
+        if one is None or not one.instance_id:
             return
-        one.stream.phase = placement_pb2.PHASE_DECODE
+        one.began = True
         self._report(one, placement_pb2.SessionRequest(first_token=placement_pb2.FirstToken(request_id=request_id)))
 
     def watch(self, request_id: str, generated: Callable[[], int]) -> None:
@@ -227,7 +232,8 @@ class RouterClient:
             self._be_patient(one)
             return
         now = time.monotonic()
-        one.request.deadline.FromNanoseconds(max(1, int((one.deadline - now) * 1e9)))
+        left, deadline = max(one.deadline - now, 1e-9), one.request.deadline
+        deadline.seconds, deadline.nanos = int(left), max(int(left % 1 * 1e9), 1)
         if one.asked_at is None:
             one.asked_at = now
         else:
@@ -250,13 +256,13 @@ class RouterClient:
         try:
             step = await one.answer
         except RouterAway:
-            if one.stream is None:
+            if not one.instance_id:
                 self._requests.pop(one.request.request_id, None)
             raise
         finally:
             if one.again is not None:
                 one.again.cancel()
-        if isinstance(step, placement_pb2.Refusal) and one.stream is None:
+        if isinstance(step, placement_pb2.Refusal) and not one.instance_id:
             self._requests.pop(one.request.request_id, None)
         return step
 
@@ -278,12 +284,9 @@ class RouterClient:
 
     def _hello(self) -> placement_pb2.GatewayHello:
         requests = self._requests.values()
-        for one in requests:
-            if one.stream is not None and one.generated is not None:
-                one.stream.generated_tokens = one.generated()
         return placement_pb2.GatewayHello(
             gateway_id=self._gateway_id,
-            open_streams=[one.stream for one in requests if one.stream is not None],
+            open_streams=[one.announced() for one in requests if one.instance_id],
             waiting_request_ids=[one.request.request_id for one in requests if one.asking],
             known_instance_ids=[one.instance_id for pool in self._owners.fleet().pools for one in pool.instances],
         )
@@ -311,7 +314,7 @@ class RouterClient:
     def _lose(self, one: _Request) -> None:
         """The session that the request waits at is not the one to wait at any more."""
         one.session = None
-        if one.stream is not None and one.answer is not None and not one.answer.done():
+        if one.instance_id and one.answer is not None and not one.answer.done():
             one.answer.set_exception(RouterAway())
 
     def _receive(self, session: RouterSession, message: placement_pb2.SessionResponse) -> None:

@@ -24,6 +24,7 @@ class Telemetry:
         self.requests = Counter(
             f"{name}requests", "Answers by model, route and HTTP status", ["model", "route", "status"], registry=of
         )
+        self._answered: dict[tuple[str, str, int], Counter] = {}
         self.outcomes = Counter(f"{name}attempts", "Placed attempts by outcome", ["outcome"], registry=of)
         self.retries = Counter(f"{name}retries", "Attempts after the first", registry=of)
         self.refusals = Counter(f"{name}refusals", "Requests that the router refused, by code", ["code"], registry=of)
@@ -48,6 +49,14 @@ class Telemetry:
         self.total = Histogram(
             f"{name}request_seconds", "From the request's last byte to the answer's last", buckets=_SECONDS, registry=of
         )
+
+    def answered(self, model: str, route: str, status: int) -> None:
+        """Count one answer. A look-up by labels takes three times as long as counting."""
+        named = (model, route, status)
+        counter = self._answered.get(named)
+        if counter is None:
+            counter = self._answered[named] = self.requests.labels(model, route, str(status))
+        counter.inc()
 
 
 class _TokenCacheCollector(Collector):

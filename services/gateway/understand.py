@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
-import uuid
 from array import array
 
 import structlog
@@ -54,18 +54,20 @@ class Understanding:
         dry: bool,
     ) -> Job:
         """Tokens, keys and session of a call. Raises DialectError when the prompt is too long. A dry run remembers nothing."""
-        request_id = uuid.uuid4().hex
+        request_id = secrets.token_hex(16)
         tokenizer = state.usable(call.kind) if call.kind.generates else None
         prompt: Prompt | None = None
         keys: Keys = array("Q")
-        count = estimated_tokens(call)
+        count = 0
         if tokenizer is not None:
             try:
                 prompt, keys = await self._tokens(call, tokenizer, state.pool.model, lora)
-                count = max(count, len(prompt.ids)) if prompt.media else len(prompt.ids)
+                count = max(estimated_tokens(call), len(prompt.ids)) if prompt.media else len(prompt.ids)
                 _check_length(call, prompt.longest, state.pool.max_model_len)
             except Unrenderable as reason:
                 log.debug("placed without keys", request_id=request_id, reason=str(reason))
+        if prompt is None:
+            count = estimated_tokens(call)
         if not keys and call.kind.generates:
             self._telemetry.keyless.labels(state.pool.model).inc()
         hint = request.headers.get("X-Session-ID") or call.session_hint

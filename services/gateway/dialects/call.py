@@ -26,6 +26,9 @@ class Kind(enum.Enum):
     TOKENIZE = "/tokenize"
     DETOKENIZE = "/detokenize"
 
+    # Members are looked up in dictionaries some twenty times a request; enum's own hash is a Python function.
+    __hash__ = object.__hash__
+
     @property
     def generates(self) -> bool:
         """Whether it decodes: its prompt has tokens to place by, its session goes on."""

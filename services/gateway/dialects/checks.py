@@ -81,9 +81,9 @@ def check_model(body: Mapping[str, Any]) -> None:
 
 def check_fields(body: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
     """Raises DialectError for the first field that is not as its rule says; null means "not set", as to the engine."""
-    for name, (good, need) in rules.items():
-        if (value := body.get(name)) is not None and not good(value):
-            raise wrong(name, need)
+    for name, value in body.items():
+        if value is not None and (rule := rules.get(name)) is not None and not rule[0](value):
+            raise wrong(name, rule[1])
 
 
 def check_turns(turns: object, param: str, *, content_needed: bool = False) -> None:

@@ -18,6 +18,7 @@ FORBIDDEN_XARGS = ("kv_transfer_params", "ec_transfer_params", "kv_cache_report_
 
 # Requests with these are answered by the engine as ever; only their tokens cannot be told from outside it.
 OPAQUE_FIELDS = ("prompt_embeds", "truncate_prompt_tokens", "chat_template", "mm_processor_kwargs")
+_OPAQUE = frozenset(OPAQUE_FIELDS)
 
 _MEDIA = ("image", "audio", "video", "input_audio", "input_image", "prompt_embeds", "file", "source")
 _CHECKS: Mapping[Kind, Callable[[Mapping[str, Any]], None]] = {
@@ -135,7 +136,7 @@ def _usage(kind: Kind, body: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
 def _wants_prompt_logprobs(kind: Kind, body: Mapping[str, Any]) -> bool:
     """vLLM computes the whole prompt anew for them (SamplingParams.skip_reading_prefix_cache), also where an echo implies them:
     for a completion with logprobs, for a chat always, as its top_logprobs are 0 at least."""
-    if any(body.get(name) is not None for name in ("prompt_logprobs", "prompt_logprob_token_ids")):
+    if body.get("prompt_logprobs") is not None or body.get("prompt_logprob_token_ids") is not None:
         return True
     implied = kind is Kind.CHAT or (kind is Kind.COMPLETION and body.get("logprobs") is not None)
     return bool(body.get("echo")) and implied
@@ -143,7 +144,7 @@ def _wants_prompt_logprobs(kind: Kind, body: Mapping[str, Any]) -> bool:
 
 def _prompt(kind: Kind, body: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
     """The prompt as a chat, and why its tokens cannot be told."""
-    if any(body.get(name) is not None for name in OPAQUE_FIELDS):
+    if not _OPAQUE.isdisjoint(body) and any(body.get(name) is not None for name in OPAQUE_FIELDS):
         return None, "a field that changes the prompt inside the engine"
     if kind not in _TO_CHAT:
         return None, ""

@@ -73,10 +73,15 @@ class Response:
     headers: dict[str, str] = field(default_factory=dict)
 
 
+def _clean(value: str) -> str:
+    # Most values need no look at each of their letters.
+    return value if value.isprintable() else value.translate(_NO_CONTROLS)
+
+
 def head_bytes(status: int, headers: Mapping[str, str], *framing: str) -> bytes:
     """Status line and fields of an answer. Control characters become blanks: no value can begin a field of its own."""
     lines = [f"HTTP/1.1 {status} {_REASONS.get(status, 'Unknown')}"]
-    lines += [f"{name}: {value.translate(_NO_CONTROLS)}" for name, value in headers.items()]
+    lines += [f"{name}: {_clean(value)}" for name, value in headers.items()]
     lines += framing
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")
 
@@ -84,7 +89,7 @@ def head_bytes(status: int, headers: Mapping[str, str], *framing: str) -> bytes:
 def request_bytes(method: str, path: str, host: str, headers: Mapping[str, str], body: bytes) -> list[bytes]:
     """A request, as pieces to write. Control characters in fields become blanks."""
     lines = [f"{method} {path} HTTP/1.1", f"Host: {host}"]
-    lines += [f"{name}: {value.translate(_NO_CONTROLS)}" for name, value in headers.items()]
+    lines += [f"{name}: {_clean(value)}" for name, value in headers.items()]
     if body or method == "POST":
         lines.append(f"Content-Length: {len(body)}")
     head = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")

@@ -76,7 +76,7 @@ def parsed_or_refused(kind: Kind, raw: bytes) -> None:
     # Routes that know no vllm_xargs let anything of that name through, as any field that they do not know.
     if isinstance(seen.get("vllm_xargs"), dict):
         assert not set(FORBIDDEN_XARGS) & seen["vllm_xargs"].keys()
-    assert call.payload is raw or call.stripped
+    assert call.payload is raw or call.stripped or call.usage_is_ours
     assert call.opaque or call.chat is not None or call.kind not in (Kind.CHAT, Kind.RESPONSES, Kind.MESSAGES)
     assert call.model
     assert call.max_output_tokens >= 0
