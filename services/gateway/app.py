@@ -301,6 +301,7 @@ class Gateway:
             self._aliases, self._settings.client_cache_salt, client.cache_salt, client.tenant == DEFAULT_TENANT
         )
         call = parse(kind, request.body, rules)
+        request.body = b""
         for name in call.stripped:
             self.telemetry.stripped.labels(name).inc()
         found = self.pools.resolve(call.model)

@@ -159,6 +159,7 @@ class Conductor:
         return ended.result()
 
     async def _pass_on(self) -> mv.Event:
+        self._job.forget_prompt()
         self._tools.router.watch(self._machine.attempt_id, lambda: self._errands.streamed_tokens)
         try:
             assert self._machine.step is not None
@@ -190,8 +191,8 @@ class Conductor:
         tools.telemetry.outcomes.labels(effect.outcome.name.lower()).inc()
         if ok:
             tools.telemetry.total.observe(now - job.received)
-            if job.ids is not None and usage.prompt is not None:
-                tools.pools.counted(job.state, job.call.kind, len(job.ids), usage.prompt)
+            if job.known_tokens and usage.prompt is not None:
+                tools.pools.counted(job.state, job.call.kind, job.known_tokens, usage.prompt)
         if effect.outcome is mv.Outcome.FAILED:
             log.warning(
                 "attempt failed",

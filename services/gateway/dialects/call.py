@@ -75,7 +75,7 @@ class Rules:
     own_session: bool = True  # whether the session id in the body may reach the engine as the client wrote it
 
 
-@dataclass(frozen=True)
+@dataclass
 class Call:
     """One parsed request.
 
@@ -98,6 +98,10 @@ class Call:
     previous: str = ""  # the stored response that this one continues
     stripped: tuple[str, ...] = ()
     usage_is_ours: bool = False  # a stream's usage was asked for by us: the client must not see it
+
+    def forget_prompt(self) -> None:
+        """Let go of what only sending needs: a stream may last for minutes after that, and prompts are long. Mutates."""
+        self.body, self.payload, self.chat = {}, b"", None
 
 
 def with_fields(payload: bytes, fields: Mapping[str, Any]) -> bytes:
