@@ -71,6 +71,7 @@ class Conductor:
             self._handle(mv.ClientGone())
             self._abort()
             self._trace(self._failure.message if self._failure is not None else "", time.monotonic())
+            self._errands.attempt_over()
 
     def _answer(self) -> Response | None:
         if self._failure is not None:
@@ -187,6 +188,7 @@ class Conductor:
         prompt = job.placement.input_tokens if usage.prompt is None else usage.prompt
         output = self._errands.streamed_tokens if usage.output is None else usage.output
         job.grant.charge(prompt + output, now)
+        self._errands.attempt_over()
         tools.router.finished(attempt.finished(effect, job, status, now))
         tools.telemetry.outcomes.labels(effect.outcome.name.lower()).inc()
         if ok:

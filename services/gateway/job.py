@@ -11,7 +11,7 @@ from services.gateway.dialects import Call, Kind, with_fields
 from services.gateway.dialects.responses import response_id
 from services.gateway.limits import Grant
 from services.gateway.moves import Limits, StepGiven
-from services.gateway.offload import Bootstraps
+from services.gateway.offload import Bootstraps, Releases
 from services.gateway.pools import Pools, PoolState
 from services.gateway.router_client import RouterClient
 from services.gateway.telemetry import Telemetry
@@ -29,6 +29,7 @@ class Tools:
     router: RouterClient
     upstream: Upstream
     bootstraps: Bootstraps
+    releases: Releases
     pools: Pools
     telemetry: Telemetry
     limits: Limits
