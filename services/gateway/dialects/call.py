@@ -22,6 +22,8 @@ class Kind(enum.Enum):
     EMBEDDINGS = "/v1/embeddings"
     RERANK = "/rerank"
     SCORE = "/score"
+    POOLING = "/pooling"
+    CLASSIFY = "/classify"
     COUNT_TOKENS = "/v1/messages/count_tokens"
     TOKENIZE = "/tokenize"
     DETOKENIZE = "/detokenize"
@@ -46,7 +48,7 @@ class Kind(enum.Enum):
 
 
 _GENERATING = frozenset({Kind.CHAT, Kind.COMPLETION, Kind.RESPONSES, Kind.MESSAGES})
-_POOLING = frozenset({Kind.EMBEDDINGS, Kind.RERANK, Kind.SCORE})
+_POOLING = frozenset({Kind.EMBEDDINGS, Kind.RERANK, Kind.SCORE, Kind.POOLING, Kind.CLASSIFY})
 _FORMS = {Kind.RESPONSES: Form.RESPONSES, Kind.MESSAGES: Form.ANTHROPIC, Kind.COUNT_TOKENS: Form.ANTHROPIC}
 
 # Every path that takes a body, as vLLM names it, with all its names for reranking and scoring.
