@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Any, TextIO
 
 import numpy as np
-import typer
 from rich.console import Console
 from rich.table import Table
 
-from lab.bundle import BundleError, read_records
 from lab.records import RequestRecord
 
 PERCENTILES = (50, 90, 99)
@@ -103,39 +100,6 @@ def print_summary(console: Console, summary: dict[str, Any], title: str) -> None
             *(_ms(one["ttft_s"], column) for column in ("p50", "p90")),
         )
     console.print(table)
-
-
-def compare(console: Console, summaries: dict[str, dict[str, Any]]) -> None:
-    """Print several runs side by side. One run each proves nothing: differences of a few per cent are chance."""
-    table = _table(
-        "run", "requests", "failed", "hit ratio", "TTFT p50", "p90", "p99", "TPOT p50", "p90", "E2E p50", "p90"
-    )
-    for name, one in summaries.items():
-        table.add_row(
-            name,
-            str(one["requests"]),
-            str(one["failed"]),
-            _ratio(one["hit_ratio"]),
-            *(_ms(one["ttft_s"], key) for key in ("p50", "p90", "p99")),
-            *(_ms(one["tpot_s"], key) for key in ("p50", "p90")),
-            *(_ms(one["e2e_s"], key) for key in ("p50", "p90")),
-        )
-    console.print(table)
-
-
-def analyze(folders: Annotated[list[Path], typer.Argument(help="bundles of runs")]) -> None:
-    """Summarise the bundles of replays and simulations; several also side by side."""
-    console = make_console()
-    summaries: dict[str, dict[str, Any]] = {}
-    for folder in folders:
-        try:
-            summaries[str(folder)] = summarise(read_records(folder))
-        except BundleError as error:
-            typer.echo(f"pointsman analyze: {error}", err=True)
-            raise typer.Exit(2) from None
-        print_summary(console, summaries[str(folder)], str(folder))
-    if len(summaries) > 1:
-        compare(console, summaries)
 
 
 def _ms(points: dict[str, float] | None, key: str) -> str:

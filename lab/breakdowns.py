@@ -24,8 +24,8 @@ PARTS = {
 }
 
 
-class Breakdown(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One request. Moments are unix s, and absent where it did not come to them or nobody told."""
+class Breakdown(msgspec.Struct, kw_only=True):
+    """One request. Moments are unix s, and None where it did not come to them or nobody told."""
 
     session: str
     turn: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from lab.analysis import analyze
+from lab.analyze import analyze
 from lab.compare import CompareSettings
 from lab.compare import run as run_comparison
 from lab.demo import DemoSettings

@@ -18,7 +18,8 @@ from services.common.channel import open_channel
 
 CALL_S = 10.0
 # A decision's end reaches the router after the client's last byte: the gateway sends ends together.
-SETTLE_S = 5.0
+SETTLE_S = 10.0
+SETTLE_POLL_S = 0.05
 RETRY_S = 0.5
 PAGE = 1_000
 
@@ -67,13 +68,19 @@ class FleetWatch:
         await self._channel.close(None)
 
     async def settle(self, decision_ids: Collection[str]) -> None:
-        """Wait until these decisions have ended for the router too, a few seconds at most; then take a last sample."""
+        """Wait until the router knows of these decisions' ends, and how the engines were after them, a few seconds at most."""
+        began = time.monotonic()
         wanted = {name for name in decision_ids if name}
-        until = time.monotonic() + SETTLE_S
-        while wanted and time.monotonic() < until:
-            wanted = {name for name in wanted if self._open(name)}
-            await asyncio.sleep(0.02 if wanted else 0)
         with contextlib.suppress(grpc.aio.AioRpcError):
+            while time.monotonic() - began < SETTLE_S:
+                wanted = {name for name in wanted if self._open(name)}
+                asked = time.monotonic()
+                statuses = await self._list()
+                # What an engine said before the last answer's end says nothing of what that left.
+                late = any(one.load.sample_age_ms / 1e3 > asked - began for one in statuses if one.load.healthy)
+                if not wanted and not late:
+                    break
+                await asyncio.sleep(SETTLE_POLL_S)
             for decision in await self._newest():
                 self.decisions[decision.decision_id] = decision
             await self._sample()
@@ -98,12 +105,14 @@ class FleetWatch:
                 self.missed += 1
 
     async def _sample(self) -> None:
-        answer = await self._fleet.ListInstances(
-            fleet_pb2.ListInstancesRequest(), timeout=CALL_S, metadata=self._metadata
-        )
-        self._last = list(answer.instances)
+        self._last = await self._list()
         now = round(self._clock(), 3)
-        self.samples += (_sample_of(status, now) for status in answer.instances)
+        self.samples += (_sample_of(status, now) for status in self._last)
+
+    async def _list(self) -> list[fleet_pb2.InstanceStatus]:
+        request = fleet_pb2.ListInstancesRequest()
+        answer = await self._fleet.ListInstances(request, timeout=CALL_S, metadata=self._metadata)
+        return list(answer.instances)
 
     async def _watch(self) -> None:
         while True:

@@ -132,7 +132,6 @@ def target_of(instance: placement_pb2.InstanceRef) -> Target:
         _PROTOCOLS.get(kv.protocol, ""),
         kv.bootstrap_url,
         kv.decode_first,
-        kv.role != agent_pb2.KV_ROLE_PRODUCER,
     )
 
 

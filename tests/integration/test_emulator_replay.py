@@ -220,6 +220,8 @@ def assert_bundle_is_whole(bundle: Bundle, folder: Path) -> None:
     assert (folder / "gpu_util.csv").read_text().startswith("time_s,instance,gpu,utilisation")
 
 
+# Seven processes start and stop.
+@pytest.mark.timeout(400)
 async def test_the_demo_runs_and_leaves_nothing_behind(tmp_path: Path, trace: Path) -> None:
     out = tmp_path / "demo"
     process = await demo(

@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from lab.analysis import analyze, percentiles, summarise
-from lab.bundle import BundleError, read_records, write_bundle
+from lab.analysis import percentiles, summarise
+from lab.bundle import BundleError, read_bundle, read_records, write_bundle
 from lab.records import RequestRecord
+from lab.samples import GpuSample, InstanceSample
 
 
 def record(
@@ -79,15 +78,22 @@ def test_a_broken_bundle_is_named(tmp_path: Path) -> None:
         read_records(tmp_path)
 
 
-def test_analyze_prints_bundles_side_by_side(tmp_path: Path) -> None:
-    app = typer.Typer()
-    app.command()(analyze)
-    for name in ("one", "two"):
-        write_bundle(tmp_path / name, {}, RECORDS, summarise(RECORDS))
-    shown = CliRunner().invoke(app, [str(tmp_path / "one"), str(tmp_path / "two")])
-    assert shown.exit_code == 0
-    assert shown.output.count("5 requests of 3 sessions") == 2
-    assert shown.output.count("200.0 ms") >= 3
-    missing = CliRunner().invoke(app, [str(tmp_path / "three")])
-    assert missing.exit_code == 2
-    assert "metrics.jsonl" in missing.output
+def test_a_whole_bundle_comes_back(tmp_path: Path) -> None:
+    gpu = GpuSample(index=1, utilisation=0.5, memory_used=7, memory_total=9)
+    samples = [InstanceSample(t=0.5, instance="i1", num_requests=3), InstanceSample(t=1.5, instance="i1", gpus=(gpu,))]
+    caches, breakdown = {"i1": {"keys": 3}}, {"parts_s": {}, "requests": []}
+    write_bundle(tmp_path, {"kind": "replay"}, RECORDS, summarise(RECORDS), samples, caches, breakdown)
+    bundle = read_bundle(tmp_path)
+    assert (bundle.records, bundle.samples, bundle.caches, bundle.breakdown) == (RECORDS, samples, caches, breakdown)
+    assert (tmp_path / "gpu_util.csv").read_text().splitlines() == [
+        "time_s,instance,gpu,utilisation,memory_used_bytes,memory_total_bytes",
+        "1.5,i1,1,0.5,7,9",
+    ]
+    # Another run in the same folder leaves nothing of this one.
+    write_bundle(tmp_path, {}, RECORDS, summarise(RECORDS))
+    bundle = read_bundle(tmp_path)
+    assert (bundle.samples, bundle.caches, bundle.breakdown) == ((), None, None)
+    assert not (tmp_path / "gpu_util.csv").exists()
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(BundleError, match=r"config\.json: cannot be read"):
+        read_bundle(tmp_path)
