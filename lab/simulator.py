@@ -174,6 +174,7 @@ class Simulator:
             kv_capacity_tokens=config.kv_blocks * config.block_size,
             max_model_len=config.max_model_len,
             kv_transfer=KvTransfer("MOONCAKE", f"sim://{instance.name}"),
+            prefill_chunk_limit=config.long_prefill_token_threshold,
         )
         self._tell(ev.AgentHello(instance.stream_id, info, KEY_SCHEME, 1, 0), 0.0)
         instance.report_all_keys(0.0)
@@ -253,6 +254,7 @@ class Simulator:
             keys=prompt.names,
             session_id=request.session,
             max_output_tokens=request.output_length,
+            sliceable=True,
         )
         record = RequestRecord(session=request.session, turn=request.turn, t_send=now)
         self._running[name] = _Running(request, record, rest, prompt, placement)

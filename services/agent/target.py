@@ -2,6 +2,7 @@
 
 `http://127.0.0.1:8000?events=tcp://127.0.0.1:5557&replay=tcp://127.0.0.1:5558&topic=kv&advertise=http://10.0.0.7:8000&gpus=0,1`
 `http://127.0.0.1:8000?kv=mooncake&bootstrap=http://10.0.0.7:8998&kv-role=both&decode-first=1`
+`http://127.0.0.1:8000?hardware=h200&long-prefill=4096`
 """
 
 from __future__ import annotations
@@ -9,7 +10,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
-_OPTIONS = frozenset({"events", "replay", "topic", "advertise", "gpus", "kv", "bootstrap", "kv-role", "decode-first"})
+_OPTIONS = frozenset(
+    {
+        "events",
+        "replay",
+        "topic",
+        "advertise",
+        "gpus",
+        "kv",
+        "bootstrap",
+        "kv-role",
+        "decode-first",
+        "hardware",
+        "long-prefill",
+    }
+)
 KV_PROTOCOLS = ("mooncake", "nixl")
 KV_ROLES = ("both", "producer", "consumer")
 # VLLM_MOONCAKE_BOOTSTRAP_PORT where nobody set it.
@@ -22,7 +37,9 @@ class Target:
     slash. `events` and `replay` are ZMQ addresses to connect to, empty to ask the engine. `gpus` are indices on this node,
     None when not given. `kv` is the protocol of its KV connector (one of KV_PROTOCOLS, empty for none), `bootstrap` the base URL
     at which gateways and other engines reach its bootstrap server, `kv_role` (one of KV_ROLES) the sides of a transfer that it
-    can be; `decode_first`: it wants both requests of a transfer at once. A running vLLM tells none of these."""
+    can be; `decode_first`: it wants both requests of a transfer at once. `hardware` is one word for all engines
+    that are equally fast, `long_prefill` its long_prefill_token_threshold (tokens, 0 for none). A running vLLM tells none
+    of these."""
 
     url: str
     advertise: str
@@ -34,6 +51,8 @@ class Target:
     bootstrap: str = ""
     kv_role: str = "both"
     decode_first: bool = False
+    hardware: str = ""
+    long_prefill: int = 0
 
     @property
     def host(self) -> str:
@@ -70,6 +89,9 @@ def parse_target(text: str) -> Target:
         raise ValueError(f"engine {url} has the KV role {role!r}: with a KV protocol, one of {', '.join(KV_ROLES)}")
     if "decode-first" in options and (kv != "mooncake" or options["decode-first"] not in ("0", "1")):
         raise ValueError(f"engine {url}: decode-first is 0 or 1, and needs kv=mooncake")
+    long_prefill = options.get("long-prefill", "0")
+    if not (long_prefill.isascii() and long_prefill.isdigit()):
+        raise ValueError(f"engine {url}: long-prefill is a number of tokens, not {long_prefill!r}")
     return Target(
         url=url,
         advertise=advertise,
@@ -81,6 +103,8 @@ def parse_target(text: str) -> Target:
         bootstrap=_base(text, options.get("bootstrap") or _bootstrap_of(advertise)) if kv == "mooncake" else "",
         kv_role=role,
         decode_first=options.get("decode-first") == "1",
+        hardware=options.get("hardware", ""),
+        long_prefill=int(long_prefill),
     )
 
 

@@ -222,6 +222,8 @@ class EngineWatch:
             engine_version=version,
             node=socket.gethostname(),
             kv_transfer=_kv_transfer(self.target, sample),
+            hardware=self.target.hardware,
+            prefill_chunk_limit=self.target.long_prefill,
         )
 
     async def _describe_again(self, probe: EngineProbe) -> None:

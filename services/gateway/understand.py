@@ -106,6 +106,7 @@ class Understanding:
         # Of several prompts only the first was counted, of one with media a part; what no cache is read for needs no PREFILL.
         complete = prompt is not None and not several and not prompt.media and call.reads_cache
         ids = prompt.ids if prompt is not None and complete else None
+        placement.sliceable = ids is not None
         return Job(request_id, call, state, placement, ids, headers, received, grant, request.traced)
 
     async def _tokens(self, call: Call, tokenizer: ModelTokenizer, model: str, lora: str) -> tuple[Prompt, Keys]:

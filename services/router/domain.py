@@ -7,6 +7,8 @@ from enum import StrEnum
 
 import msgspec
 
+from services.router.curve import CostCurve, Work
+
 WARM_CACHE_RATIO = 0.5
 WARM_NEW_TOKENS = 5_000
 HEAVY_NEW_TOKENS = 20_000
@@ -66,7 +68,9 @@ class KvTransfer(msgspec.Struct, frozen=True, gc=False):
 class InstanceInfo(msgspec.Struct, frozen=True, gc=False):
     """One engine (one data-parallel rank of it) during one incarnation, as its agent described it.
 
-    `block_size`, `kv_capacity_tokens` and `max_model_len` are in tokens; the latter two are 0 when unknown.
+    `block_size`, `kv_capacity_tokens` and `max_model_len` are in tokens; the latter two are 0 when unknown. `hardware` is one
+    word for all instances that compute equally fast. `prefill_chunk_limit` is the engine's long_prefill_token_threshold, in
+    tokens; 0: none is known.
     """
 
     instance_id: str
@@ -85,6 +89,8 @@ class InstanceInfo(msgspec.Struct, frozen=True, gc=False):
     engine_version: str = ""
     node: str = ""
     kv_transfer: KvTransfer | None = None
+    hardware: str = ""
+    prefill_chunk_limit: int = 0
 
 
 class Gpu(msgspec.Struct, frozen=True, gc=False):
@@ -116,7 +122,8 @@ class Load(msgspec.Struct, frozen=True, gc=False):
 class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     """What a placement is decided on. `keys` name the prompt's full 16-token blocks (services.common.keys).
 
-    `age_s`: how long it has waited for its first step already. `deadline_s`: how much longer its gateway waits.
+    `age_s`: how long it has waited for its first step already (or, between two steps, since it came). `deadline_s`: how much
+    longer its gateway waits. `sliceable`: its gateway can have a prefix of its prompt computed, up to the last of its keys.
     """
 
     request_id: str
@@ -129,11 +136,30 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     exclude: tuple[str, ...] = ()
     deadline_s: float | None = None
     age_s: float = 0.0
+    sliceable: bool = False
 
     @property
     def session(self) -> str:
         """The session's name across tenants; empty when it has none."""
         return f"{self.tenant}/{self.session_id}" if self.session_id else ""
+
+
+class Prefilling(msgspec.Struct, frozen=True, gc=False):
+    """What an instance has to compute before a new prompt's turn comes.
+
+    `queue` are its open prefills in the order of their coming: (tokens left, tokens of the prompt that are there). The first
+    moved on for the last time at `moved_at` (s on the view's clock). `chunk_limit`: the engine computes no more tokens of one
+    prompt in a step (long_prefill_token_threshold), so that others go on beside it; 0: no such limit is known.
+    """
+
+    queue: tuple[tuple[int, int], ...] = ()
+    moved_at: float = 0.0
+    chunk_limit: int = 0
+    block_size: int = 16
+    hardware: str = ""
+
+
+IDLE = Prefilling()
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
@@ -168,6 +194,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     prefix_source: PrefixSource = PrefixSource.NONE
     kv_gives: str = "MOONCAKE"
     kv_takes: str = "MOONCAKE"
+    prefilling: Prefilling = IDLE
 
     @property
     def exact(self) -> bool:
@@ -180,12 +207,17 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
 
 class FleetView(msgspec.Struct, frozen=True, gc=False):
-    """All that a policy may know. `turn` counts decisions of the pool, for round-robin tie-breaks; `now` in s."""
+    """All that a policy may know. `turn` counts decisions of the pool, for round-robin tie-breaks; `now` in s.
+
+    `curves` tells what prefills cost on each kind of hardware among the candidates, `usual` what work requests usually bring.
+    """
 
     candidates: tuple[Candidate, ...]
     session_owner: str = ""
     turn: int = 0
     now: float = 0.0
+    curves: Mapping[str, CostCurve] = msgspec.field(default_factory=dict)
+    usual: Work = Work()
 
     def find(self, instance_id: str) -> Candidate | None:
         """The candidate of that name."""
@@ -229,7 +261,10 @@ class Ruling(msgspec.Struct, frozen=True, gc=False):
     rule the instance was found (affinity, lmetric_fallback, offload, migrate). `figures` are what else it compared, by name
     with the unit at the end (`gain_s`). `owner` becomes the session's owner; empty: the last step's instance.
 
-    Without steps it means: hold the request, for `hold_s` at most after it first came (0: as long as the router allows).
+    Without steps it means: hold the request, for `hold_s` at most after it first came (0: as long as the router allows). Of the
+    requests that are held, the one with the least `handicap_s` less its age is tried first.
+
+    Steps that end with a PREFILL are the beginning of a plan: when they are done the policy is asked again.
     """
 
     steps: tuple[Step, ...]
@@ -238,6 +273,7 @@ class Ruling(msgspec.Struct, frozen=True, gc=False):
     figures: Mapping[str, float] = msgspec.field(default_factory=dict)
     owner: str = ""
     hold_s: float = 0.0
+    handicap_s: float | None = None
 
 
 class PolicyRef(msgspec.Struct, frozen=True, gc=False):
@@ -250,7 +286,8 @@ class PolicyRef(msgspec.Struct, frozen=True, gc=False):
 class Decision(msgspec.Struct, frozen=True, gc=False):
     """A placement with everything it was decided on; deciding again on `request` and `view` gives the same ruling.
 
-    `notes` are words on what else shaped it: `owner_draining`, `hold_expired`, ...
+    `notes` are words on what else shaped it: `owner_draining`, `hold_expired`, ... `after` is the decision on the part of the
+    request's prompt that was computed before this one.
     """
 
     decision_id: str
@@ -267,6 +304,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     key_count: int
     degraded: bool = False
     notes: tuple[str, ...] = ()
+    after: str = ""
 
     @property
     def instance_id(self) -> str:

@@ -39,6 +39,8 @@ Verdict = Decision | ev.Refused | Full
 Decide = Callable[[PlacementRequest, float, Policy | None], Verdict]
 # (decision, gateway id, now): reserves, and returns the effects, the answer last.
 Commit = Callable[[Decision, str, float], list[ev.Effect]]
+# (request, gateway id, now): what is left of a plan that has begun is one SERVE where it was; returns the effects.
+ServeThere = Callable[[PlacementRequest, str, float], list[ev.Effect]]
 # (pool, now): whether an instance of the pool may be placed on at all.
 HasRoom = Callable[[str, float], bool]
 
@@ -47,29 +49,39 @@ class Holding:
     """The waiting requests of a RouterState, and when and how they are answered. Decides and reserves by what it is given."""
 
     def __init__(
-        self, settings: QueueSettings, retry_after_s: float, decide: Decide, commit: Commit, has_room: HasRoom
+        self,
+        settings: QueueSettings,
+        retry_after_s: float,
+        decide: Decide,
+        commit: Commit,
+        serve_there: ServeThere,
+        has_room: HasRoom,
     ) -> None:
         self.queue = HeldQueue(settings)
         self._settings = settings
         self._retry_after_s = retry_after_s
         self._decide = decide
         self._commit = commit
+        self._serve_there = serve_there
         self._has_room = has_room
         self._fallback = Unified()
 
-    def place(self, request: PlacementRequest, gateway_id: str, now: float) -> list[ev.Effect]:
-        """Answer a new request now, or hold it (no effects). Mutates."""
+    def place(self, request: PlacementRequest, gateway_id: str, now: float, after: str = "") -> list[ev.Effect]:
+        """Answer a new request now, or hold it (no effects). `after`: the decision on the part of its plan that is done, when the
+        rest is to be placed. Mutates."""
         if (waiting := self.queue.get(request.request_id)) is not None:
             # Asked again, as after a broken call: whoever asked last gets the answer.
             self.queue.update(replace(waiting, gateway_id=gateway_id))
             return []
         verdict = self._decide(request, now, None)
         if isinstance(verdict, ev.Refused):
-            return [replace(verdict, gateway_id=gateway_id)]
+            return self._serve_there(request, gateway_id, now) if after else [replace(verdict, gateway_id=gateway_id)]
+        if isinstance(verdict, Decision) and after:
+            verdict = replace(verdict, after=after)
         placeable = isinstance(verdict, Decision) and bool(verdict.ruling.steps)
-        if isinstance(verdict, Decision) and placeable and not self.queue.waits_for_room(verdict.pool):
+        if isinstance(verdict, Decision) and placeable and not self._has_to_queue(verdict):
             return self._commit(verdict, gateway_id, now)
-        held = self._held(request, gateway_id, verdict, now)
+        held = self._held(request, gateway_id, verdict, now, after)
         why_not = self.queue.offer(held)
         if not why_not:
             return self._serve(verdict.pool, now, TRIES) if placeable else []
@@ -92,7 +104,8 @@ class Holding:
         self.queue.remove(request_id)
 
     def drop_gateway(self, gateway_id: str, keep: frozenset[str] = frozenset()) -> None:
-        """A gateway's stream ended, or began anew: it asks again, for all but what it says to `keep`. Mutates."""
+        """A gateway's stream ended, or began anew: it asks again, for all but what it says to `keep`. A plan that had begun it
+        ends by itself. Mutates."""
         for held in list(self.queue):
             if held.gateway_id == gateway_id and held.request.request_id not in keep:
                 self.queue.remove(held.request.request_id)
@@ -110,14 +123,25 @@ class Holding:
         message = f"every instance of {pool!r} is at its limit ({why})"
         return ev.Refused(request.request_id, "RESOURCE_EXHAUSTED", message, self._retry_after_s, gateway_id)
 
-    def _held(self, request: PlacementRequest, gateway_id: str, verdict: Decision | Full, now: float) -> Held:
+    def _has_to_queue(self, decision: Decision) -> bool:
+        """Whether a request that could be placed goes behind those that wait: all do behind those for whom there is no room, and
+        those to whom the policy gives a handicap behind all."""
+        pool = decision.pool
+        if decision.ruling.handicap_s is not None and self.queue.count(pool):
+            return True
+        return self.queue.waits_for_room(pool)
+
+    def _held(
+        self, request: PlacementRequest, gateway_id: str, verdict: Decision | Full, now: float, after: str
+    ) -> Held:
         since = now - request.age_s
-        answer_by = since + self._settings.timeout_s
+        # The gateway's patience, and so ours, begins anew with each step.
+        answer_by = (now if after else since) + self._settings.timeout_s
         if (left := request.deadline_s) is not None:
             answer_by = min(answer_by, now + left - min(MARGIN_S, left / 2))
         # As numbers of 8 bytes, because many requests of 130k tokens may wait.
         request = replace(request, keys=array("Q", request.keys))
-        held = Held(request, gateway_id, verdict.pool, since, answer_by, "", 0, for_room=True)
+        held = Held(request, gateway_id, verdict.pool, since, answer_by, "", 0, for_room=True, after=after)
         return _judged(held, verdict)
 
     def _serve(self, pool: str, now: float, tries: int) -> list[ev.Effect]:
@@ -128,7 +152,7 @@ class Holding:
             verdict = self._decide(_aged(held, now), now, None)
             if isinstance(verdict, Decision) and verdict.ruling.steps:
                 self.queue.served(held.request.request_id)
-                effects += self._commit(verdict, held.gateway_id, now)
+                effects += self._commit(replace(verdict, after=held.after), held.gateway_id, now)
             elif not isinstance(verdict, ev.Refused):
                 self.queue.update(_judged(held, verdict))
         return effects
@@ -138,7 +162,10 @@ class Holding:
         by_default = not held.for_room and self._settings.expiry == "place"
         verdict = self._decide(_aged(held, now), now, self._fallback if by_default else None)
         if isinstance(verdict, Decision) and verdict.ruling.steps:
-            return self._commit(replace(verdict, notes=(*verdict.notes, note)), held.gateway_id, now)
+            noted = replace(verdict, notes=(*verdict.notes, note), after=held.after)
+            return self._commit(noted, held.gateway_id, now)
+        if held.after:
+            return self._serve_there(held.request, held.gateway_id, now)
         if isinstance(verdict, ev.Refused):
             # The model was known when the request came, so its absence is a passing one.
             return [replace(verdict, code="UNAVAILABLE", retry_after_s=self._retry_after_s, gateway_id=held.gateway_id)]
@@ -161,5 +188,13 @@ def _judged(held: Held, verdict: Decision | Full) -> Held:
         return replace(held, reason=SATURATED, new_tokens=new, for_room=True)
     ruling, new = verdict.ruling, min(one.new_tokens for one in verdict.view.eligible())
     answer_by = min(held.answer_by, held.since + ruling.hold_s) if ruling.hold_s else held.answer_by
+    handicap_s = ruling.handicap_s
     # A request that could be placed, and yet stands behind others, waits for room as they do.
-    return replace(held, reason=ruling.reason, new_tokens=new, for_room=bool(ruling.steps), answer_by=answer_by)
+    return replace(
+        held,
+        reason=ruling.reason,
+        new_tokens=new,
+        for_room=bool(ruling.steps),
+        answer_by=answer_by,
+        handicap_s=handicap_s,
+    )

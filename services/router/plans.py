@@ -10,6 +10,7 @@ from services.router import events as ev
 from services.router.circuit import CircuitSettings
 from services.router.domain import Decision, Step, StepKind
 from services.router.fleet import Fleet
+from services.router.prefills import Prefills
 from services.router.remembered import Remembered
 from services.router.reservations import Reservation, Reservations
 from services.router.truth import Truth
@@ -23,12 +24,19 @@ class Plans:
     """The plans of open and lately ended requests (`decisions`), carried on as their steps end."""
 
     def __init__(
-        self, fleet: Fleet, truth: Truth, reservations: Reservations, decisions: Remembered, circuit: CircuitSettings
+        self,
+        fleet: Fleet,
+        truth: Truth,
+        reservations: Reservations,
+        prefills: Prefills,
+        decisions: Remembered,
+        circuit: CircuitSettings,
     ) -> None:
         self.decisions = decisions
         self._fleet = fleet
         self._truth = truth
         self._reservations = reservations
+        self._prefills = prefills
         self._circuit = circuit
 
     def reserve(
@@ -58,8 +66,12 @@ class Plans:
             step_index=index,
             lease_until=lease_until,
             pool=decision.pool,
+            cached_tokens=tokens - new_tokens,
         )
+        self._leave(reservation.request_id, now)
         self._reservations.put(reservation)
+        record = self._fleet.get(step.instance_id)
+        self._prefills.opened(reservation, record.info if record else None, now)
         if record := self._fleet.get(step.instance_id):
             record.circuit.placed(reservation.request_id, now)
         self._truth.opened(reservation, keys, tokens, now)
@@ -68,11 +80,12 @@ class Plans:
     def told(self, decision: Decision, index: int, gateway_id: str) -> ev.Placed:
         """Step `index`, as the gateway is told of it."""
         steps = decision.ruling.steps
-        last = index == len(steps) - 1
+        last = index == len(steps) - 1 and steps[index].kind is StepKind.SERVE
         return ev.Placed(decision.request.request_id, decision, index, steps[index], last, gateway_id)
 
     def first_token(self, event: ev.FirstToken, now: float) -> list[ev.Effect]:
         """An answer began. Mutates."""
+        self._prefilled(event.request_id, now)
         self._truth.first_token(event.request_id, now)
         moved = self._reservations.first_token(event.request_id)
         return [ev.Reserved(moved), *self._judge_circuit(moved, "OK", now)] if moved else []
@@ -85,10 +98,13 @@ class Plans:
             return []
         if not event.ok:
             return self._colocate(reservation, decision, event, now)
-        if event.step_index + 1 >= len(decision.ruling.steps):
-            return []
+        self._prefilled(event.request_id, now)
         self._truth.step_done(event.request_id, now)
         closed = self._judge_circuit(reservation, "OK", now)
+        if event.step_index + 1 >= len(decision.ruling.steps):
+            # It keeps its place there, with nothing left to compute, until the rest is placed.
+            self._reservations.prefilled(event.request_id, reservation.new_tokens)
+            return closed
         keys = self._truth.keys_of(event.request_id)
         effects = self.reserve(
             decision, event.step_index + 1, reservation.gateway_id, reservation.lease_until, keys, now
@@ -104,17 +120,51 @@ class Plans:
             return []  # Nothing simpler is left; its gateway ends this attempt.
         judged = self._judge_circuit(reservation, "FAILED" if event.instance_failed else "", now)
         note = f"{steps[index].kind.lower()}_failed: {event.error[:MAX_NOTE]}"
-        plan = (*steps[: index + 1], Step(StepKind.SERVE, decision.instance_id, COLOCATED_AFTER_ALL))
+        return [*judged, *self._serve_there(reservation, decision, index, note, now)]
+
+    def goes_on(self, event: ev.StepDone) -> Decision | None:
+        """The decision of an open request whose rest is to be placed now that this step, its plan's last so far, is done."""
+        reservation, decision = self._reservations.get(event.request_id), self.decisions.get(event.request_id)
+        if reservation is None or decision is None or reservation.step_index != event.step_index or not event.ok:
+            return None
+        step = decision.ruling.steps[-1]
+        return (
+            decision if step.kind is StepKind.PREFILL and event.step_index + 1 == len(decision.ruling.steps) else None
+        )
+
+    def serve_there(self, request_id: str, note: str, now: float) -> list[ev.Effect]:
+        """What is left of a plan that has begun becomes one SERVE where it was. Mutates."""
+        reservation, decision = self._reservations.get(request_id), self.decisions.get(request_id)
+        if reservation is None or decision is None:
+            return []
+        return self._serve_there(reservation, decision, reservation.step_index, note, now)
+
+    def _serve_there(
+        self, reservation: Reservation, decision: Decision, index: int, note: str, now: float
+    ) -> list[ev.Effect]:
+        plan = (*decision.ruling.steps[: index + 1], Step(StepKind.SERVE, decision.instance_id, COLOCATED_AFTER_ALL))
         ruling = replace(decision.ruling, steps=plan)
         decision = replace(decision, ruling=ruling, notes=(*decision.notes, note))
         self.decisions.put(decision)
-        keys = self._truth.keys_of(event.request_id)
+        keys = self._truth.keys_of(reservation.request_id)
         effects = self.reserve(decision, index + 1, reservation.gateway_id, reservation.lease_until, keys, now)
         noted = ev.Noted(decision.decision_id, note)
-        return [*judged, noted, *effects, self.told(decision, index + 1, reservation.gateway_id)]
+        return [noted, *effects, self.told(decision, index + 1, reservation.gateway_id)]
+
+    def _prefilled(self, request_id: str, now: float) -> None:
+        reservation, prompt = self._reservations.get(request_id), self._truth.progress.get(request_id)
+        if reservation is not None:
+            record = self._fleet.get(reservation.instance_id)
+            doubtful = prompt is None or prompt.evicted
+            self._prefills.done(reservation, record.info if record else None, now, doubtful=doubtful)
+
+    def _leave(self, request_id: str, now: float) -> None:
+        if (before := self._reservations.get(request_id)) is not None:
+            self._prefills.gone(before, now)
 
     def finished(self, finished: ev.Finished, now: float) -> list[ev.Effect]:
         """A request ended; no effects where it was not open. Mutates."""
+        self._leave(finished.request_id, now)
         reservation = self._reservations.release(finished.request_id)
         if reservation is None:
             return []

@@ -11,6 +11,9 @@ import msgspec
 
 from services.router.domain import PlacementRequest
 
+# Ageing so slow that no wait makes up for a token.
+_NEVER = 1e-6
+
 
 @dataclass(frozen=True, slots=True)
 class QueueSettings:
@@ -32,7 +35,8 @@ class Held(msgspec.Struct, frozen=True, gc=False):
     """A request that waits. `since` is when it first asked, at whichever router; it is answered by `answer_by`.
 
     `for_room`: every instance was saturated; otherwise the policy asked to wait. `new_tokens`: the least prefill that it would
-    cost when it was last tried.
+    cost when it was last tried; `handicap_s`: the policy's own word on how much sooner others are to be tried that came together
+    with it. `after`: the decision on the part of its plan that is done; empty when it waits for its first step.
     """
 
     request: PlacementRequest
@@ -43,11 +47,14 @@ class Held(msgspec.Struct, frozen=True, gc=False):
     reason: str
     new_tokens: int
     for_room: bool
+    handicap_s: float | None = None
+    after: str = ""
 
 
 class HeldQueue:
-    """All held requests. Within a tenant (or without fairness, altogether) the order is by new_tokens - ageing * waited:
-    shortest new prefill first, and nobody waits for ever. Tenants with waiting requests stand in a ring."""
+    """All held requests. Within a tenant (or without fairness, altogether) the order is by handicap_s - waited, where
+    new_tokens / ageing stand in for a handicap that is not given: shortest new prefill first, and nobody waits for ever. Tenants
+    with waiting requests stand in a ring."""
 
     def __init__(self, settings: QueueSettings) -> None:
         self.settings = settings
@@ -143,4 +150,7 @@ class HeldQueue:
 
     def _rank(self, held: Held, now: float) -> tuple[float, float, str]:
         waited = now - held.since
-        return held.new_tokens - self.settings.ageing_tokens_per_s * waited, held.since, held.request.request_id
+        handicap_s = held.handicap_s
+        if handicap_s is None:
+            handicap_s = held.new_tokens / (self.settings.ageing_tokens_per_s or _NEVER)
+        return handicap_s - waited, held.since, held.request.request_id

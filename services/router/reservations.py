@@ -16,7 +16,7 @@ from services.router.domain import Phase
 
 class Reservation(msgspec.Struct, frozen=True, gc=False):
     """One request's claim on one instance. Tokens: `input_tokens` of the prompt, `new_tokens` of it not cached there,
-    `prefilled_tokens` of these computed meanwhile as far as the instance's events tell."""
+    `prefilled_tokens` of these computed meanwhile as far as the instance's events tell, `cached_tokens` before them."""
 
     request_id: str
     gateway_id: str
@@ -29,6 +29,7 @@ class Reservation(msgspec.Struct, frozen=True, gc=False):
     lease_until: float | None = None
     prefilled_tokens: int = 0
     pool: str = ""
+    cached_tokens: int = 0
 
     @property
     def pending_tokens(self) -> int:
@@ -65,6 +66,8 @@ class Reservations:
         self.touched: set[str] = set()
         self._open: dict[str, Reservation] = {}
         self._counters: dict[str, Counters] = {}
+        # Instance -> the ids of its open prefills, in the order of their coming.
+        self._prefilling: dict[str, dict[str, None]] = {}
 
     def __len__(self) -> int:
         return len(self._open)
@@ -80,11 +83,18 @@ class Reservations:
         """The sums of one instance; do not mutate them."""
         return self._counters.get(instance_id, _NOTHING)
 
+    def prefilling(self, instance_id: str) -> list[Reservation]:
+        """The open reservations of an instance that came with something to compute and have no token yet, in the order of their
+        coming."""
+        return [self._open[request_id] for request_id in self._prefilling.get(instance_id, ())]
+
     def put(self, reservation: Reservation) -> None:
         """Open a reservation, or replace the one with the same request id. Mutates."""
         self.release(reservation.request_id)
         self._open[reservation.request_id] = reservation
         self._counters.setdefault(reservation.instance_id, Counters()).add(reservation, 1)
+        if reservation.pending_tokens > 0:
+            self._prefilling.setdefault(reservation.instance_id, {})[reservation.request_id] = None
         self.touched.add(reservation.instance_id)
 
     def of_pool(self, pool: str) -> list[Reservation]:
@@ -131,6 +141,10 @@ class Reservations:
             self.touched.add(reservation.instance_id)
             if not counters.num_requests:
                 del self._counters[reservation.instance_id]
+            if (waiting := self._prefilling.get(reservation.instance_id)) is not None:
+                waiting.pop(request_id, None)
+                if not waiting:
+                    del self._prefilling[reservation.instance_id]
         return reservation
 
     def expired(self, now: float) -> list[Reservation]:
@@ -144,3 +158,7 @@ class Reservations:
             assert 0 <= reservation.prefilled_tokens <= max(reservation.new_tokens, 0)
             sums.setdefault(reservation.instance_id, Counters()).add(reservation, 1)
         assert sums == self._counters, (sums, self._counters)
+        listed = {(instance, one) for instance, ids in self._prefilling.items() for one in ids}
+        pending = {(one.instance_id, one.request_id) for one in self._open.values() if one.pending_tokens > 0}
+        assert pending <= listed, (pending, listed)
+        assert all(self._open[request_id].instance_id == instance for instance, request_id in listed)

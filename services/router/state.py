@@ -22,6 +22,7 @@ from services.router.migrations import Migrations
 from services.router.ownership import OwnedPools
 from services.router.plans import Plans
 from services.router.policy.base import Policy, decide
+from services.router.prefills import Prefills
 from services.router.prefix_index import PrefixIndex
 from services.router.queue import QueueSettings
 from services.router.remembered import Remembered
@@ -78,8 +79,9 @@ class RouterState:
         self.degraded = False
         self.index = PrefixIndex(settings.max_keys)
         self.fleet = Fleet(self.index)
-        self.truth = Truth(self.index, self.fleet, settings.stale_keys_s, settings.approximate_keys)
         self.reservations = Reservations()
+        self.prefills = Prefills(self.reservations)
+        self.truth = Truth(self.index, self.fleet, settings.stale_keys_s, settings.approximate_keys, self.prefills)
         self.affinity = Affinity(settings.affinity_ttl_s)
         self.migrations = Migrations(settings.migration_window_s)
         self.views = Views(
@@ -88,11 +90,17 @@ class RouterState:
             self.reservations,
             self.affinity,
             self.migrations,
+            self.prefills,
             settings.limits,
             settings.stale_report_s,
         )
         self.plans = Plans(
-            self.fleet, self.truth, self.reservations, Remembered(settings.remembered_requests), settings.circuit
+            self.fleet,
+            self.truth,
+            self.reservations,
+            self.prefills,
+            Remembered(settings.remembered_requests),
+            settings.circuit,
         )
         self._reports = Reports(
             self.fleet,
@@ -105,7 +113,9 @@ class RouterState:
         )
         # The seed is part of every decision's id, because a decision's randomness must follow from its id.
         self._id_prefix = f"{router_id}.{seed}" if seed else router_id
-        self.holding = Holding(settings.queue, settings.retry_after_s, self._decide, self._commit, self.views.has_room)
+        self.holding = Holding(
+            settings.queue, settings.retry_after_s, self._decide, self._commit, self._serve_there, self.views.has_room
+        )
         self.owned = OwnedPools(everything=owns_all)
         self._warm_up = WarmUp(settings.warm_up_s)
         self._turn: dict[str, int] = {}
@@ -142,7 +152,7 @@ class RouterState:
             case ev.PlaceRequested():
                 return self._place(event, now)
             case ev.StepDone():
-                return self.plans.step_done(event, now)
+                return self._step_done(event, now)
             case ev.FirstToken():
                 return self.plans.first_token(event, now)
             case ev.Finished():
@@ -186,10 +196,14 @@ class RouterState:
         self.affinity.check_invariants()
         self.holding.queue.check_invariants()
         for held in self.holding.queue:
-            assert self.reservations.get(held.request.request_id) is None, "a hold reserves nothing"
+            reservation = self.reservations.get(held.request.request_id)
+            assert (reservation.pending_tokens == 0) if held.after and reservation else reservation is None, (
+                "a hold reserves nothing"
+            )
         self.migrations.check_invariants()
         self.truth.check_invariants(self.reservations)
         self.views.check_invariants()
+        self.prefills.check_invariants()
         for record in self.fleet.records():
             assert record.info.block_size % KEY_TOKENS == 0
         for reservation in self.reservations:
@@ -203,8 +217,9 @@ class RouterState:
 
     def _gateway_hello(self, hello: ev.GatewayHello, now: float) -> list[ev.Effect]:
         effects: list[ev.Effect] = []
-        self.holding.drop_gateway(hello.gateway_id, keep=hello.waiting)
         announced = {stream.request.request_id: stream for stream in hello.open_streams}
+        between = frozenset(held.request.request_id for held in self.holding.queue if held.after)
+        self.holding.drop_gateway(hello.gateway_id, keep=hello.waiting | between & announced.keys())
         if self._warm_up.expect({*hello.known, *(one.instance_id for one in hello.open_streams)}, self.fleet, now):
             effects.append(ev.FleetChanged())
         for reservation in list(self.reservations):
@@ -236,8 +251,13 @@ class RouterState:
                 phase=stream.phase,
                 prefilled_tokens=min(done, new_tokens),
                 pool=pool,
+                cached_tokens=stream.request.input_tokens - new_tokens,
             )
+            if request_id in between:
+                continue
             self.holding.cancel(request_id)
+            if known is not None:
+                self.prefills.gone(known, now)
             self.reservations.put(reservation)
             self.truth.announced(reservation, now)
             effects.append(ev.Reserved(reservation))
@@ -258,6 +278,25 @@ class RouterState:
         self.truth.expire(now)
         return self.holding.place(request, event.gateway_id, now)
 
+    def _step_done(self, event: ev.StepDone, now: float) -> list[ev.Effect]:
+        goes_on = self.plans.goes_on(event)
+        effects = self.plans.step_done(event, now)
+        reservation = self.reservations.get(event.request_id)
+        if goes_on is None or reservation is None:
+            return effects
+        request = goes_on.request
+        rest = replace(
+            request,
+            keys=self.truth.keys_of(event.request_id),
+            age_s=request.age_s + max(now - goes_on.view.now, 0.0),
+            deadline_s=None,
+        )
+        self.truth.expire(now)
+        return [*effects, *self.holding.place(rest, reservation.gateway_id, now, goes_on.decision_id)]
+
+    def _serve_there(self, request: PlacementRequest, gateway_id: str, now: float) -> list[ev.Effect]:
+        return self.plans.serve_there(request.request_id, "the rest could not be placed anew", now)
+
     def _commit(self, decision: Decision, gateway_id: str, now: float) -> list[ev.Effect]:
         request = decision.request
         self._decisions += 1
@@ -266,7 +305,17 @@ class RouterState:
         decision = replace(decision, request=replace(request, keys=()))
         lease_until = None if gateway_id else now + self.settings.place_lease_s
         effects: list[ev.Effect] = [ev.Decided(decision)]
-        effects += self.plans.reserve(decision, 0, gateway_id, lease_until, request.keys, now)
+        index = 0
+        if decision.after and (before := self.plans.decisions.get(request.request_id)) is not None:
+            # The plan goes on: its steps are counted from its beginning.
+            steps = (*before.ruling.steps, *decision.ruling.steps)
+            index = len(before.ruling.steps)
+            decision = replace(decision, ruling=replace(decision.ruling, steps=steps))
+        else:
+            first = decision.view.find(decision.ruling.steps[0].instance_id)
+            assert first is not None
+            self.prefills.came(decision.pool, first.new_tokens, first.cached_tokens)
+        effects += self.plans.reserve(decision, index, gateway_id, lease_until, request.keys, now)
         if session := request.session:
             self.affinity.assign(decision.pool, session, decision.next_owner, now)
             effects.append(ev.OwnerSet(session, decision.next_owner, decision.pool))
@@ -275,7 +324,7 @@ class RouterState:
             self._unsee((decision.instance_id,))
         self.plans.decisions.put(decision)
         self.plans.decisions.bound(len(self.reservations), lambda one: self.reservations.get(one) is not None)
-        return [*effects, self.plans.told(decision, 0, gateway_id)]
+        return [*effects, self.plans.told(decision, index, gateway_id)]
 
     def _not_now(self, request: PlacementRequest, now: float) -> ev.Refused | None:
         if (refused := self._not_owned(request)) is not None:
@@ -329,6 +378,7 @@ class RouterState:
         self.affinity.forget_pool(pool)
         for record in self.fleet.members(pool, pool):
             self.migrations.drop(record.info.instance_id)
+            self.prefills.forget(record.info.instance_id)
             record.circuit = Circuit()
             record.sight = None
 

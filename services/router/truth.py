@@ -17,6 +17,7 @@ from services.router.approximate import Approximate
 from services.router.credit import Credit
 from services.router.domain import Candidate, Decision, Phase, PrefixSource, StepKind
 from services.router.fleet import Fleet, InstanceRecord
+from services.router.prefills import Prefills
 from services.router.prefix_index import PrefixIndex
 from services.router.progress import NO_KEYS, OpenPrompt, Progress
 from services.router.reservations import Reservation, Reservations
@@ -42,6 +43,7 @@ class Truth:
     fleet: Fleet
     stale_keys_s: float
     approximate_keys: int
+    prefills: Prefills
     progress: Progress = field(default_factory=Progress)
     credit: Credit = field(default_factory=Credit)
     approximate: Approximate = field(default_factory=Approximate)
@@ -110,11 +112,14 @@ class Truth:
                 return
         for prompt in moved:
             reservations.prefilled(prompt.request_id, prompt.prefilled_tokens)
+        if moved:
+            self.prefills.moved(instance_id, now)
 
     def forget(self, instance_id: str) -> None:
         """The instance is gone, or is another one now. Mutates."""
         self.credit.drop(instance_id)
         self.approximate.drop(instance_id)
+        self.prefills.forget(instance_id)
         for prompt in list(self.progress):
             if prompt.instance_id == instance_id:
                 self.progress.unwatch(prompt.request_id)

@@ -13,9 +13,18 @@ from msgspec import structs
 from services.common.keys import KEY_TOKENS
 from services.router.affinity import Affinity
 from services.router.circuit import CIRCUIT_OPEN
-from services.router.domain import Candidate, FleetView, InstanceInfo, InstanceState, KvRole, PlacementRequest
+from services.router.domain import (
+    Candidate,
+    FleetView,
+    InstanceInfo,
+    InstanceState,
+    KvRole,
+    PlacementRequest,
+    Prefilling,
+)
 from services.router.fleet import Fleet, InstanceRecord, Sight
 from services.router.migrations import Migrations
+from services.router.prefills import Prefills
 from services.router.reservations import Reservations
 from services.router.saturation import SATURATED, Limits
 from services.router.truth import Truth
@@ -35,6 +44,7 @@ class Views:
         reservations: Reservations,
         affinity: Affinity,
         migrations: Migrations,
+        prefills: Prefills,
         limits: Limits,
         stale_report_s: float,
     ) -> None:
@@ -43,6 +53,7 @@ class Views:
         self._reservations = reservations
         self._affinity = affinity
         self._migrations = migrations
+        self._prefills = prefills
         self.limits = limits
         self._stale_report_s = stale_report_s
 
@@ -78,7 +89,9 @@ class Views:
                 structs.replace(one, excluded="") if one.excluded == CIRCUIT_OPEN else one for one in candidates
             ]
         owner = self._affinity.owner(pool, request.session, now) if request.session_id else ""
-        return FleetView(tuple(candidates), owner, turn, now)
+        kinds = {candidate.prefilling.hardware for candidate in candidates}
+        curves = {kind: self._prefills.curve(pool, kind) for kind in sorted(kinds)}
+        return FleetView(tuple(candidates), owner, turn, now, curves, self._prefills.usual(pool))
 
     def has_room(self, pool: str, now: float) -> bool:
         """Whether any instance of `pool` may be placed on."""
@@ -105,6 +118,16 @@ class Views:
             else self._see(record, now)
             for record in members
         ]
+
+    def _prefilling(self, record: InstanceRecord) -> Prefilling:
+        info = record.info
+        queue = [
+            (one.pending_tokens, one.cached_tokens + one.prefilled_tokens)
+            for one in self._reservations.prefilling(info.instance_id)
+            if one.pending_tokens > 0
+        ]
+        moved_at = self._prefills.moved_at(info.instance_id) if queue else 0.0
+        return Prefilling(tuple(queue), moved_at, info.prefill_chunk_limit, info.block_size, info.hardware)
 
     def _see(self, record: InstanceRecord, now: float) -> Sight:
         record.sight = sight = self._look(record, now)
@@ -145,6 +168,7 @@ class Views:
                 prefix_source=self._truth.source(record, now),
                 kv_gives=_kv_way(info, KvRole.PRODUCER),
                 kv_takes=_kv_way(info, KvRole.CONSUMER),
+                prefilling=self._prefilling(record),
             ),
             block_size=info.block_size,
             since=now,

@@ -130,10 +130,20 @@ def offload(
     return Ruling(steps, reason, scores or {}, figures or {}, owner)
 
 
-def hold(reason: str, at_most_s: float = 0.0, scores: Mapping[str, float] | None = None) -> Ruling:
+def slice_of(
+    candidate: Candidate, prefix_tokens: int, reason: str, scores: Mapping[str, float] | None = None
+) -> Ruling:
+    """The ruling to compute the prompt's first `prefix_tokens` on `candidate`, and then to ask again."""
+    step = Step(StepKind.PREFILL, candidate.instance_id, reason, prefix_tokens=prefix_tokens)
+    return Ruling((step,), reason, scores or {})
+
+
+def hold(
+    reason: str, at_most_s: float = 0.0, scores: Mapping[str, float] | None = None, handicap_s: float | None = None
+) -> Ruling:
     """The ruling to wait: the router asks again whenever something frees, for `at_most_s` (0: as long as it lets requests
-    wait) after the request first came."""
-    return Ruling((), reason, scores or {}, hold_s=at_most_s)
+    wait) after the request first came. `handicap_s` (None: by new tokens) says behind whom."""
+    return Ruling((), reason, scores or {}, hold_s=at_most_s, handicap_s=handicap_s)
 
 
 def least(candidates: Sequence[Candidate], turn: int, key: Callable[[Candidate], Any]) -> Candidate:

@@ -68,7 +68,7 @@ class DynamoKv(Policy):
         else:
             chosen, reason = _lowest(eligible, scores, rng), "kv_cost"
         stays = chosen.new_tokens < self.local_tokens and chosen.new_tokens < self.local_ratio * request.input_tokens
-        others = [one for one in eligible if one is not chosen]
+        others = [one for one in eligible if one.can_give_kv_to(chosen)]
         if not self.disaggregate or stays or not others or not request.input_tokens:
             return serve(chosen, reason, scores)
         prefill = _lowest(others, {one.instance_id: float(one.pending_prefill_tokens) for one in others}, rng)
@@ -137,7 +137,7 @@ class LlmdDefault(Policy):
             for one in eligible
         }
         chosen = _lowest(eligible, scores, rng)
-        others = [one for one in eligible if one is not chosen]
+        others = [one for one in eligible if one.can_give_kv_to(chosen)]
         if others and 0 < self.pd_threshold_tokens <= chosen.new_tokens:
             prefill = _lowest(others, scores, rng)
             return offload(request, prefill, chosen, "offload", "pd_threshold", scores=scores)

@@ -8,6 +8,7 @@ from services.router.policy.adaptive import Adaptive, AdaptiveOffload
 from services.router.policy.base import Policy, SettingError, build
 from services.router.policy.baselines import LeastRequests, Random, RoundRobin, Sticky
 from services.router.policy.elastic import Elastic
+from services.router.policy.foresight import Foresight
 from services.router.policy.linear import Additive, Linear
 from services.router.policy.lmetric import Lmetric, Lmetric1, Lpwl
 from services.router.policy.migrate import Migrate
@@ -18,6 +19,7 @@ _KINDS: tuple[type[Policy], ...] = (
     Unified,
     Elastic,
     Migrate,
+    Foresight,
     Lmetric,
     Lmetric1,
     Lpwl,

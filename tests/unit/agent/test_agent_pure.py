@@ -76,6 +76,12 @@ def test_how_an_engine_passes_kv_on(text: str, kv: str, bootstrap: str) -> None:
     assert (target.kv_role, target.decode_first) == ("both", False)
 
 
+def test_what_an_engine_computes_with() -> None:
+    target = parse_target("http://h?hardware=h200&long-prefill=4096")
+    assert (target.hardware, target.long_prefill) == ("h200", 4_096)
+    assert (parse_target("http://h").hardware, parse_target("http://h").long_prefill) == ("", 0)
+
+
 def test_what_an_engine_wants_of_a_transfer() -> None:
     target = parse_target("http://h?kv=mooncake&kv-role=producer&decode-first=1")
     assert (target.kv_role, target.decode_first) == ("producer", True)
@@ -100,6 +106,8 @@ def test_what_an_engine_wants_of_a_transfer() -> None:
         "http://h?kv-role=both",
         "http://h?kv=nixl&decode-first=1",
         "http://h?kv=mooncake&decode-first=yes",
+        "http://h?long-prefill=-1",
+        "http://h?long-prefill=4k",
     ],
 )
 def test_addresses_that_are_none(text: str) -> None:

@@ -12,7 +12,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from services.router.domain import Candidate, FleetView, InstanceState, PlacementRequest, PrefixSource, StepKind
+from services.router.curve import CostCurve, Work
+from services.router.domain import (
+    Candidate,
+    FleetView,
+    InstanceState,
+    PlacementRequest,
+    Prefilling,
+    PrefixSource,
+    StepKind,
+)
 from services.router.policy.base import NO_KV_TRANSFER, Policy, decide
 from services.router.policy.registry import POLICIES, make_policy
 from services.router.policy.unified import Unified
@@ -25,6 +34,14 @@ NAMES = ("a", "b", "c", "d", "e", "f")
 # Small numbers make ties and thresholds likely; big ones are what a busy fleet has.
 TOKENS = st.one_of(st.integers(0, 3), st.integers(0, 300_000), st.integers(0, 10**9))
 REQUESTS = st.one_of(st.integers(0, 3), st.integers(0, 40), st.integers(0, 10**5))
+WORK = st.builds(
+    Prefilling,
+    queue=st.lists(st.tuples(st.integers(1, 200_000), st.integers(0, 200_000)), max_size=3).map(tuple),
+    moved_at=st.floats(0, 60),
+    chunk_limit=st.sampled_from((0, 4_096)),
+    block_size=st.sampled_from((16, 32)),
+    hardware=st.sampled_from(("", "fast")),
+)
 
 
 @st.composite
@@ -52,6 +69,7 @@ def candidates(
         kv_capacity_tokens=draw(st.sampled_from((0, 1, 280_000))),
         kv_gives=draw(st.sampled_from(KV_WAYS)),
         kv_takes=draw(st.sampled_from(KV_WAYS)),
+        prefilling=draw(WORK),
     )
 
 
@@ -63,12 +81,15 @@ def cases(draw: st.DrawFn) -> tuple[PlacementRequest, FleetView]:
         tuple(draw(candidates(name, tokens)) for name in names),
         draw(st.sampled_from(("", "gone", *names))),
         draw(st.integers(0, 100)),
+        draw(st.floats(0, 60)),
+        {"": CostCurve(), "fast": CostCurve(0.001, 1e-6, 1e-10)},
+        draw(st.builds(Work, st.floats(0, 1e5), st.floats(0, 1e9))),
     )
     if not seen.eligible():
         seen = replace(
             seen, candidates=(*seen.candidates[1:], draw(candidates(seen.candidates[0].instance_id, tokens, ("",))))
         )
-    return request(tokens=tokens, session_id="s"), seen
+    return request(tokens=tokens, session_id="s", sliceable=draw(st.booleans())), seen
 
 
 @st.composite
@@ -101,6 +122,20 @@ def test_every_policy_decides_soundly(
     assert ruling.reason
     assert {step.instance_id for step in ruling.steps} <= eligible
     assert all(step.reason for step in ruling.steps)
+    assert ruling.scores.keys() <= eligible
+    assert all(math.isfinite(score) for score in (*ruling.scores.values(), *ruling.figures.values()))
+    assert decide(policy, asked, "m", seen, random.Random(seed), "d") == decision
+    if not ruling.steps:
+        assert decision.mode == "HELD"
+        return
+    if ruling.steps[-1].kind is StepKind.PREFILL:
+        [part] = ruling.steps
+        found = seen.find(part.instance_id)
+        assert found is not None
+        assert asked.sliceable
+        assert found.cached_tokens < part.prefix_tokens < asked.input_tokens
+        assert decision.mode == "COLOCATED"
+        return
     *prefills, serve = ruling.steps
     assert (serve.kind, serve.prefix_tokens) == (StepKind.SERVE, 0)
     assert len(prefills) <= 1
@@ -116,8 +151,6 @@ def test_every_policy_decides_soundly(
     assert ruling.reason != NO_KV_TRANSFER, "a policy of ours plans no transfer that cannot be"
     assert decision.next_owner in {step.instance_id for step in ruling.steps}
 
-    assert ruling.scores.keys() <= eligible
-    assert all(math.isfinite(score) for score in (*ruling.scores.values(), *ruling.figures.values()))
     assert decision.margin is None or math.isfinite(decision.margin)
     assert decision.runner_up in (eligible - {decision.instance_id}) | {""}
 

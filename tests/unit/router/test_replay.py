@@ -40,6 +40,8 @@ def mixed_run(log: DecisionLog, requests: int = 12) -> list[Decision]:
         router.handle(ev.LoadReported(number, name, Load(0.1 * number, running=number, kv_usage=rng.random())), 1.0)
     made: list[Decision] = []
     for turn, name in enumerate(sorted(POLICIES)):
+        for open_one in list(router.reservations):
+            router.handle(ev.Finished(open_one.request_id, "CANCELLED"), 2.0 + turn)
         router.policy = make_policy(name)
         router.handle(ev.Drain("d", resume=turn % 2 == 1), 2.0 + turn)
         for number in range(requests):
@@ -73,7 +75,8 @@ def test_a_log_of_every_policy_reproduces_every_decision_to_the_bit(tmp_path: Pa
     lines = [line for _, line in read_log(file)]
     recorded = [line for line in lines if isinstance(line, DecidedLine)]
     assert {line.decision.policy.name for line in recorded} == set(POLICIES)
-    assert len(recorded) == len(made) == 12 * len(POLICIES)
+    # A policy may hold some of its requests until the run is over.
+    assert 11 * len(POLICIES) < len(recorded) == len(made) <= 12 * len(POLICIES)
     assert any(isinstance(line, ClosedLine) and line.finished.timings_ms == {"done": 1.5} for line in lines)
     for line, decision in zip(recorded, made, strict=True):
         assert line.decision.view == decision.view

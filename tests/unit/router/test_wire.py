@@ -29,6 +29,8 @@ instances = st.builds(
     prefix_reason=words,
     engine_version=words,
     node=words,
+    hardware=words,
+    prefill_chunk_limit=counts,
     kv_transfer=st.none()
     | st.builds(
         KvTransfer,

@@ -241,6 +241,8 @@ class Instance(_message.Message):
     ENGINE_VERSION_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
     KV_TRANSFER_FIELD_NUMBER: _builtins.int
+    HARDWARE_FIELD_NUMBER: _builtins.int
+    PREFILL_CHUNK_LIMIT_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """instance_id is unique in the fleet and stable over restarts, for example "10.0.0.7:8000" or "10.0.0.7:8000/1" for rank 1."""
     incarnation: _builtins.str
@@ -267,6 +269,10 @@ class Instance(_message.Message):
     """engine_version is what GET /version answered."""
     node: _builtins.str
     """node is the agent's host name."""
+    hardware: _builtins.str
+    """hardware is one word for all instances that compute equally fast: what prefills cost is learned for each."""
+    prefill_chunk_limit: _builtins.int
+    """prefill_chunk_limit is the engine's long_prefill_token_threshold in tokens; 0 when it has none, or nobody said."""
     @_builtins.property
     def served_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """served_names are all names the engine answers to, LoRA adapters excluded."""
@@ -298,10 +304,12 @@ class Instance(_message.Message):
         engine_version: _builtins.str = ...,
         node: _builtins.str = ...,
         kv_transfer: Global___KvTransfer | None = ...,
+        hardware: _builtins.str = ...,
+        prefill_chunk_limit: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "kv_transfer", b"kv_transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "block_size", b"block_size", "data_parallel_rank", b"data_parallel_rank", "engine_version", b"engine_version", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_transfer", b"kv_transfer", "lora_names", b"lora_names", "max_model_len", b"max_model_len", "model", b"model", "model_root", b"model_root", "node", b"node", "prefix_mode", b"prefix_mode", "prefix_reason", b"prefix_reason", "served_names", b"served_names", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "block_size", b"block_size", "data_parallel_rank", b"data_parallel_rank", "engine_version", b"engine_version", "hardware", b"hardware", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_transfer", b"kv_transfer", "lora_names", b"lora_names", "max_model_len", b"max_model_len", "model", b"model", "model_root", b"model_root", "node", b"node", "prefill_chunk_limit", b"prefill_chunk_limit", "prefix_mode", b"prefix_mode", "prefix_reason", b"prefix_reason", "served_names", b"served_names", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_parallel_rank: _TypeAlias = _typing.Literal["data_parallel_rank"]  # noqa: Y015
     _WhichOneofArgType__data_parallel_rank: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]  # noqa: Y015

@@ -33,6 +33,8 @@ def instance_info(wire: agent_pb2.Instance) -> InstanceInfo:
         engine_version=wire.engine_version,
         node=wire.node,
         kv_transfer=_kv_transfer(wire),
+        hardware=wire.hardware,
+        prefill_chunk_limit=wire.prefill_chunk_limit,
     )
 
 
@@ -55,6 +57,8 @@ def instance_to_wire(info: InstanceInfo) -> agent_pb2.Instance:
         engine_version=info.engine_version,
         node=info.node,
         kv_transfer=kv_to_wire(info.kv_transfer),
+        hardware=info.hardware,
+        prefill_chunk_limit=info.prefill_chunk_limit,
     )
 
 
