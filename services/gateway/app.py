@@ -26,7 +26,7 @@ from services.gateway.http.message import Request, Response
 from services.gateway.job import Job, Tools
 from services.gateway.limits import Grant, Limited, Limiter
 from services.gateway.moves import Limits
-from services.gateway.offload import Bootstraps
+from services.gateway.offload import Bootstraps, Releases
 from services.gateway.pools import Exactness, Pools
 from services.gateway.router_client import RouterAway, RouterClient
 from services.gateway.settings import GatewaySettings
@@ -101,10 +101,12 @@ class Gateway:
             first_byte_s=settings.first_byte_timeout_s,
             transfer_s=settings.transfer_timeout_s,
         )
+        self._releases = Releases(self._upstream, lambda outcome: self.telemetry.kv_releases.labels(outcome).inc())
         self._tools = Tools(
             self.router,
             self._upstream,
             Bootstraps(self._upstream),
+            self._releases,
             self.pools,
             self.telemetry,
             limits,
@@ -146,6 +148,7 @@ class Gateway:
         """End background work; open requests should be over."""
         await self.pools.close()
         await self.router.close()
+        await self._releases.close()
         await self._upstream.close()
         self._breakdown.close()
         if self._tracer is not None:
@@ -301,6 +304,7 @@ class Gateway:
             self._aliases, self._settings.client_cache_salt, client.cache_salt, client.tenant == DEFAULT_TENANT
         )
         call = parse(kind, request.body, rules)
+        request.body = b""
         for name in call.stripped:
             self.telemetry.stripped.labels(name).inc()
         found = self.pools.resolve(call.model)

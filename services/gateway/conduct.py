@@ -71,6 +71,7 @@ class Conductor:
             self._handle(mv.ClientGone())
             self._abort()
             self._trace(self._failure.message if self._failure is not None else "", time.monotonic())
+            self._errands.attempt_over()
 
     def _answer(self) -> Response | None:
         if self._failure is not None:
@@ -159,6 +160,7 @@ class Conductor:
         return ended.result()
 
     async def _pass_on(self) -> mv.Event:
+        self._job.forget_prompt()
         self._tools.router.watch(self._machine.attempt_id, lambda: self._errands.streamed_tokens)
         try:
             assert self._machine.step is not None
@@ -186,12 +188,13 @@ class Conductor:
         prompt = job.placement.input_tokens if usage.prompt is None else usage.prompt
         output = self._errands.streamed_tokens if usage.output is None else usage.output
         job.grant.charge(prompt + output, now)
+        self._errands.attempt_over()
         tools.router.finished(attempt.finished(effect, job, status, now))
         tools.telemetry.outcomes.labels(effect.outcome.name.lower()).inc()
         if ok:
             tools.telemetry.total.observe(now - job.received)
-            if job.ids is not None and usage.prompt is not None:
-                tools.pools.counted(job.state, job.call.kind, len(job.ids), usage.prompt)
+            if job.known_tokens and usage.prompt is not None:
+                tools.pools.counted(job.state, job.call.kind, job.known_tokens, usage.prompt)
         if effect.outcome is mv.Outcome.FAILED:
             log.warning(
                 "attempt failed",

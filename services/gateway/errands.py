@@ -25,6 +25,7 @@ from services.gateway.moves import (
 )
 from services.gateway.offload import Offload
 from services.gateway.passage import pass_on
+from services.gateway.placing import target_of
 from services.gateway.upstream import UpstreamError, down_headers
 
 
@@ -36,7 +37,14 @@ class Errands:
         self._tools = tools
         self._job = job
         self._out = request.outgoing
-        self._offload = Offload(tools.upstream, tools.bootstraps, job.call, job.headers_of)
+        self._offload = Offload(
+            tools.upstream,
+            tools.bootstraps,
+            tools.releases,
+            job.call,
+            job.headers_of,
+            lambda: [target_of(one) for one in job.state.pool.instances],
+        )
         self._sliced: tuple[str, int] | None = None  # the last slice: where, and up to which token
         self._upstream: Answer | None = None
         self._tail = Tail(job.call.kind)
@@ -56,6 +64,10 @@ class Errands:
     def step_failed(self) -> None:
         """A step of the plan failed; if it was a transfer, the next one begins from nothing."""
         self._offload.failed()
+
+    def attempt_over(self) -> None:
+        """No further step of this attempt follows."""
+        self._offload.over()
 
     def drop(self) -> None:
         """Close the answer that is open."""
@@ -103,16 +115,17 @@ class Errands:
         self.reply = None
         try:
             payload = await self._offload.payload(step, self._job.payload_at(step.target.instance_id), ahead=ahead)
-            answer = await upstream.post(step.target, call.kind.value, payload, self._job.headers_of(step))
-            self._upstream = answer
-            if answer.status >= 500 or 300 <= answer.status < 400:
-                return UpstreamFailed(f"status {answer.status}", answer.status)
-            if answer.status < 400 and answer.media_type == "text/event-stream":
-                if not await answer.begun():
-                    return UpstreamFailed("an empty answer", answer.status)
-                if step.kv_source is not None and begins_with_error(answer.arrived):
-                    return UpstreamFailed("the answer began with an error", answer.status)
-            else:
+            with self._offload.fetching(step):
+                headers_up = self._job.headers_of(step)
+                answer = self._upstream = await upstream.post(step.target, call.kind.value, payload, headers_up)
+                if answer.status >= 500 or 300 <= answer.status < 400:
+                    raise UpstreamError(f"status {answer.status}", answer.status)
+                streamed = answer.status < 400 and answer.media_type == "text/event-stream"
+                if streamed and not await answer.begun():
+                    raise UpstreamError("an empty answer", answer.status)
+                if streamed and step.kv_source is not None and begins_with_error(answer.arrived):
+                    raise UpstreamError("the answer began with an error", 500)
+            if not streamed:
                 body = await upstream.read_all(answer)
                 headers = down_headers(answer.headers) | headers
                 if answer.status >= 400:

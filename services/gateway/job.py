@@ -11,7 +11,7 @@ from services.gateway.dialects import Call, Kind, with_fields
 from services.gateway.dialects.responses import response_id
 from services.gateway.limits import Grant
 from services.gateway.moves import Limits, StepGiven
-from services.gateway.offload import Bootstraps
+from services.gateway.offload import Bootstraps, Releases
 from services.gateway.pools import Pools, PoolState
 from services.gateway.router_client import RouterClient
 from services.gateway.telemetry import Telemetry
@@ -29,6 +29,7 @@ class Tools:
     router: RouterClient
     upstream: Upstream
     bootstraps: Bootstraps
+    releases: Releases
     pools: Pools
     telemetry: Telemetry
     limits: Limits
@@ -51,6 +52,15 @@ class Job:
     received: float
     grant: Grant
     traced: Traced | None
+    known_tokens: int = 0  # of the prompt; 0 where they are only estimated
+
+    def __post_init__(self) -> None:
+        self.known_tokens = 0 if self.ids is None else len(self.ids)
+
+    def forget_prompt(self) -> None:
+        """Let go of what only sending needs: nothing is sent any more once an answer has begun. Mutates."""
+        self.call.forget_prompt()
+        self.ids = None
 
     def headers_of(self, step: StepGiven) -> dict[str, str]:
         """What to send with a step: each goes on from a place of its own in the request's trace."""

@@ -17,6 +17,7 @@ import msgspec
 from services.gateway.dialects import Call, Kind, with_fields
 
 MOONCAKE, NIXL = "MOONCAKE", "NIXL"
+NO_MODEL = "pointsman-kv-release"
 # Engines keep whole blocks; this much of what was prefilled just now may be missing for no other reason.
 SLACK_TOKENS = 256
 
@@ -167,6 +168,13 @@ def check_prefilled(answer: bytes) -> Prefilled:
     if not told.choices or told.choices[0].finish_reason != "length":
         raise TransferError("the prefill stopped early")
     return told
+
+
+def release_request(transfer: Transfer) -> tuple[str, bytes]:
+    """Path and body of a request that no engine accepts. vLLM's API server tells the connector of what it refuses, which has the
+    other engine free what it keeps for the transfer (_with_kv_transfer_rejection_cleanup)."""
+    body = {"model": NO_MODEL, "prompt": [0], "max_tokens": 1, "kv_transfer_params": dict(transfer.params)}
+    return Kind.COMPLETION.value, msgspec.json.encode(body)
 
 
 def engine_id_of(answer: bytes, rank: int | None) -> str:

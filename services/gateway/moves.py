@@ -22,7 +22,7 @@ class Target:
     """An instance to send to; `rank` is its data-parallel rank, None where there is only one.
 
     `kv_protocol` says how it passes KV on (MOONCAKE, NIXL; empty: not at all), `bootstrap` is its bootstrap server's base URL.
-    `decode_first`: it wants the second request of a transfer before the first has ended.
+    `decode_first`: it wants the second request of a transfer before the first has ended; `takes_kv`: it can be the second side.
     """
 
     instance_id: str
@@ -32,6 +32,7 @@ class Target:
     kv_protocol: str = ""
     bootstrap: str = ""
     decode_first: bool = False
+    takes_kv: bool = True
 
 
 @dataclass(frozen=True)

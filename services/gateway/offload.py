@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from services.gateway.upstream import Upstream, UpstreamError
 
 BOOTSTRAP_WITHIN_S = 3.0
 REMEMBERED = 1_024
+RELEASE_WITHIN_S = 5.0
+RELEASE_TRIES = 3
 
 
 class Bootstraps:
@@ -47,6 +50,42 @@ class Bootstraps:
         self._known.pop(_key(target), None)
 
 
+class Releases:
+    """Frees KV that an engine keeps for a transfer that will not be, instead of waiting until it expires there."""
+
+    def __init__(self, upstream: Upstream, count: Callable[[str], None]) -> None:
+        """`count` is told what became of each: released, or failed."""
+        self._upstream = upstream
+        self._count = count
+        self._running: set[asyncio.Task[None]] = set()
+
+    def begin(self, transfer: kv.Transfer, askable: Sequence[Target]) -> None:
+        """Ask the first of `askable` that answers; returns at once."""
+        task = asyncio.create_task(self._release(transfer, askable))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def close(self) -> None:
+        """Give up what has not ended."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def _release(self, transfer: kv.Transfer, askable: Sequence[Target]) -> None:
+        path, body = kv.release_request(transfer)
+        for target in askable:
+            try:
+                async with asyncio.timeout(RELEASE_WITHIN_S):
+                    answer = await self._upstream.post(target, path, body, {"Content-Type": "application/json"})
+                    answer.close()
+            except (TimeoutError, UpstreamError):
+                continue
+            if 400 <= answer.status < 500:
+                self._count("released")
+                return
+        self._count("failed")
+
+
 @dataclass(frozen=True)
 class _Agreed:
     """What both requests of a Mooncake transfer say, whichever is sent first."""
@@ -58,29 +97,42 @@ class _Agreed:
 
 
 class Offload:
-    """One request's transfers: what `prefill` leaves behind, or agrees on, is what `pull` and `payload` send to D."""
+    """One request's transfers: what `prefill` leaves behind, or agrees on, is what `pull` and `payload` send to D.
+
+    P keeps what it computed until D has fetched it. From the moment that D has the request it sees to that itself, however the
+    request ends; only what certainly did not come so far is let go by `over`: for a transfer that P knows nothing of any more
+    Mooncake waits, and keeps one of its senders busy with it.
+    """
 
     def __init__(
         self,
         upstream: Upstream,
         bootstraps: Bootstraps,
+        releases: Releases,
         call: Call,
         headers_of: Callable[[StepGiven], Mapping[str, str]],
+        pool: Callable[[], Sequence[Target]],
     ) -> None:
+        """`headers_of` tells what a step's requests carry, `pool` the instances of the model."""
         self._upstream = upstream
         self._bootstraps = bootstraps
+        self._releases = releases
+        self._pool = pool
         self._call = call
         self._headers_of = headers_of
         self._agreeing = asyncio.Lock()
         self._agreed: _Agreed | None = None
         self._transfer: kv.Transfer | None = None
         self._source: Target | None = None
+        self._planned: tuple[Target, ...] = ()
+        self._fetcher: Target | None = None  # who has, or may have, the request that fetches the KV
 
     async def prefill(self, step: StepGiven) -> None:
         """Have the step's instance compute the prompt's KV and keep it for the step's `kv_target`. Raises TransferError."""
         source, call = step.target, self._call
         assert step.kv_target is not None, "a prefill for another instance"
-        self._transfer, self._source = None, source
+        self.over()
+        self._source, self._planned = source, (step.kv_target,)
         if source.kv_protocol not in (kv.MOONCAKE, kv.NIXL) or source.kv_protocol != step.kv_target.kv_protocol:
             raise kv.TransferError("the instances have no way to pass KV on")
         if reason := kv.why_not(call):
@@ -94,16 +146,46 @@ class Offload:
 
     async def pull(self, step: StepGiven, *, ahead: bool) -> None:
         """Bring the KV into the step's instance; `ahead`: while it is being computed. Raises TransferError."""
-        await self._post(step, (await self._wanted(step, ahead)).params)
+        transfer = await self._wanted(step, ahead)
+        with self.fetching(step):
+            await self._post(step, transfer.params)
 
     async def payload(self, step: StepGiven, payload: bytes, *, ahead: bool) -> bytes:
         """The client's request, with the way to the KV when the step has a source. Raises TransferError."""
         return payload if step.kv_source is None else kv.with_params(payload, await self._wanted(step, ahead))
 
+    @contextmanager
+    def fetching(self, step: StepGiven) -> Iterator[None]:
+        """The step's instance is sent the request that fetches the KV inside the block, and is known to fetch nothing where that
+        raises an UpstreamError or TransferError that says so."""
+        if step.kv_source is None:
+            yield
+            return
+        self._fetcher = step.target
+        try:
+            yield
+        except (UpstreamError, kv.TransferError) as error:
+            cause = error if isinstance(error, UpstreamError) else error.__cause__
+            if isinstance(cause, UpstreamError) and (cause.status >= 500 or not cause.sent):
+                self._fetcher = None
+            raise
+
     def failed(self) -> None:
-        """A step of the transfer failed: what is known of P may be of an earlier start."""
+        """A step of the transfer failed: what is known of P may be of an earlier start. Nobody will fetch what it keeps."""
         if self._source is not None:
             self._bootstraps.forget(self._source)
+        self.over()
+
+    def over(self) -> None:
+        """No further step of this attempt follows."""
+        transfer, source = self._transfer, self._source
+        if transfer is not None and source is not None and self._fetcher is None:
+            # P itself is there most likely, but with NIXL it cannot be its own peer.
+            first = [source] if source.kv_protocol == kv.MOONCAKE else []
+            others = [one for one in (*self._planned, *self._pool()) if one.url != source.url]
+            able = {one.url: one for one in (*first, *others) if one.takes_kv and one.kv_protocol == source.kv_protocol}
+            self._releases.begin(transfer, list(able.values())[:RELEASE_TRIES])
+        self._transfer = self._source = self._fetcher = None
 
     async def _agree(self, source: Target, attempt_id: str) -> _Agreed:
         """What the two requests of one transfer have in common, whichever of them asks first. Raises TransferError."""

@@ -132,6 +132,7 @@ def target_of(instance: placement_pb2.InstanceRef) -> Target:
         _PROTOCOLS.get(kv.protocol, ""),
         kv.bootstrap_url,
         kv.decode_first,
+        kv.role != agent_pb2.KV_ROLE_PRODUCER,
     )
 
 

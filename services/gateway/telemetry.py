@@ -32,6 +32,9 @@ class Telemetry:
         self.stripped = Counter(f"{name}stripped_fields", "Fields taken out of requests", ["field"], registry=of)
         self.keyless = Counter(f"{name}keyless", "Requests placed without block keys", ["model"], registry=of)
         self.local = Counter(f"{name}degraded_placements", "Requests placed without a router", registry=of)
+        self.kv_releases = Counter(
+            f"{name}kv_releases", "KV kept for nobody that an engine was asked to let go", ["outcome"], registry=of
+        )
         self.count_mismatch = Counter(
             f"{name}prompt_tokens_mismatch",
             "Answers whose usage.prompt_tokens was not our count",

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ INTERMEDIATE = 512
 MAX_POSITION = 16_384
 VOCAB = 1_024
 RANK = 8
+# Attention scores have the spread of its square: enough that single earlier tokens matter, however long the context.
+PEAKED = 1.7
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 # Qwen's own split, so that the gateway's tokenizer meets what it meets in production (digits one by one, contractions).
@@ -71,8 +74,8 @@ def words(count: int, seed: int) -> str:
     return "".join(" " + rng.choice(vocabulary()) for _ in range(count))
 
 
-def make_tokenizer(folder: Path) -> int:
-    """Train the tokenizer and write tokenizer.json and tokenizer_config.json. Returns the number of tokens it knows."""
+def make_tokenizer(folder: Path, special: Sequence[str] = SPECIAL, template: str = CHAT_TEMPLATE) -> None:
+    """Train the tokenizer and write tokenizer.json and tokenizer_config.json. Raises ValueError when the model has no room."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -83,7 +86,7 @@ def make_tokenizer(folder: Path) -> int:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB,
-        special_tokens=list(SPECIAL),
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -97,15 +100,16 @@ def make_tokenizer(folder: Path) -> int:
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": template,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
-    return int(tokenizer.get_vocab_size())
+    if (known := tokenizer.get_vocab_size()) > VOCAB:
+        raise ValueError(f"the tokenizer has {known} tokens, the model {VOCAB}")
 
 
-def make_config(folder: Path) -> None:
-    """Write config.json and generation_config.json."""
-    config = {
+def text_config() -> dict[str, Any]:
+    """The model's config.json."""
+    return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "dtype": "float32",
@@ -125,15 +129,19 @@ def make_config(folder: Path) -> None:
         "eos_token_id": SPECIAL.index("<|im_end|>"),
         "pad_token_id": SPECIAL.index("<|endoftext|>"),
     }
+
+
+def make_config(folder: Path, config: dict[str, Any]) -> None:
+    """Write config.json and generation_config.json."""
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     generation = {"eos_token_id": [SPECIAL.index("<|im_end|>")]}
     (folder / "generation_config.json").write_text(json.dumps(generation))
 
 
-def make_weights(folder: Path, seed: int) -> None:
-    """Write model.safetensors: float32, random, seeded. Rows of the output head that stand for no whole word are zero."""
+def text_weights(folder: Path, seed: int) -> dict[str, Any]:
+    """Weights by name: float32, random, seeded. Rows of the output head that stand for no whole word of the folder's tokenizer
+    are zero."""
     import numpy as np
-    from safetensors.numpy import save_file
 
     rng = np.random.default_rng(seed)
     weights: dict[str, Any] = {}
@@ -153,9 +161,8 @@ def make_weights(folder: Path, seed: int) -> None:
         matrix(prefix + "self_attn.k_proj.weight", KV_HEADS * HEAD_DIM, HIDDEN)
         matrix(prefix + "self_attn.v_proj.weight", KV_HEADS * HEAD_DIM, HIDDEN)
         matrix(prefix + "self_attn.o_proj.weight", HIDDEN, HEADS * HEAD_DIM, gain=3.0)
-        # Scores have the spread of value^2: peaked enough that single earlier tokens matter, however long the context.
-        scale(prefix + "self_attn.q_norm.weight", HEAD_DIM, 1.7)
-        scale(prefix + "self_attn.k_norm.weight", HEAD_DIM, 1.7)
+        scale(prefix + "self_attn.q_norm.weight", HEAD_DIM, PEAKED)
+        scale(prefix + "self_attn.k_norm.weight", HEAD_DIM, PEAKED)
         scale(prefix + "post_attention_layernorm.weight", HIDDEN)
         matrix(prefix + "mlp.gate_proj.weight", INTERMEDIATE, HIDDEN)
         matrix(prefix + "mlp.up_proj.weight", INTERMEDIATE, HIDDEN)
@@ -168,17 +175,22 @@ def make_weights(folder: Path, seed: int) -> None:
         (token,) = tokenizer.encode(" " + word, add_special_tokens=False).ids
         spoken[token] = True
     weights["lm_head.weight"][~spoken] = 0.0
+    return weights
+
+
+def save_weights(folder: Path, weights: dict[str, Any]) -> None:
+    """Write model.safetensors."""
+    from safetensors.numpy import save_file
+
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
 
 
 def make_model(folder: Path, seed: int = SEED) -> Path:
     """Write the whole model into `folder` (made when missing) and return it."""
     folder.mkdir(parents=True, exist_ok=True)
-    known = make_tokenizer(folder)
-    if known > VOCAB:
-        raise ValueError(f"the tokenizer has {known} tokens, the model {VOCAB}")
-    make_config(folder)
-    make_weights(folder, seed)
+    make_tokenizer(folder)
+    make_config(folder, text_config())
+    save_weights(folder, text_weights(folder, seed))
     return folder
 
 

@@ -58,6 +58,8 @@ class EngineSpec:
     fixed_event_ports: bool = True
     extra_args: Sequence[str] = ()
     connector: bool = False
+    served: str = SERVED_NAME
+    model: Path | None = None  # None: the text model
 
 
 @dataclass
@@ -82,7 +84,7 @@ class Engine:
         }
         flags = {
             "--model": self.model,
-            "--served-model-name": SERVED_NAME,
+            "--served-model-name": spec.served,
             "--host": "127.0.0.1",
             "--port": self.port,
             # bfloat16 attention uses AMX, which dies by SIGILL in some virtual machines.
@@ -168,7 +170,7 @@ class Engine:
 
     def tokenize(self, body: dict[str, Any]) -> list[int]:
         """Token ids by the engine's own tokenizer; `body` has prompt or messages."""
-        reply = self.ask("/tokenize", {"model": SERVED_NAME, **body})
+        reply = self.ask("/tokenize", {"model": self.spec.served, **body})
         assert reply.status == 200, reply.text
         tokens: list[int] = reply.json()["tokens"]
         return tokens
@@ -215,7 +217,7 @@ class Engine:
 
 def start_engines(specs: Sequence[EngineSpec], model: Path, folder: Path) -> list[Engine]:
     """Start servers side by side and wait for all of them. On failure none is left."""
-    engines = [Engine(spec, model, folder) for spec in specs]
+    engines = [Engine(spec, spec.model or model, folder) for spec in specs]
     try:
         for engine in engines:
             engine.start()

@@ -43,6 +43,7 @@ class ControlPlane:
     engines: Sequence[Engine]
     folder: Path
     router_flags: Mapping[str, object] = field(default_factory=dict)
+    gateway_flags: Mapping[str, object] = field(default_factory=dict)
     redis_port: int = field(default_factory=free_port)
     router_port: int = field(default_factory=free_port)
     gateway_port: int = field(default_factory=free_port)
@@ -83,7 +84,11 @@ class ControlPlane:
         )
         self.gateway = self._service(
             "gateway",
-            {"--listen": f"127.0.0.1:{self.gateway_port}", "--routers": self.router_address},
+            {
+                "--listen": f"127.0.0.1:{self.gateway_port}",
+                "--routers": self.router_address,
+                **self.gateway_flags,
+            },
             "--client-cache-salt",
             roles=("gateway",),
         )

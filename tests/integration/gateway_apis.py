@@ -33,6 +33,12 @@ class Script:
             case Kind.EMBEDDINGS:
                 datum = {"object": "embedding", "index": 0, "embedding": [0.5, -0.5]}
                 return {"object": "list", "data": [datum], "model": MODEL, "usage": self._usage()}
+            case Kind.POOLING:
+                datum = {"object": "pooling", "index": 0, "data": [0.5, -0.5]}
+                return {"id": "pooling-1", "object": "list", "data": [datum], "model": MODEL, "usage": self._usage()}
+            case Kind.CLASSIFY:
+                datum = {"index": 0, "label": "LABEL_0", "probs": [0.75, 0.25], "num_classes": 2}
+                return {"id": "classify-1", "object": "list", "data": [datum], "model": MODEL, "usage": self._usage()}
             case Kind.RERANK:
                 results = [{"index": 0, "document": {"text": "a"}, "relevance_score": 0.5}]
                 return {"id": "rerank-1", "model": MODEL, "usage": self._usage(), "results": results}

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2
+from services.gateway.kv_transfer import NO_MODEL
 from tests.integration.gateway_fakes import MODEL, FakeEngine, Stack, stack
 
 TOOLS = [{"type": "function", "function": {"name": "set_points", "parameters": {"type": "object"}}}]
@@ -35,13 +36,14 @@ STREAM = CHAT | {"stream": True, "stream_options": {"include_usage": True}}
 
 @dataclass
 class KvEngine(FakeEngine):
-    """An engine with a KV connector. `sends` and `fetches` say what it does with either half of a transfer: ok, 500, hang, early
-    (the answer ends by a stop token), error (a stream that begins with an error), wait (until `go` is set, then ok)."""
+    """An engine with a KV connector. `sends`, `fetches`: what it does with either half of a transfer: ok, 400, 500, hang, early
+    (the answer ends by a stop token), error (a stream that begins with an error), reset, wait (until `go` is set, then ok)."""
 
     sends: str = "ok"
     fetches: str = "ok"
     answers: dict[str, Any] | None = None  # what P says of its KV (NIXL)
     go: asyncio.Event = field(default_factory=asyncio.Event)
+    released: list[dict[str, Any]] = field(default_factory=list)
     halves: list[tuple[str, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -49,6 +51,9 @@ class KvEngine(FakeEngine):
         params = body.get("kv_transfer_params")
         if params is None:
             return await super().generate(request)
+        if body["model"] == NO_MODEL:
+            self.released.append(params)
+            return web.json_response({"error": {"message": "no such model"}}, status=404)
         half = "send" if params.get("do_remote_decode") else "fetch"
         does = self.sends if half == "send" else self.fetches
         self.halves.append((half, body, params))
@@ -67,6 +72,12 @@ class KvEngine(FakeEngine):
             await self.go.wait()
         if does == "500":
             return web.Response(status=500, text="boom at 10.0.0.7")
+        if does == "400":
+            return web.json_response({"error": {"message": "no", "type": "BadRequestError", "code": 400}}, status=400)
+        if does == "reset":
+            assert request.transport is not None
+            request.transport.close()
+            return web.Response()
         if does == "error":
             answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             await answer.prepare(request)

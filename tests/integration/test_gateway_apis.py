@@ -31,6 +31,8 @@ BODIES: dict[Kind, dict[str, Any]] = {
     Kind.EMBEDDINGS: {"model": MODEL, "input": [WORDS, "b"]},
     Kind.RERANK: {"model": MODEL, "query": "a", "documents": ["b", "c"]},
     Kind.SCORE: {"model": MODEL, "text_1": "a", "text_2": ["b"]},
+    Kind.POOLING: {"model": MODEL, "input": "a"},
+    Kind.CLASSIFY: {"model": MODEL, "input": ["a", "b"]},
     Kind.COUNT_TOKENS: {"model": MODEL, "messages": MESSAGES["messages"]},
     Kind.TOKENIZE: {"model": MODEL, "prompt": "a"},
     Kind.DETOKENIZE: {"model": MODEL, "tokens": [1]},
@@ -152,7 +154,7 @@ async def test_texts_are_embedded_ranked_and_scored(up: Stack) -> None:
     assert (list(place.keys), place.session_id, place.max_output_tokens) == ([], "", 1)
     assert place.input_tokens == pytest.approx(len(WORDS) // 4, abs=10)
     for path, kind in ROUTES.items():
-        if kind in (Kind.RERANK, Kind.SCORE):
+        if kind.placed and not kind.generates:
             status, answer = await ask(up, path, BODIES[kind])
             assert status == 200, path
             assert up.engines[0].requests[-1][0] == kind.value

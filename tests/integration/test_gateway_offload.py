@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from prometheus_client import generate_latest
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2
@@ -155,6 +156,62 @@ async def test_when_d_is_gone_another_answers(up: Stack) -> None:
     assert await answered(up, STREAM) == ("i0", "The points are set.")
     assert [list(one.exclude) for one in up.router.places] == [[], ["i1"]]
     assert len(up.router.finished) == 2
+
+
+def released(up: Stack) -> list[list[str]]:
+    """The transfers that each engine was asked to let go."""
+    return [[params["transfer_id"] for params in engine.released] for engine in p_and_d(up)]
+
+
+@pytest.mark.parametrize("body", [STREAM, CHAT], ids=["stream", "whole"])
+@pytest.mark.parametrize("fault", ["refuses", "gone", "nobody"])
+async def test_kv_that_certainly_nobody_fetches_is_let_go(up: Stack, body: dict[str, Any], fault: str) -> None:
+    p, d = p_and_d(up)
+    if fault == "refuses":
+        d.fetches = "500"
+    elif fault == "gone":
+        up.router.pools[0].instances[1].url = "http://127.0.0.1:1"
+        offloading(up)
+    else:
+        # The router wants it served where it was prefilled, after all.
+        plan = up.router.placer
+
+        def then_there(
+            request: placement_pb2.PlacementRequest,
+        ) -> placement_pb2.Placement | placement_pb2.Refusal | None:
+            answer = plan(request)
+            up.router.next_steps[0].step.ClearField("kv_source")
+            return answer
+
+        up.router.placer = then_there
+    await answered(up, body)
+    await until(lambda: released(up) == [[p.halves[0][2]["transfer_id"]], []])
+    counted = 'pointsman_gateway_kv_releases_total{outcome="released"} 1.0'
+    await until(lambda: counted in generate_latest(up.gateway.telemetry.registry).decode())
+
+
+async def test_what_d_may_have_fetched_is_left_to_d_and_p(up: Stack) -> None:
+    """D that refuses a request tells P itself; one that hung up may have fetched."""
+    p, d = p_and_d(up)
+    for d.fetches in ("ok", "400", "reset"):
+        for body in (STREAM, CHAT):
+            async with aiohttp.ClientSession() as http, http.post(f"{up.url}/v1/chat/completions", json=body) as answer:
+                await answer.read()
+            await up.router.until(lambda: not up.router.reserved)
+    # What is let go is let go in order: were there more, they would have come.
+    d.fetches = "500"
+    await answered(up, STREAM)
+    await until(lambda: released(up)[0] != [])
+    assert released(up) == [[p.halves[-1][2]["transfer_id"]], []]
+
+
+async def test_nixls_kv_is_let_go_by_another_than_p(up: Stack) -> None:
+    offloading(up, agent_pb2.KV_PROTOCOL_NIXL)
+    p, d = p_and_d(up)
+    p.answers = {"do_remote_prefill": True, "remote_engine_id": "p", "transfer_id": "named by P"}
+    d.fetches = "500"
+    await answered(up, STREAM)
+    await until(lambda: released(up) == [[], ["named by P"]])
 
 
 @pytest.mark.parametrize("stuck", ["sends", "fetches"])

@@ -22,6 +22,8 @@ class Kind(enum.Enum):
     EMBEDDINGS = "/v1/embeddings"
     RERANK = "/rerank"
     SCORE = "/score"
+    POOLING = "/pooling"
+    CLASSIFY = "/classify"
     COUNT_TOKENS = "/v1/messages/count_tokens"
     TOKENIZE = "/tokenize"
     DETOKENIZE = "/detokenize"
@@ -46,7 +48,7 @@ class Kind(enum.Enum):
 
 
 _GENERATING = frozenset({Kind.CHAT, Kind.COMPLETION, Kind.RESPONSES, Kind.MESSAGES})
-_POOLING = frozenset({Kind.EMBEDDINGS, Kind.RERANK, Kind.SCORE})
+_POOLING = frozenset({Kind.EMBEDDINGS, Kind.RERANK, Kind.SCORE, Kind.POOLING, Kind.CLASSIFY})
 _FORMS = {Kind.RESPONSES: Form.RESPONSES, Kind.MESSAGES: Form.ANTHROPIC, Kind.COUNT_TOKENS: Form.ANTHROPIC}
 
 # Every path that takes a body, as vLLM names it, with all its names for reranking and scoring.
@@ -75,7 +77,7 @@ class Rules:
     own_session: bool = True  # whether the session id in the body may reach the engine as the client wrote it
 
 
-@dataclass(frozen=True)
+@dataclass
 class Call:
     """One parsed request.
 
@@ -98,6 +100,10 @@ class Call:
     previous: str = ""  # the stored response that this one continues
     stripped: tuple[str, ...] = ()
     usage_is_ours: bool = False  # a stream's usage was asked for by us: the client must not see it
+
+    def forget_prompt(self) -> None:
+        """Let go of what only sending needs: a stream may last for minutes after that, and prompts are long. Mutates."""
+        self.body, self.payload, self.chat = {}, b"", None
 
 
 def with_fields(payload: bytes, fields: Mapping[str, Any]) -> bytes:

@@ -27,9 +27,11 @@ _CHECKS: Mapping[Kind, Callable[[Mapping[str, Any]], None]] = {
     Kind.RESPONSES: responses.check_responses,
     Kind.MESSAGES: messages.check_messages,
     Kind.COUNT_TOKENS: messages.check_messages,
-    Kind.EMBEDDINGS: pooling.check_embeddings,
+    Kind.EMBEDDINGS: pooling.check_input,
     Kind.RERANK: pooling.check_rerank,
     Kind.SCORE: pooling.check_score,
+    Kind.POOLING: pooling.check_input,
+    Kind.CLASSIFY: pooling.check_input,
     Kind.TOKENIZE: pooling.check_tokenize,
     Kind.DETOKENIZE: pooling.check_detokenize,
 }

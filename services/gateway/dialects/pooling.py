@@ -1,8 +1,8 @@
-"""/v1/embeddings, /rerank and /score, whose answers need one step and no decode, and what the engine's HTTP server answers by
-itself (/tokenize, /detokenize). Pure.
+"""/v1/embeddings, /rerank, /score, /pooling and /classify, whose answers need one step and no decode, and what the engine's HTTP
+server answers by itself (/tokenize, /detokenize). Pure.
 
-Shapes as in vLLM 0.32 `entrypoints/{pooling,serve/tokenize}`. A server has the pooling routes only when its model embeds or
-scores (`--runner pooling`, or chosen by itself).
+Shapes as in vLLM 0.32 `entrypoints/{pooling,serve/tokenize}`. A server has those of the pooling routes that its model is for
+(`--runner pooling`, or chosen by itself; `--convert`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _RULES: Mapping[str, Rule] = {
 _SIDES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
 
-def check_embeddings(body: Mapping[str, Any]) -> None:
-    """Raises DialectError."""
+def check_input(body: Mapping[str, Any]) -> None:
+    """Of whatever takes `input` or `messages`. Raises DialectError."""
     check_fields(body, _RULES)
     if body.get("input") is None and body.get("messages") is not None:
         check_fields(body, {"messages": LIST})

@@ -85,7 +85,7 @@ class Pool:
                     ssl=self._context() if origin.tls else None,
                 )
         except (OSError, TimeoutError) as error:
-            raise UpstreamError(f"no answer: {type(error).__name__}") from error
+            raise UpstreamError(f"no answer: {type(error).__name__}", sent=False) from error
         return connection
 
     def _context(self) -> ssl.SSLContext:

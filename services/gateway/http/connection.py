@@ -226,8 +226,9 @@ class Connection(asyncio.Protocol):
             self._too_large()
             return
         version = self._parser.get_http_version()
-        headers = Headers(self._fields)
-        wrong = fault_of(version, self._url, headers, sum(name.lower() == "host" for name, _ in self._fields))
+        hosts = sum(name.lower() == "host" for name, _ in self._fields)
+        headers, self._fields = Headers(self._fields), []
+        wrong = fault_of(version, self._url, headers, hosts)
         if wrong is not None:
             self._refuse(*wrong)
             return

@@ -22,12 +22,13 @@ _FRAMED = {b"%x" % size: len(b"%x\r\n" % size) + size + 2 for size in range(1, 4
 
 
 class UpstreamError(Exception):
-    """The instance failed. The text names no address; `status` is 0 when it never answered."""
+    """The instance failed. The text names no address; `status` is 0 when it never answered; `sent`: it may have the request."""
 
-    def __init__(self, text: str, status: int = 0) -> None:
+    def __init__(self, text: str, status: int = 0, *, sent: bool = True) -> None:
         super().__init__(text)
         self.text = text
         self.status = status
+        self.sent = sent
 
 
 class Stale(Exception):

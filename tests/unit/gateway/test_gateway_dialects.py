@@ -34,6 +34,8 @@ GOOD: dict[Kind, dict[str, Any]] = {
     Kind.EMBEDDINGS: {"model": "m", "input": "hi"},
     Kind.RERANK: {"model": "m", "query": "q", "documents": ["a", "b"]},
     Kind.SCORE: {"model": "m", "text_1": "a", "text_2": ["b"]},
+    Kind.POOLING: {"model": "m", "input": [[1, 2], [3]]},
+    Kind.CLASSIFY: {"model": "m", "input": ["a", "b"]},
     Kind.TOKENIZE: TEXT,
     Kind.DETOKENIZE: {"model": "m", "tokens": [1, 2]},
 }
@@ -150,6 +152,8 @@ def test_hostile_bytes_are_malformed(raw: bytes) -> None:
         (Kind.RERANK, {"documents": None}, "documents"),
         (Kind.RERANK, {"query": 3}, "query"),
         (Kind.SCORE, {"text_1": None}, "text_1"),
+        (Kind.POOLING, {"input": None}, "input"),
+        (Kind.CLASSIFY, {"input": 3}, "input"),
         (Kind.TOKENIZE, {"prompt": [1]}, "prompt"),
         (Kind.DETOKENIZE, {"tokens": "x"}, "tokens"),
     ],

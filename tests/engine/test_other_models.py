@@ -1,0 +1,269 @@
+"""Two other models behind one gateway: one that sees, one that embeds. And a request's trace, down to the engine's own span."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import subprocess
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from services.common.tracing import Place
+from tests.engine.collector import Collector, collecting
+from tests.engine.model import words
+from tests.engine.servers import ENGINE_PYTHON, Engine, EngineSpec, start_engines, stop_engines
+from tests.engine.stack import ControlPlane, client_of
+from tests.engine.talk import Answer, Message, assert_agree, assistant, chat, complete, fresh_words, prompt_tokens, user
+from tests.engine.web import ask
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+EYES, VECTORS = "eyes", "vectors"
+BLOCK = 32
+IMAGE_TOKENS = 67  # tests/engine/vision_model.py
+# "<|im_start|>user\n"
+HEAD = 3
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with collecting() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def pair(model_folder: Path, collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
+    """The one that sees, which sends its spans to the collector, and the one that embeds."""
+    folder = tmp_path_factory.mktemp("other")
+    maker = Path(__file__).with_name("vision_model.py")
+    subprocess.run([ENGINE_PYTHON, maker, folder / EYES], check=True, stdout=subprocess.DEVNULL, timeout=60)
+    traced, pooling = ("--otlp-traces-endpoint", collector.url), ("--runner", "pooling", "--convert", "embed")
+    specs = (
+        EngineSpec(EYES, 0, BLOCK, served=EYES, model=folder / EYES, extra_args=traced),
+        EngineSpec(VECTORS, 1, BLOCK, served=VECTORS, extra_args=pooling),
+    )
+    engines = start_engines(specs, model_folder, folder)
+    yield engines
+    stop_engines(engines)
+
+
+@pytest.fixture(scope="module")
+def running(
+    pair: list[Engine], collector: Collector, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ControlPlane]:
+    """One router and one gateway for both; the gateway knows each by another name too."""
+    traces = {"--otlp-endpoint": collector.url}
+    aliases = {"--aliases": f"picture={EYES},vector={VECTORS}"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+        plane = ControlPlane(
+            pair, tmp_path_factory.mktemp("plane"), router_flags=traces, gateway_flags=traces | aliases
+        )
+        plane.start()
+    yield plane
+    plane.stop()
+
+
+@pytest.fixture
+def plane(running: ControlPlane) -> Iterator[ControlPlane]:
+    running.wait_settled()
+    running.wait_idle()
+    before = running.tracebacks()
+    yield running
+    running.wait_idle()
+    assert running.tracebacks() == before
+
+
+@pytest.fixture
+def client(plane: ControlPlane) -> Iterator[openai.OpenAI]:
+    with plane.client() as client:
+        yield client
+
+
+# ---- the one that sees ----
+
+
+def image(*colour: int) -> dict[str, Any]:
+    """A small picture of one colour, in the message itself."""
+    side = 8
+    rows = (b"\0" + bytes(colour) * side) * side
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(png).decode()}"}}
+
+
+def text(said: str) -> dict[str, Any]:
+    return {"type": "text", "text": said}
+
+
+def says(*parts: dict[str, Any]) -> Message:
+    return {"role": "user", "content": list(parts)}
+
+
+def see(client: openai.OpenAI, *messages: Message, **more: Any) -> Answer:
+    return chat(client, list(messages), model=EYES, **more)
+
+
+def blocks(tokens: int) -> int:
+    """Of so many known tokens those in whole blocks."""
+    return tokens // BLOCK * BLOCK
+
+
+def assert_text_is_predicted(plane: ControlPlane, answer: Answer, before: int, cached: int) -> None:
+    """Placed by the `before` tokens of text before the first image; nothing is promised that the engine has not, and it has
+    `cached` tokens."""
+    decision = plane.finished_decision(answer.decision_id)
+    assert decision.key_count == before // 16
+    assert decision.cached_tokens == min(blocks(before), cached)
+    assert decision.finished.cached_tokens == answer.cached_tokens == cached
+    assert decision.outcome == "OK"
+
+
+def test_pictures_are_placed_by_the_text_before_the_first(plane: ControlPlane, client: openai.OpenAI) -> None:
+    """The same picture is shared too, which only the engine knows; another one shares nothing from its own block on."""
+    start, rest = fresh_words(107), fresh_words(60)
+    before = HEAD + 107
+    red = says(text(start), image(255, 0, 0), text(rest))
+    first = see(client, red)
+    assert_text_is_predicted(plane, first, before, 0)
+    whole = prompt_tokens(first)
+    assert whole == before + IMAGE_TOKENS + 60 + 5
+    plane.wait_settled()
+    again = see(client, red)
+    assert again.text == first.text
+    assert_text_is_predicted(plane, again, before, blocks(whole - 1))
+    blue = see(client, says(text(start), image(0, 0, 255), text(rest)))
+    assert blue.text != first.text
+    # 110 tokens of text: the block that the picture begins in is nobody else's, though 14 tokens of text are in it.
+    assert_text_is_predicted(plane, blue, before, 96)
+    plane.wait_settled()
+    # The conversation goes on; another picture comes into it.
+    on = (red, assistant(first.text), says(text(fresh_words(20)), image(0, 255, 0)))
+    second = see(client, *on)
+    assert_text_is_predicted(plane, second, before, blocks(whole + 15))
+
+
+def test_what_stands_for_a_picture_is_not_the_picture(
+    plane: ControlPlane, client: openai.OpenAI, pair: list[Engine]
+) -> None:
+    """The very tokens that the engine puts in a picture's place, sent as tokens, are another prompt to it, and to the keys."""
+    start = fresh_words(96)
+    ids = pair[0].tokenize({"prompt": start + fresh_words(90)})
+    picture = pair[0].tokenize({"messages": [says(image(1, 2, 3))]})[HEAD : HEAD + IMAGE_TOKENS]
+    head = pair[0].tokenize({"messages": [user(start)]})[: HEAD + 96]
+    see(client, says(text(start), image(1, 2, 3), text(words(90, 1))))
+    plane.wait_settled()
+    answer = complete(client, head + picture + ids[96:], model=EYES)
+    decision = plane.finished_decision(answer.decision_id)
+    assert decision.key_count == len(head + picture + ids[96:]) // 16
+    assert_agree(plane, answer, blocks(len(head)))
+
+
+def test_text_alone_is_exact_in_parts_or_whole(plane: ControlPlane, client: openai.OpenAI) -> None:
+    """Where a template shows parts, as those of models that see do, they follow each other without a newline."""
+    one, two = fresh_words(100), fresh_words(100)
+    first = see(client, user(one + two), session="parts")
+    plane.wait_settled()
+    again = see(client, says(text(one), text(two)), session="parts")
+    assert (again.text, prompt_tokens(again)) == (first.text, prompt_tokens(first))
+    assert_agree(plane, again, blocks(prompt_tokens(first) - 1))
+
+
+def test_a_picture_that_is_none_is_the_clients_error(plane: ControlPlane, client: openai.OpenAI) -> None:
+    broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    with pytest.raises(openai.BadRequestError):
+        see(client, says(text("hi"), broken))
+    assert see(client, says(text("hi"), image(9, 9, 9)), max_tokens=2).text
+
+
+# ---- the one that embeds ----
+
+
+def test_texts_are_embedded_as_the_engine_does(plane: ControlPlane, client: openai.OpenAI, pair: list[Engine]) -> None:
+    texts = [fresh_words(40), fresh_words(5), fresh_words(300)]
+    raw = client.embeddings.with_raw_response.create(model=VECTORS, input=texts)
+    answer = raw.parse()
+    assert raw.headers["X-Pointsman-Instance"] == pair[1].instance_id
+    with client_of(pair[1].url) as direct:
+        own = direct.embeddings.create(model=VECTORS, input=texts)
+    for ours, theirs in zip(answer.data, own.data, strict=True):
+        assert ours.index == theirs.index
+        assert ours.embedding == pytest.approx(theirs.embedding, abs=1e-4)
+    decision = plane.finished_decision(raw.headers["X-Pointsman-Decision"])
+    assert decision.outcome == "OK"
+    assert decision.finished.prompt_tokens == answer.usage.prompt_tokens == 345
+    assert (decision.key_count, decision.session_id) == (0, "")
+    ids = pair[1].tokenize({"prompt": texts[0]})
+    same = client.embeddings.create(model="vector", input=ids, encoding_format="float")
+    assert same.data[0].embedding == pytest.approx(answer.data[0].embedding, abs=1e-4)
+
+
+def test_texts_are_ranked_scored_and_pooled(plane: ControlPlane, pair: list[Engine]) -> None:
+    one, two, three = (fresh_words(20) for _ in range(3))
+    bodies: dict[str, dict[str, Any]] = {
+        "/rerank": {"query": one, "documents": [two, one, three]},
+        "/v1/rerank": {"query": one, "documents": [two, one], "top_n": 1},
+        "/v2/rerank": {"query": one, "documents": [three, one]},
+        "/score": {"text_1": one, "text_2": [one, two]},
+        "/v1/score": {"text_1": one, "text_2": two},
+        "/pooling": {"input": [one, two]},
+    }
+    for path, body in bodies.items():
+        ours, theirs = (ask(url + path, {"model": VECTORS, **body}) for url in (plane.gateway_url, pair[1].url))
+        assert ours.status == theirs.status == 200, ours.text
+        ours_told, theirs_told = ours.json(), theirs.json()
+        assert ours_told["usage"] == theirs_told["usage"]
+        assert _figures(ours_told) == pytest.approx(_figures(theirs_told), abs=1e-4)
+        if "rerank" in path:
+            assert ours_told["results"][0]["document"]["text"] == one
+
+
+def _figures(told: Any) -> list[float]:
+    """All numbers that an answer has for its texts, in their order."""
+    if isinstance(told, dict):
+        kept = [told[name] for name in ("results", "data", "relevance_score", "score", "index") if name in told]
+        return [figure for one in kept for figure in _figures(one)]
+    if isinstance(told, list):
+        return [figure for one in told for figure in _figures(one)]
+    return [float(told)]
+
+
+def test_each_model_has_its_own_apis(plane: ControlPlane, client: openai.OpenAI) -> None:
+    assert {model.id for model in client.models.list()} == {EYES, VECTORS, "picture", "vector"}
+    assert client.models.retrieve("vector").id == "vector"
+    with pytest.raises(openai.NotFoundError, match="does not serve this API"):
+        chat(client, [user("hi")], model=VECTORS)
+    with pytest.raises(openai.NotFoundError, match="does not serve this API"):
+        client.embeddings.create(model="picture", input="hi")
+    # Only a model that classifies has it.
+    assert ask(plane.gateway_url + "/classify", {"model": VECTORS, "input": "hi"}).status == 404
+    with pytest.raises(openai.BadRequestError):
+        client.embeddings.create(model=VECTORS, input=fresh_words(4_200))
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="nobody", input="hi")
+    assert chat(client, [user("hi")], model="picture", max_tokens=2).finish_reason == "length"
+
+
+# ---- one trace ----
+
+
+def test_the_engines_own_span_is_below_the_gateways(
+    plane: ControlPlane, client: openai.OpenAI, collector: Collector
+) -> None:
+    place = Place(0xE4914E, 0xABC, True)
+    answer = see(client, user(fresh_words(50)), extra_headers={"traceparent": place.traceparent})
+    spans = {span.name.split(" ", 1)[1]: span for span in collector.trace(f"{place.trace_id:032x}", 5)}
+    request, ours, theirs = spans["POST /v1/chat/completions"], spans["serve"], spans["llm_request"]
+    assert [request.parent_id, theirs.parent_id] == [f"{place.span_id:016x}", ours.span_id]
+    assert spans["decide"].attributes["pointsman.decision_id"] == answer.decision_id
+    assert theirs.attributes["gen_ai.usage.prompt_tokens"] == ours.attributes["gen_ai.usage.input_tokens"]
+    assert theirs.attributes["gen_ai.usage.completion_tokens"] == ours.attributes["gen_ai.usage.output_tokens"] == 16
