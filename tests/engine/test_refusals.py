@@ -62,7 +62,7 @@ def test_bad_input_is_refused_and_leaves_no_trace(
     [
         ("POST", "/collective_rpc", 404),
         ("POST", "/reset_prefix_cache", 404),
-        ("POST", "/pooling", 404),
+        ("POST", "/inference/v1/generate", 404),
         ("GET", "/v1/chat/completions", 405),
         ("POST", "/v1/models", 405),
     ],
