@@ -8,7 +8,8 @@ from pathlib import Path
 from bench.figures import Figure
 from lab.engine_events import EngineConfig
 from lab.generate import generate
-from lab.simulator import Simulation, Simulator
+from lab.simulation import Simulation
+from lab.simulator import Simulator
 from lab.trace_files import load_trace
 from lab.traces import TINY_TRACE, TraceRequest
 

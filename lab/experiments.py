@@ -23,7 +23,8 @@ from lab.measures import ALL, Measures, measure
 from lab.paired import Estimate, estimate, paired_difference
 from lab.records import RequestRecord
 from lab.samples import InstanceSample
-from lab.simulator import Simulation, Simulator
+from lab.simulation import Simulation
+from lab.simulator import Simulator
 from lab.trace_files import load_trace
 from lab.traces import TraceRequest, by_session
 

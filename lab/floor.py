@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from functools import partial
 
 from lab.agenda import Agenda
+from lab.clients import Clients, Turn
 from lab.draws import Session
 from lab.engine_events import Leap
 from lab.prompts import Prompts
 from lab.records import RequestRecord
-from lab.simulator import Simulation
-from lab.traces import TraceRequest
+from lab.simulation import Simulation
 from services.common.keys import KEY_TOKENS
 from services.router.domain import route_class
 
@@ -27,37 +27,32 @@ class Floor:
     """One run over a draw; run() may be called once. `asked` tells costs and times; its policy and instances do not count."""
 
     def __init__(self, sessions: Sequence[Session], asked: Simulation) -> None:
-        self._sessions = sessions
         self._asked = asked
         self._agenda = Agenda()
         self._prompts = Prompts()
+        self._clients = Clients(iter(sessions), asked, ("",), self._agenda, self._arrive)
         self._computed: set[int] = set()
         self._records: list[RequestRecord] = []
-        self._unfinished = sum(len(turns) for turns in sessions)
 
     def run(self) -> list[RequestRecord]:
         """The records in the order in which requests ended."""
-        for turns in self._sessions:
-            self._agenda.at(self._due(turns[0]), partial(self._arrive, turns))
-        while self._unfinished:
+        self._clients.start()
+        while not self._clients.done:
             self._agenda.next()
         return self._records
 
-    def _due(self, request: TraceRequest) -> float:
-        return (request.timestamp_ms - self._sessions[0][0].timestamp_ms) / 1e3 * self._asked.time_scale
-
-    def _arrive(self, turns: Session, now: float) -> None:
-        asked, request = self._asked, turns[0]
+    def _arrive(self, turn: Turn, now: float) -> None:
+        asked, request = self._asked, turn.request
         prompt = self._prompts.of(request)
         if request.input_length >= asked.engine.max_model_len:
             record = RequestRecord(session=request.session, turn=request.turn, status=400, error="too long", t_send=now)
-            self._end(record, turns, now)
+            self._end(record, turn, now)
             return
-        way_s = asked.tokenise_token_s * prompt.length + asked.placement_s
-        self._agenda.at(now + way_s, partial(self._prefill, turns, prompt.names, now))
+        way_s = asked.tokenise_token_s * prompt.length + asked.placement_s + asked.api_s
+        self._agenda.at(now + way_s, partial(self._prefill, turn, prompt.names, now))
 
-    def _prefill(self, turns: Session, names: Sequence[int], sent: float, now: float) -> None:
-        request, computed = turns[0], self._computed
+    def _prefill(self, turn: Turn, names: Sequence[int], sent: float, now: float) -> None:
+        request, computed = turn.request, self._computed
         # The last token is always computed, for its logits.
         reusable = (request.input_length - 1) // KEY_TOKENS
         hit = next((at for at, name in enumerate(names[:reusable]) if name not in computed), reusable)
@@ -75,25 +70,21 @@ class Floor:
             output_tokens=request.output_length,
         )
         first = now + prefill_s(self._asked, request.input_length, cached)
-        self._agenda.at(first, partial(self._first_token, record, turns, names))
+        self._agenda.at(first, partial(self._first_token, record, turn, names))
 
-    def _first_token(self, record: RequestRecord, turns: Session, names: Sequence[int], now: float) -> None:
+    def _first_token(self, record: RequestRecord, turn: Turn, names: Sequence[int], now: float) -> None:
         self._computed.update(names)
         record.ttft_s = now - record.t_send
-        profile, steps = self._asked.profile, turns[0].output_length - 1
-        first_s = profile.step_s + profile.chunk_s(1, turns[0].input_length)
+        profile, steps = self._asked.profile, turn.request.output_length - 1
+        first_s = profile.step_s + profile.chunk_s(1, turn.request.input_length)
         decode_s = Leap(steps, False, first_s, profile.decode_kv_token_s).seconds(steps)
         record.status = 200
-        self._agenda.at(now + decode_s, partial(self._end, record, turns))
+        self._agenda.at(now + decode_s, partial(self._end, record, turn))
 
-    def _end(self, record: RequestRecord, turns: Session, now: float) -> None:
+    def _end(self, record: RequestRecord, turn: Turn, now: float) -> None:
         record.e2e_s = now - record.t_send
         self._records.append(record)
-        self._unfinished -= 1
-        if rest := turns[1:]:
-            think_s = (rest[0].think_ms or 0.0) / 1e3 * self._asked.time_scale
-            due = now + think_s if self._asked.timing == "think" else max(now, self._due(rest[0]))
-            self._agenda.at(due, partial(self._arrive, rest))
+        self._clients.answered(turn, now)
 
 
 def prefill_s(asked: Simulation, tokens: int, cached: int) -> float:

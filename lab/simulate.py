@@ -18,7 +18,7 @@ from lab.engine_events import EngineConfig
 from lab.experiments import Cell, Workload, run_trial
 from lab.profile import Profile, load_profile
 from lab.samples import InstanceSample
-from lab.simulator import Simulation, SimulationError
+from lab.simulation import Simulation, SimulationError
 from lab.traces import TINY_TRACE
 from services.router.queue import QueueSettings
 from services.router.saturation import Limits
@@ -55,8 +55,16 @@ class RunSettings(BaseSettings):
     layerwise: bool = Field(False, description="KV is pushed layer by layer while it is computed")
     tokenise_us_per_token: float = Field(0.0, ge=0, description="time to tokenise a prompt, in us per token")
     placement_ms: float = Field(0.0, ge=0, description="mean time of asking the router, both ways, in ms")
+    api_ms: float = Field(
+        0.0, ge=0, description="mean time until what is sent to an engine is with its scheduler, in ms"
+    )
     report_delay_s: float = Field(0.0, ge=0, description="agents' reports come so much later")
     report_loss: float = Field(0.0, ge=0, lt=1, description="share of agents' reports that never come")
+    pools: int = Field(1, ge=1, description="models that instances and sessions are dealt to")
+    routers: int = Field(1, ge=1, description="replicas of the router, of which one owns each pool")
+    owner_dies_s: float | None = Field(None, ge=0, description="the owner of the first pool dies then; default: never")
+    takeover_s: float = Field(1.5, ge=0, description="a dead owner's pools are taken over so much later")
+    hand_over_s: float | None = Field(None, ge=0, description="the first pool is handed to another replica then")
 
 
 class SimulateSettings(RunSettings):
@@ -122,8 +130,14 @@ def cell_of(
         layerwise=settings.layerwise,
         tokenise_token_s=settings.tokenise_us_per_token / 1e6,
         placement_s=settings.placement_ms / 1e3,
+        api_s=settings.api_ms / 1e3,
         report_delay_s=settings.report_delay_s,
         report_loss=settings.report_loss,
+        pools=settings.pools,
+        routers=settings.routers,
+        owner_dies_s=settings.owner_dies_s,
+        takeover_s=settings.takeover_s,
+        hand_over_s=settings.hand_over_s,
         router=router,
         engine=engine,
         profile=load_profile(settings.profile) if settings.profile else Profile(),

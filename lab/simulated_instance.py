@@ -96,12 +96,15 @@ class SimulatedInstance:
         """How many different blocks the engine holds."""
         return len(self._held)
 
-    def report_all_keys(self, now: float) -> None:
-        """Tell all keys, as at the beginning and whenever the router asks for them anew."""
+    def all_keys(self) -> list[ev.KeysReported]:
+        """A snapshot, as at the beginning and whenever a router asks for one."""
         digest = digest_of(TIER_DEVICE, self._held)
-        self._send(SnapshotBegin(self._seq), now)
-        self._send(SnapshotChunk(TIER_DEVICE, list(self._held)), now)
-        self._send(SnapshotEnd(self._seq, len(self._held), digest), now)
+        messages: tuple[KeyMessage, ...] = (
+            SnapshotBegin(self._seq),
+            SnapshotChunk(TIER_DEVICE, list(self._held)),
+            SnapshotEnd(self._seq, len(self._held), digest),
+        )
+        return [ev.KeysReported(self.stream_id, self.name, message) for message in messages]
 
     def report_bookmark(self, now: float) -> None:
         """Tell what the router must have by now, so that a lost report is noticed."""

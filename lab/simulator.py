@@ -1,99 +1,80 @@
-"""A discrete-event simulator: a trace, N engine models and the router's own RouterState, in virtual time. Pure.
+"""A discrete-event simulator: a trace, N engine models and the routers' own RouterState, in virtual time. Pure.
 
 The router that places live requests places these, unchanged: it is told of keys, loads, steps, first tokens and ends by the same
 events, and its answers are carried out as a gateway does, whenever they come. A client that is told to come again later does.
-Tokenising, asking the router and reporting take the time that is set for them; one router owns the pool.
+Tokenising, asking the router, reaching an engine and reporting take the time that is set for them.
 """
 
 from __future__ import annotations
 
+import math
 import random
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
-from lab.agenda import Agenda
+from msgspec import structs
+from xxhash import xxh3_64_intdigest
+
+from lab.agenda import Action, Agenda
+from lab.clients import Clients, Turn
 from lab.content import NamedPrompt
 from lab.draws import Session
-from lab.engine_events import EngineConfig, EngineRequest, Finished, FirstToken, KvAwaited
-from lab.engine_model import EngineModel
-from lab.link import Link
-from lab.profile import Profile
+from lab.engine_events import EngineRequest, Finished, FirstToken, KvAwaited
+from lab.link import Link, Tell
 from lab.prompts import Prompts
 from lab.records import RequestRecord
 from lab.samples import InstanceSample
-from lab.simulated_instance import SimulatedInstance
+from lab.simulated_fleet import SimulatedFleet
+from lab.simulated_routers import Routers
+from lab.simulation import Simulation
 from lab.traces import TraceRequest, by_session
-from services.common.keys import KEY_SCHEME, KEY_TOKENS
+from services.common.keys import KEY_TOKENS
 from services.router import events as ev
-from services.router.domain import InstanceInfo, KvTransfer, PlacementRequest, StepKind
-from services.router.policy.base import Policy
+from services.router.domain import Phase, PlacementRequest, Step, StepKind
 from services.router.policy.registry import make_policy
-from services.router.state import RouterState, StateSettings
+from services.router.state import RouterState
 
 MODEL = "simulated"
 GATEWAY = "sim"
-# As the agent and the router do.
+# As the agent, the router and the gateway do.
 LOAD_EVERY_S = 1.0
 BOOKMARK_EVERY_S = 5.0
 TICK_EVERY_S = 0.5
+STEP_WITHIN_S = 60.0
 # What clients see of a refusal; 503 for every other one.
 HTTP_STATUS = {"RESOURCE_EXHAUSTED": 429, "NOT_FOUND": 404}
-
-
-class SimulationError(ValueError):
-    """A simulation that cannot be run as asked."""
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """What to simulate. `timing` is "trace" or "think", as in replays; times of the trace are multiplied by `time_scale`. With
-    `max_sessions` no more sessions are in flight: further ones wait, from their first turn on, until one has ended (0: no cap).
-
-    `policy` is a name, with `policy_settings`, or a policy itself. `retries` is how often a client that was refused for the
-    moment asks again, each time after the seconds that it was told. With `layerwise` KV is pushed while it is computed.
-    A prompt is tokenised at `tokenise_token_s` per token; the way to the router and the way back each take `placement_s` / 2
-    in the mean, drawn from an exponential distribution. Agents' reports come `report_delay_s` late, if they come: a share of
-    `report_loss` (0 to below 1) does not. All draws follow from `seed`.
-    """
-
-    instances: int = 8
-    policy: str | Policy = "unified"
-    policy_settings: Mapping[str, object] = field(default_factory=dict)
-    timing: str = "trace"
-    time_scale: float = 1.0
-    max_sessions: int = 0
-    seed: int = 0
-    retries: int = 10
-    layerwise: bool = False
-    tokenise_token_s: float = 0.0
-    placement_s: float = 0.0
-    report_delay_s: float = 0.0
-    report_loss: float = 0.0
-    router: StateSettings = field(default_factory=StateSettings)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    profile: Profile = field(default_factory=Profile)
+# The reason of a SERVE that a gateway takes by itself, because no router told it the next step.
+ROUTER_AWAY = "router_away"
 
 
 @dataclass(eq=False)
 class _Running:
-    """A request from its arrival to its end. `step` is the router's last answer."""
+    """A request from its arrival to its end. `step` is the last step that was given, None before the first."""
 
-    request: TraceRequest
+    turn: Turn
     record: RequestRecord
-    rest: Session
     prompt: NamedPrompt
     placement: PlacementRequest
     refused: int = 0
     step: ev.Placed | None = None
+    phase: Phase = Phase.PREFILL
+    # When a router was first asked, and how often one was: what an earlier one still answers is void.
+    asked_at: float | None = None
+    asked: int = 0
+    # It waits for a router's word: on its first step, or on the next one.
+    waits: bool = False
+    drawn: int = 0
     # What the last PREFILL step left on its instance, and how long computing it took, in tokens and s.
     prefilled: int = 0
     prefill_s: float = 0.0
 
 
 class Simulator:
-    """One run; run() or play() may be called once. `router` and `busy_s` can be looked at afterwards."""
+    """One run; run() or play() may be called once. `routers`, `busy_s` and the counts can be looked at afterwards.
+
+    `asked_again` counts requests that had to ask a new owner of their pool, `alone` steps that a gateway took by itself.
+    """
 
     def __init__(
         self,
@@ -102,37 +83,27 @@ class Simulator:
         on_sample: Callable[[InstanceSample], None] | None = None,
     ) -> None:
         """`trace`: requests, or sessions in the order of their starts, which are then taken one by one as their time comes: a
-        long trace need never exist as a whole. `on_sample` is told of each instance once a second. Raises SimulationError for
-        settings that cannot be simulated, SettingError for an unknown policy or setting."""
-        if asked.engine.block_size != KEY_TOKENS:
-            raise SimulationError(f"only engines with block_size {KEY_TOKENS} are simulated")
-        if not 0 <= asked.report_loss < 1:
-            raise SimulationError(f"report_loss {asked.report_loss} is not in 0 to below 1")
-        if min(asked.tokenise_token_s, asked.placement_s, asked.report_delay_s, asked.max_sessions) < 0:
-            raise SimulationError("tokenise_token_s, placement_s, report_delay_s and max_sessions must not be negative")
+        long trace need never exist as a whole. `on_sample` is told of each instance once a second. Raises SettingError for an
+        unknown policy or setting."""
         self._asked = asked
         self._on_sample = on_sample
-        self._rng = random.Random(f"latency {asked.seed}")
-        self._sessions = trace if isinstance(trace, Iterator) else iter(_in_order(trace))
-        self._origin_ms: float | None = None
-        # Sessions in flight, and those whose time has come but not their turn.
-        self._in_flight = 0
-        self._kept_out: deque[Session] = deque()
-        self._all_started = False
-        policy = make_policy(asked.policy, asked.policy_settings) if isinstance(asked.policy, str) else asked.policy
-        self.router = RouterState(policy, asked.router, router_id="sim", seed=asked.seed)
+        self.asked_again = 0
+        self.alone = 0
         self._ended: list[RequestRecord] = []
         self._agenda = Agenda()
         self._prompts = Prompts()
-        losses = random.Random(f"loss {asked.seed}")
-        self._link = Link(self._agenda, self._tell, asked.report_delay_s, asked.report_loss, losses)
         self._running: dict[str, _Running] = {}
-        self._instances = {
-            name: SimulatedInstance(
-                name, number, EngineModel(asked.engine, asked.profile), self._agenda, self._link.send, self._hear
-            )
-            for number, name in enumerate((f"i{number}" for number in range(asked.instances)), 1)
+        self._pools = [MODEL] if asked.pools == 1 else [f"{MODEL}-{number}" for number in range(asked.pools)]
+        policy = make_policy(asked.policy, asked.policy_settings) if isinstance(asked.policy, str) else asked.policy
+        names = ["sim"] if asked.routers == 1 else [f"sim-{number}" for number in range(asked.routers)]
+        states = {
+            name: RouterState(policy, asked.router, router_id=name, seed=asked.seed, owns_all=len(names) == 1)
+            for name in names
         }
+        self.routers = Routers(states, self._pools, self._link, self._do)
+        sessions = trace if isinstance(trace, Iterator) else iter(_in_order(trace))
+        self._clients = Clients(sessions, asked, self._pools, self._agenda, self._arrive)
+        self._fleet = SimulatedFleet(asked, self._pools, self._agenda, self.routers.report, self._hear)
 
     def run(self) -> list[RequestRecord]:
         """Play the trace to its end; records in the order in which requests ended."""
@@ -140,116 +111,69 @@ class Simulator:
 
     def play(self) -> Iterator[RequestRecord]:
         """As run(), with each record as soon as its request has ended; they are not kept."""
-        self._tell(ev.GatewayHello(GATEWAY), 0.0)
-        for instance in self._instances.values():
-            self._join(instance)
-        self._every(TICK_EVERY_S, partial(self._tell, ev.Tick()))
-        self._every(LOAD_EVERY_S, self._report_loads)
+        self.routers.tell_all(ev.GatewayHello(GATEWAY), 0.0)
+        for hello in self._fleet.hellos():
+            self.routers.tell_all(hello, 0.0)
+        self._fleet.report_keys(0.0)
+        self._fleet.report_loads(0.0)
+        for pool in self._pools:
+            if not self.routers.owner(pool):
+                self.routers.take(pool, 0.0)
+        self._every(TICK_EVERY_S, partial(self.routers.tell_all, ev.Tick()))
+        self._every(LOAD_EVERY_S, self._fleet.report_loads)
         if self._on_sample is not None:
             self._every(LOAD_EVERY_S, partial(self._sample, self._on_sample))
         if self._asked.report_loss:
-            self._every(BOOKMARK_EVERY_S, self._report_bookmarks)
-        self._await_session()
-        while self._in_flight or not self._all_started:
+            self._every(BOOKMARK_EVERY_S, self._fleet.report_bookmarks)
+        for moment, change in (
+            (self._asked.owner_dies_s, self._owner_dies),
+            (self._asked.hand_over_s, self._hand_over),
+        ):
+            if moment is not None:
+                self._agenda.at(moment, change)
+        self._clients.start()
+        while not self._clients.done:
             self._agenda.next()
             if self._ended:
                 yield from self._ended
                 self._ended.clear()
 
     @property
+    def router(self) -> RouterState:
+        """The owner of the first pool; LookupError while it has none."""
+        return self.routers.states[self.routers.owner(self._pools[0])]
+
+    @property
     def busy_s(self) -> dict[str, float]:
         """How long each instance has been in steps, in s."""
-        return {instance.name: instance.busy_s for instance in self._instances.values()}
+        return self._fleet.busy_s
 
-    # ---- the fleet ----
+    def _link(self, name: str, tell: Tell) -> Link:
+        asked = self._asked
+        losses = random.Random(f"loss {asked.seed} {name}")
+        return Link(self._agenda, tell, asked.report_delay_s, asked.report_loss, losses)
 
-    def _join(self, instance: SimulatedInstance) -> None:
-        config = self._asked.engine
-        info = InstanceInfo(
-            instance_id=instance.name,
-            incarnation="1",
-            url=f"sim://{instance.name}",
-            model=MODEL,
-            block_size=config.block_size,
-            kv_capacity_tokens=config.kv_blocks * config.block_size,
-            max_model_len=config.max_model_len,
-            kv_transfer=KvTransfer("MOONCAKE", f"sim://{instance.name}"),
-            prefill_chunk_limit=config.long_prefill_token_threshold,
-        )
-        self._tell(ev.AgentHello(instance.stream_id, info, KEY_SCHEME, 1, 0), 0.0)
-        instance.report_all_keys(0.0)
-        instance.report_load(0.0)
-
-    def _report_loads(self, now: float) -> None:
-        for instance in self._instances.values():
-            instance.report_load(now)
-
-    def _sample(self, tell: Callable[[InstanceSample], None], now: float) -> None:
-        for instance in self._instances.values():
-            counters, load = self.router.reservations.counters(instance.name), instance.load(now)
-            tell(
-                InstanceSample(
-                    t=round(now, 3),
-                    instance=instance.name,
-                    num_requests=counters.num_requests,
-                    pending_prefill_tokens=counters.pending_prefill_tokens,
-                    ongoing_decode_tokens=counters.ongoing_decode_tokens,
-                    keys=instance.num_keys,
-                    sessions=self.router.affinity.sessions_of(instance.name),
-                    running=load.running,
-                    waiting=load.waiting,
-                    kv_usage=round(load.kv_usage, 6),
-                    prefix_queries=load.prefix_cache_queries,
-                    prefix_hits=load.prefix_cache_hits,
-                    external_queries=load.external_prefix_cache_queries,
-                    external_hits=load.external_prefix_cache_hits,
-                )
-            )
-
-    def _report_bookmarks(self, now: float) -> None:
-        for instance in self._instances.values():
-            instance.report_bookmark(now)
-
-    def _every(self, seconds: float, action: Callable[[float], None]) -> None:
+    def _every(self, seconds: float, action: Action) -> None:
         def again(now: float) -> None:
             action(now)
             self._agenda.at(now + seconds, again)
 
         self._agenda.at(seconds, again)
 
+    def _sample(self, tell: Callable[[InstanceSample], None], now: float) -> None:
+        owners = {pool: self.routers.states[name] for pool in self._pools if (name := self.routers.owner(pool))}
+        for sample in self._fleet.samples(owners, now):
+            tell(sample)
+
     # ---- clients ----
 
-    def _await_session(self) -> None:
-        """Let the next session begin when its time comes."""
-        turns = next(self._sessions, None)
-        if turns is None:
-            self._all_started = True
-            return
-        if self._origin_ms is None:
-            self._origin_ms = turns[0].timestamp_ms
-        self._agenda.at(self._due(turns[0]), partial(self._begin, turns))
-
-    def _begin(self, turns: Session, now: float) -> None:
-        self._in_flight += 1
-        if self._asked.max_sessions and self._in_flight > self._asked.max_sessions:
-            self._kept_out.append(turns)
-        else:
-            self._arrive(turns[0], turns[1:], now)
-        self._await_session()
-
-    def _leave(self, now: float) -> None:
-        """A session is over: one that was kept out may begin."""
-        self._in_flight -= 1
-        if self._kept_out:
-            turns = self._kept_out.popleft()
-            self._arrive(turns[0], turns[1:], now)
-
-    def _arrive(self, request: TraceRequest, rest: Session, now: float) -> None:
+    def _arrive(self, turn: Turn, now: float) -> None:
+        request = turn.request
         name = f"{request.session}#{request.turn}"
         prompt = self._prompts.of(request)
         placement = PlacementRequest(
             request_id=name,
-            model=MODEL,
+            model=turn.pool,
             input_tokens=prompt.length,
             keys=prompt.names,
             session_id=request.session,
@@ -257,54 +181,116 @@ class Simulator:
             sliceable=True,
         )
         record = RequestRecord(session=request.session, turn=request.turn, t_send=now)
-        self._running[name] = _Running(request, record, rest, prompt, placement)
-        self._agenda.at(now + self._asked.tokenise_token_s * prompt.length + self._way_s(), partial(self._ask, name))
-
-    def _way_s(self) -> float:
-        """Seconds that a word to or from the router takes this time."""
-        return self._rng.expovariate(2 / self._asked.placement_s) if self._asked.placement_s else 0.0
-
-    def _ask(self, name: str, now: float) -> None:
-        self._tell(ev.PlaceRequested(self._running[name].placement, GATEWAY), now)
+        running = self._running[name] = _Running(turn, record, prompt, placement)
+        tokenised = now + self._asked.tokenise_token_s * prompt.length
+        self._agenda.at(tokenised + self._way_s(running), partial(self._ask, name))
 
     def _end(self, name: str, now: float, status: int, error: str = "") -> None:
         running = self._running.pop(name)
         running.record.status, running.record.error = status, error
         running.record.e2e_s = now - running.record.t_send
         self._ended.append(running.record)
-        if not running.rest:
-            self._leave(now)
-        else:
-            following = running.rest[0]
-            think_s = (following.think_ms or 0.0) / 1e3 * self._asked.time_scale
-            due = now + think_s if self._asked.timing == "think" else max(now, self._due(following))
-            self._agenda.at(due, partial(self._arrive, following, running.rest[1:]))
+        self._clients.answered(running.turn, now)
 
-    def _due(self, request: TraceRequest) -> float:
-        return (request.timestamp_ms - (self._origin_ms or 0.0)) / 1e3 * self._asked.time_scale
+    def _draw_s(self, running: _Running, mean_s: float) -> float:
+        """A time with that mean, exponentially distributed; the same for the same draw of a request under one seed."""
+        if not mean_s:
+            return 0.0
+        running.drawn += 1
+        drawn = xxh3_64_intdigest(f"{self._asked.seed} {running.placement.request_id} {running.drawn}".encode())
+        return -mean_s * math.log((drawn + 1) / 2**64)
+
+    def _way_s(self, running: _Running) -> float:
+        """Seconds that a word to or from the router takes this time."""
+        return self._draw_s(running, self._asked.placement_s / 2)
+
+    # ---- the routers ----
+
+    def _do(self, router: str, effect: ev.Effect, now: float) -> None:
+        """Do what a router wants done, for whichever request or instance."""
+        if isinstance(effect, ev.Placed):
+            running = self._running[effect.request_id]
+            self._agenda.at(now + self._way_s(running), partial(self._placed, running.asked, effect))
+        elif isinstance(effect, ev.Refused):
+            running = self._running[effect.request_id]
+            self._agenda.at(now + self._way_s(running), partial(self._refused, running.asked, effect))
+        elif isinstance(effect, ev.Resync):
+            for event in self._fleet.instances[effect.instance_id].all_keys():
+                self.routers.report_to(router, event, now)
+
+    def _owner_dies(self, now: float) -> None:
+        if name := self.routers.owner(self._pools[0]):
+            pools = self.routers.die(name)
+            for pool in pools:
+                self._displace(pool, now)
+                self._agenda.at(now + self._asked.takeover_s, partial(self._take_over, pool))
+
+    def _hand_over(self, now: float) -> None:
+        pool = self._pools[0]
+        if self.routers.owner(pool):
+            self.routers.lose(pool, now)
+            self._displace(pool, now)
+            self._agenda.at(now + self._asked.handing_s, partial(self._take_over, pool))
+
+    def _displace(self, pool: str, now: float) -> None:
+        """The pool's owner is gone: what is still to come from it never will, or does not count."""
+        for name, running in list(self._running.items()):
+            if running.placement.model == pool and running.waits:
+                running.asked += 1
+                if running.step is not None:
+                    self._go_on_alone(name, running.asked, now)
+
+    def _take_over(self, pool: str, now: float) -> None:
+        """A new owner: the gateway tells it which streams are open, and asks again for what waits."""
+        heir = self.routers.take(pool, now)
+        known = self._running.items()
+        hello = ev.GatewayHello(
+            GATEWAY,
+            tuple(_open_stream(running) for _, running in known if running.step is not None),
+            frozenset(name for name, running in known if running.step is None and running.waits),
+            frozenset(self._fleet.instances),
+        )
+        self.routers.tell(heir, hello, now)
+        for name, running in list(known):
+            if running.placement.model == pool and running.step is None and running.waits:
+                self.asked_again += 1
+                self._ask(name, now)
 
     # ---- the gateway ----
 
-    def _tell(self, event: ev.Event, now: float) -> None:
-        """Let the router hear of something, and do what it answers, to whichever request."""
-        for effect in self.router.handle(event, now):
-            if isinstance(effect, ev.Placed):
-                self._agenda.at(now + self._way_s(), partial(self._placed, effect))
-            elif isinstance(effect, ev.Refused):
-                self._agenda.at(now + self._way_s(), partial(self._refused, effect))
-            elif isinstance(effect, ev.Resync):
-                self._instances[effect.instance_id].report_all_keys(now)
+    def _ask(self, name: str, now: float) -> None:
+        running = self._running[name]
+        running.waits = True
+        running.asked += 1
+        if running.asked_at is None:
+            running.asked_at = now
+        if owner := self.routers.owner(running.placement.model):
+            placement = structs.replace(running.placement, age_s=now - running.asked_at)
+            self.routers.tell(owner, ev.PlaceRequested(placement, GATEWAY), now)
 
-    def _refused(self, refused: ev.Refused, now: float) -> None:
-        running = self._running[refused.request_id]
+    def _report(self, name: str, event: ev.Event, now: float) -> None:
+        """Tell the owner of the request's pool; while there is none, the hello to the next one says as much."""
+        if owner := self.routers.owner(self._running[name].placement.model):
+            self.routers.tell(owner, event, now)
+
+    def _refused(self, asked: int, refused: ev.Refused, now: float) -> None:
+        running = self._running.get(refused.request_id)
+        if running is None or running.asked != asked:
+            return
+        running.waits = False
         if refused.retry_after_s is None or running.refused >= self._asked.retries:
             self._end(refused.request_id, now, HTTP_STATUS.get(refused.code, 503), refused.message)
             return
         running.refused += 1
+        # It comes again as a new request.
+        running.asked_at = None
         self._agenda.at(now + refused.retry_after_s, partial(self._ask, refused.request_id))
 
-    def _placed(self, placed: ev.Placed, now: float) -> None:
-        running, step = self._running[placed.request_id], placed.step
+    def _placed(self, asked: int, placed: ev.Placed, now: float) -> None:
+        running, step = self._running.get(placed.request_id), placed.step
+        if running is None or running.asked != asked:
+            return
+        running.waits = False
         running.step = placed
         if not running.record.decision:
             decision = placed.decision
@@ -316,7 +302,7 @@ class Simulator:
         if step.kind is StepKind.PREFILL:
             tokens = step.prefix_tokens or running.prompt.length
             prefix = replace(running.prompt, length=tokens, names=running.prompt.names[: tokens // KEY_TOKENS])
-            self._submit(placed, EngineRequest(_engine_id(placed), prefix, 1), now)
+            self._send(placed, EngineRequest(_engine_id(placed), prefix, 1), now)
         else:
             self._serve(placed, now)
 
@@ -328,20 +314,49 @@ class Simulator:
         running = self._running[placed.request_id]
         running.record.instance = placed.step.instance_id
         remote = running.prefilled if placed.step.kv_source else 0
-        output = running.request.output_length
-        request = EngineRequest(_engine_id(placed), running.prompt, output, remote_tokens=remote)
-        self._submit(placed, request, now)
+        output = running.turn.request.output_length
+        self._send(placed, EngineRequest(_engine_id(placed), running.prompt, output, remote_tokens=remote), now)
+
+    def _send(self, placed: ev.Placed, request: EngineRequest, now: float) -> None:
+        way_s = self._draw_s(self._running[placed.request_id], self._asked.api_s)
+        if way_s:
+            self._agenda.at(now + way_s, partial(self._submit, placed, request))
+        else:
+            self._submit(placed, request, now)
 
     def _submit(self, placed: ev.Placed, request: EngineRequest, now: float) -> None:
         name = placed.request_id
         try:
-            self._instances[placed.step.instance_id].submit(request, now)
+            self._fleet.instances[placed.step.instance_id].submit(request, now)
         except ValueError as error:
             if placed.step.kind is StepKind.PREFILL:
-                self._tell(ev.StepDone(name, placed.step_index, ok=False, error=str(error)), now)
+                self._step_done(name, placed, now, str(error))
                 return
-            self._tell(ev.Finished(name, "REJECTED", error=str(error), http_status=400), now)
+            self._report(name, ev.Finished(name, "REJECTED", error=str(error), http_status=400), now)
             self._end(name, now, 400, str(error))
+
+    def _step_done(self, name: str, placed: ev.Placed, now: float, error: str = "") -> None:
+        """Ask for the step after a PREFILL; where nobody tells it in time, the gateway goes on alone."""
+        running = self._running[name]
+        running.waits = True
+        running.asked += 1
+        if not self.routers.owner(running.placement.model):
+            self._go_on_alone(name, running.asked, now)
+            return
+        self._agenda.at(now + STEP_WITHIN_S, partial(self._go_on_alone, name, running.asked))
+        self._report(name, ev.StepDone(name, placed.step_index, ok=not error, error=error), now)
+
+    def _go_on_alone(self, name: str, asked: int, now: float) -> None:
+        """No next step came: one SERVE goes where the prefix is."""
+        running = self._running.get(name)
+        if running is None or running.asked != asked or not running.waits:
+            return
+        assert running.step is not None
+        self.alone += 1
+        running.waits = False
+        step = Step(StepKind.SERVE, running.step.step.instance_id, ROUTER_AWAY)
+        running.step = structs.replace(running.step, step_index=running.step.step_index + 1, step=step, last=True)
+        self._serve(running.step, now)
 
     def _hear(self, event: KvAwaited | FirstToken | Finished, now: float) -> None:
         name, _, number = event.request_id.rpartition("/")
@@ -350,7 +365,7 @@ class Simulator:
         assert placed is not None
         assert placed.step_index == int(number), "an answer to a step that was not taken"
         if isinstance(event, KvAwaited):
-            receive = partial(self._instances[placed.step.instance_id].receive, event.request_id)
+            receive = partial(self._fleet.instances[placed.step.instance_id].receive, event.request_id)
             self._agenda.at(now + self._transfer_s(running, event.tokens), receive)
         elif placed.step.kind is StepKind.PREFILL:
             if isinstance(event, FirstToken):
@@ -358,17 +373,24 @@ class Simulator:
                 running.prefilled = tokens
                 running.prefill_s = self._asked.profile.chunk_s(tokens - event.cached_tokens, event.cached_tokens)
             else:
-                self._tell(ev.StepDone(name, placed.step_index, ok=True), now)
+                self._step_done(name, placed, now)
         elif isinstance(event, FirstToken):
+            running.phase = Phase.DECODE
             record.ttft_s = now - record.t_send
             record.cached_tokens = event.cached_tokens
-            self._tell(ev.FirstToken(name), now)
+            self._report(name, ev.FirstToken(name), now)
         else:
-            record.prompt_tokens = running.request.input_length
-            record.output_tokens = running.request.output_length
+            record.prompt_tokens = running.turn.request.input_length
+            record.output_tokens = running.turn.request.output_length
             told = (record.prompt_tokens, record.cached_tokens, record.output_tokens)
-            self._tell(ev.Finished(name, "OK", *told, http_status=200), now)
+            self._report(name, ev.Finished(name, "OK", *told, http_status=200), now)
             self._end(name, now, 200)
+
+
+def _open_stream(running: _Running) -> ev.OpenStream:
+    assert running.step is not None
+    placement = structs.replace(running.placement, keys=())
+    return ev.OpenStream(placement, running.step.step.instance_id, running.phase, running.step.decision.cached_tokens)
 
 
 def _in_order(requests: Sequence[TraceRequest]) -> list[Session]:

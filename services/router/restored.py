@@ -8,11 +8,15 @@ from services.router.reservations import Reservation
 REASON = "restored"
 
 
-def restored_decision(reservation: Reservation, request: PlacementRequest, policy: PolicyRef) -> Decision:
+def restored_decision(
+    reservation: Reservation, request: PlacementRequest, policy: PolicyRef, steps_done: int = 0
+) -> Decision:
     """A decision that sends `request` where `reservation` says, by one SERVE: the rest of the plan went with its maker.
+    `steps_done` steps of it are over, of which no more is known than that they were PREFILLs.
 
     It keeps the id of the first decision, whose view and scores are in that replica's log only.
     """
+    done = (Step(StepKind.PREFILL, reservation.instance_id, REASON),) * steps_done
     step = Step(StepKind.SERVE, reservation.instance_id, REASON)
     return Decision(
         decision_id=reservation.decision_id,
@@ -20,7 +24,7 @@ def restored_decision(reservation: Reservation, request: PlacementRequest, polic
         pool=reservation.pool,
         view=FleetView(()),
         policy=policy,
-        ruling=Ruling((step,), REASON),
+        ruling=Ruling((*done, step), REASON),
         route_class=route_class(reservation.new_tokens, request.input_tokens),
         mode="COLOCATED",
         cached_tokens=max(request.input_tokens - reservation.new_tokens, 0),

@@ -152,7 +152,7 @@ class RouterState:
             case ev.PlaceRequested():
                 return self._place(event, now)
             case ev.StepDone():
-                return self._step_done(event, now)
+                return self._step_of_another(event) or self._step_done(event, now)
             case ev.FirstToken():
                 return self.plans.first_token(event, now)
             case ev.Finished():
@@ -277,6 +277,18 @@ class RouterState:
             return [self.plans.told(restored, 0, event.gateway_id)]
         self.truth.expire(now)
         return self.holding.place(request, event.gateway_id, now)
+
+    def _step_of_another(self, event: ev.StepDone) -> list[ev.Effect]:
+        """The step after one that an earlier owner of the pool had given, whose plan went with it: SERVE, at once."""
+        reservation = self.reservations.get(event.request_id)
+        if reservation is None or self.plans.decisions.get(event.request_id) is not None:
+            return []
+        request = PlacementRequest(event.request_id, reservation.pool, reservation.input_tokens)
+        restored = restored_decision(reservation, request, self.policy.ref(), event.step_index + 1)
+        self.plans.decisions.put(restored)
+        moved = replace(reservation, step_index=event.step_index + 1)
+        self.reservations.put(moved)
+        return [ev.Reserved(moved), self.plans.told(restored, moved.step_index, reservation.gateway_id)]
 
     def _step_done(self, event: ev.StepDone, now: float) -> list[ev.Effect]:
         goes_on = self.plans.goes_on(event)

@@ -30,7 +30,7 @@ from lab.generate import generate
 from lab.measures import measure
 from lab.profile import Profile, load_profile
 from lab.records import RequestRecord
-from lab.simulator import Simulation
+from lab.simulation import Simulation
 from lab.trace_files import save_trace
 from lab.traces import TraceRequest, by_session
 

@@ -20,7 +20,8 @@ from lab.prompts import Prompts
 from lab.records import RequestRecord
 from lab.samples import InstanceSample
 from lab.simulate import SimulateSettings, run
-from lab.simulator import Simulation, SimulationError, Simulator
+from lab.simulation import Simulation, SimulationError
+from lab.simulator import Simulator
 from lab.trace_files import save_trace
 from lab.traces import TraceRequest, shared_prefix
 from services.router import events as ev

@@ -6,7 +6,7 @@ import pytest
 
 from services.common.keys import KEY_SCHEME, prompt_keys
 from services.router import events as ev
-from services.router.domain import Decision, InstanceState, Load, Phase, PrefixSource
+from services.router.domain import Decision, InstanceState, Load, Phase, PrefixSource, StepKind
 from services.router.policy.registry import make_policy
 from services.router.sync import Bookmark, Delta
 from tests.unit.router.builders import hello, info, join, place, request, state
@@ -282,6 +282,26 @@ def test_a_new_owner_starts_from_what_the_store_kept() -> None:
     assert after.affinity.owner("m", "/s", 51.0) == "a"
     after.handle(ev.PoolLost("m"), 60.0)
     assert len(after.reservations) == 0
+    after.check_invariants()
+
+
+def test_a_step_that_an_earlier_owner_gave_is_followed_by_a_serve() -> None:
+    before, after = state(), state()
+    for router in (before, after):
+        join(router, "a", 1)
+    place(before, request("r", tokens=100, session_id="s"))
+    [kept] = before.reservations
+    after.handle(ev.PoolTaken("m", (kept,), {}), 50.0)
+    reserved, placed = after.handle(ev.StepDone("r", 2, ok=True), 51.0)
+    assert isinstance(placed, ev.Placed)
+    assert (placed.step_index, placed.step.kind, placed.step.instance_id) == (3, StepKind.SERVE, "a")
+    assert placed.last
+    assert placed.decision.decision_id == kept.decision_id
+    assert isinstance(reserved, ev.Reserved)
+    assert reserved.reservation.step_index == 3
+    # What is asked again for that step gets no second answer, and an unknown request none at all.
+    assert after.handle(ev.StepDone("r", 2, ok=True), 52.0) == []
+    assert after.handle(ev.StepDone("x", 0, ok=True), 52.0) == []
     after.check_invariants()
 
 

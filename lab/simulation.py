@@ -1,0 +1,88 @@
+"""What is to be simulated. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lab.engine_events import EngineConfig
+from lab.profile import Profile
+from services.common.keys import KEY_TOKENS
+from services.router.policy.base import Policy
+from services.router.state import StateSettings
+
+TIMINGS = ("trace", "think")
+
+
+class SimulationError(ValueError):
+    """A simulation that cannot be run as asked; the message names the field and what it may be."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What to simulate. `timing` is "trace" or "think", as in replays; times of the trace are multiplied by `time_scale`. With
+    `max_sessions` no more sessions are in flight: further ones wait, from their first turn on, until one has ended (0: no cap).
+
+    `policy` is a name, with `policy_settings`, or a policy itself. `retries` is how often a client that was refused for the
+    moment asks again, each time after the seconds that it was told. With `layerwise` KV is pushed while it is computed.
+
+    Times that pass on the way: a prompt is tokenised at `tokenise_token_s` per token; the way to the router and the way back
+    each take `placement_s` / 2 in the mean, and whatever is sent to an engine, a step or a slice, reaches its scheduler after
+    `api_s` in the mean; all are exponential. They are drawn for each request by itself: under one `seed` a request has the
+    same luck whatever the policy. Agents' reports come `report_delay_s` late, if they come: a share of `report_loss` (0 to below
+    1) does not.
+
+    Sessions are dealt to `pools` models in turn, as instances are; `routers` replicas share the pools, each of which one owns.
+    At `owner_dies_s` the owner of the first pool dies, and all that it owned is taken over `takeover_s` later, when its lease
+    has run out; at `hand_over_s` the first pool's owner hands it to another, which has it `handing_s` later (None: never).
+    """
+
+    instances: int = 8
+    policy: str | Policy = "unified"
+    policy_settings: Mapping[str, object] = field(default_factory=dict)
+    timing: str = "trace"
+    time_scale: float = 1.0
+    max_sessions: int = 0
+    seed: int = 0
+    retries: int = 10
+    layerwise: bool = False
+    tokenise_token_s: float = 0.0
+    placement_s: float = 0.0
+    api_s: float = 0.0
+    report_delay_s: float = 0.0
+    report_loss: float = 0.0
+    pools: int = 1
+    routers: int = 1
+    owner_dies_s: float | None = None
+    takeover_s: float = 1.5
+    hand_over_s: float | None = None
+    handing_s: float = 0.25
+    router: StateSettings = field(default_factory=StateSettings)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    profile: Profile = field(default_factory=Profile)
+
+    def __post_init__(self) -> None:
+        if self.engine.block_size != KEY_TOKENS:
+            raise SimulationError(f"block_size: only engines with block_size {KEY_TOKENS} are simulated")
+        if self.timing not in TIMINGS:
+            raise SimulationError(f"timing: {self.timing!r} is not {' or '.join(TIMINGS)}")
+        if not 0 <= self.report_loss < 1:
+            raise SimulationError(f"report_loss: {self.report_loss} is not in 0 to below 1")
+        for name in (
+            "tokenise_token_s",
+            "placement_s",
+            "api_s",
+            "report_delay_s",
+            "takeover_s",
+            "handing_s",
+            "max_sessions",
+        ):
+            if getattr(self, name) < 0:
+                raise SimulationError(f"{name}: {getattr(self, name)} is negative")
+        if not 1 <= self.pools <= self.instances:
+            raise SimulationError(f"pools: {self.pools} is not in 1 to the number of instances, {self.instances}")
+        if self.routers < 1:
+            raise SimulationError(f"routers: {self.routers} is not at least 1")
+        for name in ("owner_dies_s", "hand_over_s"):
+            if getattr(self, name) is not None and self.routers < 2:
+                raise SimulationError(f"{name}: nobody could take over; routers must be at least 2")

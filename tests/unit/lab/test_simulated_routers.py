@@ -1,0 +1,193 @@
+"""Router replicas in a simulation: who owns what, an owner's death, and what it costs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lab.generate import generate
+from lab.profile import Profile
+from lab.records import RequestRecord
+from lab.simulation import Simulation, SimulationError
+from lab.simulator import ROUTER_AWAY, STEP_WITHIN_S, Simulator
+from lab.traces import TraceRequest
+from services.router.domain import FleetView, PlacementRequest, Ruling, Step, StepKind
+from services.router.policy.base import Policy, hold, serve
+
+PLAIN = Profile(step_s=1.0, prefill_token_s=0.01, prefill_pair_s=0.0, decode_sequence_s=0.0, decode_kv_token_s=0.0)
+TWO = Simulation(instances=1, profile=PLAIN, routers=2, takeover_s=3.0)
+
+
+def ask(session: str, at_s: float, length: int, output: int = 1) -> TraceRequest:
+    return TraceRequest(
+        timestamp_ms=at_s * 1e3,
+        session_id=session,
+        turn=1,
+        input_length=length,
+        output_length=output,
+        hash_ids=(),
+        block_size=512,
+    )
+
+
+def simulate(requests: list[TraceRequest], asked: Simulation) -> tuple[Simulator, dict[str, RequestRecord]]:
+    simulator = Simulator(requests, asked)
+    records = simulator.run()
+    assert sorted((one.session, one.turn) for one in records) == sorted((one.session, one.turn) for one in requests)
+    for state in simulator.routers.states.values():
+        state.check_invariants()
+        assert len(state.reservations) == 0
+    return simulator, {one.session: one for one in records}
+
+
+@dataclass(frozen=True)
+class OneAtATime(Policy):
+    """Hold whatever comes while anything is open, `at_most_s` long."""
+
+    name: ClassVar[str] = "one_at_a_time"
+    at_most_s: float = 0.0
+
+    def rule(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> Ruling:
+        first = view.eligible()[0]
+        return hold("busy", self.at_most_s) if first.num_requests else serve(first, "free")
+
+
+@dataclass(frozen=True)
+class Sliced(Policy):
+    """The first 64 tokens alone, then all, on the first instance."""
+
+    name: ClassVar[str] = "sliced"
+
+    def rule(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> Ruling:
+        first = view.eligible()[0].instance_id
+        steps = (Step(StepKind.PREFILL, first, "slice", prefix_tokens=64), Step(StepKind.SERVE, first, "whole"))
+        return Ruling(steps, "sliced")
+
+
+def test_a_standby_changes_nothing() -> None:
+    requests = generate(15, 20.0, seed=2)
+    alone = Simulator(requests, Simulation(instances=3)).run()
+    shared = Simulator(requests, Simulation(instances=3, routers=3)).run()
+    assert [(one.session, one.turn, one.ttft_s) for one in shared] == [
+        (one.session, one.turn, one.ttft_s) for one in alone
+    ]
+
+
+def test_each_pool_has_an_owner_and_its_own_instances() -> None:
+    asked = Simulation(instances=4, pools=4, routers=2)
+    simulator, records = simulate([ask(f"s{number}", float(number), 32) for number in range(8)], asked)
+    # Sessions and instances are dealt in turn.
+    assert [records[f"s{number}"].instance for number in range(8)] == ["i0", "i1", "i2", "i3"] * 2
+    owners = {simulator.routers.owner(f"simulated-{number}") for number in range(4)}
+    assert owners == {"sim-0", "sim-1"}
+
+
+def test_who_comes_while_nobody_owns_the_pool_waits_for_the_new_owner() -> None:
+    requests = [ask("first", 0.0, 100), ask("between", 10.0, 100), ask("after", 30.0, 100)]
+    simulator, records = simulate(requests, replace(TWO, owner_dies_s=9.0))
+    # 1 + 100 * 0.01 s; the second one waits until 12 s first.
+    assert [one.ttft_s for one in records.values()] == pytest.approx([2.0, 4.0, 2.0])
+    assert simulator.asked_again == 1
+    assert len(simulator.routers.states) == 1
+
+
+def test_a_hand_over_keeps_both_and_costs_its_own_time() -> None:
+    requests = [ask("first", 0.0, 100), ask("between", 10.0, 100)]
+    simulator, records = simulate(requests, replace(TWO, hand_over_s=9.5, handing_s=1.0))
+    assert records["between"].ttft_s == pytest.approx(2.5)
+    assert len(simulator.routers.states) == 2
+
+
+def test_what_was_held_is_asked_again_with_its_age() -> None:
+    # Held from 0.25 s on for at most 4 s; the owner dies at 1, the next one comes at 2 s. At the tick at 4.5 s it is over.
+    requests = [ask("a", 0.0, 64, output=60), ask("b", 0.25, 64)]
+    asked = replace(TWO, policy=OneAtATime(4.0), owner_dies_s=1.0, takeover_s=1.0)
+    simulator, records = simulate(requests, asked)
+    assert simulator.asked_again == 1
+    # a's step under way then ends at 4.64 s, and b takes one of 1.64 s.
+    assert records["b"].ttft_s == pytest.approx(4.64 + 1.64 - 0.25)
+
+
+def test_open_streams_are_announced_and_count_at_the_new_owner() -> None:
+    # Held while a is open, also by an owner that had not placed a: until a's end at 10.64 s.
+    requests = [ask("a", 0.0, 64, output=10), ask("b", 6.0, 64)]
+    _, records = simulate(requests, replace(TWO, policy=OneAtATime(), owner_dies_s=1.0, takeover_s=1.0))
+    assert records["b"].ttft_s == pytest.approx(10.64 + 1.64 - 6.0)
+
+
+def test_a_plan_that_went_with_its_owner_ends_in_one_serve() -> None:
+    # The slice ends at 1.64 s: no owner then, the gateway goes on alone.
+    simulator, records = simulate([ask("a", 0.0, 128)], replace(TWO, policy=Sliced(), owner_dies_s=1.0))
+    assert (records["a"].ttft_s, records["a"].cached_tokens) == (pytest.approx(3.28), 64)
+    assert simulator.alone == 1
+    # A new owner there is by then: it knows no plan, and says SERVE at once.
+    asked = replace(TWO, policy=Sliced(), owner_dies_s=0.5, takeover_s=0.5)
+    simulator, records = simulate([ask("a", 0.0, 128)], asked)
+    assert (records["a"].ttft_s, simulator.alone) == (pytest.approx(3.28), 0)
+    assert STEP_WITHIN_S > 3.28
+    assert ROUTER_AWAY
+
+
+def test_an_answer_on_its_way_from_a_dead_owner_does_not_count() -> None:
+    asked = replace(TWO, placement_s=4.0, takeover_s=1.0)
+    plain, _ = simulate([ask(f"s{number}", 20.0 * number, 32) for number in range(20)], asked)
+    assert plain.asked_again == 0
+    requests = [ask(f"s{number}", 0.1 * number, 32) for number in range(30)]
+    simulator, records = simulate(requests, replace(asked, owner_dies_s=1.5))
+    assert all(one.ok for one in records.values())
+    assert simulator.asked_again > 5
+
+
+MOMENTS = st.none() | st.floats(0.0, 40.0)
+
+
+@given(st.integers(0, 5), MOMENTS, MOMENTS, st.integers(1, 3), st.sampled_from([0.0, 0.3]), st.sampled_from([0.0, 0.2]))
+@settings(max_examples=25, deadline=None)
+def test_every_request_is_answered_once_whatever_happens_to_owners(
+    seed: int, dies: float | None, handed: float | None, pools: int, placement_s: float, loss: float
+) -> None:
+    requests = generate(12, 20.0, seed=seed)
+    policies: list[Any] = ["unified", OneAtATime(2.0), Sliced(), "elastic", "foresight"]
+    asked = Simulation(
+        instances=3,
+        policy=policies[seed % len(policies)],
+        routers=2 + seed % 2,
+        pools=pools,
+        placement_s=placement_s,
+        report_loss=loss,
+        api_s=placement_s / 3,
+        owner_dies_s=dies,
+        hand_over_s=handed,
+        takeover_s=1.5,
+    )
+    simulator = Simulator(requests, asked)
+    records = simulator.run()
+    assert sorted((one.session, one.turn) for one in records) == sorted((one.session, one.turn) for one in requests)
+    assert all(one.ok for one in records)
+    for state in simulator.routers.states.values():
+        state.check_invariants()
+        assert len(state.reservations) == 0
+    again = Simulator(requests, asked)
+    assert again.run() == records
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"routers": 0},
+        {"pools": 9},
+        {"owner_dies_s": 1.0},
+        {"hand_over_s": 1.0},
+        {"takeover_s": -1.0, "routers": 2},
+        {"api_s": -1.0},
+        {"timing": "never"},
+    ],
+)
+def test_impossible_replicas_name_their_field(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SimulationError, match=f"^{next(iter(wrong))}: "):
+        Simulation(**wrong)
