@@ -10,14 +10,16 @@ TORCH_PIP_ARGS ?=
 
 BIN := .venv/bin
 ENGINE_BIN := .venv-engine/bin
+AIPERF_BIN := .venv-aiperf/bin
 .DELETE_ON_ERROR:
 
-.PHONY: help demo bench test test-fast check format protos lock clean env env-engine
+.PHONY: help demo bench test test-fast check format protos lock clean env env-engine env-aiperf
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
 env: .venv/.installed  ## the project's environment (.venv)
 env-engine: .venv-engine/.installed  ## a real vLLM, CPU build (.venv-engine)
+env-aiperf: .venv-aiperf/.installed  ## aiperf, an outside load client (.venv-aiperf)
 
 # An environment that belongs to another checkout must not be cleared from here.
 own = @test ! -L $(1) || { echo "$(1) is a link: make the environment where it belongs, or remove the link"; exit 1; }
@@ -39,13 +41,20 @@ own = @test ! -L $(1) || { echo "$(1) is a link: make the environment where it b
 		-r requirements/engine.lock -r requirements/engine-build.lock
 	@touch $@
 
+.venv-aiperf/.installed: requirements/aiperf.lock
+	$(call own,.venv-aiperf)
+	$(PYTHON) -m venv --clear .venv-aiperf
+	$(AIPERF_BIN)/python -m pip install --quiet uv==$(UV_VERSION)
+	$(AIPERF_BIN)/uv pip install --quiet --python $(AIPERF_BIN)/python --no-deps --require-hashes -r requirements/aiperf.lock
+	@touch $@
+
 demo: env  ## four emulated engines, the whole control plane, a short agentic replay
 	$(BIN)/pointsman demo
 
-test: env env-engine  ## all tests, those on a real vLLM included
+test: env env-engine env-aiperf  ## all tests, those on a real vLLM included
 	$(BIN)/pytest
 
-test-fast: env  ## the tests that need no real vLLM
+test-fast: env env-aiperf  ## the tests that need no real vLLM
 	$(BIN)/pytest --ignore tests/engine
 
 bench: env  ## all benchmarks (needs Debian's nginx): a table, and bench/results.jsonl
@@ -72,4 +81,4 @@ lock: env  ## resolve the requirements again
 	PATH=$(BIN):$$PATH tools/lock.sh $(VLLM_VERSION)
 
 clean:  ## remove environments and caches
-	rm -rf .venv .venv-engine .state .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-engine .venv-aiperf .state .mypy_cache .ruff_cache .pytest_cache .hypothesis

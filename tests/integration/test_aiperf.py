@@ -1,0 +1,172 @@
+"""An outside load client: NVIDIA's aiperf plays agentic sessions at the gateway, and counts as the gateway does."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from lab.generate import SMALL, generate
+from lab.text import TOKENIZER_DIR
+from lab.trace_files import load_trace
+from lab.traces import TraceRequest, by_session
+from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
+from tests.engine.processes import Process, free_port, until
+
+REPOSITORY = Path(__file__).parents[2]
+AIPERF = REPOSITORY / ".venv-aiperf/bin/aiperf"
+START_S = 120.0
+PLAY_S = 300.0
+SESSIONS = 24
+# What aiperf calls the tokenizer; it takes none from a plain folder, but one that looks downloaded.
+TOKENIZER = "local/tok"
+
+
+def deltas(requests: Sequence[TraceRequest]) -> list[dict[str, Any]]:
+    """A trace as aiperf's mooncake_trace: later turns are what is new after the answer."""
+    lines: list[dict[str, Any]] = []
+    for session, turns in by_session(requests).items():
+        line: dict[str, Any] = {"timestamp": turns[0].timestamp_ms}
+        before = 0
+        for turn in turns:
+            line |= {"session_id": session, "input_length": turn.input_length - before}
+            lines.append(line | {"output_length": turn.output_length})
+            before = turn.input_length + turn.output_length
+            line = {"delay": 50}
+        first = lines[-len(turns)]
+        # Whole blocks are shared as in the trace; a last one that is not whole belongs to the session.
+        rest = [10**6 + len(lines)] * bool(turns[0].input_length % turns[0].block_size)
+        first["hash_ids"] = [*turns[0].whole_blocks, *rest]
+    return lines
+
+
+def hub_cache(folder: Path) -> Path:
+    """The lab's tokenizer as a download of it would lie there."""
+    model = folder / "hub" / f"models--{TOKENIZER.replace('/', '--')}"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text("0")
+    shutil.copytree(TOKENIZER_DIR, model / "snapshots" / "0")
+    return folder
+
+
+def pointsman(name: str, folder: Path, *arguments: str) -> Process:
+    return Process(name, [sys.executable, "-m", "services.cli", *arguments], folder / f"{name}.log", cwd=REPOSITORY)
+
+
+@contextlib.contextmanager
+def fleet(folder: Path) -> Iterator[tuple[str, str]]:
+    """Two emulated engines, router, agent and gateway; the gateway's and the router's addresses."""
+    listen, router = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    ports = [free_port(), free_port()]
+    parts = [pointsman(f"engine-{port}", folder, "emulate", "--port", str(port), "--speedup", "10") for port in ports]
+    flags = [flag for port in ports for flag in ("--engine", f"http://127.0.0.1:{port}")]
+    flags += ["--listen", listen, "--router-listen", router, "--router-metrics", "", "--agent-metrics", ""]
+    plane = pointsman("plane", folder, "up", *flags, "--state-dir", str(folder / "agent"))
+    try:
+        for part in parts:
+            part.start()
+        for part in parts:
+            part.wait_ready(lambda log=part.log: "emulated engine" in log.read_text(), within_s=START_S)  # type: ignore[misc]
+        plane.start()
+        plane.wait_ready(lambda: "OpenAI API" in plane.log.read_text(), within_s=START_S)
+        yield listen, router
+    finally:
+        for part in (plane, *parts):
+            if part.alive:
+                part.stop(within_s=40)
+    assert "Traceback (most recent" not in plane.log.read_text(), plane.tail()
+
+
+def decisions(router: str, count: int) -> list[fleet_pb2.Decision]:
+    """All decisions in the order of time, once `count` of them have ended."""
+
+    def ended() -> list[fleet_pb2.Decision]:
+        with grpc.insecure_channel(router) as channel:
+            request = fleet_pb2.ListDecisionsRequest(page_size=1_000)
+            found = list(fleet_pb2_grpc.FleetServiceStub(channel).ListDecisions(request, timeout=20).decisions)
+        return found if sum(one.outcome == "OK" for one in found) >= count else []
+
+    found = until(ended, within_s=60, what=f"{count} decisions that ended well")
+    return sorted(found, key=lambda one: one.time.ToNanoseconds())
+
+
+@pytest.mark.timeout(900)
+def test_sessions_played_by_aiperf_are_kept_and_counted_alike(tmp_path: Path) -> None:
+    if not AIPERF.exists():
+        pytest.fail(f"{AIPERF} is missing: `make env-aiperf` makes it (requirements/aiperf.lock)", pytrace=False)
+    shape = replace(SMALL, agents=2, system_tokens=512, context_tokens=500, growth_tokens=150, output_tokens=20)
+    lines = deltas(generate(SESSIONS, 4.0, seed=3, shape=replace(shape, mean_turns=3.0, max_tokens=6_000)))
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    # The lab reads what aiperf reads.
+    assert len(load_trace(trace)) == len(lines)
+    with fleet(tmp_path) as (gateway, router):
+        out = tmp_path / "out"
+        flags = {
+            "--model": "pointsman-emulated",
+            "--url": f"http://{gateway}",
+            "--endpoint-type": "chat",
+            "--tokenizer": TOKENIZER,
+            "--input-file": trace,
+            "--custom-dataset-type": "mooncake_trace",
+            "--session-header": "X-Session-ID",
+            "--extra-inputs": "ignore_eos:true",
+            "--random-seed": 1,
+            "--workers-max": 2,
+            "--output-artifact-dir": out,
+            "--ui": "none",
+        }
+        switches = ["--streaming", "--fixed-schedule", "--fixed-schedule-auto-offset"]
+        switches += ["--no-server-metrics", "--no-gpu-telemetry"]
+        command = [str(AIPERF), "profile", *switches, *(str(part) for flag in flags.items() for part in flag)]
+        offline = {"HF_HOME": str(hub_cache(tmp_path / "hf")), "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+        client = Process("aiperf", command, tmp_path / "aiperf.log", offline)
+        client.start()
+        try:
+            until(lambda: not client.alive, within_s=PLAY_S, what="the end of aiperf")
+        finally:
+            status = client.stop()
+        assert status == 0, client.tail()
+        placed = decisions(router, len(lines))
+    played = [json.loads(line) for line in (out / "profile_export.jsonl").read_text().splitlines()]
+    assert len(played) == len(placed) == len(lines)
+    assert not [one["error"] for one in played if one.get("error")]
+
+    asked = {}
+    for one in sorted(played, key=lambda one: int(one["metadata"]["turn_index"])):
+        asked.setdefault(one["metadata"]["x_correlation_id"], []).append(one["metrics"])
+    told = {
+        session: list(of)
+        for session, of in groupby(sorted(placed, key=lambda one: one.session_id), lambda one: one.session_id)
+    }
+    assert asked.keys() == told.keys()
+    assert len(told) == SESSIONS
+    wanted = {session: list(of) for session, of in groupby(lines, lambda line: line["session_id"])}
+    for session, turns in told.items():
+        for metrics, decision in zip(asked[session], turns, strict=True):
+            done = decision.finished
+            counted = {
+                "usage_prompt_tokens": done.prompt_tokens,
+                "usage_completion_tokens": done.output_tokens,
+                "usage_prompt_cache_read_tokens": done.cached_tokens,
+            }
+            assert {name: metrics[name]["value"] for name in counted} == counted
+            # What the gateway had counted and foretold before an engine saw the request.
+            assert decision.input_tokens == done.prompt_tokens
+            assert decision.cached_tokens <= done.cached_tokens
+        for before, after in pairwise(turns):
+            # The session is known again, and a turn that goes to its owner finds the turn before it there.
+            assert after.session_owner == before.steps[-1].instance.instance_id
+            if after.steps[-1].instance.instance_id == after.session_owner:
+                assert after.finished.cached_tokens > before.finished.prompt_tokens - 16
+        name = next(name for name in wanted if session.endswith(name))
+        assert [one.finished.output_tokens for one in turns] == [line["output_length"] for line in wanted[name]]
