@@ -256,6 +256,83 @@ def test_tools_are_called_on_every_api(claude: anthropic.Anthropic, client: open
     assert decision.input_tokens == decision.finished.prompt_tokens
 
 
+CHOICES: dict[str, dict[str, Any]] = {
+    "named": {"tool_choice": {"type": "function", "function": {"name": "turn"}}},
+    "required": {"tool_choice": "required"},
+    # What a random model would never say by itself, and the engine's parser has to find.
+    "auto": {
+        "tool_choice": "auto",
+        "extra_body": {
+            "structured_outputs": {
+                "choice": ['<tool_call>\n{"name": "turn", "arguments": {"side": "left"}}\n</tool_call>']
+            }
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES.keys())
+def test_a_chats_tools_are_called_whole_and_in_a_stream(
+    client: openai.OpenAI, plane: ControlPlane, choice: dict[str, Any]
+) -> None:
+    function = {key: value for key, value in FUNCTION.items() if key != "type"}
+    messages: list[Any] = [user("left or right?")]
+    asked: dict[str, Any] = {
+        "model": SERVED_NAME,
+        "max_tokens": 200,
+        "temperature": 0,
+        "tools": [{"type": "function", "function": function}],
+        **choice,
+    }
+    (call,) = client.chat.completions.create(**asked, messages=messages).choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("turn", {"side": "left"})
+    name, arguments, reason = "", "", None
+    for chunk in client.chat.completions.create(**asked, messages=messages, stream=True):
+        (told,) = chunk.choices
+        reason = told.finish_reason or reason
+        for delta in told.delta.tool_calls or []:
+            assert delta.function is not None
+            name += delta.function.name or ""
+            arguments += delta.function.arguments or ""
+    assert (name, json.loads(arguments)) == ("turn", {"side": "left"})
+    assert reason in ("tool_calls", "stop")
+    # Its result goes back, and the prompt is known to the token.
+    messages.append({"role": "assistant", "content": "", "tool_calls": [call.to_dict()]})
+    messages.append({"role": "tool", "tool_call_id": call.id, "content": "done"})
+    raw = client.chat.completions.with_raw_response.create(
+        **{**asked, "tool_choice": "none", "extra_body": {}, "max_tokens": 5}, messages=messages
+    )
+    decision = plane.finished_decision(raw.headers["X-Pointsman-Decision"])
+    assert decision.key_count > 0
+    assert decision.input_tokens == decision.finished.prompt_tokens
+
+
+def test_responses_call_tools_in_a_stream(client: openai.OpenAI, plane: ControlPlane) -> None:
+    asked: dict[str, Any] = {"model": SERVED_NAME, "max_output_tokens": 200, "input": "left or right?", **GREEDY}
+    events = list(client.responses.create(**asked, tools=[FUNCTION], tool_choice="required", stream=True))
+    (told,) = [event for event in events if event.type == "response.function_call_arguments.done"]
+    assert json.loads(told.arguments) == {"side": "left"}
+    assert [item.type for item in events[-1].response.output] == ["function_call"]
+
+
+def test_errors_reach_openais_client_on_responses_as_on_chat(client: openai.OpenAI, plane: ControlPlane) -> None:
+    good: dict[str, Any] = {"model": SERVED_NAME, "max_output_tokens": 5, "input": "hi"}
+    refused: list[tuple[type[openai.APIStatusError], dict[str, Any]]] = [
+        (openai.NotFoundError, {"model": "gpt-9"}),
+        (openai.NotFoundError, {"previous_response_id": "resp_unknown"}),
+        (openai.BadRequestError, {"max_output_tokens": -1}),
+        (openai.BadRequestError, {"input": fresh_words(4_200)}),
+        # What only the engine finds wrong.
+        (openai.BadRequestError, {"input": [{"role": "robot", "content": "hi"}]}),
+    ]
+    for error, change in refused:
+        for stream in (False, True):
+            with pytest.raises(error) as seen:
+                client.responses.create(**{**good, **change}, stream=stream)
+            assert str(seen.value)
+    assert client.responses.create(**good).status in ("completed", "incomplete")
+
+
 def test_errors_reach_anthropics_client_as_its_own(claude: anthropic.Anthropic, engines: list[Engine]) -> None:
     good: dict[str, Any] = {"model": SERVED_NAME, "max_tokens": 5, "messages": [user("hi")]}
     refused: list[tuple[type[anthropic.APIStatusError], dict[str, Any]]] = [
