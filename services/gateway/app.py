@@ -27,6 +27,7 @@ from services.gateway.job import Job, Tools
 from services.gateway.limits import Grant, Limited, Limiter
 from services.gateway.moves import Limits
 from services.gateway.offload import Bootstraps, Releases
+from services.gateway.placing import RETRY_S
 from services.gateway.pools import Exactness, Pools
 from services.gateway.router_client import RouterAway, RouterClient
 from services.gateway.settings import GatewaySettings
@@ -196,7 +197,9 @@ class Gateway:
     def error(self, status: int, message: str, code: str, path: str) -> Response:
         """The form of errors that the server itself answers."""
         self.telemetry.answered("", "other", status)
-        return _error(DialectError(status, message, code=code), form_of(path))
+        type_ = "server_error" if status >= 500 else "invalid_request_error"
+        wait = RETRY_S if status == 503 else None
+        return _error(DialectError(status, message, type_=type_, code=code, retry_after_s=wait), form_of(path))
 
     def _route(self, path: str) -> Route | None:
         if (route := self._routes.get(path)) is not None:

@@ -34,6 +34,7 @@ async def serving(settings: GatewaySettings, siblings: Siblings | None = None) -
     await gateway.start()
     limits = Limits(
         settings.max_body_bytes,
+        settings.max_held_bytes,
         head_s=settings.head_timeout_s,
         body_s=settings.body_timeout_s,
         idle_s=settings.keepalive_s,

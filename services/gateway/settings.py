@@ -6,7 +6,7 @@ import uuid
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from services.common.settings import OtlpEndpoint
@@ -41,6 +41,12 @@ class GatewaySettings(BaseSettings):
     client_cache_salt: bool = Field(False, description="let clients set cache_salt")
     token_cache_mb: int = Field(128, ge=0, description="room for tokens and keys of texts seen before, in MiB")
     max_body_bytes: int = Field(32 << 20, gt=0, description="largest request body in bytes")
+    max_held_bytes: int = Field(
+        256 << 20,
+        gt=0,
+        description="request bodies held at once, of all clients, until their answers begin; more is a 503. A byte of a body "
+        "takes about five of memory",
+    )
     head_timeout_s: float = Field(10.0, gt=0, description="for a request's whole head to arrive")
     body_timeout_s: float = Field(120.0, gt=0, description="for a request's whole body to arrive")
     keepalive_s: float = Field(75.0, gt=0, description="until a client's idle connection is closed")
@@ -100,6 +106,12 @@ class GatewaySettings(BaseSettings):
         if not all(all(entry.partition("=")[::2]) for entry in value):
             raise ValueError("each entry is MODEL=PATH, MODEL=HUB_ID or, for an alias, NAME=MODEL")
         return value
+
+    @model_validator(mode="after")
+    def _room_for_one(self) -> GatewaySettings:
+        if self.max_held_bytes < self.max_body_bytes:
+            raise ValueError("max_held_bytes must be at least max_body_bytes")
+        return self
 
     @field_validator("listen")
     @classmethod

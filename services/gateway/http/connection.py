@@ -59,6 +59,7 @@ class Outgoing:
     def begin(self, status: int, headers: dict[str, str], source: Source) -> None:
         """Set the head, which leaves with the first piece."""
         self.begun = True
+        self._connection.let_go()
         framing = ["Transfer-Encoding: chunked"] if self.chunked else []
         if not self._connection.keep_alive:
             framing.append("Connection: close")
@@ -111,6 +112,7 @@ class Connection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._more = False  # bytes came while a request was being answered
         self._unsent = 0
+        self._held = 0  # bytes of a body, of those that the server counts
         self._new_message()
 
     def _new_message(self) -> None:
@@ -141,6 +143,7 @@ class Connection(asyncio.Protocol):
         if self._task is not None:
             self._task.cancel()
         else:
+            self.let_go()
             self.server.forget(self)
 
     def eof_received(self) -> None:
@@ -241,6 +244,8 @@ class Connection(asyncio.Protocol):
         refusal = self.server.site.admit(request)
         if refusal is None and length > self._limits.max_body_bytes:
             refusal = self._too_much_body()
+        elif refusal is None and not self.server.has_room(length):
+            refusal = self._no_room()
         waits = headers.get("expect").lower() == "100-continue" and has_body
         self._state = _State.BODY
         self.deadline = time.monotonic() + self._limits.body_s
@@ -260,6 +265,11 @@ class Connection(asyncio.Protocol):
         if self._body_size > self._limits.max_body_bytes:
             self._end_with(self._too_much_body())
             return
+        if not self.server.has_room(len(body)):
+            self._end_with(self._no_room())
+            return
+        self.server.held_bytes += len(body)
+        self._held += len(body)
         self._body.append(body)
 
     def on_message_complete(self) -> None:
@@ -285,6 +295,7 @@ class Connection(asyncio.Protocol):
             self._answered(request, response)
         finally:
             self._task, self.source = None, None
+            self.let_go()
             if self.lost:
                 self.server.forget(self)
 
@@ -325,12 +336,17 @@ class Connection(asyncio.Protocol):
     def _too_much_body(self) -> Response:
         return self.server.site.error(413, "The request body is too large.", "body_too_large", self._path())
 
+    def _no_room(self) -> Response:
+        message = "The gateway holds as many requests as it has room for."
+        return self.server.site.error(503, message, "no_room", self._path())
+
     def _path(self) -> str:
         return self._url.partition(b"?")[0].decode("latin-1")
 
     def _end_with(self, response: Response) -> None:
         """Answer now, whatever the client is still sending."""
         self._body = []
+        self.let_go()
         self._send(response, last=True)
         self._more = True
         self._close()
@@ -344,6 +360,11 @@ class Connection(asyncio.Protocol):
             self._transport.close()
         self._unsent = self._transport.get_write_buffer_size()
         self.deadline = time.monotonic() + LINGER_S
+
+    def let_go(self) -> None:
+        """The body is needed no more: its answer begins, or there will be none."""
+        self.server.held_bytes -= self._held
+        self._held = 0
 
     # From the server.
 

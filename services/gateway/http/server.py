@@ -15,9 +15,10 @@ from services.gateway.http.message import Request, Response
 
 @dataclass(frozen=True)
 class Limits:
-    """What one client may take: bytes, header fields, seconds. The deadlines for head and body are for the whole of each."""
+    """What clients may take: bytes, header fields, seconds. The deadlines for head and body are for the whole of each."""
 
     max_body_bytes: int
+    max_held_bytes: int  # of the bodies of all clients together, until their answers begin
     max_head_bytes: int = 32 << 10
     max_headers: int = 100
     head_s: float = 10.0
@@ -47,6 +48,7 @@ class Server:
         self.limits = limits
         self.connections: set[Connection] = set()
         self.closing = False
+        self.held_bytes = 0  # of bodies whose answers have not begun
         self.date: dict[str, str] = {}
         self._listener: asyncio.Server | None = None
         self._sweeping: asyncio.TimerHandle | None = None
@@ -88,6 +90,10 @@ class Server:
         except TimeoutError:
             return not self.connections
         return True
+
+    def has_room(self, more: int) -> bool:
+        """Whether `more` bytes of a body can be held."""
+        return self.held_bytes + more <= self.limits.max_held_bytes
 
     def forget(self, connection: Connection) -> None:
         """A connection is over, its request included."""

@@ -30,6 +30,7 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         {"tokenizers": ["m"]},
         {"aliases": ["m="]},
         {"max_body_bytes": 0},
+        {"max_held_bytes": 1000},
     ],
 )
 def test_wrong_settings_are_refused(wrong: dict[str, object]) -> None:

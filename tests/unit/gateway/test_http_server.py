@@ -13,7 +13,7 @@ from services.gateway.http.connection import HIGH_WATER, SMALL_BODY, Connection
 from services.gateway.http.message import Request, Response
 from services.gateway.http.server import Limits, Server
 
-LIMITS = Limits(max_body_bytes=100_000, max_head_bytes=2_000, max_headers=10)
+LIMITS = Limits(max_body_bytes=100_000, max_held_bytes=150_000, max_head_bytes=2_000, max_headers=10)
 HEAD = b"POST /echo?q=1 HTTP/1.1\r\nHost: h\r\n"
 WHOLE = HEAD + b"Content-Length: 5\r\n\r\nhello"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n3\r\nhel\r\n2;x=y\r\nlo\r\n0\r\nTrailer: t\r\n\r\n"
@@ -91,9 +91,9 @@ class Echo:
 class Client:
     """One connection to a server that serves Echo."""
 
-    def __init__(self) -> None:
-        self.site = Echo()
-        self.server = Server(self.site, LIMITS)
+    def __init__(self, beside: Client | None = None) -> None:
+        self.site = Echo() if beside is None else beside.site
+        self.server = Server(self.site, LIMITS) if beside is None else beside.server
         self.wire = Wire()
         self.connection = Connection(self.server)
         self.connection.connection_made(self.wire)
@@ -369,3 +369,49 @@ async def test_a_closing_server_ends_idle_connections_and_lets_answers_end() -> 
     for one in (idle, busy):
         one.connection.connection_lost(None)
     await closing
+
+
+def posting(size: int, path: str = "/hang") -> bytes:
+    return f"POST {path} HTTP/1.1\r\nHost: h\r\nContent-Length: {size}\r\n\r\n".encode()
+
+
+def chunks_of(size: int) -> bytes:
+    return b"POST /hang HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % size
+
+
+async def test_all_bodies_together_are_bounded() -> None:
+    """By what has come, not by what was announced: who announces much and sends nothing keeps nobody out."""
+    one = Client()
+    assert await one.send(posting(90_000), b"x" * 80_000) == b""
+    other = Client(one)
+    refused = await other.send(posting(90_000))
+    assert status_of(refused) == 503
+    assert refused.endswith(b"no_room")
+    small = Client(one)
+    assert status_of(await small.send(WHOLE)) == 200
+    unframed = Client(one)
+    assert await unframed.send(chunks_of(90_000), b"x" * 69_000) == b""
+    assert one.server.held_bytes == 149_000
+    assert status_of(await unframed.send(b"x" * 2_000)) == 503
+    assert one.server.held_bytes == 80_000
+    await one.send(b"x" * 10_000)
+    assert len(one.site.seen[-1].body) == one.server.held_bytes == 90_000
+    one.connection.connection_lost(None)
+    await asyncio.sleep(0)
+    assert one.server.held_bytes == 0
+    assert status_of(await Client(one).send(posting(90_000, "/echo"), b"x" * 90_000)) == 200
+    assert one.server.held_bytes == 0
+
+
+async def test_a_body_is_held_until_its_answer_begins() -> None:
+    client = Client()
+    client.connection.data_received(posting(90_000, "/stream"))
+    client.connection.data_received(b"x" * 90_000)
+    assert client.server.held_bytes == 90_000
+    while not client.wire.out:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert client.server.held_bytes == 0
+    left = Client(client)
+    left.connection.data_received(posting(90_000) + b"x" * 1000)
+    left.connection.connection_lost(None)
+    assert client.server.held_bytes == 0
