@@ -11,6 +11,8 @@ from lab.demo import DemoSettings
 from lab.demo import run as run_demo
 from lab.emulator import EmulateSettings
 from lab.emulator import run as run_emulator
+from lab.profiler import ProfileSettings
+from lab.profiler import run as run_profiler
 from lab.replay import ReplaySettings
 from lab.replay import run as run_replay
 from lab.simulate import SimulateSettings
@@ -22,6 +24,13 @@ from services.common.settings import add_settings_command
 def add_lab_commands(app: typer.Typer) -> None:
     """Register the lab's commands on `app`."""
     add_settings_command(app, "emulate", EmulateSettings, run_emulator, help_="Run an emulated vLLM server.")
+    add_settings_command(
+        app,
+        "profile",
+        ProfileSettings,
+        run_profiler,
+        help_="Measure what an idle vLLM's steps cost, into a profile file.",
+    )
     add_settings_command(app, "replay", ReplaySettings, run_replay, help_="Replay a trace against a live gateway.")
     add_settings_command(
         app,

@@ -23,7 +23,7 @@ from lab.engine_metrics import EngineMetrics
 from lab.engine_model import EngineModel
 from lab.kv_transfer import Transfers
 from lab.kv_wire import KVEventPublisher, to_wire
-from lab.profile import Profile, load_profile
+from lab.profile import Profile, read_profile
 from lab.text import TOKENIZER_DIR, ChatTokenizer
 from services.common.logs import configure_logs
 
@@ -55,7 +55,7 @@ class EmulateSettings(BaseSettings):
     scheduling_policy: Literal["fcfs", "priority"] = Field("fcfs", description="order of arrival, or of priority first")
     watermark: float = Field(0.0, ge=0, lt=1, description="share of KV blocks that admitting leaves free")
     layerwise: bool = Field(False, description="KV is pushed layer by layer while it is computed")
-    profile: Path | None = Field(None, description="JSON file of what steps and transfers cost (`pointsman profile`)")
+    profile: Path | None = Field(None, description="profile: a file of `pointsman profile`, or reference or slow")
     speedup: float = Field(1.0, gt=0, description="how much faster than the modelled engine it runs")
     seed: int = Field(0, ge=0, description="equal seeds give equal answers to equal prompts")
     hash_seed: int = Field(0, ge=0, description="another one gives block hashes that cannot be compared")
@@ -107,8 +107,12 @@ class Emulated:
 async def start(settings: EmulateSettings, profile: Profile | None = None) -> Emulated:
     """Start an emulated engine in this process; `profile` goes before the settings' own. Raises ValueError for impossible ones
     and OSError for a taken port."""
-    if profile is None and settings.profile is not None:
-        profile = load_profile(settings.profile)
+    if settings.profile is not None:
+        file = read_profile(settings.profile)
+        profile = profile or file.costs
+        # What was measured of an engine holds where nothing else is asked for.
+        known = {name: value for name, value in file.engine.items() if name not in settings.model_fields_set}
+        settings = settings.model_copy(update=known)
     tokenizer = ChatTokenizer(settings.tokenizer)
     model = EngineModel(settings.engine_config(tokenizer), profile)
     started_at = time.time()

@@ -1,12 +1,19 @@
-"""What an engine's steps and its KV transfers cost."""
+"""What an engine's steps and its KV transfers cost, and the file that says so."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
+from xxhash import xxh3_64_intdigest
+
+SHIPPED = Path(__file__).parent / "data"
+# What can be learned of an engine from outside.
+ENGINE_FIELDS = ("block_size", "kv_blocks", "max_model_len", "max_num_batched_tokens")
 
 
 class ProfileError(ValueError):
@@ -52,17 +59,61 @@ class Profile:
             return whole
         return min(whole, max(self.layerwise_tail_s, whole - overlapped_s))
 
+    @property
+    def name(self) -> str:
+        """What its content is called: two profiles of one name cost the same."""
+        return f"{xxh3_64_intdigest(msgspec.json.encode(asdict(self))):016x}"[:8]
 
-def load_profile(path: Path) -> Profile:
-    """Read a profile: a JSON object of Profile's fields, in s; missing ones keep their defaults. Raises ProfileError."""
+
+class ProfileFile(msgspec.Struct, kw_only=True):
+    """A profile as it is kept: costs, and where it was measured what the engine is and how well they fit.
+
+    `engine` has EngineConfig's fields as far as they are known. `about` is for people: nothing reads it.
+    """
+
+    costs: Profile = Profile()
+    engine: dict[str, int] = {}
+    about: dict[str, Any] = {}
+
+    def encode(self) -> bytes:
+        """The file: one JSON object, the costs on its top level."""
+        whole = asdict(self.costs) | {"engine": self.engine, "about": self.about}
+        return msgspec.json.format(msgspec.json.encode(whole), indent=2) + b"\n"
+
+
+def find_profile(named: Path) -> Path:
+    """The file of a profile that is named by its path, or by a bare name if it ships with the lab ("reference", "slow")."""
+    shipped = SHIPPED / f"{named}.json"
+    return shipped if not named.exists() and len(named.parts) == 1 and shipped.exists() else named
+
+
+def read_profile(named: Path) -> ProfileFile:
+    """Read a profile (as find_profile finds it): a JSON object of Profile's fields, in s; missing ones keep their defaults.
+
+    Beside them it may have `engine` and `about`. Raises ProfileError.
+    """
+    path = find_profile(named)
     try:
-        values = msgspec.json.decode(path.read_bytes(), type=dict[str, float])
-    except (OSError, msgspec.DecodeError) as error:
+        values = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        engine = msgspec.convert(values.pop("engine", {}), dict[str, Annotated[int, msgspec.Meta(ge=1)]])
+        about = msgspec.convert(values.pop("about", {}), dict[str, Any])
+        costs = msgspec.convert(values, dict[str, float])
+    except (OSError, msgspec.MsgspecError) as error:
         raise ProfileError(f"{path}: {error}") from error
-    known = {one.name for one in fields(Profile)}
-    for name, value in values.items():
-        if name not in known:
-            raise ProfileError(f"{path}: {name}: there is no such field")
+    _check_names(path, costs, {one.name for one in fields(Profile)})
+    _check_names(path, engine, ENGINE_FIELDS)
+    for name, value in costs.items():
         if value < 0 or not math.isfinite(value):
             raise ProfileError(f"{path}: {name}: {value:g} is no time")
-    return Profile(**values)
+    return ProfileFile(costs=Profile(**costs), engine=engine, about=about)
+
+
+def load_profile(named: Path) -> Profile:
+    """The costs of a profile. Raises ProfileError."""
+    return read_profile(named).costs
+
+
+def _check_names(path: Path, given: Iterable[str], known: Iterable[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise ProfileError(f"{path}: {name}: there is no such field")

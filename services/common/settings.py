@@ -14,6 +14,8 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 S = TypeVar("S", bound=BaseSettings)
+# json_schema_extra of a field that is given by its place on the command line.
+ARGUMENT: dict[str, Any] = {"argument": True}
 
 
 def _url(value: str) -> str:
@@ -49,8 +51,8 @@ def add_settings_command(
 ) -> None:
     """Register a command whose flags are the fields of `settings`; what is not given comes from the environment.
 
-    Fields of type list take the flag several times. An invalid value ends the command with status 2 and the
-    field's name.
+    Fields of type list take the flag several times; one with `json_schema_extra=ARGUMENT` is given without a flag. An invalid
+    value ends the command with status 2 and the field's name.
     """
 
     def command(**given: Any) -> None:
@@ -76,6 +78,8 @@ def _flag_type(field: FieldInfo) -> Any:
     default = "" if field.is_required() else str(field.get_default(call_default_factory=True))
     text = f"{field.description} (default: {default})" if default else field.description
     kind: Any = str | None
+    if field.json_schema_extra == ARGUMENT:
+        return Annotated[kind, typer.Argument(help=text, show_default=False)]
     if field.annotation is bool:
         kind = bool | None
     elif str(field.annotation).startswith("list"):

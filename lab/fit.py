@@ -1,0 +1,114 @@
+"""From what steps took to what they cost: least squares over measurements of one engine. Pure.
+
+The model is Profile's. A prefill of n tokens after c cached ones in k steps takes k * step_s + prefill_token_s * n +
+prefill_pair_s * n * (2c + n); a step that decodes B sequences with T tokens of KV together takes step_s + decode_sequence_s * B +
+decode_kv_token_s * T. All measurements are fitted at once, none of the costs negative, so that the sum of the relative errors'
+sizes is least: by least squares, weighed anew by what each measurement missed. A stall of the machine shall not bend the line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.optimize import nnls
+
+from lab.profile import Profile
+
+
+class FitError(ValueError):
+    """Measurements that no profile follows from."""
+
+
+@dataclass(frozen=True)
+class PrefillTime:
+    """`new` tokens (2 or more) were computed after `cached` ones in `steps` steps and `seconds`."""
+
+    new: int
+    cached: int
+    steps: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"prefill of {self.new} after {self.cached}"
+
+
+@dataclass(frozen=True)
+class DecodeTime:
+    """A step that decoded `batch` sequences, with `kv_tokens` of KV together, took `seconds` in the mean."""
+
+    batch: int
+    kv_tokens: float
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"decode of {self.batch} over {self.kv_tokens:.0f}"
+
+
+Measured = PrefillTime | DecodeTime
+# Of the reweighting; below so small a relative error measurements weigh the same.
+ROUNDS = 30
+SMALLEST_ERROR = 0.001
+FITTED = ("step_s", "prefill_token_s", "prefill_pair_s", "decode_sequence_s", "decode_kv_token_s")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A profile and what it makes of each measurement, in s. `residual` is the median size of the relative errors."""
+
+    profile: Profile
+    rows: tuple[tuple[Measured, float], ...]
+
+    @property
+    def residual(self) -> float:
+        """Relative, 0 for a perfect fit."""
+        return float(np.median([abs(fitted / one.seconds - 1) for one, fitted in self.rows]))
+
+
+def fit(measured: Sequence[Measured], base: Profile | None = None) -> Fit:
+    """Fit the step costs; those of transfers are `base`'s. Raises FitError when there are too few different measurements."""
+    if any(one.seconds <= 0 for one in measured):
+        raise FitError("a measurement took no time")
+    terms = np.array([_terms(one) for one in measured], dtype=float).reshape(-1, len(FITTED))
+    seconds = np.array([one.seconds for one in measured])
+    weighed = terms / seconds[:, None]
+    # Columns of one size, or the rank would be judged by units.
+    sizes = np.linalg.norm(weighed, axis=0)
+    if not sizes.all() or np.linalg.matrix_rank(weighed / sizes) < len(FITTED):
+        raise FitError(f"{len(measured)} measurements do not tell {len(FITTED)} costs apart")
+    weights = np.ones(len(seconds))
+    for _ in range(ROUNDS):
+        scaled, _ = nnls(weighed / sizes * weights[:, None], weights)
+        costs = scaled / sizes
+        weights = 1 / np.sqrt(np.maximum(np.abs(weighed @ costs - 1), SMALLEST_ERROR))
+    profile = replace(
+        base or Profile(), **{name: float(f"{value:.5g}") for name, value in zip(FITTED, costs, strict=True)}
+    )
+    return Fit(profile, tuple(zip(measured, (terms @ costs).tolist(), strict=True)))
+
+
+def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Intercept and slope, neither negative, of y over x."""
+    terms = np.array([(1.0, x) for x, _ in points])
+    (intercept, slope), _ = nnls(terms, np.array([max(y, 0.0) for _, y in points]))
+    return float(intercept), float(slope)
+
+
+def chunk_size(stored: Sequence[int], block_size: int) -> int | None:
+    """Tokens per step, from how many blocks each step of one long cold prefill filled, its last step included; None when one step
+    did it all. Where several sizes would do, the roundest."""
+    low, high, total = 1, sum(stored) * block_size + block_size, 0
+    for number, blocks in enumerate(stored[:-1], 1):
+        total += blocks
+        low = max(low, -(-total * block_size // number))
+        high = min(high, -(-(total + 1) * block_size // number))
+    if len(stored) < 2 or low >= high:
+        return None
+    return max(range(low, high), key=lambda size: (size & -size, size))
+
+
+def _terms(one: Measured) -> tuple[float, ...]:
+    if isinstance(one, DecodeTime):
+        return 1.0, 0.0, 0.0, one.batch, one.kv_tokens
+    return one.steps, one.new, one.new * (2.0 * one.cached + one.new), 0.0, 0.0

@@ -1,0 +1,124 @@
+"""Measuring an engine from outside: what can be learned for certain, and when nothing is measured. Times are not judged here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from lab.emulator import Emulated, EmulateSettings, start
+from lab.engine_client import EngineBusyError, EngineError
+from lab.fit import fit
+from lab.profile import Profile, ProfileFile, read_profile
+from lab.profiler import ProfileSettings, measure, profile_of, run
+
+FAST = Profile(step_s=0.002, prefill_token_s=1e-5, prefill_pair_s=1e-9, decode_sequence_s=1e-5, decode_kv_token_s=1e-9)
+# Time enough for a machine that stalls: what is measured is then always the same.
+SHORT = {"seconds": 600.0, "longest": 700, "repeats": 1}
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[Emulated]:
+    """An emulated engine whose steps take 256 tokens."""
+    settings = EmulateSettings(port=0, block_size=32, kv_blocks=500, max_model_len=4_096, max_num_batched_tokens=256)
+    emulated = await start(settings, FAST)
+    yield emulated
+    await emulated.stop()
+
+
+async def test_an_engine_is_measured(engine: Emulated, tmp_path: Path) -> None:
+    measured = await measure(ProfileSettings(url=engine.url, **SHORT))
+    known = {"block_size": 32, "kv_blocks": 500, "max_model_len": 4_096, "max_num_batched_tokens": 256}
+    assert measured.engine == known
+    # Cold ones, then those with a prefix, of which full blocks were cached.
+    sizes = [(one.new, one.cached, one.steps) for one in measured.prefills]
+    assert sizes == [
+        (64, 0, 1),
+        (128, 0, 1),
+        (256, 0, 1),
+        (512, 0, 2),
+        (700, 0, 3),
+        (92, 608, 1),
+        (205, 320, 1),
+        (365, 160, 2),
+    ]
+    assert len(measured.decodes) == 14
+    assert not engine.model.has_work
+    found = fit([*measured.prefills, *measured.decodes])
+    file = profile_of(engine.url, measured, found)
+    path = tmp_path / "p.json"
+    path.write_bytes(file.encode())
+    assert read_profile(path) == file
+    assert found.profile.step_s > 0
+
+
+async def test_a_busy_engine_is_left_alone(engine: Emulated) -> None:
+    async with aiohttp.ClientSession() as http:
+        body = {"prompt": "x", "max_tokens": 4_000, "ignore_eos": True, "stream": True}
+        async with http.post(f"{engine.url}/v1/completions", json=body) as stream:
+            await stream.content.readany()
+            with pytest.raises(EngineBusyError, match="1 requests of others"):
+                await measure(ProfileSettings(url=engine.url, **SHORT))
+            assert len(engine.model.cache.cached_hashes()) < 1_000
+
+
+async def test_others_requests_end_the_measurement(engine: Emulated) -> None:
+    async def disturb() -> None:
+        async with aiohttp.ClientSession() as http:
+            while True:
+                async with http.post(f"{engine.url}/v1/completions", json={"prompt": "x", "max_tokens": 2}) as answer:
+                    await answer.read()
+
+    disturbing = asyncio.create_task(disturb())
+    try:
+        with pytest.raises(EngineBusyError):
+            await measure(ProfileSettings(url=engine.url, **SHORT))
+    finally:
+        disturbing.cancel()
+        await asyncio.gather(disturbing, return_exceptions=True)
+
+
+async def test_without_kv_events_the_chunk_is_taken_from_the_flag(
+    engine: Emulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lab.engine_client.EngineClient._event_endpoint", _no_events)
+    measured = await measure(ProfileSettings(url=engine.url, **SHORT, max_num_batched_tokens=100))
+    assert measured.engine["max_num_batched_tokens"] == 100
+    assert [one.steps for one in measured.prefills[:3]] == [1, 2, 3]
+
+
+async def _no_events(self: object) -> str:
+    return ""
+
+
+async def test_what_is_no_vllm_is_refused(engine: Emulated) -> None:
+    with pytest.raises(EngineError, match=r"127\.0\.0\.1:9/v1/models"):
+        await measure(ProfileSettings(url="http://127.0.0.1:9", **SHORT))
+    with pytest.raises(EngineError, match="too short"):
+        await measure(ProfileSettings(url=engine.url, longest=100))
+
+
+def test_the_command_says_so_and_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "p.json"
+    with pytest.raises(Exception, match="2"):
+        run(ProfileSettings(url="http://127.0.0.1:9", output=output))
+    assert "pointsman profile: http://127.0.0.1:9" in capsys.readouterr().err
+    assert not output.exists()
+
+
+async def test_an_emulated_engine_is_what_its_profile_says(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    engine_facts = {"block_size": 64, "kv_blocks": 99, "max_model_len": 2_048, "max_num_batched_tokens": 77}
+    path.write_bytes(ProfileFile(costs=FAST, engine=engine_facts).encode())
+    emulated = await start(EmulateSettings(port=0, profile=path, max_num_batched_tokens=88))
+    try:
+        config = emulated.model.config
+        assert emulated.model.profile == FAST
+        assert (config.block_size, config.kv_blocks, config.max_model_len) == (64, 99, 2_048)
+        # What is asked for goes before what was measured.
+        assert config.max_num_batched_tokens == 88
+    finally:
+        await emulated.stop()
