@@ -92,6 +92,8 @@ def timelines(
         "KV in use, %": lambda of: _held([(one.t, one.kv_usage * 100) for one in of], times),
         "prompt tokens from cache, %": lambda of: _hit_rates(of, times),
     }
+    if any(sample.gpus for sample in samples):
+        panels["GPU busy, %"] = lambda of: _held([(one.t, _gpu_busy(one)) for one in of], times)
     return Timelines(
         names,
         times,
@@ -287,6 +289,13 @@ def _hit_rates(samples: Sequence[InstanceSample], times: FloatArray) -> FloatArr
     asked, found = (_gain(counts) for counts in (queries, hits))
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(asked > 0, found / asked * 100, np.nan)
+
+
+def _gpu_busy(sample: InstanceSample) -> float:
+    """The mean of its devices, in per cent; NaN where it has none."""
+    if not sample.gpus:
+        return float("nan")
+    return sum(gpu.utilisation for gpu in sample.gpus) / len(sample.gpus) * 100
 
 
 def _gain(counts: FloatArray) -> FloatArray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ from lab.generate import SHAPES, ShapeError, generate, shape_with
 from lab.trace_files import AUTO, load_trace, read_trace, save_trace
 from lab.trace_formats import READERS
 from lab.trace_stats import CACHE_TOKENS, PERCENTILES, statistics
-from lab.traces import TraceError
+from lab.traces import TraceError, TraceRequest
 
 app = typer.Typer(no_args_is_help=True, help="Make, describe and convert traces.")
 
@@ -55,9 +55,13 @@ def stats(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
 ) -> None:
-    """Lengths, turns, what caches could give, reuse gaps, class split, sessions in flight."""
+    """Lengths, turns, what caches could give, reuse gaps, class split, sessions in flight. Streams a trace that is in order."""
+    sizes = cache_tokens or CACHE_TOKENS
     with _errors("stats"):
-        found = statistics(load_trace(trace, trace_format), cache_tokens or CACHE_TOKENS)
+        try:
+            found = statistics(_in_order(read_trace(trace, trace_format)), sizes)
+        except _Unordered:
+            found = statistics(load_trace(trace, trace_format), sizes)
     if as_json:
         typer.echo(json.dumps(found))
     else:
@@ -76,6 +80,19 @@ def convert(
             raise TraceError(f"{out}: is the trace itself")
         written = save_trace(out, read_trace(trace, trace_format))
     typer.echo(f"{out}: {written} requests")
+
+
+class _Unordered(Exception):
+    """A request is earlier than one before it in the file."""
+
+
+def _in_order(requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
+    last_ms = 0.0
+    for request in requests:
+        if request.timestamp_ms < last_ms:
+            raise _Unordered
+        last_ms = request.timestamp_ms
+        yield request
 
 
 @contextmanager

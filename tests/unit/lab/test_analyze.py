@@ -18,7 +18,7 @@ from lab.analyze import analyze, names_of, render
 from lab.bundle import Bundle, write_bundle
 from lab.insights import by_class, by_decision, hotspot, pair, slowest, tail_counts, timelines, tops
 from lab.records import RequestRecord
-from lab.samples import InstanceSample
+from lab.samples import GpuSample, InstanceSample
 
 APP = typer.Typer()
 APP.command()(analyze)
@@ -104,6 +104,19 @@ def test_timelines_from_samples() -> None:
     assert hits[1:].tolist() == pytest.approx([40.0] * 7)
     assert tops([found])["requests in flight"] == 8
     assert tops([found])["KV in use, %"] == 100
+    assert "GPU busy, %" not in found.panels
+
+
+def test_devices_are_shown_where_there_are_some() -> None:
+    gpus = tuple(
+        GpuSample(index=index, utilisation=busy, memory_used=0, memory_total=1) for index, busy in enumerate((0.2, 0.6))
+    )
+    samples = [InstanceSample(t=1.0, instance="i1", gpus=gpus), InstanceSample(t=1.0, instance="i2")]
+    found = timelines([answer("a", 1, 1.0, t_send=0.0, e2e_s=2.0)], samples, pieces=2)
+    assert found is not None
+    busy, none = found.panels["GPU busy, %"]
+    assert busy[1] == pytest.approx(40.0)
+    assert np.isnan(none).all()
 
 
 def test_timelines_from_requests_alone() -> None:

@@ -79,6 +79,10 @@ def test_the_command_prints_tables_or_json(tmp_path: Path) -> None:
     assert "4 requests of 3 sessions" in told.output
     as_json = CliRunner().invoke(app, ["stats", str(tmp_path / "t.jsonl"), "--cache-tokens", "300", "--json"])
     assert json.loads(as_json.output) == statistics(TRACE, cache_tokens=(300,))
+    # The order in the file is not that of time.
+    save_trace(tmp_path / "t.jsonl", TRACE[::-1])
+    again = CliRunner().invoke(app, ["stats", str(tmp_path / "t.jsonl"), "--cache-tokens", "300", "--json"])
+    assert again.output == as_json.output
 
 
 @pytest.mark.parametrize(
