@@ -1,0 +1,126 @@
+"""Slices of a prompt before its answer, over real sockets: what they carry, when there are none, and what ends them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from pointsman.router.v1 import placement_pb2
+from services.gateway.dialects import Call
+from services.gateway.tokens import Prompt
+from tests.integration.gateway_fakes import MODEL, FakeEngine, Stack, stack
+from tests.integration.offload_fakes import told
+
+LONG = {"model": MODEL, "messages": [{"role": "user", "content": "set the points " * 400}], "max_tokens": 4}
+
+
+@pytest.fixture
+async def up(tmp_path: Path) -> AsyncIterator[Stack]:
+    """A gateway before two engines; the router slices whatever comes, as far as a test wants it."""
+    async with stack(tmp_path, client_cache_salt=True) as running:
+        yield running
+        assert [engine.open for engine in running.engines] == [0, 0]
+        assert running.router.reserved == set()
+
+
+def slicing(up: Stack, *prefixes: int) -> None:
+    """The router's plan: PREFILLs of so many tokens on i0, then SERVE there; after a failure SERVE at once."""
+    one = up.router.pools[0].instances[0]
+
+    def step(index: int, tokens: int = 0) -> placement_pb2.Placement:
+        kind = placement_pb2.STEP_KIND_PREFILL if tokens else placement_pb2.STEP_KIND_SERVE
+        given = placement_pb2.Step(index=index, kind=kind, instance=one, prefix_tokens=tokens)
+        return placement_pb2.Placement(decision_id="d", step=given, last=not tokens)
+
+    def first(request: placement_pb2.PlacementRequest) -> placement_pb2.Placement:
+        up.router.next_steps = [*(step(at, tokens) for at, tokens in enumerate(prefixes) if at), step(len(prefixes))]
+        given = step(0, prefixes[0])
+        given.request_id = request.request_id
+        return given
+
+    up.router.placer = first
+    # A router that goes on slicing: the gateway knows better.
+    up.router.after_failure = lambda done: step(done.step_index + 1, 1_024)
+
+
+async def ask(up: Stack, body: dict[str, Any], path: str = "/v1/chat/completions") -> None:
+    headers = {"X-Session-ID": "s1"}
+    async with aiohttp.ClientSession() as http, http.post(up.url + path, json=body, headers=headers) as answer:
+        assert answer.status == 200, await answer.text()
+        await answer.read()
+    await up.router.until(lambda: not up.router.reserved)
+
+
+def sent(up: Stack) -> list[tuple[str, dict[str, Any], dict[str, str]]]:
+    engine = up.engines[0]
+    assert isinstance(engine, FakeEngine)
+    return engine.requests
+
+
+async def test_slices_carry_model_salt_and_session_and_the_prompts_own_tokens(up: Stack) -> None:
+    slicing(up, 128, 256)
+    await ask(up, LONG | {"model": "tiny-lora", "cache_salt": "pepper"})
+    *slices, (path, served, _) = sent(up)
+    ids = up.engines[0].tokenizer.chat(LONG)
+    assert [body["prompt"] for _, body, _ in slices] == [ids[:128], ids[:256]]
+    for where, body, headers in slices:
+        assert where == "/v1/completions"
+        assert (body["model"], body["cache_salt"], body["max_tokens"]) == ("tiny-lora", "pepper", 1)
+        assert headers["X-Session-ID"] == "s1"
+    assert (path, served["messages"], served["cache_salt"]) == ("/v1/chat/completions", LONG["messages"], "pepper")
+    assert told(up) == [(0, ""), (1, "")]
+    assert up.router.places[0].sliceable
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "changes"),
+    [
+        ("/v1/chat/completions", {"prompt_logprobs": 1}),
+        ("/v1/completions", {"messages": None, "prompt": ["set the points " * 100] * 2}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a " * 300}, IMAGE]}]},
+        ),
+    ],
+    ids=["prompt_logprobs", "several", "media"],
+)
+async def test_what_cannot_be_sliced_is_not(up: Stack, path: str, changes: dict[str, Any]) -> None:
+    """The router is told so, and one that slices nevertheless hears at once that it cannot be."""
+    slicing(up, 128, 256)
+    await ask(up, {name: value for name, value in (LONG | changes).items() if value is not None}, path)
+    assert not up.router.places[0].sliceable
+    assert told(up) == [(0, "tokens unknown")]
+    assert [where for where, _, _ in sent(up)] == [path]
+
+
+async def test_after_counts_that_differ_nothing_is_sliced(up: Stack) -> None:
+    """Three times in a row the engine counted one token less than we did."""
+    slicing(up, 128)
+    tokenizer = up.engines[0].tokenizer
+    real = tokenizer.prompt
+
+    def one_less(call: Call) -> Prompt:
+        prompt = real(call)
+        return Prompt(prompt.ids[1:], prompt.longest - 1)
+
+    tokenizer.prompt = one_less  # type: ignore[method-assign]
+    for _ in range(4):
+        await ask(up, LONG, "/v1/messages")
+    assert [place.sliceable for place in up.router.places] == [True, True, True, False]
+    assert told(up)[-1] == (0, "tokens unknown")
+
+
+async def test_a_slice_that_is_not_there_any_more_ends_slicing(up: Stack) -> None:
+    """The engine says that it had 16 tokens cached, of the 512 that it was sent before."""
+    slicing(up, 512, 768, 1_024)
+    await ask(up, LONG)
+    assert told(up) == [(0, ""), (1, "an earlier slice is not cached any more")]
+    # Whatever the router says then, the answer follows.
+    assert [where for where, _, _ in sent(up)] == ["/v1/completions"] * 2 + ["/v1/chat/completions"]
