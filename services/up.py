@@ -15,6 +15,8 @@ import typer
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from services.common.settings import Entries
+
 READY_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 35.0
 
@@ -24,15 +26,13 @@ class UpSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_UP_")
 
-    engine: list[str] = Field(min_length=1, description="base URL of a vLLM server; give it once for each")
+    engine: Entries = Field(min_length=1, description="base URL of a vLLM server; give it once for each")
     listen: str = Field("127.0.0.1:8080", description="HOST:PORT of the gateway")
     router_listen: str = Field("127.0.0.1:50051", description="HOST:PORT of the router's gRPC services")
     router_metrics: str = Field("127.0.0.1:9100", description="HOST:PORT of the router's /metrics; empty for none")
     agent_metrics: str = Field("127.0.0.1:9101", description="HOST:PORT of the agent's /metrics; empty for none")
     policy: str = Field("unified", description="policy at start")
-    tokenizer: list[str] = Field(
-        default_factory=list, description="MODEL=FOLDER, where the engine's own is not readable"
-    )
+    tokenizer: Entries = Field(default_factory=list, description="MODEL=FOLDER, where the engine's own is not readable")
     state_dir: Path = Field(Path(".state/agent"), description="where the agent keeps what it knows over restarts")
     log_level: str = Field("warning", description="debug, info, warning or error")
 

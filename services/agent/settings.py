@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated, Any
 
 from pydantic import Field, SecretStr, field_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from services.agent.target import parse_target
+from services.common.settings import Entries
 
 
 class AgentSettings(BaseSettings):
-    """Lists are given by repeating the flag; in the environment as JSON or separated by spaces."""
+    """Settings of one agent."""
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_AGENT_")
 
-    engines: Annotated[list[str], NoDecode] = Field(
+    engines: Entries = Field(
         default_factory=list,
         description="base URL of an engine, with options as a query: events, replay, topic (ZMQ; asked from the engine when "
         "not given), advertise (URL for gateways), gpus (indices on this node), kv (mooncake or nixl: its KV connector), "
         "bootstrap (base URL of Mooncake's bootstrap server; without it port 8998 of the advertised host), kv-role (both, "
         "producer or consumer), decode-first (1: its connector gains when both requests of a transfer come at once)",
     )
-    routers: Annotated[list[str], NoDecode] = Field(
-        default_factory=list, description="HOST:PORT of each router replica"
-    )
+    routers: Entries = Field(default_factory=list, description="HOST:PORT of each router replica")
     state_dir: Path = Field(Path(".state/agent"), description="folder that survives the agent: shadows of its engines")
     scrape_interval_s: float = Field(1.0, ge=0.05, le=60, description="time between two looks at an engine, in seconds")
     bookmark_interval_s: float = Field(5.0, ge=0.1, le=600, description="time between two bookmarks, in seconds")
@@ -41,13 +38,6 @@ class AgentSettings(BaseSettings):
     )
     engine_api_key: SecretStr = Field(SecretStr(""), description="what engines started with --api-key ask for")
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error")
-
-    @field_validator("engines", "routers", mode="before")
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        return json.loads(value) if value.lstrip().startswith("[") else value.split()
 
     @field_validator("engines")
     @classmethod

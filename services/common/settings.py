@@ -9,9 +9,9 @@ from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 import typer
-from pydantic import AfterValidator, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
 
 S = TypeVar("S", bound=BaseSettings)
 # json_schema_extra of a field that is given by its place on the command line.
@@ -24,6 +24,16 @@ def _url(value: str) -> str:
     return value
 
 
+def _entries(value: object) -> object:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        return value
+    return [entry for text in texts for entry in text.split()]
+
+
+# The one way to write a list: entries with blanks between them, in the environment as in a flag, which may also come several
+# times. (Commas are parts of URLs.)
+Entries = Annotated[list[str], NoDecode, BeforeValidator(_entries)]
 # Where spans go; empty: nowhere.
 OtlpEndpoint = Annotated[str, AfterValidator(_url)]
 

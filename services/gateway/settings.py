@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import uuid
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from services.common.settings import OtlpEndpoint
+from services.common.settings import Entries, OtlpEndpoint
 
 
 class GatewaySettings(BaseSettings):
-    """Settings of one gateway process. Lists are comma-separated in the environment; times are seconds."""
+    """Settings of one gateway process. Times are seconds."""
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_GATEWAY_")
 
     listen: str = Field("127.0.0.1:8080", description="HOST:PORT to serve HTTP on; port 0 picks a free one")
-    routers: Annotated[list[str], NoDecode] = Field(
+    routers: Entries = Field(
         default_factory=lambda: ["127.0.0.1:50051"], description="routers as HOST:PORT, tried in this order"
     )
-    tokenizers: Annotated[list[str], NoDecode] = Field(
+    tokenizers: Entries = Field(
         default_factory=list,
         description="MODEL=PATH or MODEL=HUB_ID; for other models the engine's own model root is tried",
     )
-    aliases: Annotated[list[str], NoDecode] = Field(
+    aliases: Entries = Field(
         default_factory=list,
         description="NAME=MODEL: clients may ask for NAME and get MODEL, which answers by its own name",
     )
@@ -67,7 +67,7 @@ class GatewaySettings(BaseSettings):
         1,
         gt=0,
         le=256,
-        description="gateways that share the address; each knows its own sessions and counts its own keys' limits",
+        description="gateways that share the address and the keys' limits; each knows its own sessions",
     )
     gateway_id: str = Field(
         default_factory=lambda: f"gw-{uuid.uuid4().hex[:12]}", description="unique for this process"
@@ -83,15 +83,6 @@ class GatewaySettings(BaseSettings):
         1.0, ge=0, le=1, description="share traced of the requests whose client brings no trace of its own"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level to log")
-
-    @field_validator("routers", "tokenizers", "aliases", mode="before")
-    @classmethod
-    def _split(cls, value: object) -> object:
-        # A flag may be given several times, with commas too.
-        texts = [value] if isinstance(value, str) else value
-        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            return value
-        return [part.strip() for text in texts for part in text.split(",") if part.strip()]
 
     @field_validator("routers")
     @classmethod

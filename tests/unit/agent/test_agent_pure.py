@@ -219,7 +219,7 @@ def test_state_round_trip(tmp_path: Path) -> None:
 
 def test_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POINTSMAN_AGENT_ENGINES", "http://a:1 http://b:2")
-    monkeypatch.setenv("POINTSMAN_AGENT_ROUTERS", '["r:50051"]')
+    monkeypatch.setenv("POINTSMAN_AGENT_ROUTERS", "r:50051")
     settings = AgentSettings()
     assert settings.engines == ["http://a:1", "http://b:2"]
     assert settings.routers == ["r:50051"]

@@ -10,7 +10,7 @@ from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from typer.testing import CliRunner, Result
 
-from services.common.settings import Tokens, add_settings_command
+from services.common.settings import Entries, Tokens, add_settings_command
 
 
 class TrackSettings(BaseSettings):
@@ -19,7 +19,8 @@ class TrackSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_TRACK_")
 
     listen: str = Field("127.0.0.1:1", description="where")
-    routers: list[str] = Field(default_factory=list, description="who")
+    routers: Entries = Field(default_factory=list, description="who")
+    sizes: dict[str, float] = Field(default_factory=dict, description="how large")
     wait_s: float = Field(1.5, gt=0, description="how long")
     insecure: bool = Field(False, description="whether")
     file: Path | None = Field(None, description="which")
@@ -67,12 +68,17 @@ def test_flags(line: Line) -> None:
 
 
 def test_environment_and_flags_that_win(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("POINTSMAN_TRACK_ROUTERS", '["a:1"]')
+    monkeypatch.setenv("POINTSMAN_TRACK_ROUTERS", " a:1\n  b:2 ")
     monkeypatch.setenv("POINTSMAN_TRACK_WAIT_S", "3")
     monkeypatch.setenv("POINTSMAN_TRACK_INSECURE", "true")
     assert line("--wait-s", "4", "--no-insecure").exit_code == 0
     (ran,) = line.ran
-    assert (ran.routers, ran.wait_s, ran.insecure) == (["a:1"], 4.0, False)
+    assert (ran.routers, ran.wait_s, ran.insecure) == (["a:1", "b:2"], 4.0, False)
+
+
+def test_a_flag_holds_a_list_as_the_environment_does(line: Line) -> None:
+    assert line("--routers", "http://a:1?gpus=0,1 b:2", "--routers", "c:3").exit_code == 0
+    assert line.ran[0].routers == ["http://a:1?gpus=0,1", "b:2", "c:3"]
 
 
 def test_no_flag_leaves_the_environment(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,11 +103,11 @@ def test_bad_environment_ends_with_the_fields_name_and_no_value(line: Line, monk
     assert "s3cret" not in done.output
 
 
-def test_unparsable_list_in_the_environment_ends_with_status_2(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("POINTSMAN_TRACK_ROUTERS", "a:1")
+def test_an_unparsable_value_in_the_environment_ends_with_status_2(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POINTSMAN_TRACK_SIZES", "a:1")
     done = line()
     assert done.exit_code == 2
-    assert "routers" in done.output
+    assert "sizes" in done.output
 
 
 def test_help_names_every_field_and_its_default(line: Line) -> None:

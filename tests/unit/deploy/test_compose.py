@@ -51,7 +51,7 @@ def leave_the_network(project: Project) -> None:
 
 
 def dial_nobody(project: Project) -> None:
-    project["services"]["agent"]["environment"]["POINTSMAN_AGENT_ROUTERS"] = '["route:50051"]'
+    project["services"]["agent"]["environment"]["POINTSMAN_AGENT_ROUTERS"] = "route:50051"
 
 
 def forget_a_token(project: Project) -> None:

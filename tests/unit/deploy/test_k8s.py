@@ -68,7 +68,7 @@ def set_bad_value(objects: Objects) -> None:
 
 
 def dial_wrong_port(objects: Objects) -> None:
-    find(objects, "ConfigMap", "agent")["data"]["POINTSMAN_AGENT_ROUTERS"] = '["router:50052"]'
+    find(objects, "ConfigMap", "agent")["data"]["POINTSMAN_AGENT_ROUTERS"] = "router:50052"
 
 
 def listen_elsewhere(objects: Objects) -> None:

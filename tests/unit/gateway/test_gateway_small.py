@@ -9,14 +9,14 @@ from services.gateway.settings import GatewaySettings
 
 
 def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("POINTSMAN_GATEWAY_ROUTERS", "a:1, b:2")
-    monkeypatch.setenv("POINTSMAN_GATEWAY_TOKENIZERS", "m=/models/m,org/n=org/n")
+    monkeypatch.setenv("POINTSMAN_GATEWAY_ROUTERS", "a:1 b:2")
+    monkeypatch.setenv("POINTSMAN_GATEWAY_TOKENIZERS", "m=/models/m org/n=org/n")
     monkeypatch.setenv("POINTSMAN_GATEWAY_ALIASES", "big=org/n")
     read = GatewaySettings()
     assert read.routers == ["a:1", "b:2"]
     assert read.alias_map() == {"big": "org/n"}
     assert read.tokenizer_paths() == {"m": "/models/m", "org/n": "org/n"}
-    assert GatewaySettings(routers=["a:1,b:2", "c:3"]).routers == ["a:1", "b:2", "c:3"]
+    assert GatewaySettings(routers=["a:1 b:2", "c:3"]).routers == ["a:1", "b:2", "c:3"]
     assert read.gateway_id != GatewaySettings().gateway_id
 
 
