@@ -31,6 +31,7 @@ from services.gateway.placing import RETRY_S
 from services.gateway.pools import Exactness, Pools
 from services.gateway.router_client import RouterAway, RouterClient
 from services.gateway.settings import GatewaySettings
+from services.gateway.shared_limits import SharedBooks
 from services.gateway.siblings import Siblings
 from services.gateway.telemetry import Telemetry
 from services.gateway.token_cache import TokenCache
@@ -72,7 +73,8 @@ class Gateway:
         self._siblings = siblings
         self._settings = settings
         self._keys = ApiKeys(settings.api_keys_file, KeysFromEnvironment().lines())
-        self._limiter = Limiter()
+        self._books = SharedBooks(siblings.limits_file, siblings.number, siblings.count) if siblings else None
+        self._limiter = Limiter(self._books.book) if self._books is not None else Limiter()
         self._aliases = settings.alias_map()
         token_cache = TokenCache(settings.token_cache_mb << 20)
         self.telemetry = Telemetry(token_cache)
@@ -156,6 +158,8 @@ class Gateway:
             await self._tracer.close()
         if self._siblings is not None:
             await self._siblings.close()
+        if self._books is not None:
+            self._books.close()
 
     # What the server asks.
 

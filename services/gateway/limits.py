@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol
 
 _MINUTE_S = 60.0
 _IN_FLIGHT_RETRY_S = 1.0
@@ -18,6 +22,9 @@ class Limits:
     in_flight: int = 0
 
 
+NO_LIMITS = Limits()
+
+
 class Limited(Exception):
     """Too much. `what` names the limit; the same request may pass after `retry_after_s`, never 0."""
 
@@ -27,51 +34,74 @@ class Limited(Exception):
         self.retry_after_s = retry_after_s
 
 
+@dataclass
 class Bucket:
-    """A level that fills with `per_minute` a minute up to `per_minute`. It may be drawn below zero: an answer's length is known
-    only afterwards, and a prompt longer than a whole minute's worth must pass at some time."""
+    """A level, as it was `at` a moment (s, any clock that does not go back), that fills with so much a minute up to a minute's
+    worth. It may be drawn below zero: an answer's length is known only afterwards, and a prompt longer than a whole minute's
+    worth must pass at some time."""
 
-    def __init__(self, per_minute: int, now: float) -> None:
-        self.per_minute = per_minute
-        self._level = float(per_minute)
-        self._at = now
+    level: float = math.inf
+    at: float = -math.inf
 
-    def level(self, now: float) -> float:
-        """What is there at `now` (s, any clock that does not go back). Does not mutate."""
-        filled = self._level + max(0.0, now - self._at) * self.per_minute / _MINUTE_S
-        return min(filled, float(self.per_minute))
+    def left(self, per_minute: int, now: float) -> float:
+        """What is there at `now`. Does not mutate."""
+        if self.level == math.inf:
+            return float(per_minute)
+        return min(self.level + max(0.0, now - self.at) * per_minute / _MINUTE_S, float(per_minute))
 
-    def take(self, amount: float, now: float) -> None:
+    def take(self, amount: float, per_minute: int, now: float) -> None:
         """Draw `amount`; a negative one gives back. Mutates."""
-        self._level = min(self.level(now) - amount, float(self.per_minute))
-        self._at = max(now, self._at)
+        self.level = min(self.left(per_minute, now) - amount, float(per_minute))
+        self.at = max(now, self.at)
 
-    def wait_s(self, amount: float, now: float) -> float:
+    def wait_s(self, amount: float, per_minute: int, now: float) -> float:
         """Until `amount` is there; 0 when it is."""
-        missing = amount - self.level(now)
-        return missing * _MINUTE_S / self.per_minute if missing > _ALMOST else 0.0
+        missing = amount - self.left(per_minute, now)
+        return missing * _MINUTE_S / per_minute if missing > _ALMOST else 0.0
 
 
-class _Account:
-    def __init__(self, limits: Limits, now: float) -> None:
-        self.limits = limits
-        self.requests = Bucket(limits.requests_per_minute, now)
-        self.tokens = Bucket(limits.tokens_per_minute, now)
-        self.in_flight = 0
+@dataclass
+class Account:
+    """What one key has used. Limits that change meet it as it is: what was drawn stays drawn, what is open stays open."""
+
+    requests: Bucket = field(default_factory=Bucket)
+    tokens: Bucket = field(default_factory=Bucket)
+    in_flight: int = 0
+    elsewhere: int = 0  # requests in flight at other processes
+
+
+class Book(Protocol):
+    """Where one key's account is kept."""
+
+    def open(self) -> AbstractContextManager[Account]:
+        """The account, which nobody else changes until it is closed."""
+
+
+class OwnBook:
+    """An account of this process alone."""
+
+    def __init__(self) -> None:
+        self._account = Account()
+
+    def open(self) -> AbstractContextManager[Account]:
+        """The account."""
+        return nullcontext(self._account)
 
 
 class Grant:
     """One admitted request. Closed exactly once in effect, however often close() is called."""
 
-    def __init__(self, account: _Account) -> None:
-        self._account = account
+    def __init__(self, book: Book | None, limits: Limits) -> None:
+        """`book`: None where nothing is counted."""
+        self._book = book
+        self._limits = limits
         self._charged = 0
-        self._open = True
 
     def charge(self, tokens: int, now: float) -> None:
         """Say how many tokens the request has used so far, in all; a later and better figure replaces the one before. Mutates."""
-        if self._account.limits.tokens_per_minute:
-            self._account.tokens.take(tokens - self._charged, now)
+        if self._book is not None and self._limits.tokens_per_minute:
+            with self._book.open() as account:
+                account.tokens.take(tokens - self._charged, self._limits.tokens_per_minute, now)
         self._charged = tokens
 
     @property
@@ -80,52 +110,49 @@ class Grant:
         return self._charged
 
     def close(self) -> None:
-        """It is no longer in flight. Mutates."""
-        if self._open:
-            self._open = False
-            self._account.in_flight -= 1
+        """It is no longer in flight, and not charged any more. Mutates."""
+        book, self._book = self._book, None
+        if book is not None:
+            with book.open() as account:
+                account.in_flight -= 1
 
 
 class Limiter:
-    """The accounts of all keys; each gateway process keeps its own."""
+    """Admits requests by their keys' accounts. Keys without any limit have none."""
 
-    def __init__(self) -> None:
-        self._accounts: dict[bytes, _Account] = {}
+    def __init__(self, book_of: Callable[[bytes], Book] = lambda _: OwnBook()) -> None:
+        """`book_of`: a key's book, asked for once as long as the key is known."""
+        self._book_of = book_of
+        self._books: dict[bytes, Book] = {}
 
     def admit(self, key: bytes, limits: Limits, now: float) -> Grant:
         """Admit one request of `key` (any name for it). Raises Limited, and then nothing is used up. Mutates."""
-        account = self._accounts.get(key)
-        if account is None:
-            account = self._accounts[key] = _Account(limits, now)
-        elif account.limits != limits:
-            account = self._accounts[key] = self._changed(account, limits, now)
-        if limits.in_flight and account.in_flight >= limits.in_flight:
-            raise Limited(f"{limits.in_flight} requests in flight", _IN_FLIGHT_RETRY_S)
-        if limits.requests_per_minute and (wait := account.requests.wait_s(1.0, now)):
-            raise Limited(f"{limits.requests_per_minute} requests per minute", wait)
-        if limits.tokens_per_minute and (wait := account.tokens.wait_s(1.0, now)):
-            raise Limited(f"{limits.tokens_per_minute} tokens per minute", wait)
-        if limits.requests_per_minute:
-            account.requests.take(1.0, now)
-        account.in_flight += 1
-        return Grant(account)
+        if limits == NO_LIMITS:
+            return Grant(None, limits)
+        book = self._books.get(key)
+        if book is None:
+            book = self._books[key] = self._book_of(key)
+        requests, tokens, most = limits.requests_per_minute, limits.tokens_per_minute, limits.in_flight
+        with book.open() as account:
+            if most and account.in_flight + account.elsewhere >= most:
+                raise Limited(f"{most} requests in flight", _IN_FLIGHT_RETRY_S)
+            if requests and (wait := account.requests.wait_s(1.0, requests, now)):
+                raise Limited(f"{requests} requests per minute", wait)
+            if tokens and (wait := account.tokens.wait_s(1.0, tokens, now)):
+                raise Limited(f"{tokens} tokens per minute", wait)
+            if requests:
+                account.requests.take(1.0, requests, now)
+            account.in_flight += 1
+        return Grant(book, limits)
 
     def in_flight(self, key: bytes) -> int:
-        """How many requests of `key` are open."""
-        account = self._accounts.get(key)
-        return 0 if account is None else account.in_flight
+        """How many requests of `key` are open in this process."""
+        book = self._books.get(key)
+        if book is None:
+            return 0
+        with book.open() as account:
+            return account.in_flight
 
     def keep(self, keys: set[bytes]) -> None:
-        """Forget the accounts of all other keys; their open requests end as ever. Mutates."""
-        self._accounts = {key: account for key, account in self._accounts.items() if key in keys}
-
-    @staticmethod
-    def _changed(account: _Account, limits: Limits, now: float) -> _Account:
-        """The account under new limits. Open requests stay with it: their grants know this very object."""
-        debt = min(0.0, account.tokens.level(now)) if account.limits.tokens_per_minute else 0.0
-        account.limits = limits
-        account.requests = Bucket(limits.requests_per_minute, now)
-        account.tokens = Bucket(limits.tokens_per_minute, now)
-        if limits.tokens_per_minute and debt:
-            account.tokens.take(limits.tokens_per_minute - debt, now)
-        return account
+        """Forget the books of all other keys; their open requests end as ever. Mutates."""
+        self._books = {key: book for key, book in self._books.items() if key in keys}

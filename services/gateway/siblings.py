@@ -20,10 +20,15 @@ class Siblings:
     """Process `number` of `count`, which meet at sockets in `folder`."""
 
     def __init__(self, folder: Path, number: int, count: int) -> None:
+        self.number = number
+        self.count = count
         self._folder = folder
-        self._number = number
-        self._count = count
         self._server: asyncio.Server | None = None
+
+    @property
+    def limits_file(self) -> Path:
+        """Where they keep what keys have used."""
+        return self._folder / "limits"
 
     async def start(self, registry: CollectorRegistry) -> None:
         """Tell whoever asks what `registry` holds."""
@@ -32,7 +37,7 @@ class Siblings:
             writer.write(generate_latest(registry))
             writer.close()
 
-        path = self._folder / str(self._number)
+        path = self._folder / str(self.number)
         path.unlink(missing_ok=True)  # of the process that this one replaces
         self._server = await asyncio.start_unix_server(tell, path)
 
@@ -43,7 +48,7 @@ class Siblings:
 
     async def page(self) -> bytes:
         """The metrics of all processes that answer, as one page that says how many did."""
-        told = await asyncio.gather(*(self._ask(number) for number in range(self._count)))
+        told = await asyncio.gather(*(self._ask(number) for number in range(self.count)))
         return merged([page for page in told if page])
 
     async def _ask(self, number: int) -> str:

@@ -37,9 +37,13 @@ def serving_ids(log: list[bytes]) -> list[str]:
     return [told["gateway_id"] for told in map(json.loads, log) if told["event"] == "gateway serves"]
 
 
-async def chat(url: str) -> int:
+async def chat(url: str, key: str = "") -> int:
     """On a connection of its own, so that it may reach either."""
-    async with aiohttp.ClientSession() as client, client.post(f"{url}/v1/chat/completions", json=CHAT) as answer:
+    headers = {"x-api-key": key} if key else {}
+    async with (
+        aiohttp.ClientSession(headers=headers) as client,
+        client.post(f"{url}/v1/chat/completions", json=CHAT) as answer,
+    ):
         await answer.read()
         return answer.status
 
@@ -111,3 +115,26 @@ async def test_an_address_that_is_taken_is_said_in_one_line(tmp_path: Path) -> N
     assert text.startswith(b"pointsman gateway: ")
     assert b"in use" in text
     assert len(text.splitlines()) == 1
+
+
+async def test_processes_hold_a_keys_limits_as_one(tmp_path: Path) -> None:
+    async with stack(tmp_path) as up:
+        limited = {"API_KEYS": "acme:k1 requests_per_minute=4;acme:k2"}
+        process = await gateway_process(
+            {"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address, "PROCESSES": "2", **limited}
+        )
+        log: list[bytes] = []
+        reading = asyncio.create_task(collect(process, log))
+        try:
+            url = await both_are_ready(up, log, 2)
+            # A minute's worth comes at once; what fills up again while this machine is slow is counted too.
+            began = asyncio.get_running_loop().time()
+            told = [await chat(url, "k1") for _ in range(16)]
+            took_s = asyncio.get_running_loop().time() - began
+            assert set(told) == {200, 429}
+            assert 4 <= told.count(200) <= 4 + 1 + 4 * took_s / 60
+            assert await chat(url, "k2") == 200
+        finally:
+            process.terminate()
+            await process.wait()
+            await reading

@@ -1,0 +1,118 @@
+"""Processes that share a file of accounts hold a key's limits as one."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.gateway.limits import Grant, Limited, Limiter, Limits
+from services.gateway.shared_limits import SharedBooks
+
+
+def digest(name: int) -> bytes:
+    return hashlib.sha256(str(name).encode()).digest()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "limits"
+
+
+# Who asks (one of three), for which key, whether something is closed before, tokens, and the pause before it in s.
+STEPS = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(0, 2), st.booleans(), st.integers(0, 40), st.floats(0, 20)), max_size=50
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps=STEPS, limits=st.builds(Limits, st.integers(0, 5), st.integers(0, 60), st.integers(0, 3)))
+def test_three_processes_admit_what_one_would(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, int, bool, int, float]], limits: Limits
+) -> None:
+    file = tmp_path_factory.mktemp("shared") / "limits"
+    books = [SharedBooks(file, number, 3) for number in range(3)]
+    several, alone = [Limiter(one.book) for one in books], Limiter()
+    open_ones: list[tuple[Grant, Grant]] = []
+    now = 0.0
+    for who, key, close, tokens, pause in steps:
+        now += pause
+        if close and open_ones:
+            for grant in open_ones.pop(0):
+                grant.close()
+        found: list[Grant | float] = []
+        for limiter in (several[who], alone):
+            try:
+                grant = limiter.admit(digest(key), limits, now)
+            except Limited as limited:
+                found.append(limited.retry_after_s)
+            else:
+                grant.charge(tokens, now)
+                found.append(grant)
+        one, other = found
+        if isinstance(one, Grant) and isinstance(other, Grant):
+            open_ones.append((one, other))
+        else:
+            assert one == other
+    for one in books:
+        one.close()
+
+
+def test_more_keys_than_there_was_room_for(file: Path) -> None:
+    books = [SharedBooks(file, number, 2) for number in range(2)]
+    one, other = (Limiter(book.book) for book in books)
+    for key in range(200):
+        one.admit(digest(key), Limits(in_flight=1), 0.0)
+    for key in range(200):
+        with pytest.raises(Limited):
+            other.admit(digest(key), Limits(in_flight=1), 0.0)
+    for book in books:
+        book.close()
+
+
+def test_what_a_dead_process_had_in_flight_is_over_when_it_is_replaced(file: Path) -> None:
+    first, second = SharedBooks(file, 0, 2), SharedBooks(file, 1, 2)
+    limits = Limits(requests_per_minute=3, in_flight=2)
+    Limiter(first.book).admit(digest(0), limits, 0.0)
+    living = Limiter(second.book)
+    living.admit(digest(0), limits, 0.0)
+    with pytest.raises(Limited, match="in flight"):
+        living.admit(digest(0), limits, 0.0)
+    first.close()
+    again = SharedBooks(file, 0, 2)
+    living.admit(digest(0), limits, 0.0).close()
+    with pytest.raises(Limited, match="per minute"):
+        living.admit(digest(0), limits, 0.0)
+    again.close()
+    second.close()
+
+
+def _admit_many(file: Path, number: int, tries: int) -> int:
+    books = SharedBooks(file, number, 2)
+    limiter, admitted = Limiter(books.book), 0
+    for _ in range(tries):
+        try:
+            limiter.admit(digest(0), Limits(requests_per_minute=1_000), 0.0).close()
+            admitted += 1
+        except Limited:
+            pass
+    books.close()
+    return admitted
+
+
+def test_two_processes_at_once_lose_no_request(file: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        told = pool.starmap(_admit_many, [(file, 0, 900), (file, 1, 900)])
+    assert sum(told) == 1_000
+
+
+def test_a_key_is_a_digest(file: Path) -> None:
+    books = SharedBooks(file, 0, 1)
+    for bad in (b"", b"k", bytes(32)):
+        with pytest.raises(ValueError, match="digest"):
+            books.book(bad)
+    books.close()
