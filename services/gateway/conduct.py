@@ -124,7 +124,9 @@ class Conductor:
                     self._attempt.ahead = 0.0
                     self._abort()
                 case mv.FirstToken():
-                    router.first_token(effect.attempt_id)
+                    # A whole answer's end follows at once, and says as much.
+                    if errands.reply is None:
+                        router.first_token(effect.attempt_id)
                     self._tools.telemetry.ttft.observe(self._attempt.first - self._job.received)
                 case mv.Finished():
                     self._report(effect)

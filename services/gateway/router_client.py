@@ -104,6 +104,7 @@ class RouterClient:
         self._owners = Owners()
         self._sessions: dict[str, RouterSession] = {}
         self._requests: dict[str, _Request] = {}
+        self._routes: dict[str, RouterSession] = {}  # model -> the owner's session, while nothing changes
         self._announced: dict[str, str] = {}  # pool -> router id that knows the pool's open streams
         self._lost_at = 0.0
         self._closing = False
@@ -205,11 +206,16 @@ class RouterClient:
 
     def _route(self, model: str) -> RouterSession | None:
         """The session with the owner of the model's pool; any session where no owner is known: its router will say."""
+        if (known := self._routes.get(model)) is not None:
+            return known
         connected = [session for session in self._sessions.values() if session.connected]
         owner = self._owners.owner(self._owners.pool_of(model))
         if owner is None:
             return connected[0] if connected else None
-        return next((session for session in connected if session.router_id == owner.router_id), None)
+        found = next((session for session in connected if session.router_id == owner.router_id), None)
+        if found is not None:
+            self._routes[model] = found
+        return found
 
     def _report(self, one: _Request, message: placement_pb2.SessionRequest) -> None:
         session = self._route(one.request.model) or one.session
@@ -292,6 +298,7 @@ class RouterClient:
         )
 
     def _up(self, session: RouterSession) -> None:
+        self._routes.clear()
         if sum(one.connected for one in self._sessions.values()) == 1:
             self._on_connected(True)
         for pool, router_id in list(self._announced.items()):
@@ -302,6 +309,7 @@ class RouterClient:
 
     def _down(self, session: RouterSession) -> None:
         self._owners.forget(session.address)
+        self._routes.clear()
         if not self.connected:
             self._lost_at = time.monotonic()
             self._on_connected(False)
@@ -325,6 +333,7 @@ class RouterClient:
                 self._settle(session, message.refusal.request_id, message.refusal)
             case "fleet":
                 self._owners.tell(session.address, session.router_id, message.fleet)
+                self._routes.clear()
                 self._changed()
 
     def _settle(self, session: RouterSession, request_id: str, step: Step) -> None:
