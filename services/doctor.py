@@ -93,8 +93,54 @@ def _fleet(instances: list[fleet_pb2.InstanceStatus]) -> Iterator[Finding]:
                 "instances loaded it from different places",
                 "serve one model under one name",
             )
+        yield from transfers(pool)
     for one in instances:
         yield from _instance(one)
+
+
+def transfers(pool: list[agent_pb2.Instance]) -> Iterator[Finding]:
+    """Whether those of a pool that have a KV connector can use it."""
+    able = [one for one in pool if one.kv_transfer.protocol]
+    for one in able:
+        name, kv = f"{one.instance_id} KV transfer", one.kv_transfer
+        others = [other for other in able if other is not one and _kv_passes(one, other)]
+        if not others and not any(_kv_passes(other, one) for other in able if other is not one):
+            yield Finding(
+                Finding.WARN,
+                name,
+                "no other instance of its model fits",
+                "give both one protocol, --block-size and --kv-cache-dtype, and roles that are two sides",
+            )
+            continue
+        if kv.protocol == agent_pb2.KV_PROTOCOL_MOONCAKE and kv.role != agent_pb2.KV_ROLE_CONSUMER:
+            try:
+                with urllib.request.urlopen(f"{kv.bootstrap_url}/query", timeout=TIMEOUT_S):
+                    pass
+            except OSError as error:
+                yield Finding(
+                    Finding.FAIL,
+                    name,
+                    f"its bootstrap server does not answer: {error}",
+                    "give the engine a VLLM_MOONCAKE_BOOTSTRAP_PORT of its own, and the agent its address (bootstrap=)",
+                )
+                continue
+        yield Finding(
+            Finding.OK,
+            name,
+            f"gives KV to {len(others)} instances",
+            "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=60 frees KV that nobody fetched in 60 s instead of 480"
+            if kv.protocol == agent_pb2.KV_PROTOCOL_MOONCAKE
+            else "",
+        )
+
+
+def _kv_passes(source: agent_pb2.Instance, target: agent_pb2.Instance) -> bool:
+    gives, takes = source.kv_transfer, target.kv_transfer
+    return (
+        gives.role != agent_pb2.KV_ROLE_CONSUMER
+        and takes.role != agent_pb2.KV_ROLE_PRODUCER
+        and (gives.protocol, gives.layout, source.block_size) == (takes.protocol, takes.layout, target.block_size)
+    )
 
 
 def _instance(one: fleet_pb2.InstanceStatus) -> Iterator[Finding]:

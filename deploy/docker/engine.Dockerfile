@@ -5,6 +5,8 @@ FROM vllm/vllm-openai:v0.32.0
 RUN python3 -m pip install --no-cache-dir mooncake-transfer-engine-cuda13==0.3.14
 # vLLM's KV cache is part of a larger allocation, which Mooncake can register through dma-buf only.
 ENV WITH_NVIDIA_PEERMEM=0
+# How long an engine keeps KV that the other one does not fetch, and with 60 s more waits for KV that does not come: 480 s otherwise.
+ENV VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=60
 # A new volume for models takes its owner from this folder.
 RUN install -d -o 2000 -g 0 -m 775 /models
 # The user `vllm` of the image, by number: Kubernetes cannot tell that a named user is not root.
