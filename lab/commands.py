@@ -11,6 +11,8 @@ from lab.demo import DemoSettings
 from lab.demo import run as run_demo
 from lab.emulator import EmulateSettings
 from lab.emulator import run as run_emulator
+from lab.findings import FindingsSettings
+from lab.findings import run as run_findings
 from lab.profiler import ProfileSettings
 from lab.profiler import run as run_profiler
 from lab.replay import ReplaySettings
@@ -45,6 +47,13 @@ def add_lab_commands(app: typer.Typer) -> None:
         CompareSettings,
         run_comparison,
         help_="Compare policies over the same draws of a trace, with confidence intervals.",
+    )
+    add_settings_command(
+        app,
+        "findings",
+        FindingsSettings,
+        run_findings,
+        help_="Run the trials behind docs/findings.md, those that are missing, and write it.",
     )
     app.command("analyze")(analyze)
     app.add_typer(trace_commands, name="trace")

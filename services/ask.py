@@ -232,7 +232,7 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
         table.add_row(
             "->" if one.instance_id == chosen else "",
             one.instance_id,
-            f"{one.score:,.0f}" if one.HasField("score") else "-",
+            _score(one.score) if one.HasField("score") else "-",
             f"{one.cached_tokens:,}",
             f"{one.new_tokens:,}",
             str(one.num_requests),
@@ -248,7 +248,7 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
             "compared " + ", ".join(f"{name} {value:,.3g}" for name, value in sorted(decision.figures.items()))
         )
     if decision.runner_up:
-        console.print(f"runner-up {decision.runner_up}, margin {decision.margin:,.0f}")
+        console.print(f"runner-up {decision.runner_up}, margin {_score(decision.margin)}")
     if decision.HasField("finished"):
         done = decision.finished
         said = f"{done.cached_tokens:,}" if done.HasField("cached_tokens") else "nothing"
@@ -256,6 +256,11 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
             f"the engine said: {said} cached; TTFT {done.timings.first_token_ms:,.1f} ms, "
             f"done after {done.timings.done_ms:,.1f} ms, HTTP {done.http_status}"
         )
+
+
+def _score(value: float) -> str:
+    # Tokens under most policies, seconds under some.
+    return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.3g}"
 
 
 def _settings(policy: fleet_pb2.Policy) -> str:

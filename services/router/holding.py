@@ -56,6 +56,7 @@ class Holding:
         commit: Commit,
         serve_there: ServeThere,
         has_room: HasRoom,
+        eager: Callable[[], Policy | None],
     ) -> None:
         self.queue = HeldQueue(settings)
         self._settings = settings
@@ -64,6 +65,7 @@ class Holding:
         self._commit = commit
         self._serve_there = serve_there
         self._has_room = has_room
+        self._eager = eager
         self._fallback = Unified()
 
     def place(self, request: PlacementRequest, gateway_id: str, now: float, after: str = "") -> list[ev.Effect]:
@@ -160,7 +162,7 @@ class Holding:
     def _end(self, held: Held, now: float, note: str, why: str) -> list[ev.Effect]:
         """The answer to a request that may not wait (any longer)."""
         by_default = not held.for_room and self._settings.expiry == "place"
-        verdict = self._decide(_aged(held, now), now, self._fallback if by_default else None)
+        verdict = self._decide(_aged(held, now), now, (self._eager() or self._fallback) if by_default else None)
         if isinstance(verdict, Decision) and verdict.ruling.steps:
             noted = replace(verdict, notes=(*verdict.notes, note), after=held.after)
             return self._commit(noted, held.gateway_id, now)

@@ -114,7 +114,13 @@ class RouterState:
         # The seed is part of every decision's id, because a decision's randomness must follow from its id.
         self._id_prefix = f"{router_id}.{seed}" if seed else router_id
         self.holding = Holding(
-            settings.queue, settings.retry_after_s, self._decide, self._commit, self._serve_there, self.views.has_room
+            settings.queue,
+            settings.retry_after_s,
+            self._decide,
+            self._commit,
+            self._serve_there,
+            self.views.has_room,
+            lambda: self.policy.eager(),
         )
         self.owned = OwnedPools(everything=owns_all)
         self._warm_up = WarmUp(settings.warm_up_s)

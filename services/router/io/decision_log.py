@@ -158,11 +158,14 @@ class DecisionLog:
             self._publish(logged)
 
     def closed(self, decision_id: str, finished: Finished, unix_s: float) -> None:
-        """Note how a decision's request ended; decisions that left the log are only written to the file."""
+        """Note how a decision's request ended, for those on the earlier parts of its plan, too; decisions that left the log are
+        only written to the file."""
         self._write(ClosedLine(unix_s, decision_id, finished))
-        if (logged := self._by_id.get(decision_id)) is not None:
+        while (logged := self._by_id.get(decision_id)) is not None:
             self._by_id[decision_id] = logged = replace(logged, finished=finished)
             self._publish(logged)
+            # The earlier parts of its plan ended with it.
+            decision_id = logged.decision.after
 
     def get(self, either_id: str) -> LoggedDecision | None:
         """A decision by its own id or its request's."""

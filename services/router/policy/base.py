@@ -69,6 +69,10 @@ class Policy(ABC):
     def rule(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> Ruling:
         """Choose among `view.eligible()`, which is not empty, or `hold`. Must depend on nothing but its arguments."""
 
+    def eager(self) -> Policy | None:
+        """What places a request that this policy has held for as long as it may; None: the default policy."""
+        return None
+
     def ref(self) -> PolicyRef:
         """Name and settings, as decisions record them."""
         return self._ref

@@ -1,0 +1,84 @@
+"""The findings command in its quick mode, on generated sessions: it runs, goes on where it was, and renders again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import typer
+
+from lab.findings import LOADS, FindingsSettings, Kept, planned, read_kept, run
+from lab.findings_text import render
+from services.router.policy.registry import POLICIES
+
+
+def settings(tmp_path: Path, **changes: object) -> FindingsSettings:
+    values: dict[str, object] = {
+        "traces": tmp_path / "none",
+        "trials": 1,
+        "quick": True,
+        "processes": 1,
+        "results": tmp_path / "trials.jsonl",
+        "out": tmp_path / "docs" / "findings.md",
+    }
+    return FindingsSettings(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_a_quick_run_makes_the_document_and_is_not_run_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = settings(tmp_path)
+    run(asked)
+    kept = read_kept(asked.results)
+    assert len(kept) == len(planned(asked)) == 16
+    text = asked.out.read_text()
+    assert "A quick run" in text
+    assert "## generated: saturated" in text
+    assert "## `foresight`" in text
+    lines = asked.results.read_bytes()
+
+    # As a kill leaves it: the last line is torn, and one trial is to be run again.
+    asked.results.write_bytes(lines[:-20])
+    run(settings(tmp_path, render_only=True))
+    assert "1 of the trials that were planned are missing" in asked.out.read_text()
+    asked.results.write_bytes(lines)
+    monkeypatch.setattr("lab.findings.run_cells", lambda *_: pytest.fail("nothing is missing"))
+    run(asked)
+    assert asked.out.read_text() == text
+
+
+def test_without_trials_there_is_no_document(tmp_path: Path) -> None:
+    with pytest.raises(typer.Exit):
+        run(settings(tmp_path, render_only=True))
+
+
+def test_the_whole_study_has_every_policy_at_three_loads_and_foresight_everywhere(tmp_path: Path) -> None:
+    cells = planned(settings(tmp_path, quick=False))
+    main = {(one.load, one.policy) for one in cells if not one.threshold}
+    for load in ("light", "knee", "saturated"):
+        assert {name for at, name in main if at == load} >= {*POLICIES, "floor"}
+    places = {(one.load, one.threshold) for one in cells}
+    assert places == {(load, threshold) for load in LOADS for threshold in (0, 4_096)}
+    assert {(one.load, one.threshold) for one in cells if one.policy == "foresight"} == places
+    assert len({(one.key, one.load, one.policy) for one in cells}) == len({one.key for one in cells}) == len(cells)
+
+
+def trial(policy: str, load: str, seed: int, ttft: float, **more: float) -> Kept:
+    measures = {"ttft_p50_s": 0.1, "ttft_p90_s": ttft, "ttft_p99_s": 9.0, "e2e_p90_s": 5.0, "e2e_p99_s": 9.0}
+    measures |= {"tpot_p90_s": 0.02, "hit_ratio": 0.5, "failed": 0.0}
+    return Kept("agentic", load, 0, policy, seed, "", "abc", {"all": measures | more})
+
+
+def test_what_is_said_follows_from_the_figures() -> None:
+    trials = [
+        trial(policy, "knee", seed, ttft + seed / 100)
+        for policy, ttft in (("floor", 4.0), ("unified", 8.0), ("lpwl", 6.0), ("foresight", 4.5), ("sticky", 8.0))
+        for seed in (1, 2, 3)
+    ]
+    text = render(trials, {"knee": msgspec.to_builtins(LOADS["knee"])}, 0, quick=False)
+    assert "| agentic, knee | 4.02 | 8.02 | `lpwl` 6.02 | 4.52 (-3.50 ± 0.00) | 88% | 75% | yes |" in text
+    assert "in 1 of 1 cells" in text
+    assert "`sticky` (affinity alone): knee: +0% (=) s, no difference." in text
+    assert "missing" not in text
+    worse = render([*trials, *(trial("lpwl", "knee", seed, 4.2) for seed in (1, 2, 3))], {}, 7, quick=False)
+    assert "in 0 of 1 cells" in worse
+    assert "7 of the trials" in worse

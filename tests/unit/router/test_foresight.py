@@ -1,0 +1,119 @@
+"""`foresight` on hand-made views: what it costs, where it goes, what is sliced, what is held."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from services.router.curve import CostCurve, Work
+from services.router.domain import Candidate, FleetView, PlacementRequest, Prefilling, Ruling, StepKind
+from services.router.policy.foresight import Foresight
+from tests.unit.router.builders import candidate, request
+
+# A token a millisecond, whatever comes before it; u is 1 s.
+CURVE = CostCurve(0.0, 1e-3, 0.0)
+RNG = random.Random(0)
+
+
+def seen(*candidates: Candidate, now: float = 10.0, curve: CostCurve = CURVE, usual: float = 1_000.0) -> FleetView:
+    return FleetView(candidates, now=now, curves={"": curve}, usual=Work(usual, 0.0))
+
+
+def one(name: str, tokens: int, cached: int = 0, open_tokens: int = 0, decodes: int = 0, **work: Any) -> Candidate:
+    queue = ((open_tokens, 0),) if open_tokens else ()
+    prefilling = Prefilling(**{"queue": queue, "moved_at": 10.0, **work})
+    return candidate(
+        name, new=tokens - cached, cached=cached, num_requests=len(prefilling.queue) + decodes, prefilling=prefilling
+    )
+
+
+def rule(tokens: int, *candidates: Candidate, policy: Foresight | None = None, **changes: Any) -> Ruling:
+    asked: PlacementRequest = request(tokens=tokens, sliceable=changes.pop("sliceable", True))
+    return (policy or Foresight(slice_min_tokens=16)).rule(asked, seen(*candidates, **changes), RNG)
+
+
+def test_scores_are_predicted_seconds() -> None:
+    ruling = rule(1_000, one("a", 1_000), one("b", 1_000, cached=800, open_tokens=500, decodes=2))
+    # b: 0.5 s of wait, 0.2 s of its own, 0.05 for each of two decodes beside 0.2 s; a: 1 s, and 0.3 of the 0.8 s more.
+    assert ruling.scores == pytest.approx({"a": 1.0 + 0.3 * 0.8, "b": 0.7 + 0.05 * 0.2 * 2})
+    assert (ruling.steps[0].instance_id, ruling.reason) == ("b", "express")
+    assert ruling.figures == pytest.approx({"usual_s": 1.0, "wait_s": 0.5, "prefill_s": 0.2})
+
+
+def test_attention_counts_what_is_cached() -> None:
+    curve = CostCurve(0.0, 1e-3, 1e-6)
+    ruling = rule(2_000, one("a", 2_000, cached=1_000), curve=curve)
+    assert ruling.scores["a"] == pytest.approx(1.0 + 1e-6 * 1_000 * (2 * 1_000 + 1_000))
+
+
+def test_a_light_one_waits_in_the_router_where_its_engine_is_busy() -> None:
+    assert rule(1_400, one("a", 1_400, open_tokens=1_500)).reason == "express"
+    held = rule(1_400, one("a", 1_400, open_tokens=1_600))
+    assert (held.steps, held.reason) == ((), "held")
+    assert held.handicap_s == pytest.approx(14.0)
+
+
+def test_it_waits_for_its_own_cache_rather_than_compute_all_elsewhere() -> None:
+    ruling = rule(10_000, one("a", 10_000, cached=9_800, open_tokens=2_000), one("b", 10_000))
+    assert ruling.reason == "held"
+    assert min(ruling.scores, key=lambda name: ruling.scores[name]) == "a"
+
+
+def test_what_a_prefill_has_done_since_it_moved_is_no_wait() -> None:
+    busy = one("a", 1_000, open_tokens=4_000, moved_at=7.0)
+    assert rule(1_000, busy).figures["wait_s"] == pytest.approx(1.0)
+    # It may be slower than predicted, but until it is told to be over it is not.
+    assert rule(1_000, busy, now=60.0).figures["wait_s"] == pytest.approx(0.4)
+
+
+def test_a_heavy_prompt_goes_in_slices_of_two_usual_requests() -> None:
+    ruling = rule(10_000, one("a", 10_000))
+    [step] = ruling.steps
+    assert (step.kind, step.prefix_tokens, step.reason) == (StepKind.PREFILL, 2_000, "slice")
+    [step] = rule(10_000, one("a", 10_000, cached=4_000, block_size=64)).steps
+    assert step.prefix_tokens == 4_000 + 1_984, "whole blocks of the engine's own"
+    [step] = rule(10_000, one("a", 10_000, cached=7_600)).steps
+    assert (step.kind, step.reason) == (StepKind.SERVE, "serve"), "a crumb is no slice of its own"
+    [step] = rule(10_000, one("a", 10_000), policy=Foresight()).steps
+    assert step.prefix_tokens == 4_096, "below that, chunks are cut for nothing"
+
+
+@pytest.mark.parametrize("why", ["the gateway cannot", "the engine cuts by itself", "switched off"])
+def test_what_is_not_sliced(why: str) -> None:
+    limit = 4_096 if why == "the engine cuts by itself" else 0
+    policy = Foresight(slice_u=0.0) if why == "switched off" else None
+    ruling = rule(90_000, one("a", 90_000, chunk_limit=limit), policy=policy, sliceable=why != "the gateway cannot")
+    assert [step.kind for step in ruling.steps] == [StepKind.SERVE]
+
+
+def test_a_heavy_one_starts_where_little_is_open() -> None:
+    assert rule(10_000, one("a", 10_000, open_tokens=700)).reason == "slice"
+    assert rule(10_000, one("a", 10_000, open_tokens=900)).reason == "held"
+
+
+def test_behind_an_engine_that_cuts_long_prompts_a_small_one_waits_for_a_chunk() -> None:
+    ruling = rule(500, one("a", 500, open_tokens=50_000, chunk_limit=1_000))
+    assert ruling.reason == "express"
+    assert ruling.figures["wait_s"] == pytest.approx(1.0)
+    assert rule(1_200, one("a", 1_200, open_tokens=1_500, chunk_limit=1_000)).figures["wait_s"] == pytest.approx(1.5)
+
+
+def test_full_kv_has_its_price() -> None:
+    full = candidate(
+        "a", new=100, num_requests=1, ongoing_tokens=950, kv_capacity_tokens=1_000, prefilling=Prefilling()
+    )
+    ruling = rule(100, full, one("b", 100, decodes=1))
+    assert ruling.scores["a"] == pytest.approx(ruling.scores["b"] + 1.0)
+
+
+def test_the_first_request_of_all_is_placed_at_once() -> None:
+    assert rule(90_000, one("a", 90_000, open_tokens=10**6), usual=0.0).reason == "express"
+
+
+def test_eager_holds_nobody_and_slices_all_the_same() -> None:
+    eager = Foresight(slice_min_tokens=16).eager()
+    assert isinstance(eager, Foresight)
+    assert rule(1_400, one("a", 1_400, open_tokens=90_000), policy=eager).reason == "express"
+    assert rule(10_000, one("a", 10_000, open_tokens=90_000), policy=eager).reason == "slice"
