@@ -1,4 +1,7 @@
-"""Run the benchmarks: all, or those named."""
+"""Run the benchmarks: all, or those named.
+
+`python -m bench growth`, for one: 260,000 requests, which take three to four minutes; the others take a minute or less each.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from rich.table import Table
 
 from bench.decide import decide, index
 from bench.figures import Figure
-from bench.gateway import chunks, leaks, memory, requests
+from bench.gateway import chunks, leaks, requests
+from bench.memory import growth, memory
 from bench.place import place
 from bench.simulate import simulate
 from bench.takeover import storms, takeover
@@ -24,7 +28,7 @@ from services.common.logs import configure_logs
 RESULTS = Path(__file__).parent / "results.jsonl"
 BENCHMARKS: dict[str, Callable[[], object]] = {
     one.__name__: one
-    for one in (decide, index, place, storms, takeover, chunks, requests, turns, memory, leaks, simulate)
+    for one in (decide, index, place, storms, takeover, chunks, requests, turns, memory, growth, leaks, simulate)
 }
 
 

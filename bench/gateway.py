@@ -1,4 +1,4 @@
-"""What the gateway costs: CPU per streamed chunk beside nginx and vllm-router, per request, and memory with open streams."""
+"""What the gateway costs: CPU per streamed chunk beside nginx and vllm-router, and per request; what it leaves behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ SHORT, LONG = 20, 140  # chunks
 INTERVAL_MS = 20.0
 ROUNDS = 5
 PROMPTS = 1_000
-OPEN = 1_000
 KILLS = 5
 SETTLE_S = 20.0
 
@@ -32,7 +31,7 @@ async def chunks() -> list[Figure]:
     """chunk_us, chunk_vs_nginx, chunk_vs_vllm_router: medians of rounds in which each has its turn."""
     spent: dict[str, list[float]] = {}
     async with contextlib.AsyncExitStack() as running:
-        engines, model = await running.enter_async_context(_fleet(INTERVAL_MS))
+        engines, model = await running.enter_async_context(fleet(INTERVAL_MS))
         gateway, _ = await running.enter_async_context(stack.pointsman(engines, model))
         served = {"gateway": gateway, "nginx": await running.enter_async_context(stack.nginx(engines))}
         served["vllm_router"] = await running.enter_async_context(stack.vllm_router(engines))
@@ -60,7 +59,7 @@ async def chunks() -> list[Figure]:
 
 async def requests() -> list[Figure]:
     """request_1k_us, added_ttft_ms."""
-    async with _fleet(0.0) as (engines, model), stack.pointsman(engines, model) as (gateway, router):
+    async with fleet(0.0) as (engines, model), stack.pointsman(engines, model) as (gateway, router):
         await stack.load(gateway.port, connections=16, requests=200, seed=1)
         before = stack.cpu_s(*gateway.pids), stack.cpu_s(*router.pids)
         await stack.load(gateway.port, connections=16, requests=PROMPTS, seed=2)
@@ -81,18 +80,8 @@ async def requests() -> list[Figure]:
     ]
 
 
-async def memory() -> list[Figure]:
-    """rss_mb_1000_streams."""
-    async with _fleet(1_000.0) as (engines, model), stack.pointsman(engines, model) as (gateway, _):
-        empty = stack.rss_mb(gateway.pids[0])
-        async with stack.held(gateway.port, OPEN):
-            full = stack.rss_mb(gateway.pids[0])
-    note = f"{OPEN} streams open, {(full - empty) / OPEN * 1e3:.1f} KB each over {empty:.0f} MB; baseline is the goal"
-    return [Figure("rss_mb_1000_streams", full, "MB", 120.0, note)]
-
-
 @contextlib.asynccontextmanager
-async def _fleet(interval_ms: float) -> AsyncIterator[tuple[list[Served], str]]:
+async def fleet(interval_ms: float) -> AsyncIterator[tuple[list[Served], str]]:
     """Two mock engines, and the folder of their model."""
     with tempfile.TemporaryDirectory() as folder:
         model = str(await asyncio.to_thread(make_tokenizer, Path(folder) / "model"))
@@ -114,7 +103,7 @@ async def _chunk_us(served: Served) -> float:
 
 async def leaks() -> list[Figure]:
     """leaks: what the gateway counts and what an engine still computes, after clients and an engine were killed."""
-    async with _fleet(INTERVAL_MS) as (engines, model), stack.pointsman(engines, model) as (gateway, _):
+    async with fleet(INTERVAL_MS) as (engines, model), stack.pointsman(engines, model) as (gateway, _):
         for number in range(KILLS):
             async with stack.held(gateway.port, STREAMS):
                 await stack.load(gateway.port, connections=16, requests=100, seed=number)
@@ -128,12 +117,12 @@ async def leaks() -> list[Figure]:
 def _left(gateway: int, engine: int) -> float:
     """What is still open when nothing is, or after SETTLE_S."""
     ends = time.monotonic() + SETTLE_S
-    while (left := _open(gateway) + _under_way(engine)) and time.monotonic() < ends:
+    while (left := open_requests(gateway) + _under_way(engine)) and time.monotonic() < ends:
         time.sleep(0.1)
     return left
 
 
-def _open(port: int) -> float:
+def open_requests(port: int) -> float:
     """What the gateway counts as open."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()

@@ -1,7 +1,8 @@
 """A load client that costs almost nothing: a program of its own on bare uvloop. Prints one JSON object.
 
 Each of `--connections` keeps asking until `--requests` are answered in all: a chat with a new prompt of about `--prompt` bytes.
-Answers are not parsed: an event stream is over with the chunk after [DONE], any other with its Content-Length.
+Answers are not parsed: an event stream is over with the chunk after [DONE], any other with its Content-Length. With `--mix` the
+requests are of all kinds (MIX), and some clients leave at the first byte and come back on a new connection.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from typing import cast
 
 import uvloop
 
+SAMPLES = 1_000  # about as many moments of first bytes are told, from all over their order
+# Kind of request -> its share of a mix.
+MIX = {"stream": 0.55, "whole": 0.2, "leave": 0.1, "wrong": 0.05, "models": 0.1}
 _WORDS = [
     "set",
     "the",
@@ -49,6 +53,8 @@ class Run:
     prompt: int
     rng: random.Random
     hold: bool
+    mix: bool = False
+    prompts: int = 0
     asked: int = 0
     answered: int = 0
     failed: int = 0
@@ -56,23 +62,35 @@ class Run:
     reads: int = 0
     first_s: list[float] = field(default_factory=list)
     done: asyncio.Event = field(default_factory=asyncio.Event)
+    coming: set[asyncio.Task[None]] = field(default_factory=set)
 
-    def next_request(self) -> bytes | None:
-        """The bytes of one more request; None when all are asked."""
+    def next_request(self) -> tuple[bytes, str] | None:
+        """The bytes of one more request, and its kind; None when all are asked."""
         if self.asked == self.requests:
             return None
         self.asked += 1
-        words = self.rng.choices(_WORDS, k=self.prompt // 5)
-        words.insert(0, str(self.rng.random()))
+        if self.mix:
+            (kind,) = self.rng.choices(list(MIX), list(MIX.values()))
+        else:
+            kind = "stream" if self.stream else "whole"
+        if kind == "models":
+            return f"GET /v1/models HTTP/1.1\r\nHost: {self.url[0]}\r\n\r\n".encode(), kind
+        rng = random.Random(self.rng.randrange(self.prompts)) if self.prompts else self.rng
+        words = [str(rng.random()), *rng.choices(_WORDS, k=self.prompt // 5)]
         body = {
             "model": "m",
             "messages": [{"role": "user", "content": " ".join(words)}],
-            "max_tokens": self.chunks,
-            "stream": self.stream,
+            "max_tokens": -1 if kind == "wrong" else self.chunks,
+            "stream": kind in ("stream", "leave"),
         }
         raw = json.dumps(body).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self.url[0]}\r\nContent-Type: application/json\r\n"
-        return f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw
+        return f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw, kind
+
+    async def connect(self, count: int = 1) -> None:
+        """That many clients more."""
+        loop = asyncio.get_running_loop()
+        await asyncio.gather(*(loop.create_connection(lambda: Client(self), *self.url) for _ in range(count)))
 
     def note(self, *, ok: bool) -> None:
         """One request is over."""
@@ -101,9 +119,10 @@ class Client(asyncio.Protocol):
             self._run.note(ok=False)
 
     def _ask(self) -> None:
-        request = self._run.next_request()
-        if request is None:
+        found = self._run.next_request()
+        if found is None:
             return
+        request, self._kind = found
         self._sent, self._waits, self._first, self._tail, self._left = time.perf_counter(), True, True, b"", -1
         self._transport.write(request)
 
@@ -121,7 +140,10 @@ class Client(asyncio.Protocol):
             self._first = False
             run.first_s.append(time.perf_counter() - self._sent)
             head = data[:end].lower()
-            self._ok = head.startswith(b"http/1.1 200")
+            self._ok = head.startswith(b"http/1.1 400" if self._kind == "wrong" else b"http/1.1 200")
+            if self._kind == "leave":
+                self._leave()
+                return
             at = head.find(b"content-length:")
             if at >= 0:
                 self._left = int(head[at + 15 :].split(b"\r\n", 1)[0])
@@ -137,26 +159,33 @@ class Client(asyncio.Protocol):
             run.note(ok=self._ok)
             self._ask()
 
+    def _leave(self) -> None:
+        self._waits = False
+        self._transport.abort()
+        self._run.note(ok=self._ok)
+        coming = asyncio.get_running_loop().create_task(self._run.connect())
+        self._run.coming.add(coming)
+        coming.add_done_callback(self._run.coming.discard)
 
-async def _go(run: Run, connections: int) -> dict[str, object]:
-    loop = asyncio.get_running_loop()
+
+async def _go(run: Run, connections: int, group: int) -> dict[str, object]:
     began = time.perf_counter()
-    for start in range(0, connections, 100):
-        group = [loop.create_connection(lambda: Client(run), *run.url) for _ in range(min(100, connections - start))]
-        await asyncio.gather(*group)
+    for start in range(0, connections, group):
+        await run.connect(min(group, connections - start))
+        while run.hold and len(run.first_s) < min(start + group, connections) and not run.failed:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     if run.hold:
-        while len(run.first_s) < run.requests and not run.failed:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
         print("held", flush=True)
         await asyncio.Event().wait()
     await run.done.wait()
+    first = sorted(one * 1e3 for one in run.first_s)
     return {
         "answered": run.answered,
         "failed": run.failed,
         "chunks": run.received,
         "reads": run.reads,
         "wall_s": time.perf_counter() - began,
-        "first_ms": sorted(one * 1e3 for one in run.first_s),
+        "first_ms": first[:: max(1, len(first) // SAMPLES)],
     }
 
 
@@ -165,11 +194,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--connections", type=int, default=16)
+    parser.add_argument(
+        "--group", type=int, default=100, help="connections opened at once; --hold waits for each group"
+    )
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--chunks", type=int, default=0, help="0: not streamed")
     parser.add_argument("--prompt", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hold", action="store_true", help='say "held" when every answer has begun, and stay')
+    parser.add_argument("--prompts", type=int, default=0, help="as many different ones; 0: each is new")
+    parser.add_argument("--mix", action="store_true", help="requests of all kinds")
     given = parser.parse_args()
 
     async def go() -> dict[str, object]:
@@ -181,8 +215,10 @@ def main() -> None:
             given.prompt,
             random.Random(given.seed),
             given.hold,
+            given.mix,
+            given.prompts,
         )
-        return await _go(run, given.connections)
+        return await _go(run, given.connections, given.group)
 
     print(json.dumps(uvloop.run(go())))
 

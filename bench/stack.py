@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -105,7 +106,7 @@ async def engine(interval_ms: float, model: str = "") -> AsyncIterator[Served]:
 
 async def load(port: int, **flags: object) -> dict[str, Any]:
     """Run the load client to its end; what it printed. Raises RuntimeError when a request failed."""
-    given = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+    given = [part for name, value in flags.items() for part in (f"--{name}", *([] if value is True else [str(value)]))]
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "bench.load", "--port", str(port), *given, stdout=subprocess.PIPE
     )
@@ -116,16 +117,27 @@ async def load(port: int, **flags: object) -> dict[str, Any]:
     return told
 
 
+def allow_files(count: int) -> None:
+    """Let this process and those it starts open that many files. Raises RuntimeError where that is not allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= count:
+        return
+    if hard < count:
+        raise RuntimeError(f"{count} open files are needed, {hard} are allowed (ulimit -Hn)")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+
+
 @contextlib.asynccontextmanager
-async def held(port: int, streams: int) -> AsyncIterator[None]:
-    """That many streams open, all of which have begun."""
+async def held(port: int, streams: int, prompt: int = 1000, group: int = 100) -> AsyncIterator[None]:
+    """That many streams open, all of which have begun, on prompts of about `prompt` bytes; `group` of them are opened at once."""
     flags = ["--connections", str(streams), "--requests", str(streams), "--chunks", "1000000", "--hold"]
+    flags += ["--prompt", str(prompt), "--seed", str(streams), "--group", str(group)]
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "bench.load", "--port", str(port), *flags, stdout=subprocess.PIPE
     )
     try:
         assert child.stdout is not None
-        line = await asyncio.wait_for(child.stdout.readline(), PATIENCE_S)
+        line = await asyncio.wait_for(child.stdout.readline(), 5 * PATIENCE_S)
         if line.strip() != b"held":
             raise RuntimeError("the streams did not begin")
         yield

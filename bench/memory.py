@@ -1,0 +1,76 @@
+"""What the gateway keeps in memory: with streams open, and after 200,000 requests of all kinds."""
+
+from __future__ import annotations
+
+import asyncio
+
+from bench import stack
+from bench.figures import Figure
+from bench.gateway import fleet, open_requests
+from bench.load import MIX
+
+OPEN = 1_000
+MANY = 5_000
+LONG_BYTES = 130_000
+LONG_STREAMS = 100
+WARM_UP = 60_000
+REQUESTS = 200_000
+ROUND = 20_000
+CACHE_MB = 16  # of tokens: full long before the warm-up ends, as is what is remembered of so many sessions
+PROMPTS = 10_000
+
+
+async def memory() -> list[Figure]:
+    """rss_mb_1000_streams, rss_mb_5000_streams, kb_per_long_stream."""
+    stack.allow_files(2 * MANY + 1_000)
+    async with fleet(1_000.0) as (engines, model):
+        async with stack.pointsman(engines, model) as (gateway, _):
+            empty = stack.rss_mb(gateway.pids[0])
+            async with stack.held(gateway.port, OPEN):
+                some = stack.rss_mb(gateway.pids[0])
+            async with stack.held(gateway.port, MANY):
+                many = stack.rss_mb(gateway.pids[0])
+        # Without the cache of tokens, which is bounded and no stream's own.
+        async with stack.pointsman(engines, model, "--token-cache-mb", "0") as (gateway, _):
+            async with stack.held(gateway.port, 1, LONG_BYTES):
+                one = stack.rss_mb(gateway.pids[0])
+            async with stack.held(gateway.port, LONG_STREAMS, LONG_BYTES, group=1):
+                long = stack.rss_mb(gateway.pids[0])
+
+    def note(rss: float, streams: int) -> str:
+        return (
+            f"{streams} streams open on 1 KB prompts, {(rss - empty) / streams * 1e3:.1f} KB each over {empty:.0f} MB"
+        )
+
+    return [
+        Figure("rss_mb_1000_streams", some, "MB", 120.0, f"{note(some, OPEN)}; baseline is the goal"),
+        Figure("rss_mb_5000_streams", many, "MB", None, note(many, MANY)),
+        Figure(
+            "kb_per_long_stream",
+            (long - one) / (LONG_STREAMS - 1) * 1e3,
+            "KB",
+            None,
+            f"{LONG_STREAMS} streams open on prompts of {LONG_BYTES // 1000} KB, the token cache left out",
+        ),
+    ]
+
+
+async def growth() -> list[Figure]:
+    """rss_growth_mb_200k. The longest of all: three to four minutes on two cores."""
+    mb: list[float] = []
+    routers: list[float] = []
+    cache = "--token-cache-mb", str(CACHE_MB)
+    async with fleet(0.0) as (engines, model), stack.pointsman(engines, model, *cache) as (gateway, router):
+        for number in range((WARM_UP + REQUESTS) // ROUND):
+            what = {"chunks": 3, "prompt": 200, "prompts": PROMPTS, "mix": True, "seed": number}
+            await stack.load(gateway.port, connections=64, requests=ROUND, **what)
+            mb.append(stack.rss_mb(gateway.pids[0]))
+            routers.append(stack.rss_mb(router.pids[0]))
+        left = await asyncio.to_thread(open_requests, gateway.port)
+    first = WARM_UP // ROUND - 1
+    kinds = ", ".join(f"{share:.0%} {kind}" for kind, share in MIX.items())
+    note = (
+        f"over {REQUESTS:,} requests ({kinds}; {PROMPTS:,} prompts), after {WARM_UP:,} that led to {mb[first]:.0f} MB; "
+        f"{left:.0f} open at the end; the router's own: {routers[-1] - routers[first]:+.0f}; goal 0"
+    )
+    return [Figure("rss_growth_mb_200k", mb[-1] - mb[first], "MB", None, note)]
