@@ -1,6 +1,7 @@
 """Run the benchmarks: all, or those named.
 
-`python -m bench growth`, for one: 260,000 requests, which take three to four minutes; the others take a minute or less each.
+`python -m bench growth`, for one: 260,000 requests, which take three to four minutes; the others take a minute or less each, but for
+`crowd`, which takes an hour and is only run when it is named.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from bench.crowd import crowd
 from bench.decide import decide, index
 from bench.figures import Figure
 from bench.gateway import chunks, leaks, requests
@@ -30,6 +32,8 @@ BENCHMARKS: dict[str, Callable[[], object]] = {
     one.__name__: one
     for one in (decide, index, place, storms, takeover, chunks, requests, turns, memory, growth, leaks, simulate)
 }
+# Only run when they are named.
+LONG: dict[str, Callable[[], object]] = {"crowd": crowd}
 
 
 def main() -> None:
@@ -38,7 +42,7 @@ def main() -> None:
     table = Table("metric", "value", "unit", "baseline", "ratio", "note", box=None, pad_edge=False)
     with RESULTS.open("a") as results:
         for name in sys.argv[1:] or BENCHMARKS:
-            found = BENCHMARKS[name]()
+            found = (BENCHMARKS | LONG)[name]()
             figures: list[Figure] = asyncio.run(found) if inspect.iscoroutine(found) else found  # type: ignore[assignment]
             for figure in figures:
                 results.write(json.dumps(figure.row()) + "\n")

@@ -23,15 +23,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lab.analysis import make_console
 from lab.bundle import git_commit
-from lab.compare_tables import print_comparisons
+from lab.compare_tables import print_comparisons, print_knees
 from lab.draws import Starts
 from lab.experiments import Cell, Comparison, Trial, compare, run_cells
 from lab.floor import FLOOR
+from lab.knee import Knee, knees
 from lab.simulate import RunSettings, cell_of
 from services.router.policy.base import SettingError
 from services.router.policy.registry import make_policy
 
 DEFAULT_BASELINE = "unified"
+# A sweep tries so many rates at a time, and so many at most: 2^9.5 times the first.
+SWEEP_STEP, SWEEP_RATES = 4, 20
 
 
 class CompareSettings(RunSettings):
@@ -48,6 +51,9 @@ class CompareSettings(RunSettings):
         "", description="what the others are compared to (as in policies; default: unified, or the first)"
     )
     vary: list[str] = Field([], description="FIELD=VALUE,...: a field of the run and what it takes, e.g. rate=0.5,1,2")
+    sweep: bool = Field(
+        False, description="raise the rate by steps of sqrt(2), from `rate` on, until every policy is saturated"
+    )
     seeds: int = Field(5, ge=1, description="trials of each cell; fewer than 5 prove little")
     first_seed: int = Field(0, ge=0, description="the first trial's seed")
     starts: Starts = Field("jitter", description=RunSettings.model_fields["starts"].description)
@@ -83,35 +89,55 @@ def run(settings: CompareSettings) -> None:
         typer.echo(f"pointsman compare: {error}", err=True)
         raise typer.Exit(2) from None
     console = make_console()
-    seeds = range(settings.first_seed, settings.first_seed + settings.seeds)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("trials", total=len(cells) * len(seeds))
         try:
-            trials = run_cells(
-                cells,
-                seeds,
-                settings.processes,
-                lambda _: progress.advance(task),
-                settings.out / "bundles" if settings.bundles else None,
-            )
+            trials = _run_batch(settings, cells, progress)
+            while settings.sweep and len(trials) == len(cells) * settings.seeds and (rates := _further(cells, trials)):
+                more = cells_of(settings, rates)
+                cells += more
+                trials += _run_batch(settings, more, progress)
         except ValueError as error:
             typer.echo(f"pointsman compare: {error}", err=True)
             raise typer.Exit(2) from None
-    comparisons = compare(trials, baseline)
+    comparisons, found = compare(trials, baseline), knees(cells, trials)
     settings.out.mkdir(parents=True, exist_ok=True)
-    write_results(settings.out / "results.json", settings.model_dump(mode="json"), trials, comparisons)
-    print_comparisons(console, comparisons, baseline)
+    write_results(settings.out / "results.json", settings.model_dump(mode="json"), trials, comparisons, found)
     with (settings.out / "table.txt").open("w") as file:
-        print_comparisons(make_console(file), comparisons, baseline)
-    missing = len(cells) * len(seeds) - len(trials)
+        for where in (console, make_console(file)):
+            print_comparisons(where, comparisons, baseline)
+            print_knees(where, found)
+    missing = len(cells) * settings.seeds - len(trials)
     if missing:
-        console.print(f"[bold]interrupted[/bold]: {missing} of {len(cells) * len(seeds)} trials were not run")
+        console.print(f"[bold]interrupted[/bold]: {missing} of {len(cells) * settings.seeds} trials were not run")
         raise typer.Exit(130)
 
 
-def cells_of(settings: CompareSettings) -> list[Cell]:
-    """Every policy under every variation. Raises ValueError, which names the field, for what cannot be run."""
+def _run_batch(settings: CompareSettings, cells: Sequence[Cell], progress: Progress) -> list[Trial]:
+    seeds = range(settings.first_seed, settings.first_seed + settings.seeds)
+    task = progress.add_task("trials", total=len(cells) * len(seeds))
+    bundles = settings.out / "bundles" if settings.bundles else None
+    return run_cells(cells, seeds, settings.processes, lambda _: progress.advance(task), bundles)
+
+
+def _further(cells: Sequence[Cell], trials: Sequence[Trial]) -> list[float]:
+    """The rates that a sweep tries next; none when all are saturated, or beyond reason."""
+    rates = sorted({cell.workload.arrivals.rate for cell in cells})
+    if len(rates) >= SWEEP_RATES or all(knee.saturated for knee in knees(cells, trials) if knee.policy != FLOOR):
+        return []
+    return [rates[0] * 2 ** ((len(rates) + step) / 2) for step in range(SWEEP_STEP)]
+
+
+def cells_of(settings: CompareSettings, rates: Sequence[float] = ()) -> list[Cell]:
+    """Every policy under every variation, under these rates where there are any. Raises ValueError, which names the field, for
+    what cannot be run."""
+    if settings.sweep:
+        if any(text.startswith("rate=") for text in settings.vary):
+            raise ValueError("vary: a sweep varies the rate by itself")
+        rates = rates or [settings.rate * 2 ** (step / 2) for step in range(SWEEP_STEP)]
+        settings = settings.model_copy(
+            update={"vary": [*settings.vary, "rate=" + ",".join(f"{one:.5g}" for one in rates)]}
+        )
     policies = [(text, *_policy(text)) for text in settings.policies]
     if len({text for text, _, _ in policies}) < len(policies):
         raise ValueError("policies: one is named twice")
@@ -122,16 +148,21 @@ def cells_of(settings: CompareSettings) -> list[Cell]:
 
 
 def write_results(
-    path: Path, config: dict[str, Any], trials: Sequence[Trial], comparisons: Sequence[Comparison]
+    path: Path,
+    config: dict[str, Any],
+    trials: Sequence[Trial],
+    comparisons: Sequence[Comparison],
+    found: Sequence[Knee],
 ) -> None:
-    """Write all measures and comparisons as one JSON object."""
-    found = {
+    """Write all measures, comparisons and knees as one JSON object."""
+    results = {
         "config": config,
         "git_commit": git_commit(),
         "trials": [asdict(trial) for trial in trials],
         "comparisons": [asdict(one) | {"verdict": one.verdict} for one in comparisons],
+        "knees": [asdict(one) | {"rate": one.rate, "inside": one.inside} for one in found],
     }
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def _baseline(settings: CompareSettings, cells: Sequence[Cell]) -> str:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lab.experiments import Comparison
+from lab.knee import Knee
 from lab.measures import ALL, LATENCIES
 
 # What is shown of the whole run beside latencies, and how.
@@ -39,6 +40,19 @@ def print_comparisons(console: Console, comparisons: Sequence[Comparison], basel
             metrics = {f"{latency}_{share}_s": share for share in ("p50", "p90", "p99")}
             _table(console, latency.upper(), under, metrics, lambda value: _time(value))
         _whole(console, under)
+
+
+def print_knees(console: Console, knees: Sequence[Knee]) -> None:
+    """Print where each policy's knee is, where the rate was swept."""
+    if not knees:
+        return
+    console.print("\nknees: the rate of the greatest power, throughput / mean E2E (Kleinrock 1979)", highlight=False)
+    table = _new("policy", "rate", "under", "seeds that agree", "power by rate")
+    for knee in knees:
+        powers = ", ".join(f"{rate:g}: {power:.3g}" for rate, power in zip(knee.rates, knee.powers, strict=True))
+        rate = f"{knee.rate:g}" + ("" if knee.inside else " (at the sweep's edge)")
+        table.add_row(knee.policy, rate, knee.loads[knee.position], f"{knee.agreement:.0%}", powers)
+    console.print(table)
 
 
 def _table(

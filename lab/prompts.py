@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from xxhash import xxh3_64_intdigest
+
 from lab.content import NamedPrompt
 from lab.traces import TraceRequest
 from services.common.keys import KEY_TOKENS
+
+# Names from here on are those of the trace's blocks, those below are counted.
+_SHARED = 1 << 59
 
 
 class Prompts:
     """Makes prompts; one for a whole simulation, since names only mean something to each other.
 
-    The names stand for the router's keys, one for every 16 tokens, and are drawn in order: hashing half a million keys would
-    only make the same statement slower.
+    The names stand for the router's keys, one for every 16 tokens. Those of one block of the trace follow each other, from a hash
+    of the block and all before it: nothing need be remembered of a trace, however long, and two blocks are given the same names
+    once in 10^5 simulations of a million requests. What nobody shares is counted.
     """
 
     def __init__(self) -> None:
         self._last = 0
-        # The first name below a trace's block, by the block before it and its own id.
-        self._first_of: dict[tuple[int, int], int] = {}
 
     def fresh(self) -> int:
         """A name that nothing has. Mutates."""
@@ -30,14 +34,9 @@ class Prompts:
         before = 0
         size = request.block_size
         for number, block in enumerate(request.hash_ids[: request.input_length // size], 1):
-            count = number * size // KEY_TOKENS - len(names)
-            first = self._first_of.get((before, block))
-            if first is None:
-                # One more than there are blocks: a block that ends no key must have a name as well.
-                first = self._first_of[before, block] = self._last + 1
-                self._last += count + 1
-            names += range(first, first + count)
-            before = first
+            before = xxh3_64_intdigest(f"{before} {block}".encode()) % _SHARED + _SHARED
+            # A block that ends no key has a hash, and no names.
+            names += range(before, before + number * size // KEY_TOKENS - len(names))
         rest = request.input_length // KEY_TOKENS - len(names)
         names += range(self._last + 1, self._last + 1 + rest)
         self._last += rest
