@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,19 +17,26 @@ from lab.bundle import write_bundle
 from lab.draws import Arrivals, Starts
 from lab.engine_events import EngineConfig
 from lab.experiments import Cell, Workload, run_trial
+from lab.generate import SHAPES, generate
 from lab.profile import Profile, load_profile
 from lab.samples import InstanceSample
 from lab.simulation import Simulation, SimulationError
-from lab.traces import TINY_TRACE
+from lab.traces import TINY_TRACE, TraceRequest
 from services.router.queue import QueueSettings
 from services.router.saturation import Limits
 from services.router.state import StateSettings
+
+# As many sessions, over as long, as make a trace of some 1,200 requests.
+MADE_UP_SESSIONS, MADE_UP_SPAN_S = 230, 600.0
 
 
 class RunSettings(BaseSettings):
     """What a simulated run is, but for its policy and its seed."""
 
-    trace: Path = Field(TINY_TRACE, description="trace file (jsonl, jsonl.gz)")
+    trace: Path = Field(
+        TINY_TRACE,
+        description="trace file (jsonl, jsonl.gz), or agentic or small: made-up sessions, others for each seed",
+    )
     sessions: int = Field(0, ge=0, description="only the trace's first so many sessions; 0 is all")
     starts: Starts = Field(
         "trace",
@@ -143,4 +151,12 @@ def cell_of(
         profile=load_profile(settings.profile) if settings.profile else Profile(),
     )
     arrivals = Arrivals(settings.starts, settings.jitter_s, settings.rate)
-    return Cell(name or policy, load, Workload(settings.trace, arrivals, settings.sessions), simulation)
+    if (shape := str(settings.trace)) in SHAPES:
+        workload = Workload(partial(_made_up, settings.sessions or MADE_UP_SESSIONS, shape), arrivals)
+    else:
+        workload = Workload(settings.trace, arrivals, settings.sessions)
+    return Cell(name or policy, load, workload, simulation)
+
+
+def _made_up(sessions: int, shape: str, seed: int) -> list[TraceRequest]:
+    return generate(sessions, MADE_UP_SPAN_S, seed, SHAPES[shape])

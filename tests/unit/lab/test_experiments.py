@@ -256,6 +256,14 @@ def test_settings_come_from_a_file_and_flags_win(trace: Path, tmp_path: Path) ->
         CompareSettings(config=tmp_path / "none.toml")
 
 
+def test_made_up_sessions_are_others_for_each_seed() -> None:
+    [cell] = cells_of(CompareSettings(trace=Path("small"), sessions=3, policies=["unified"]))
+    first, again, other = (run_trial(cell, seed)[0] for seed in (1, 1, 2))
+    assert first == again
+    assert len({one.session for one in first}) == 3
+    assert [one.prompt_tokens for one in first] != [one.prompt_tokens for one in other]
+
+
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
@@ -296,24 +304,25 @@ def test_a_malformed_trace_is_named_by_file_line_and_field(trace: Path, tmp_path
     assert "turn" in result.output
 
 
+@pytest.mark.timeout(300)
 def test_ctrl_c_ends_the_command_with_what_it_has(tmp_path: Path) -> None:
     """A real process group, as a terminal has: SIGINT reaches parent and children alike."""
-    save_trace(tmp_path / "t.jsonl", generate(200, 5.0, seed=1))
+    save_trace(tmp_path / "t.jsonl", generate(10, 5.0, seed=1))
     out, bundles = tmp_path / "out", tmp_path / "out" / "bundles"
     command = [sys.executable, "-m", "services.cli", "compare", "--trace", str(tmp_path / "t.jsonl"), "--out", str(out)]
-    command += ["--policies", "unified", "--seeds", "500", "--processes", "2", "--bundles"]
+    command += ["--policies", "unified", "--seeds", "5000", "--processes", "2", "--bundles"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.Popen(
         command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not list(bundles.rglob("metrics.summary.json")):
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGINT)
-        printed, errors = process.communicate(timeout=60)
+        printed, errors = process.communicate(timeout=120)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -322,7 +331,7 @@ def test_ctrl_c_ends_the_command_with_what_it_has(tmp_path: Path) -> None:
     assert "interrupted" in printed
     assert "Traceback" not in errors
     kept = json.loads((out / "results.json").read_text())["trials"]
-    assert 0 <= len(kept) < 500
+    assert len(kept) < 5_000
 
 
 def test_the_slow_profile_is_slower() -> None:
