@@ -1,7 +1,7 @@
 """Run the benchmarks: all, or those named.
 
-`python -m bench growth`, for one: 260,000 requests, which take three to four minutes; the others take a minute or less each, but for
-`crowd`, which takes an hour and is only run when it is named.
+`python -m bench growth`, for one: 260,000 requests, which take three to four minutes; the others take a minute or less each.
+`crowd` takes an hour and is only run when it is named.
 """
 
 from __future__ import annotations
