@@ -15,6 +15,7 @@ from lab.analysis import make_console
 from lab.bundle import Bundle, BundleError, read_bundle
 from lab.sections import Section, Table, sections
 
+WIDTH = 200
 TEMPLATE = Path(__file__).parent / "data" / "report.html.jinja"
 
 
@@ -35,6 +36,8 @@ def analyze(
         typer.echo(f"pointsman analyze: {error}", err=True)
         raise typer.Exit(2) from None
     console = make_console()
+    # A narrow terminal folds a line at its end; a table that is squeezed into it would lose its figures.
+    console.width = max(console.width, WIDTH)
     for section in sections(runs, draw=False):
         _print(console, section)
     page = html or folders[0] / "report.html"

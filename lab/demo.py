@@ -34,7 +34,7 @@ from lab.replay import ReplayError, ReplaySettings, replay, save
 from lab.trace_files import load_trace
 from lab.traces import TINY_TRACE, TraceError
 
-START_S = 60.0
+START_S = 180.0
 STOP_S = 40.0
 SHOWN_ROWS = 16
 

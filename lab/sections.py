@@ -169,7 +169,9 @@ def _instances(name: str, run: Bundle, over_time: Timelines | None, scale: Mappi
         source = (
             "as the router and the engines told" if over_time.sampled else "by the requests' own times: nobody sampled"
         )
-        caption = f"Each instance over time, {source}; blank where nothing was asked. The same colours in all runs."
+        caption = (
+            f"Each instance over time, {source}; blank where nothing was asked. Colours mean the same in all runs."
+        )
         section.blocks.append(Plot(plots.timeline(over_time, scale, name), caption))
     return section
 

@@ -67,6 +67,14 @@ def test_a_session_that_keeps_half_or_less_is_another_one() -> None:
     assert chains.add((6, 7, 8), 80) == (5, 1)
 
 
+def test_what_two_sessions_share_belongs_to_neither() -> None:
+    chains = Chains()
+    assert chains.add((1, 2, 3), 30) == (0, 1)
+    assert chains.add((1, 2, 4), 30) == (1, 1)
+    # Longer than either, and with more than half of either's blocks.
+    assert chains.add((1, 2, 5, 6), 40) == (2, 1)
+
+
 def test_bailian_sessions_are_chains_of_chats(tmp_path: Path) -> None:
     lines = [
         bailian(10, -1, 0.0, 1, 40, [1, 2, 3]),
