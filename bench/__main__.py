@@ -1,7 +1,7 @@
 """Run the benchmarks: all, or those named.
 
 `python -m bench growth`, for one: 260,000 requests, which take three to four minutes; the others take a minute or less each.
-`crowd` takes an hour and is only run when it is named.
+`crowd` takes an hour, `elastic` two to five minutes, most of them until two real engines are up: only run when they are named.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rich.table import Table
 
 from bench.crowd import crowd
 from bench.decide import decide, index
+from bench.elastic import elastic
 from bench.figures import Figure
 from bench.gateway import chunks, leaks, requests
 from bench.memory import growth, memory
@@ -33,7 +34,7 @@ BENCHMARKS: dict[str, Callable[[], object]] = {
     for one in (decide, index, place, storms, takeover, chunks, requests, turns, memory, growth, leaks, simulate)
 }
 # Only run when they are named.
-LONG: dict[str, Callable[[], object]] = {"crowd": crowd}
+LONG: dict[str, Callable[[], object]] = {"crowd": crowd, "elastic": elastic}
 
 
 def main() -> None:

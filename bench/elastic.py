@@ -1,0 +1,135 @@
+"""Elastic offload on real engines: how many of the HEAVY requests prefill elsewhere as load rises, and why the others do not.
+
+Two vLLM on CPU that pass KV on over Mooncake and TCP, with long answers under way on both, or, for `d_idle`, on none. Clients ask
+one HEAVY prompt after the other, of 700 new tokens, and a short one between; with more clients P has no time to spare.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+
+import openai
+
+from bench.figures import Figure
+from pointsman.router.v1 import fleet_pb2
+from services.router.policy.elastic import BELOW_THRESHOLD, D_IDLE, P_IDLE_D_BUSY, P_OVERLOADED
+from tests.engine.model import words
+from tests.engine.servers import ENGINE_PYTHON, REPOSITORY, SERVED_NAME, EngineSpec, start_engines, stop_engines
+from tests.engine.stack import ControlPlane
+
+HEAVY_TOKENS = 700
+SHORT_TOKENS = 40
+LONG_ANSWER = 3_500
+SETTINGS = {"heavy_new_tokens": 500}
+# clients -> HEAVY requests of each
+LOADS = {1: 16, 3: 8, 8: 5}
+QUIET = 4
+
+_seeds = count(1)
+
+
+def elastic() -> list[Figure]:
+    """The share of HEAVY requests offloaded, by clients, and each reason's count; one row that says so without an engine."""
+    if not ENGINE_PYTHON.exists():
+        return [Figure("elastic_skipped", 1.0, "-", note="no real engine here: `make env-engine` makes one")]
+    with tempfile.TemporaryDirectory(prefix="pointsman-elastic-") as folder, _plane(Path(folder)) as plane:
+        with plane.client() as client:
+            quiet = _decided(plane, client, 1, QUIET)
+        seen = Counter(decision.reason for decision in quiet)
+        figures = []
+        for clients, each in LOADS.items():
+            with plane.client() as client, _long_answers(client, len(plane.engines)):
+                decisions = _decided(plane, client, clients, each)
+            plane.wait_idle()
+            seen += Counter(decision.reason for decision in decisions)
+            figures.append(_share(decisions, clients))
+    return figures + [
+        Figure(f"elastic_{reason}", seen[reason], "decisions", note=f"of {seen.total()}, all loads")
+        for reason in (P_IDLE_D_BUSY, P_OVERLOADED, D_IDLE, BELOW_THRESHOLD)
+    ]
+
+
+def _share(decisions: list[fleet_pb2.Decision], clients: int) -> Figure:
+    heavy = [decision for decision in decisions if decision.reason != BELOW_THRESHOLD]
+    failed = sum(decision.outcome != "OK" for decision in heavy)
+    broken = sum(bool(decision.notes) for decision in heavy)
+    share = sum(decision.mode == "OFFLOAD" for decision in heavy) / len(heavy)
+    reasons = ", ".join(f"{reason} {n}" for reason, n in Counter(one.reason for one in heavy).most_common())
+    note = f"of {len(heavy)} HEAVY on two real vLLM: {reasons}; {broken} fell back, {failed} failed"
+    return Figure(f"elastic_offloaded_{clients}", share, "share", note=note)
+
+
+@contextlib.contextmanager
+def _plane(folder: Path) -> Iterator[ControlPlane]:
+    """A control plane before two engines that pass KV on to each other."""
+    subprocess.run(
+        [ENGINE_PYTHON, REPOSITORY / "tests/engine/model.py", folder / "model"], check=True, stdout=subprocess.DEVNULL
+    )
+    specs = [EngineSpec(name, core=core, connector=True) for core, name in enumerate(("p", "d"))]
+    engines = start_engines(specs, folder / "model", folder)
+    flags = {"--policy": "elastic", "--policy-settings": json.dumps(SETTINGS)}
+    plane = ControlPlane(engines, folder, router_flags=flags)
+    try:
+        plane.start()
+        yield plane
+    finally:
+        plane.stop()
+        stop_engines(engines)
+
+
+def _decided(plane: ControlPlane, client: openai.OpenAI, clients: int, each: int) -> list[fleet_pb2.Decision]:
+    """What was decided on the prompts of `clients` at once, `each` HEAVY and as many short ones from every client."""
+
+    def one(_: int) -> list[str]:
+        sizes = [HEAVY_TOKENS, SHORT_TOKENS] * each
+        return [_complete(client, words(size, next(_seeds))) for size in sizes]
+
+    with ThreadPoolExecutor(clients) as threads:
+        made = [decision_id for ids in threads.map(one, range(clients)) for decision_id in ids]
+    return [plane.finished_decision(decision_id) for decision_id in made]
+
+
+def _complete(client: openai.OpenAI, prompt: str) -> str:
+    """Ask for a short answer; the id of the decision on it."""
+    raw = client.completions.with_raw_response.create(model=SERVED_NAME, prompt=prompt, max_tokens=4, temperature=0)
+    return raw.headers["X-Pointsman-Decision"]
+
+
+@contextlib.contextmanager
+def _long_answers(client: openai.OpenAI, streams: int) -> Iterator[None]:
+    """As many long answers under way inside the block, one after the other; they go where there is least to do."""
+    over = threading.Event()
+    begun = threading.Semaphore(0)
+
+    def stream() -> None:
+        while not over.is_set():
+            prompt = words(SHORT_TOKENS, next(_seeds))
+            asked = client.completions.create(
+                model=SERVED_NAME, prompt=prompt, max_tokens=LONG_ANSWER, temperature=0, stream=True
+            )
+            with asked as chunks:
+                for at, _ in enumerate(chunks):
+                    if at == 0:
+                        begun.release()
+                    if over.is_set():
+                        return
+
+    with ThreadPoolExecutor(streams) as threads:
+        running = [threads.submit(stream) for _ in range(streams)]
+        try:
+            for _ in range(streams):
+                begun.acquire()
+            yield
+        finally:
+            over.set()
+        for one in running:
+            one.result()
