@@ -21,8 +21,8 @@ from services.common.tracing import Kind, Span
 
 log = structlog.get_logger()
 
-# One try to export may take this long, and so may the last one, when the process ends.
-EXPORT_S = 3.0
+# What is queued may take this long when the process ends.
+FLUSH_S = 3.0
 _KINDS = {Kind.SERVER: SpanKind.SERVER, Kind.CLIENT: SpanKind.CLIENT}
 
 
@@ -31,7 +31,7 @@ class Tracer:
 
     def __init__(self, endpoint: str, service: str, instance: str) -> None:
         self._resource = Resource.create({"service.name": f"pointsman-{service}", "service.instance.id": instance})
-        self._exporter = OTLPSpanExporter(endpoint, timeout=EXPORT_S)
+        self._exporter = OTLPSpanExporter(endpoint)
         self._processor = BatchSpanProcessor(self._exporter)
         _tell_in_our_log()
 
@@ -54,9 +54,9 @@ class Tracer:
             )
 
     async def close(self) -> None:
-        """Send what is queued, for EXPORT_S at most."""
+        """Send what is queued, for FLUSH_S at most."""
         flushing = asyncio.ensure_future(asyncio.to_thread(self._processor.shutdown))
-        await asyncio.wait({flushing}, timeout=EXPORT_S)
+        await asyncio.wait({flushing}, timeout=FLUSH_S)
         if not flushing.done():
             # Ends the wait for a collector that is not there, and with it the thread.
             self._exporter.shutdown()

@@ -57,7 +57,8 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         """A trace once `count` spans of it have come, in the order of their beginnings."""
 
         def found() -> list[Seen]:
-            spans = [span for span in list(self.spans) if span.trace_id == trace_id]
+            # By their ids: who did not hear that a batch came sends it again.
+            spans = list({span.span_id: span for span in list(self.spans) if span.trace_id == trace_id}.values())
             return spans if len(spans) >= count else []
 
         spans = until(found, within_s=WITHIN_S, what=f"{count} spans of the trace {trace_id}")

@@ -34,6 +34,8 @@ PATH = "/v1/chat/completions"
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    # A batch that a stalled machine is too slow for would be gone.
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "60")
     with collecting() as collector:
         yield collector
 

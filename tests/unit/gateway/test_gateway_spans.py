@@ -22,7 +22,7 @@ def at(span: Span) -> tuple[float, float]:
 
 
 def moments(span: Span) -> dict[str, float]:
-    return {moment.name: moment.at_ns / 1e9 - 1_000 for moment in span.moments}
+    return {moment.name: round(moment.at_ns / 1e9 - 1_000, 6) for moment in span.moments}
 
 
 def test_a_request_is_asked_about_and_served() -> None:
@@ -72,6 +72,18 @@ def test_each_step_of_a_plan_has_its_span_and_a_pull_is_part_of_its_serve() -> N
     assert [span.error for span in spans] == ["", "", "", "the stream ended early"]
     assert len({span.place for span in spans}) == 4
     assert (spans[2].attributes["pointsman.kv_target"], spans[3].attributes["pointsman.kv_source"]) == ("d:1", "p:1")
+
+
+def test_a_step_that_was_sent_ahead_begins_when_it_was_sent() -> None:
+    attempt = Attempt()
+    attempt.ask("r", 1.0)
+    attempt.begin(StepGiven("r", P, 0, prefill_tokens=96, kv_target=D), 2.0)
+    attempt.ahead = attempt.sent = 2.1
+    attempt.next("", 3.0)
+    attempt.begin(StepGiven("r", D, 1, kv_source=P), 3.1)
+    prefill, serve = attempt_spans(REQUEST, attempt, "", 100, 4.0, clock)[1:]
+    assert (at(prefill), at(serve)) == ((2.0, 3.0), (2.1, 4.0))
+    assert moments(serve) == {"sent": 2.1}
 
 
 def test_a_step_that_fails_says_so_itself() -> None:
