@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -89,6 +90,41 @@ def test_an_adapters_blocks_are_its_own(plane: ControlPlane, client: openai.Open
         assert (again.text, again.instance_id) == (earlier.text, earlier.instance_id)
         assert_agree(plane, again, expected(engines, again, 200))
         plane.wait_settled()
+
+
+def test_an_adapters_chat_with_tools_and_parts_is_its_own(
+    plane: ControlPlane, client: openai.OpenAI, engines: list[Engine]
+) -> None:
+    parts = [{"type": "text", "text": fresh_words(60)} for _ in range(3)]
+    messages = [{"role": "system", "content": parts[:1]}, {"role": "user", "content": parts[1:]}]
+    more: dict[str, Any] = {"tools": [read_file(fresh_words(30))], "tool_choice": "none"}
+    for model in (SERVED_NAME, ADAPTER):
+        first = chat(client, messages, session=f"parts-{model}", model=model, **more)
+        assert first.cached_tokens <= 64  # what all prompts with tools begin with
+        assert_agree(plane, first, first.cached_tokens)
+        plane.wait_settled()
+    for model in (SERVED_NAME, ADAPTER):
+        again = chat(client, messages, session=f"parts-{model}", model=model, **more)
+        assert_agree(plane, again, expected(engines, again, prompt_tokens(again)))
+        plane.wait_settled()
+
+
+def test_each_tenants_salt_is_its_own(plane: ControlPlane, engines: list[Engine], tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("red:k-red cache_salt=ruby\nblue:k-blue cache_salt=sapphire\nplain:k-plain\n")
+    text, keys = fresh_words(200), ("k-red", "k-blue", "k-plain")
+    with plane.another_gateway("tenants", api_keys_file=file) as url, client_of(url) as anyone:
+        for known in (0, 200):
+            for key in keys:
+                answer = complete(anyone.with_options(api_key=key), text)
+                assert_agree(plane, answer, expected(engines, answer, known))
+                plane.wait_settled()
+        # A client of one tenant reaches no other's by its salt.
+        other = fresh_words(200)
+        complete(anyone.with_options(api_key="k-red"), other)
+        plane.wait_settled()
+        spy = complete(anyone.with_options(api_key="k-blue"), other, extra_body={"cache_salt": "ruby"})
+        assert_agree(plane, spy, 0)
 
 
 def test_what_is_salted_is_shared_under_its_salt_only(
