@@ -5,6 +5,8 @@ from __future__ import annotations
 import typer
 
 from lab.analyze import analyze
+from lab.calibrate import CalibrateSettings
+from lab.calibrate import run as run_calibration
 from lab.compare import CompareSettings
 from lab.compare import run as run_comparison
 from lab.demo import DemoSettings
@@ -54,6 +56,13 @@ def add_lab_commands(app: typer.Typer) -> None:
         FindingsSettings,
         run_findings,
         help_="Run the trials behind docs/findings.md, those that are missing, and write it.",
+    )
+    add_settings_command(
+        app,
+        "calibrate",
+        CalibrateSettings,
+        run_calibration,
+        help_="Replay a trace live and in simulation, and say how far apart they are.",
     )
     app.command("analyze")(analyze)
     app.add_typer(trace_commands, name="trace")

@@ -34,6 +34,7 @@ def _entries(value: object) -> object:
 # The one way to write a list: entries with blanks between them, in the environment as in a flag, which may also come several
 # times. (Commas are parts of URLs.)
 Entries = Annotated[list[str], NoDecode, BeforeValidator(_entries)]
+Numbers = Annotated[list[float], NoDecode, BeforeValidator(_entries)]
 # Where spans go; empty: nowhere.
 OtlpEndpoint = Annotated[str, AfterValidator(_url)]
 

@@ -18,6 +18,8 @@ from lab.engine_events import EngineConfig, EngineRequest, FirstToken, Preempted
 from lab.engine_model import EngineModel
 from tests.engine.servers import ENGINE_PYTHON
 
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
 HERE = Path(__file__).parent
 LENGTH = 192
 

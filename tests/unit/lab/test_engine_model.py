@@ -312,6 +312,18 @@ def test_kv_that_came_is_computed_when_it_was_lost_to_a_preemption() -> None:
     assert model.counters.prefix_cache_queries == 60
 
 
+def test_one_that_had_to_preempt_itself_goes_on() -> None:
+    model = engine(kv_blocks=9, max_model_len=128, max_num_batched_tokens=3, max_num_seqs=2)
+    model.submit(ask("a", [0] * 40 + [3] * 40, max_tokens=2), 0.0)
+    for name in ("b", "c"):
+        model.submit(ask(name, [0] * 40 + [2] * 9, max_tokens=1, remote_tokens=49), 0.0)
+    steps = run_out(model)
+    # Alone among the running, with all other blocks held for b and c: a step of nothing, then those two, then a again.
+    lost = next(number for number, step in enumerate(steps) if Preempted("a") in step.events)
+    assert steps[lost].scheduled == {}
+    assert [event.request_id for event in events_of(steps[lost:], Finished)] == ["b", "c", "a"]
+
+
 def test_the_more_urgent_first_and_the_earlier_of_equals() -> None:
     model = engine(max_num_seqs=1, scheduling_policy="priority")
     for at, (name, priority) in enumerate((("a", 1), ("b", 0), ("c", 1), ("d", -1))):

@@ -1,0 +1,181 @@
+"""`pointsman calibrate`: the same trace live and simulated, with costs measured on the engines that answer it live.
+
+The engines must be idle and stand behind the gateway that is asked; they should be alike, for simulated ones are. The time of
+their front ends, as it was measured, is simulated as the way to an engine; the gateway's and the router's own is not, nor is what
+client and engines take from each other where they share a machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import typer
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from lab.analysis import make_console, summarise
+from lab.bundle import write_bundle
+from lab.calibration import GOAL, Comparison, as_tokens, compare_runs, of_its_own, plain, smaller, table, worst
+from lab.chats import ChatMaker
+from lab.engine_client import EngineError
+from lab.engine_events import EngineConfig
+from lab.fit import Fit, FitError, fit
+from lab.profiler import Measured, ProfileSettings, measure, profile_of, table_of
+from lab.replay import ReplayError, ReplaySettings, replay
+from lab.simulation import Simulation
+from lab.simulator import Simulator
+from lab.text import TOKENIZER_DIR, ChatTokenizer
+from lab.trace_files import load_trace
+from lab.traces import TINY_TRACE, TraceError, TraceRequest, by_session
+from services.common.keys import KEY_TOKENS
+from services.common.settings import Entries, Numbers
+
+
+class CalibrateSettings(BaseSettings):
+    """One calibration."""
+
+    model_config = SettingsConfigDict(env_prefix="POINTSMAN_CALIBRATE_")
+
+    url: str = Field("http://127.0.0.1:8080", description="base URL of the gateway")
+    engines: Entries = Field(min_length=1, description="base URL of each engine behind it (repeat)")
+    router: str = Field("", description="HOST:PORT of the router, for the live runs' bundles")
+    tokenizer: Path = Field(TOKENIZER_DIR, description="folder of the engines' tokenizer and chat template")
+    trace: Path = Field(TINY_TRACE, description="trace file")
+    sessions: int = Field(0, ge=0, description="only the first so many sessions; 0 is all")
+    token_scale: float = Field(0.08, gt=0, description="factor on prompt and answer lengths")
+    time_scales: Numbers = Field([1.0, 0.5, 0.25], description="factor on the trace's times, one for each load")
+    policy: str = Field("unified", description="the router's policy")
+    max_num_batched_tokens: int = Field(8_192, ge=1, description="where it cannot be learned from KV events")
+    profile_seconds: float = Field(60.0, gt=0, description="how long each engine is measured, in s")
+    profile_longest: int = Field(0, ge=0, description="longest prompt measured, in tokens; 0: as the engines can")
+    profile_repeats: int = Field(3, ge=1, description="how often each measurement is taken")
+    out: Path = Field(
+        Path("runs/calibration"), description="folder of calibration.json, calibration.md and the bundles"
+    )
+
+
+class CalibrationError(RuntimeError):
+    """A calibration that cannot be made; the message says why."""
+
+
+def run(settings: CalibrateSettings) -> None:
+    """Calibrate, print the table and write it. Exits with 2 when it cannot be done, with 130 on Ctrl-C."""
+    console = make_console()
+    try:
+        measured, found = asyncio.run(_profile(settings))
+        console.print(table_of(found))
+        loads = [
+            asyncio.run(_one_load(settings, number, measured, found)) for number in range(len(settings.time_scales))
+        ]
+    except (CalibrationError, EngineError, FitError, ReplayError, TraceError) as error:
+        typer.echo(f"pointsman calibrate: {error}", err=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    text = table(loads)
+    told = {
+        "profile": asdict(found.profile),
+        "engine": measured.engine,
+        "residual": found.residual,
+        "loads": plain(loads),
+    }
+    (settings.out / "calibration.json").write_text(json.dumps(told, indent=2) + "\n")
+    (settings.out / "calibration.md").write_text(text)
+    console.print(text, highlight=False)
+    console.print(f"greatest error {worst(loads):.1%} (goal: {GOAL:.0%}); {settings.out}", highlight=False)
+
+
+async def _profile(settings: CalibrateSettings) -> tuple[Measured, Fit]:
+    """Measure all engines, one after the other, and fit them together."""
+    whole = Measured()
+    fronts = []
+    for url in settings.engines:
+        asked = ProfileSettings(
+            url=url,
+            seconds=settings.profile_seconds,
+            repeats=settings.profile_repeats,
+            longest=settings.profile_longest,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+        )
+        one = await measure(asked)
+        whole.engine = smaller(whole.engine or one.engine, one.engine)
+        whole.prefills += one.prefills
+        whole.decodes += one.decodes
+        fronts.append(one.front_s)
+    whole.front_s = (sum(one for one, _ in fronts) / len(fronts), sum(one for _, one in fronts) / len(fronts))
+    found = fit([*whole.prefills, *whole.decodes])
+    settings.out.mkdir(parents=True, exist_ok=True)
+    (settings.out / "profile.json").write_bytes(profile_of(" ".join(settings.engines), whole, found).encode())
+    return whole, found
+
+
+async def _one_load(
+    settings: CalibrateSettings, number: int, measured: Measured, found: Fit
+) -> tuple[str, list[Comparison]]:
+    """Replay one load live and in simulation."""
+    scale = settings.time_scales[number]
+    folder = settings.out / f"load-{number + 1}"
+    folder.mkdir(parents=True, exist_ok=True)
+    requests = load_trace(settings.trace)
+    chosen = list(by_session(requests))[: settings.sessions or None]
+    requests = of_its_own([request for request in requests if request.session in chosen], number + 1)
+    trace = folder / "trace.jsonl"
+    trace.write_bytes(b"\n".join(msgspec.json.encode(request) for request in requests) + b"\n")
+    asked = ReplaySettings(
+        trace=trace,
+        url=settings.url,
+        router=settings.router,
+        tokenizer=settings.tokenizer,
+        token_scale=settings.token_scale,
+        time_scale=scale,
+        out=folder / "live",
+    )
+    replayed = await replay(asked)
+    if replayed.interrupted:
+        raise KeyboardInterrupt
+    if failed := [record for record in replayed.records if not record.ok]:
+        raise CalibrationError(f"{len(failed)} of {len(replayed.records)} live requests failed: {failed[0].error}")
+    tokenizer = ChatTokenizer(settings.tokenizer)
+    sent = as_tokens(requests, ChatMaker(requests, tokenizer.words, settings.token_scale), tokenizer)
+    _check_tokens(sent, {(one.session, one.turn): one.prompt_tokens for one in replayed.records})
+    simulation = _simulation(settings, measured, found, scale)
+    simulated = Simulator(sent, simulation).run()
+    for name, kind, records in (("live", "replay", replayed.records), ("simulated", "simulation", simulated)):
+        config: dict[str, Any] = {"kind": kind, "time_scale": scale, "token_scale": settings.token_scale}
+        write_bundle(folder / name, config, records, summarise(records))
+    compared = compare_runs(replayed.records, simulated, measured.engine["block_size"])
+    span_s = max(record.t_send for record in replayed.records) or 1.0
+    return f"{len(requests) / span_s:.2f} requests/s", compared
+
+
+def _check_tokens(sent: list[TraceRequest], told: dict[tuple[str, int], int | None]) -> None:
+    for request in sent:
+        tokens = told[request.session, request.turn]
+        if tokens != request.input_length:
+            raise CalibrationError(
+                f"a prompt has {tokens} tokens to the engines and {request.input_length} by --tokenizer: it is not theirs"
+            )
+
+
+def _simulation(settings: CalibrateSettings, measured: Measured, found: Fit, scale: float) -> Simulation:
+    engine = measured.engine
+    request_s, token_s = measured.front_s
+    config = EngineConfig(
+        kv_blocks=engine["kv_blocks"] * engine["block_size"] // KEY_TOKENS,
+        max_model_len=engine["max_model_len"],
+        max_num_batched_tokens=engine.get("max_num_batched_tokens", settings.max_num_batched_tokens),
+    )
+    return Simulation(
+        instances=len(settings.engines),
+        policy=settings.policy,
+        time_scale=scale,
+        tokenise_token_s=token_s,
+        api_s=request_s,
+        engine=config,
+        profile=found.profile,
+    )

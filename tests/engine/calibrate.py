@@ -1,0 +1,43 @@
+"""Two real engines of one kind, each on a core of its own, a control plane before them, and `pointsman calibrate` over both.
+
+`python -m tests.engine.calibrate FOLDER [flags of pointsman calibrate]` takes some ten minutes and says how true the lab's engine
+model is on this machine. Logs, profile, bundles, calibration.json and calibration.md are left in FOLDER.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.engine.servers import ENGINE_PYTHON, REPOSITORY, EngineSpec, start_engines, stop_engines
+from tests.engine.stack import ControlPlane
+
+
+def main() -> None:
+    """Start everything, calibrate, end everything."""
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    model = folder / "model"
+    subprocess.run([ENGINE_PYTHON, Path(__file__).with_name("model.py"), model], check=True, stdout=subprocess.DEVNULL)
+    engines = start_engines([EngineSpec(name, core) for core, name in enumerate(("a", "b"))], model, folder)
+    try:
+        plane = ControlPlane(engines, folder)
+        plane.start()
+        try:
+            flags = ["--url", plane.gateway_url, "--router", plane.router_address, "--tokenizer", str(model)]
+            flags += [part for engine in engines for part in ("--engines", engine.url)]
+            tool = [sys.executable, "-m", "services.cli", "calibrate"]
+            tokens = {"POINTSMAN_OPERATOR_TOKEN": plane.tokens["operator"]}
+            subprocess.run(
+                [*tool, *flags, "--out", folder, *sys.argv[2:]], cwd=REPOSITORY, env=os.environ | tokens, check=True
+            )
+        finally:
+            plane.stop()
+    finally:
+        stop_engines(engines)
+
+
+if __name__ == "__main__":
+    main()

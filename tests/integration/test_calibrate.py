@@ -1,0 +1,81 @@
+"""`pointsman calibrate` on an emulated engine: the model against itself, in small. Times are not judged."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+import typer
+
+from lab.bundle import read_bundle
+from lab.calibrate import CalibrateSettings, run
+from lab.emulator import EmulateSettings, start
+from lab.profile import Profile
+from lab.traces import TraceRequest
+
+FAST = Profile(step_s=0.002, prefill_token_s=1e-5, prefill_pair_s=1e-9, decode_sequence_s=1e-5, decode_kv_token_s=1e-9)
+
+
+def trace() -> list[TraceRequest]:
+    """Two sessions that share nothing: what is cached cannot depend on when the other one's prompt was computed."""
+    return [
+        TraceRequest(
+            timestamp_ms=500.0 * turn + 100.0 * session,
+            session_id=session,
+            turn=turn,
+            input_length=256 * (turn + 1),
+            output_length=32,
+            hash_ids=tuple(range(100 * session, 100 * session + turn + 1)),
+            block_size=256,
+        )
+        for turn in (1, 2, 3)
+        for session in (1, 2)
+    ]
+
+
+async def test_the_model_is_true_to_itself(tmp_path: Path) -> None:
+    file, out = tmp_path / "trace.jsonl", tmp_path / "out"
+    file.write_bytes(b"\n".join(map(msgspec.json.encode, trace())))
+    engine = await start(EmulateSettings(port=0, max_model_len=4_096, kv_blocks=1_000), FAST)
+    settings = CalibrateSettings(
+        url=engine.url,
+        engines=[engine.url],
+        trace=file,
+        token_scale=0.5,
+        time_scales=[1.0, 0.5],
+        profile_seconds=600.0,
+        profile_repeats=1,
+        profile_longest=400,
+        out=out,
+    )
+    try:
+        await asyncio.to_thread(run, settings)
+    finally:
+        await engine.stop()
+    told = json.loads((out / "calibration.json").read_text())
+    known = {"block_size": 16, "kv_blocks": 1_000, "max_model_len": 4_096, "max_num_batched_tokens": 8_192}
+    assert told["engine"] == known
+    assert len(told["loads"]) == 2
+    for figures in told["loads"].values():
+        # Nothing of the first load's is found by the second, and what is cached does not depend on time.
+        assert figures["cached tokens"]["error"] == 0
+        assert figures["cached tokens"]["live"] > 500
+        assert figures["TTFT p50"].keys() == {"live", "simulated", "error"}
+    for number in (1, 2):
+        live, simulated = (
+            {(one.session, one.turn): one for one in read_bundle(out / f"load-{number}" / name).records}
+            for name in ("live", "simulated")
+        )
+        assert len(live) == 6
+        assert {name: (one.prompt_tokens, one.output_tokens, one.cached_tokens) for name, one in live.items()} == {
+            name: (one.prompt_tokens, one.output_tokens, one.cached_tokens) for name, one in simulated.items()
+        }
+
+
+def test_without_an_engine_it_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit, match="2"):
+        run(CalibrateSettings(engines=["http://127.0.0.1:9"], out=tmp_path))
+    assert "pointsman calibrate: http://127.0.0.1:9" in capsys.readouterr().err
