@@ -55,15 +55,15 @@ class Load:
 LOADS = {
     "light": Load(0.5),
     "knee": Load(1.0),
-    "saturated": Load(2.0),
-    "slow": Load(0.4, slow=2.5, kv_blocks=17_500),
+    "saturated": Load(1.25),
+    "slow": Load(0.35, slow=2.5, kv_blocks=17_500),
 }
 MAIN = ("light", "knee", "saturated")
 # Generated sessions are as heavy as the recorded ones; chats are lighter, and there are more of them.
 RATES = {REAL: 1.0, GENERATED: 1.0, CHAT: 2.5}
 CHAT_SESSIONS = 1_000
 # Those that were best somewhere, and those that are widely used: run everywhere; all others under the main loads only.
-CONTENDERS = ("unified", "lpwl", "lmetric1", "additive", "elastic", "dynamo_kv", "preble", "foresight")
+CONTENDERS = ("unified", "foresight", "lpwl", "lmetric1", "additive", "elastic", "dynamo_kv", "preble")
 # Other settings of policies that the claims speak of.
 VARIANTS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "unified (of 2.0, dw 0)": ("unified", {"overload_factor": 2.0, "decode_weight": 0.0}),
@@ -77,7 +77,7 @@ ABLATIONS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "without a price on leaving a cache": ("foresight", {"leave": 0.0}),
     "without a price on harm to decodes": ("foresight", {"harm": 0.0}),
     "without a price on full KV": ("foresight", {"overflow_u": 0.0}),
-    "slices half as long": ("foresight", {"slice_u": 1.0}),
+    "slices half as long": ("foresight", {"slice_u": 0.75}),
 }
 
 

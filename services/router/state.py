@@ -278,9 +278,7 @@ class RouterState:
             return [self.plans.told(known, open_one.step_index if open_one else 0, event.gateway_id)]
         if (reservation := self.reservations.get(request.request_id)) is not None:
             # Placed by an earlier owner, whose answer may not have arrived: the same instance again, never a second one.
-            restored = restored_decision(reservation, replace(request, keys=()), self.policy.ref())
-            self.plans.decisions.put(restored)
-            return [self.plans.told(restored, 0, event.gateway_id)]
+            return [self._restored(reservation, replace(request, keys=()), event.gateway_id)]
         self.truth.expire(now)
         return self.holding.place(request, event.gateway_id, now)
 
@@ -297,6 +295,11 @@ class RouterState:
         return [ev.Reserved(moved), self.plans.told(restored, moved.step_index, reservation.gateway_id)]
 
     def _step_done(self, event: ev.StepDone, now: float) -> list[ev.Effect]:
+        reservation = self.reservations.get(event.request_id)
+        if reservation is not None and self.plans.decisions.get(event.request_id) is None:
+            # An earlier owner's plan, which went with it: what it has computed is there, and one SERVE finds it.
+            request = PlacementRequest(event.request_id, reservation.pool, reservation.input_tokens)
+            return [self._restored(reservation, request, reservation.gateway_id)]
         goes_on = self.plans.goes_on(event)
         effects = self.plans.step_done(event, now)
         reservation = self.reservations.get(event.request_id)
@@ -311,6 +314,11 @@ class RouterState:
         )
         self.truth.expire(now)
         return [*effects, *self.holding.place(rest, reservation.gateway_id, now, goes_on.decision_id)]
+
+    def _restored(self, reservation: Reservation, request: PlacementRequest, gateway_id: str) -> ev.Placed:
+        restored = restored_decision(reservation, request, self.policy.ref())
+        self.plans.decisions.put(restored)
+        return self.plans.told(restored, 0, gateway_id)
 
     def _serve_there(self, request: PlacementRequest, gateway_id: str, now: float) -> list[ev.Effect]:
         return self.plans.serve_there(request.request_id, "the rest could not be placed anew", now)

@@ -38,7 +38,7 @@ class Foresight(Policy):
 
     name: ClassVar[str] = "foresight"
 
-    slice_u: float = setting(2.0, 0.0, 1e6, "a slice takes so many u; 0: no slices")
+    slice_u: float = setting(1.5, 0.0, 1e6, "a slice takes so many u; 0: no slices")
     slice_min_tokens: float = setting(4096.0, 16.0, 1e9, "and it has at least so many tokens")
     light_u: float = setting(1.5, 0.0, 1e6, "a request of at most so many u is light")
     express_u: float = setting(1.5, 0.0, 1e6, "a light one goes where it waits at most so many u")

@@ -68,13 +68,13 @@ def test_what_a_prefill_has_done_since_it_moved_is_no_wait() -> None:
     assert rule(1_000, busy, now=60.0).figures["wait_s"] == pytest.approx(0.4)
 
 
-def test_a_heavy_prompt_goes_in_slices_of_two_usual_requests() -> None:
+def test_a_heavy_prompt_goes_in_slices_of_one_and_a_half_usual_requests() -> None:
     ruling = rule(10_000, one("a", 10_000))
     [step] = ruling.steps
-    assert (step.kind, step.prefix_tokens, step.reason) == (StepKind.PREFILL, 2_000, "slice")
+    assert (step.kind, step.prefix_tokens, step.reason) == (StepKind.PREFILL, 1_488, "slice")
     [step] = rule(10_000, one("a", 10_000, cached=4_000, block_size=64)).steps
-    assert step.prefix_tokens == 4_000 + 1_984, "whole blocks of the engine's own"
-    [step] = rule(10_000, one("a", 10_000, cached=7_600)).steps
+    assert step.prefix_tokens == 4_000 + 1_472, "whole blocks of the engine's own"
+    [step] = rule(10_000, one("a", 10_000, cached=8_200)).steps
     assert (step.kind, step.reason) == (StepKind.SERVE, "serve"), "a crumb is no slice of its own"
     [step] = rule(10_000, one("a", 10_000), policy=Foresight()).steps
     assert step.prefix_tokens == 4_096, "below that, chunks are cut for nothing"

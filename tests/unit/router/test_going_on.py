@@ -12,6 +12,7 @@ from services.router import events as ev
 from services.router.curve import CostCurve
 from services.router.domain import Decision, FleetView, Phase, PlacementRequest, Ruling, StepKind
 from services.router.policy.base import Policy, hold, serve, slice_of
+from services.router.reservations import Reservation
 from services.router.state import RouterState, StateSettings
 from services.router.sync import Delta
 from tests.unit.router.builders import join, place, request
@@ -43,8 +44,8 @@ def router(hold_at: int = 10**9, **settings: float) -> RouterState:
     return made
 
 
-def prompt(name: str = "r", **changes: object) -> PlacementRequest:
-    return request(name, tokens=1_030, keys=KEYS, sliceable=True, session_id="s", **changes)
+def prompt() -> PlacementRequest:
+    return request("r", tokens=1_030, keys=KEYS, sliceable=True, session_id="s")
 
 
 def done(made: RouterState, step: int, now: float, name: str = "r") -> list[ev.Effect]:
@@ -189,6 +190,23 @@ def test_a_pool_that_comes_back_makes_gateways_end_their_plans() -> None:
     [refused] = [effect for effect in effects if isinstance(effect, ev.Refused)]
     assert (refused.request_id, refused.not_now, refused.gateway_id) == ("r", True, "g")
     made.check_invariants()
+
+
+def test_a_new_owner_ends_the_plan_of_the_one_before_by_one_serve() -> None:
+    """It knows the request from the store and its gateway, and nothing of slices."""
+    made = router()
+    kept = Reservation("r", "g", "a", "one-7", 1_030, 256, pool="m")
+    made.handle(ev.PoolTaken("m", (kept,), {}), 1.0)
+    made.handle(ev.GatewayHello("g", (ev.OpenStream(prompt(), "a", Phase.PREFILL, 0),)), 1.1)
+    for ok in (True, False):
+        answer = placed(made.handle(ev.StepDone("r", 1, ok=ok), 2.0))
+        assert (answer.step.kind, answer.step.instance_id, answer.last) == (StepKind.SERVE, "a", True)
+        assert (answer.gateway_id, answer.decision.ruling.reason) == ("g", "restored")
+        made.plans.decisions.drop("r")
+    made.handle(ev.FirstToken("r"), 3.0)
+    made.handle(ev.Finished("r", "OK"), 4.0)
+    made.check_invariants()
+    assert len(made.reservations) == 0
 
 
 # ---- what prefills teach ----
