@@ -37,6 +37,14 @@ KV_TRANSFER = {
     "kv_load_failure_policy": "fail",
     "kv_connector_extra_config": {"mooncake_protocol": "tcp"},
 }
+NIXL_TRANSFER = {
+    "kv_connector": "NixlConnector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "fail",
+    "kv_buffer_device": "cpu",
+}
+# How long an engine keeps KV that nobody fetches.
+KV_EXPIRES_S = 60
 
 # A name for 16 tokens and all that precedes them.
 Piece = bytes
@@ -58,6 +66,7 @@ class EngineSpec:
     fixed_event_ports: bool = True
     extra_args: Sequence[str] = ()
     connector: bool = False
+    nixl: bool = False  # the connector is NIXL's instead
     served: str = SERVED_NAME
     model: Path | None = None  # None: the text model
 
@@ -105,12 +114,14 @@ class Engine:
                 "--enforce-eager",
                 "--enable-prompt-tokens-details",
                 *spec.extra_args,
-                *(("--kv-transfer-config", json.dumps(KV_TRANSFER)) if spec.connector else ()),
+                *(("--kv-transfer-config", json.dumps(KV_TRANSFER)) if spec.connector and not spec.nixl else ()),
+                *(("--kv-transfer-config", json.dumps(NIXL_TRANSFER)) if spec.nixl else ()),
             ],
             env={
                 "PYTHONPATH": str(REPOSITORY / "connector"),
                 "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(self.bootstrap_port),
-                "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "20",
+                "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(KV_EXPIRES_S),
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.bootstrap_port),
                 "HF_HUB_OFFLINE": "1",
                 "VLLM_NO_USAGE_STATS": "1",
                 "VLLM_HOST_IP": "127.0.0.1",
@@ -133,6 +144,8 @@ class Engine:
     @property
     def target(self) -> str:
         """Its address with what an agent must be told of it."""
+        if self.spec.nixl:
+            return f"{self.url}?kv=nixl"
         kv = f"?kv=mooncake&bootstrap=http://127.0.0.1:{self.bootstrap_port}"
         return self.url + (kv if self.spec.connector else "")
 

@@ -44,6 +44,7 @@ class ControlPlane:
     folder: Path
     router_flags: Mapping[str, object] = field(default_factory=dict)
     gateway_flags: Mapping[str, object] = field(default_factory=dict)
+    engine_options: str = ""  # to tell the agent of each engine beside what its own target says
     redis_port: int = field(default_factory=free_port)
     router_port: int = field(default_factory=free_port)
     gateway_port: int = field(default_factory=free_port)
@@ -79,7 +80,7 @@ class ControlPlane:
                 "--metrics-listen": f"127.0.0.1:{free_port()}",
                 "--scrape-interval-s": 0.25,
             },
-            *(part for engine in self.engines for part in ("--engines", engine.target)),
+            *(part for engine in self.engines for part in ("--engines", engine.target + self.engine_options)),
             roles=("agent",),
         )
         self.gateway = self._service(
