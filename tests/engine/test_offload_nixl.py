@@ -1,0 +1,75 @@
+"""Prefill on one real engine, answer from another, the KV fetched by vLLM's own NixlConnector, from CPU memory over TCP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.offloading import (
+    assert_same,
+    decided,
+    external_tokens,
+    in_step,
+    offloading,
+    unnoticed,
+    wait_for_external,
+    with_cache_on,
+)
+from tests.engine.servers import SERVED_NAME, Engine, EngineSpec, start_engines, stop_engines
+from tests.engine.stack import ControlPlane
+from tests.engine.talk import complete, fresh_words
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def pair(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
+    """Two engines that fetch KV from each other."""
+    specs = [EngineSpec(name, core=core, nixl=True) for core, name in enumerate(("n1", "n2"))]
+    engines = start_engines(specs, model_folder, tmp_path_factory.mktemp("nixl"))
+    yield engines
+    stop_engines(engines)
+
+
+@pytest.fixture(scope="module")
+def nixl_plane(pair: list[Engine], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    """A control plane that offloads."""
+    plane = offloading(pair, tmp_path_factory.mktemp("nixl-plane"))
+    plane.start()
+    yield plane
+    plane.stop()
+
+
+@pytest.mark.parametrize("number", [33, 500, 3_500])
+def test_an_offloaded_answer_is_the_colocated_one(nixl_plane: ControlPlane, pair: list[Engine], number: int) -> None:
+    with in_step(nixl_plane) as plane, plane.client() as client:
+        for stream in (True, False):
+            prompt = fresh_words(number)
+            before = external_tokens(pair)
+            raw = client.completions.with_raw_response.create(
+                model=SERVED_NAME, prompt=prompt, max_tokens=24, temperature=0, stream=stream
+            )
+            parsed: Any = raw.parse()
+            text = "".join(one.choices[0].text for one in parsed if one.choices) if stream else parsed.choices[0].text
+            decision = decided(plane, raw.headers["X-Pointsman-Decision"])
+            p, d = (step.instance.instance_id for step in decision.steps)
+            assert p != d == raw.headers["X-Pointsman-Instance"]
+            assert list(decision.notes) == []
+            wait_for_external(pair, before + number)
+            assert_same(pair[0], prompt, text, 24)
+
+
+def test_p_is_gone(nixl_plane: ControlPlane, pair: list[Engine]) -> None:
+    """The last test: P does not come back."""
+    plane, (p, d) = nixl_plane, pair
+    prompt = with_cache_on(d, plane) + fresh_words(300)
+    with plane.client() as client, unnoticed(plane):
+        p.process.kill()
+        answer = complete(client, prompt, max_tokens=8)
+    assert answer.instance_id == d.instance_id
+    (note,) = decided(plane, answer.decision_id).notes
+    assert note.startswith("prefill_failed: ")
+    assert_same(d, prompt, answer.text, 8)
