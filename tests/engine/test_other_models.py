@@ -61,6 +61,7 @@ def running(
     aliases = {"--aliases": f"picture={EYES},vector={VECTORS}"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+        patch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "60")
         plane = ControlPlane(
             pair, tmp_path_factory.mktemp("plane"), router_flags=traces, gateway_flags=traces | aliases
         )
@@ -176,6 +177,24 @@ def test_text_alone_is_exact_in_parts_or_whole(plane: ControlPlane, client: open
     again = see(client, says(text(one), text(two)), session="parts")
     assert (again.text, prompt_tokens(again)) == (first.text, prompt_tokens(first))
     assert_agree(plane, again, blocks(prompt_tokens(first) - 1))
+
+
+def test_pictures_come_by_every_api(plane: ControlPlane, client: openai.OpenAI, pair: list[Engine]) -> None:
+    """Only the engine can tell what becomes of them there, so they are placed without keys; its counts are reported."""
+    url = image(255, 0, 255)["image_url"]["url"]
+    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    claude = {
+        "max_tokens": 5,
+        "messages": [{"role": "user", "content": [{"type": "image", "source": source}, text("hi")]}],
+    }
+    gpt = {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": url, "detail": "auto"}]}]}
+    bodies: dict[str, dict[str, Any]] = {"/v1/messages": claude, "/v1/responses": gpt | {"max_output_tokens": 5}}
+    for path, body in bodies.items():
+        answer = ask(plane.gateway_url + path, {"model": EYES, **body})
+        assert answer.status == 200, answer.text
+        decision = plane.finished_decision(plane.newest_decision().decision_id)
+        assert (decision.key_count, decision.outcome) == (0, "OK")
+        assert decision.finished.prompt_tokens > IMAGE_TOKENS
 
 
 def test_a_picture_that_is_none_is_the_clients_error(plane: ControlPlane, client: openai.OpenAI) -> None:
