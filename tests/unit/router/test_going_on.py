@@ -104,6 +104,14 @@ def test_a_slice_that_fails_is_followed_by_one_serve_there() -> None:
     made.check_invariants()
 
 
+def test_a_slice_that_is_not_known_to_be_there_is_the_last() -> None:
+    made = router()
+    first = place(made, request("r", tokens=1_030, sliceable=True))
+    assert isinstance(first, ev.Placed)
+    assert first.step.kind is StepKind.PREFILL
+    assert placed(done(made, 0, 0.5)).step.kind is StepKind.SERVE
+
+
 def held_between(made: RouterState) -> str:
     """A request that waits after its first slice, because another one prefills elsewhere; that one's instance."""
     answer = place(made, prompt())
