@@ -70,7 +70,7 @@ GROUPS: dict[Callable[[], None], tuple[str, ...]] = {
     _router: ("router",),
     _agent: ("agent",),
     _gateway: ("gateway",),
-    _lab: ("demo", "emulate", "replay", "simulate", "compare", "findings", "profile", "analyze", "trace"),
+    _lab: ("demo", "emulate", "replay", "simulate", "compare", "findings", "profile", "calibrate", "analyze", "trace"),
     _ask: ("instances", "decisions", "explain", "policies", "drain", "doctor", "what-if", "set-policy"),
 }
 
