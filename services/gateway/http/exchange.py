@@ -92,8 +92,8 @@ class Answer:
     async def pipe(self, sink: Callable[[bytes], None], chunk_sink: Callable[[bytes], bool] | None = None) -> None:
         """Hand every piece to `sink` as it comes, until the end. Raises UpstreamError.
 
-        Where whole HTTP chunks have come `chunk_sink` is offered each first, with its framing: it returns False for those that
-        `sink` is to have, without framing. So the others need no parser.
+        Where one HTTP chunk has come, whole and alone, `chunk_sink` is offered it first, with its framing: it returns False for
+        those that `sink` is to have, without framing. So the others need no parser.
         """
         if self._pieces:
             taken, self._pieces = b"".join(self._pieces), []
@@ -192,11 +192,14 @@ class Connection(asyncio.Protocol):
             self._fail("broke off")
 
     def data_received(self, data: bytes) -> None:
-        if self._chunk_sink is not None:
-            data = self._left_of(data, self._chunk_sink)
-            if not data:
-                self.heard = True
-                return
+        if (
+            self._chunk_sink is not None
+            and _FRAMED.get(data[: data.find(b"\r\n")]) == len(data)
+            and data.endswith(b"\r\n")
+            and self._chunk_sink(data)
+        ):
+            self.heard = True
+            return
         self.heard = self._touched = True
         if self._head is None and self._answer is None:
             # Nothing was asked: whose answer would this be?
@@ -221,21 +224,6 @@ class Connection(asyncio.Protocol):
         elif self._answer is not None:
             # A size line that has only begun has no line's end yet.
             self._chunk_sink = self._answer.chunk_sink if self._between and data.endswith(b"\n") else None
-
-    @staticmethod
-    def _left_of(data: bytes, chunk_sink: Callable[[bytes], bool]) -> bytes:
-        """Offer the whole chunks that `data`, which begins between two, consists of; what is left from the first that is not
-        taken, for the parser."""
-        at, size = 0, len(data)
-        while at < size:
-            length = _FRAMED.get(data[at : data.find(b"\r\n", at)])
-            if length is None or at + length > size:
-                break
-            chunk = data[at : at + length]
-            if not chunk.endswith(b"\r\n") or not chunk_sink(chunk):
-                break
-            at += length
-        return data[at:]
 
     # From the parser. None of these may raise.
 

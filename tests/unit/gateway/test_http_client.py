@@ -322,12 +322,11 @@ async def test_ordinary_chunks_need_no_parser() -> None:
         connection.data_received(chunk)
     connection.data_received(chunk[:3])
     connection.data_received(chunk[3:] + chunk)
-    connection.data_received(chunk * 5)
-    connection.data_received(chunk + chunk[:-1])
-    connection.data_received(b"\n")
+    for _ in range(5):
+        connection.data_received(chunk)
     connection.data_received(b"0\r\n\r\n")
     await piping
-    assert (taken, parsed) == ([chunk] * 10, [b"x" * 16, b"x" * 32, b"x" * 16])
+    assert (taken, parsed) == ([chunk] * 9, [b"x" * 16, b"x" * 32])
 
 
 async def test_what_only_looks_like_a_chunk_is_left_to_the_parser() -> None:
