@@ -232,16 +232,14 @@ def test_p_dies_is_gone_and_comes_back_as_another(planes: dict[str, ControlPlane
         contextlib.ExitStack() as held,
         in_turn.client() as client,
         at_once.client() as eager_client,
-        in_turn.another_gateway("stale", transfer_timeout_s=2) as stale,
-        client_of(stale) as stale_client,
     ):
         for plane in planes.values():
             held.enter_context(in_step(plane))
-        clients = [(client, in_turn), (eager_client, at_once), (stale_client, in_turn)]
+        clients = [(client, in_turn), (eager_client, at_once)]
         for known, plane in clients:
             answer = complete(known, with_cache_on(d, plane) + fresh_words(300), max_tokens=8)
             assert list(decided(plane, answer.decision_id).notes) == []
-        beginnings = [with_cache_on(d, in_turn, at_once) for _ in range(5)]
+        beginnings = [with_cache_on(d, in_turn, at_once) for _ in range(4)]
 
         def alone(asking: openai.OpenAI, plane: ControlPlane, words: int) -> str:
             """D answers the next request without P; why, as the decision has it."""
@@ -256,7 +254,7 @@ def test_p_dies_is_gone_and_comes_back_as_another(planes: dict[str, ControlPlane
             # It stands still while the requests are with it, so that it surely dies before a prefill is done.
             os.killpg(p.process.pid, signal.SIGSTOP)
             with ThreadPoolExecutor(2) as threads:
-                notes = [threads.submit(alone, one, plane, 3_500) for one, plane in clients[:2]]
+                notes = [threads.submit(alone, one, plane, 3_500) for one, plane in clients]
                 for plane in planes.values():
                     until(
                         lambda plane=plane: plane.instance(p).num_requests,  # type: ignore[misc]
@@ -268,20 +266,19 @@ def test_p_dies_is_gone_and_comes_back_as_another(planes: dict[str, ControlPlane
                 p.process.kill()
                 for note in notes:
                     assert note.result(WITHIN_S).startswith("prefill_failed: ")
-            for one, plane in clients[:2]:
+            for one, plane in clients:
                 refused = alone(one, plane, 300)
                 assert refused.startswith("prefill_failed: ")
                 assert refused.endswith("ConnectionRefusedError")
-            p.start()
-            p.wait_ready()
-            # It is back under another engine id, of which only the agent could tell.
-            assert alone(stale_client, in_turn, 300) == "serve_failed: deadline"
+        # Back under another engine id: what gateways remember of its bootstrap server ends with its incarnation.
+        p.start()
+        p.wait_ready()
         for plane in planes.values():
             plane.wait_settled()
 
         def offloaded() -> bool:
             before = external_tokens(pair)
-            again = complete(stale_client, with_cache_on(d, in_turn) + fresh_words(300), max_tokens=8)
+            again = complete(client, with_cache_on(d, in_turn) + fresh_words(300), max_tokens=8)
             return not decided(in_turn, again.decision_id).notes and external_tokens(pair) - before == 300
 
         until(offloaded, within_s=WITHIN_S, what="offloaded to the engine that came back")
