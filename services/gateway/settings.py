@@ -98,6 +98,13 @@ class GatewaySettings(BaseSettings):
             raise ValueError("each entry is MODEL=PATH, MODEL=HUB_ID or, for an alias, NAME=MODEL")
         return value
 
+    @field_validator("aliases")
+    @classmethod
+    def _one_each(cls, value: list[str]) -> list[str]:
+        if any("=" in entry.partition("=")[2] for entry in value):
+            raise ValueError("an alias is NAME=MODEL; several are separated by blanks")
+        return value
+
     @model_validator(mode="after")
     def _room_for_one(self) -> GatewaySettings:
         if self.max_held_bytes < self.max_body_bytes:

@@ -58,7 +58,7 @@ def running(
 ) -> Iterator[ControlPlane]:
     """One router and one gateway for both; the gateway knows each by another name too."""
     traces = {"--otlp-endpoint": collector.url}
-    aliases = {"--aliases": f"picture={EYES},vector={VECTORS}"}
+    aliases = {"--aliases": f"picture={EYES} vector={VECTORS}"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
         patch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "60")

@@ -29,6 +29,7 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         {"routers": ["x"]},
         {"tokenizers": ["m"]},
         {"aliases": ["m="]},
+        {"aliases": ["a=m,b=m"]},
         {"max_body_bytes": 0},
         {"max_held_bytes": 1000},
     ],
