@@ -140,7 +140,8 @@ async def test_ctrl_c_keeps_what_had_finished(trace: Path) -> None:
     flags = {"trace": trace, "url": engine.url, "out": trace.parent / "run", "time-scale": 0.2, "token-scale": 0.03}
     flags |= {"timing": "think", "max-sessions": 1}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services.cli", "replay"),
+        # Whoever runs the tests in the background may have told its children to ignore SIGINT.
+        *("env", "--default-signal=INT", sys.executable, "-m", "services.cli", "replay"),
         *(str(part) for name, value in flags.items() for part in (f"--{name}", value)),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,

@@ -309,7 +309,9 @@ def test_ctrl_c_ends_the_command_with_what_it_has(tmp_path: Path) -> None:
     """A real process group, as a terminal has: SIGINT reaches parent and children alike."""
     save_trace(tmp_path / "t.jsonl", generate(10, 5.0, seed=1))
     out, bundles = tmp_path / "out", tmp_path / "out" / "bundles"
-    command = [sys.executable, "-m", "services.cli", "compare", "--trace", str(tmp_path / "t.jsonl"), "--out", str(out)]
+    # Whoever runs the tests in the background may have told its children to ignore SIGINT.
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "services.cli", "compare"]
+    command += ["--trace", str(tmp_path / "t.jsonl"), "--out", str(out)]
     command += ["--policies", "unified", "--seeds", "5000", "--processes", "2", "--bundles"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.Popen(
