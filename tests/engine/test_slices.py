@@ -1,0 +1,112 @@
+"""Heavy prompts in slices on a real engine: what is small goes between them, the answer stays, the counters explain it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import openai
+import pytest
+from google.protobuf import json_format
+
+from pointsman.router.v1 import fleet_pb2
+from tests.engine.offloading import assert_same
+from tests.engine.processes import until
+from tests.engine.servers import Engine
+from tests.engine.stack import CALL_WITHIN_S, ControlPlane
+from tests.engine.talk import Answer, complete, fresh_words, prompt_tokens
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+HEAVY, SLICE, SMALL = 3_600, 1_024, 64
+# The first slices of a test come before anything is learned; so that they are of one size, u never sets it. Nobody is held.
+SETTINGS: dict[str, Any] = {
+    "slice_u": 1e-6,
+    "slice_min_tokens": SLICE,
+    "express_u": 1e6,
+    "start_u": 1e6,
+    "light_u": 1e-3,
+}
+
+
+@contextmanager
+def foresight(plane: ControlPlane) -> Iterator[None]:
+    """The router places by `foresight` inside the block."""
+    before = plane.fleet.ListInstances(
+        fleet_pb2.ListInstancesRequest(), timeout=CALL_WITHIN_S, metadata=plane.metadata
+    ).policy
+    wanted = fleet_pb2.Policy(name="foresight")
+    json_format.Parse(json.dumps(SETTINGS), wanted.settings)
+    _set(plane, wanted)
+    try:
+        yield
+    finally:
+        _set(plane, before)
+
+
+def _set(plane: ControlPlane, policy: fleet_pb2.Policy) -> None:
+    request = fleet_pb2.SetPolicyRequest(policy=policy)
+    plane.fleet.SetPolicy(request, timeout=CALL_WITHIN_S, metadata=plane.metadata)
+
+
+def decisions(plane: ControlPlane, request_id: str) -> list[fleet_pb2.Decision]:
+    """All parts of a request's plan, the first one first."""
+    asked = fleet_pb2.ListDecisionsRequest(page_size=100)
+    asked.filter.request_id = request_id
+    found = plane.fleet.ListDecisions(asked, timeout=CALL_WITHIN_S, metadata=plane.metadata).decisions
+    return list(reversed(found))
+
+
+def counted(engine: Engine) -> tuple[float, float]:
+    """Prompt tokens that the engine looked up in its cache, and those that it found."""
+    return engine.metric("vllm:prefix_cache_queries_total"), engine.metric("vllm:prefix_cache_hits_total")
+
+
+def test_small_requests_go_between_the_slices_of_a_heavy_one(
+    plane: ControlPlane, client: openai.OpenAI, engines: list[Engine]
+) -> None:
+    """The engine stands still until all are placed on it, so that the order is its own: a slice, what is small, the rest."""
+    first, other = engines
+    text = fresh_words(HEAVY)
+    order: list[str] = []
+    with foresight(plane), plane.draining(other), ThreadPoolExecutor(6) as pool:
+        # What is usual must be known before anything is heavy.
+        complete(client, fresh_words(SMALL), max_tokens=1)
+        plane.wait_idle()
+        before = counted(first)
+        sent: list[Future[Answer]] = []
+
+        def ask(name: str, prompt: str) -> None:
+            answer = pool.submit(complete, client, prompt, max_tokens=4)
+            answer.add_done_callback(lambda _: order.append(name))
+            sent.append(answer)
+
+        with first.paused():
+            ask("heavy", text)
+            until(lambda: plane.instance(first).num_requests == 1, within_s=60, what="the heavy one is placed")
+            for number in range(4):
+                ask(f"small {number}", fresh_words(SMALL))
+            until(lambda: plane.instance(first).num_requests == 5, within_s=60, what="the small ones are placed")
+        heavy, *small = [one.result(timeout=120) for one in sent]
+
+    assert order[-1] == "heavy", order
+    assert prompt_tokens(heavy) == HEAVY
+    plan = decisions(plane, plane.finished_decision(heavy.decision_id).request_id)
+    slices = (HEAVY - SLICE // 4) // SLICE
+    assert [one.reason for one in plan] == ["slice"] * slices + ["serve"]
+    assert [one.steps[0].prefix_tokens for one in plan] == [SLICE * number for number in range(1, slices + 1)] + [0]
+    assert [one.cached_tokens for one in plan] == [SLICE * number for number in range(slices + 1)]
+    assert {one.outcome for one in plan} == {"OK"}
+    assert [plane.decision(one.decision_id).reason for one in small] == ["serve"] * 4
+
+    # Each slice found those before it, and the answer found them all; the small ones found nothing.
+    plane.wait_idle()
+    assert heavy.cached_tokens == slices * SLICE
+    queries, hits = (now - was for now, was in zip(counted(first), before, strict=True))
+    assert hits == sum(SLICE * number for number in range(slices)) + slices * SLICE
+    assert queries == sum(SLICE * number for number in range(1, slices + 1)) + HEAVY + 4 * SMALL
+
+    assert_same(other, text, heavy.text, 4)
