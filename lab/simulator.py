@@ -42,6 +42,8 @@ LOAD_EVERY_S = 1.0
 BOOKMARK_EVERY_S = 5.0
 TICK_EVERY_S = 0.5
 STEP_WITHIN_S = 60.0
+# How much of a trace has names that are remembered, as a multiple of what all caches hold.
+REMEMBERED = 4
 # What clients see of a refusal; 503 for every other one.
 HTTP_STATUS = {"RESOURCE_EXHAUSTED": 429, "NOT_FOUND": 404}
 # The reason of a SERVE that a gateway takes by itself, because no router told it the next step.
@@ -91,7 +93,9 @@ class Simulator:
         self.alone = 0
         self._ended: list[RequestRecord] = []
         self._agenda = Agenda()
-        self._prompts = Prompts()
+        # Several times what all caches hold: a block that was not asked for meanwhile is in none of them.
+        held = asked.instances * asked.engine.kv_blocks * KEY_TOKENS
+        self._prompts = Prompts(REMEMBERED * held)
         self._running: dict[str, _Running] = {}
         self._pools = [MODEL] if asked.pools == 1 else [f"{MODEL}-{number}" for number in range(asked.pools)]
         policy = make_policy(asked.policy, asked.policy_settings) if isinstance(asked.policy, str) else asked.policy

@@ -128,6 +128,20 @@ def test_names_are_shared_where_ids_are(block_size: int) -> None:
     assert prompts.fresh() not in {*one, *other}
 
 
+def test_names_are_forgotten_with_what_no_cache_holds() -> None:
+    prompts = Prompts(tokens=4 * 64)
+    shared = tuple(prompts.of(ask("a", 1, 0, [1, 2], 128)).names)
+    for number in range(20):
+        # The first block is asked for all the time, the second one never again.
+        other = tuple(prompts.of(ask("b", number + 1, 0, [1, 10 + number], 128)).names)
+        assert other[:4] == shared[:4]
+        assert len(prompts) <= 4
+    last = tuple(prompts.of(ask("a", 2, 0, [1, 2], 128)).names)
+    assert last[:4] == shared[:4]
+    assert not {*last[4:]} & {*shared[4:]}
+    assert len(prompts) == 4
+
+
 def test_what_cannot_be_simulated_is_refused() -> None:
     requests = [ask("a", 1, 0.0, [], 10)]
     with pytest.raises(SettingError, match="nonsense"):
