@@ -1,7 +1,7 @@
 """Run the benchmarks: all, or those named.
 
 `python -m bench growth`, for one: 260,000 requests, which take three to four minutes; the others take a minute or less each.
-`crowd` takes an hour, `elastic` two to five minutes, most of them until two real engines are up: only run when they are named.
+`crowd` takes an hour, `elastic` and `layerwise` minutes, most of them until real engines are up: only run when they are named.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from bench.decide import decide, index
 from bench.elastic import elastic
 from bench.figures import Figure
 from bench.gateway import chunks, leaks, requests
+from bench.layerwise import layerwise
 from bench.memory import growth, memory
 from bench.place import place
 from bench.simulate import simulate
@@ -34,7 +35,7 @@ BENCHMARKS: dict[str, Callable[[], object]] = {
     for one in (decide, index, place, storms, takeover, chunks, requests, turns, memory, growth, leaks, simulate)
 }
 # Only run when they are named.
-LONG: dict[str, Callable[[], object]] = {"crowd": crowd, "elastic": elastic}
+LONG: dict[str, Callable[[], object]] = {one.__name__: one for one in (crowd, elastic, layerwise)}
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,7 +55,7 @@ class EngineSpec:
     """What one server is started with. `core` is the CPU core that its threads are bound to.
 
     Unless `fixed_event_ports`, the engine chooses the ports of its KV events, new ones at every start. With `connector` it can
-    pass KV on and take it, over Mooncake and TCP.
+    pass KV on and take it, over Mooncake and TCP; `kv_transfer` changes the flag that says how.
     """
 
     name: str
@@ -69,6 +69,8 @@ class EngineSpec:
     nixl: bool = False  # the connector is NIXL's instead
     served: str = SERVED_NAME
     model: Path | None = None  # None: the text model
+    kv_transfer: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -114,7 +116,11 @@ class Engine:
                 "--enforce-eager",
                 "--enable-prompt-tokens-details",
                 *spec.extra_args,
-                *(("--kv-transfer-config", json.dumps(KV_TRANSFER)) if spec.connector and not spec.nixl else ()),
+                *(
+                    ("--kv-transfer-config", json.dumps(KV_TRANSFER | dict(spec.kv_transfer)))
+                    if spec.connector and not spec.nixl
+                    else ()
+                ),
                 *(("--kv-transfer-config", json.dumps(NIXL_TRANSFER)) if spec.nixl else ()),
             ],
             env={
@@ -127,6 +133,7 @@ class Engine:
                 "VLLM_HOST_IP": "127.0.0.1",
                 "VLLM_ENABLE_RESPONSES_API_STORE": "1",
                 "VLLM_CPU_OMP_THREADS_BIND": str(spec.core),
+                **spec.env,
             },
             log=self.folder / f"engine-{spec.name}.log",
         )

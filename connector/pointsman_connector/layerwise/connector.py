@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
@@ -42,6 +42,8 @@ class LayerwiseMooncakeConnector(AnyDeviceMooncakeConnector):
     `"layerwise": false` in kv_connector_extra_config, or a model or engine that `unsupported` names: vLLM's own, unchanged.
     """
 
+    worker_class: ClassVar[type[LayerwiseWorker]] = LayerwiseWorker
+
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         self._layerwise = enabled(vllm_config.kv_transfer_config.kv_connector_extra_config)
         if self._layerwise and (reason := unsupported(vllm_config, kv_cache_config)):
@@ -59,7 +61,7 @@ class LayerwiseMooncakeConnector(AnyDeviceMooncakeConnector):
             self.connector_scheduler = LayerwiseScheduler(vllm_config, self.engine_id, kv_cache_config)
         else:
             with some_device():
-                self.connector_worker = LayerwiseWorker(vllm_config, self.engine_id, kv_cache_config)
+                self.connector_worker = self.worker_class(vllm_config, self.engine_id, kv_cache_config)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -77,7 +79,7 @@ class LayerwiseMooncakeConnector(AnyDeviceMooncakeConnector):
         if self._layerwise:
             assert self.connector_worker is not None
             assert isinstance(connector_metadata, LayerwiseMetadata)
-            self.connector_worker.begin_step(connector_metadata.chunks)
+            self.connector_worker.begin_step(connector_metadata.chunks, connector_metadata.reqs_not_processed)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
-import torch
-
-# Blocks the calling thread, and nothing else, until the work recorded before is done.
+# Blocks the calling thread, and nothing else, until the work that was queued before the mark is done.
 Fence = Callable[[], None]
 
 
-def recorder() -> Callable[[], Fence | None]:
-    """A function that marks the current stream's present end. It never waits; what it returns does (None: nothing to wait for).
+class Event(Protocol):
+    """What of torch.cuda.Event is used."""
 
-    A blocking event lets the waiting thread sleep; `torch.cuda.synchronize` would hold up the whole device and the forward pass.
+    def record(self) -> None:
+        """Mark the present end of the current stream."""
+
+    def synchronize(self) -> None:
+        """Wait until the stream has got to the mark."""
+
+
+def marker(new_event: Callable[[], Event] | None) -> Callable[[], Fence | None]:
+    """A function to call after each layer, in the thread that queues the forward pass: it never waits, what it returns does.
+
+    An event for each layer lets that layer's bytes go while the next one is computed; synchronising the device would hold up
+    the forward pass. Without events (a CPU computes at once) there is nothing to wait for.
     """
-    if not torch.cuda.is_available():
+    if new_event is None:
         return lambda: None
-    return lambda: marked(torch.cuda.Event(blocking=True))
 
+    def mark() -> Fence:
+        event = new_event()
+        event.record()
+        return event.synchronize
 
-def marked(event: torch.cuda.Event) -> Fence:
-    """`event`, recorded on the current stream."""
-    event.record()
-    return event.synchronize
+    return mark

@@ -33,6 +33,7 @@ class LayerwiseWorker(LayerwiseSender):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._awaited: set[str] = set()
         self._arrived = threading.Event()
+        self._told: dict[asyncio.Task[None], set[str]] = {}
         super().__init__(*args, **kwargs)
 
     def start_load_kv(self, metadata: MooncakeConnectorMetadata) -> None:
@@ -53,6 +54,8 @@ class LayerwiseWorker(LayerwiseSender):
     def process_pulling_result(self, response: MooncakeXferResponse, pull_metas: dict[str, PullReqMeta]) -> None:
         """The sender says whose KV is written."""
         super().process_pulling_result(response, pull_metas)
+        if (conversation := asyncio.current_task()) is not None:
+            self._told[conversation].update(response.ok_reqs or (), response.err_reqs or ())
         self._arrived.set()
 
     def _handle_failed_recv(self, pull_metas: dict[str, PullReqMeta], req_ids: Collection[str], reason: str) -> None:
@@ -61,15 +64,18 @@ class LayerwiseWorker(LayerwiseSender):
 
     async def receive_kv_from_single_worker(self, worker_addr: str, pull_metas: dict[str, PullReqMeta]) -> None:
         """Wait for the sender's answer, or for its end: a process that is gone answers nobody, and upstream would wait on."""
-        answer = asyncio.ensure_future(super().receive_kv_from_single_worker(worker_addr, pull_metas))
-        death = asyncio.ensure_future(_death(worker_addr))
+        answer = asyncio.create_task(super().receive_kv_from_single_worker(worker_addr, pull_metas))
+        told = self._told[answer] = set()
+        death = asyncio.create_task(_death(worker_addr))
         try:
             await asyncio.wait({answer, death}, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                answer.cancel()
-                self._handle_failed_recv(pull_metas, list(pull_metas), f"the sender at {worker_addr} is gone")
+            reason = "the sender said nothing of it" if answer.done() else f"the sender at {worker_addr} is gone"
+            # A sender that gave a prompt up at the wrong moment ends the conversation without a word about it.
+            self._handle_failed_recv(pull_metas, [one for one in pull_metas if one not in told], reason)
         finally:
+            answer.cancel()
             death.cancel()
+            del self._told[answer]
 
 
 async def _death(worker_addr: str) -> None:

@@ -10,9 +10,11 @@ import asyncio
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
+import torch
 import zmq.asyncio
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
@@ -28,7 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 from vllm.logger import init_logger
 
 from pointsman_connector.layerwise.chunks import Chunk
-from pointsman_connector.layerwise.fence import Fence, recorder
+from pointsman_connector.layerwise.fence import Fence, marker
 from pointsman_connector.layerwise.progress import Batch, Computed, Delivery
 from pointsman_connector.layerwise.stats import LayerwiseStats
 
@@ -75,6 +77,8 @@ class Transfer:
     announced: bool = False
     delivered: bool = False
     aborted_at: float | None = None
+    # The scheduler's word is here: the prompt's blocks are kept until it is sent, or it is given up.
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class LayerwiseSender(MooncakeConnectorWorker):
@@ -87,15 +91,19 @@ class LayerwiseSender(MooncakeConnectorWorker):
         self._steps_layers = False
         self._done_sending: set[str] = set()
         self._may_free: set[str] = set()
+        self._gone: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._mark = recorder()
+        # A blocking event lets the thread that waits for it sleep.
+        self._mark = marker(partial(torch.cuda.Event, blocking=True) if torch.cuda.is_available() else None)
         super().__init__(*args, **kwargs)
         self.xfer_stats = LayerwiseStats()
 
     # ---- called by the engine's thread ----
 
-    def begin_step(self, chunks: Sequence[Chunk]) -> None:
-        """A step is about to compute `chunks`."""
+    def begin_step(self, chunks: Sequence[Chunk], gone: Collection[str]) -> None:
+        """A step is about to compute `chunks`. The blocks of the transfers `gone` may be overwritten by it: what is read of them
+        from here on counts for nothing, and a write that ends later must see that at once, not when the loop hears of it."""
+        self._gone.update(gone)
         if chunks or self._steps_layers:
             self._steps_layers = bool(chunks)
             self.sender_loop.call_soon_threadsafe(self._begin, chunks)
@@ -115,9 +123,9 @@ class LayerwiseSender(MooncakeConnectorWorker):
                 transfer.request_id = chunk.request_id
                 self._transfer_of[chunk.request_id] = chunk.transfer_id
                 transfer.computed = Computed(chunk.total, set(self.registered_layer_names))
-            if chunk.restarted and transfer.announced and not transfer.delivered:
+            if chunk.restarted and (waiting := self.reqs_need_send.get(chunk.transfer_id)) is not None:
                 transfer.announced = False
-                self.reqs_need_send[chunk.transfer_id].ready.clear()
+                waiting.ready.clear()
             transfer.computed.begin_chunk(chunk.new_blocks, restarted=chunk.restarted)
             self._step.append((transfer, chunk))
 
@@ -229,7 +237,7 @@ class LayerwiseSender(MooncakeConnectorWorker):
                     status = await self.sender_loop.run_in_executor(
                         self._sender_executor, self._write, fence, receiver.session, src, dst, lengths
                     )
-                if status != 0:
+                if status != 0 or transfer.transfer_id in self._gone:
                     receiver.delivery.broke()
                     return
                 receiver.delivery.landed(batch)
@@ -292,12 +300,17 @@ class LayerwiseSender(MooncakeConnectorWorker):
             if receiver is not None:
                 # The answer lets the receiver use these blocks for something else: no write may come after it.
                 await receiver.idle.wait()
-            if transfer is not None and (transfer.aborted_at is not None or not transfer.announced):
-                never.append(request_id)
-            elif receiver is None or computed is None or not receiver.delivery.done(computed):
-                rest.append((request_id, send_meta))
-                if receiver is not None:
-                    self.xfer_stats.record_fallback()
+            if receiver is not None and computed is not None and receiver.delivery.done(computed):
+                continue
+            if transfer is not None and any(agent_meta.req_blocks[request_id][1]):
+                # Only the scheduler can say that the blocks stay what they are until they are sent.
+                await transfer.settled.wait()
+                if transfer.aborted_at is not None:
+                    never.append(request_id)
+                    continue
+            rest.append((request_id, send_meta))
+            if receiver is not None:
+                self.xfer_stats.record_fallback()
         src, dst, lengths, errors, message = await super()._build_transfer_params(
             rest, agent_meta, local_regions, remote_regions
         )
@@ -341,24 +354,29 @@ class LayerwiseSender(MooncakeConnectorWorker):
             transfer = self._transfers.get(transfer_id)
             if blocks:
                 self._may_free.add(request_id)
-            if transfer is not None and transfer.delivered:
-                if blocks:
-                    self._forget(transfer_id)
-                continue
-            if blocks and transfer_id not in self.reqs_need_send:
-                self.reqs_need_send[transfer_id] = SendBlockMeta(request_id, transfer_id, [], asyncio.Event())
-            known.reqs_to_send[request_id] = (transfer_id, blocks)
-            if blocks and transfer is not None:
+                if transfer is not None:
+                    transfer.settled.set()
+            if transfer is not None and transfer.announced:
+                if transfer_id not in self.reqs_need_send:
+                    # Its receivers were served before the scheduler's word came here.
+                    self._delivered(transfer)
+                    continue
+                if not blocks:
+                    continue
+            elif blocks and transfer is not None:
+                # Some layer was never seen: upstream serves the receivers now.
                 transfer.announced = True
+            known.reqs_to_send[request_id] = (transfer_id, blocks)
         await super().record_send_reqs(known)
         for transfer_id in metadata.reqs_not_processed:
             self._abort(transfer_id)
+            self._gone.discard(transfer_id)
 
     def _abort(self, transfer_id: str) -> None:
         """The prompt will never be complete: tell who waits for it, now or when it comes."""
         transfer = self._transfers.setdefault(transfer_id, Transfer(transfer_id))
-        if transfer.delivered:
-            self._done_sending.discard(transfer.request_id)
+        transfer.settled.set()
+        if transfer.delivered or (transfer.announced and transfer_id not in self.reqs_need_send):
             self._forget(transfer_id)
             return
         transfer.aborted_at = time.monotonic()
@@ -375,7 +393,8 @@ class LayerwiseSender(MooncakeConnectorWorker):
         """Requests whose blocks the scheduler may free: sent or given up, and finished there, too."""
         self._done_sending |= await super().fetch_finished_sending_reqs()
         freed = self._done_sending & self._may_free
-        self._done_sending -= freed
+        # What was given up here after it was sent, the scheduler has freed by itself.
+        self._done_sending &= self._transfer_of.keys() - freed
         self._may_free -= freed
         for request_id in freed:
             self._forget(self._transfer_of.get(request_id, ""))

@@ -59,9 +59,10 @@ def test_what_was_read_before_a_restart_does_not_count() -> None:
     stale = delivery.take(computed)
     assert stale is not None
     computed.begin_chunk([9], restarted=True)
+    computed.layer_saved("a", 1)
+    assert not delivery.done(computed)
     delivery.landed(stale)
     assert not delivery.done(computed)
-    computed.layer_saved("a", 1)
     assert delivery.take(computed) == Batch((Span(0, 0, 1),), 1)
 
 

@@ -1,0 +1,169 @@
+"""What an offloaded prompt pays for its transfer, layer by layer and after the prefill, on real engines over Mooncake and TCP.
+
+The tail is the time between P's answer and D's first token. Each figure is the median of pairs of runs that took turns; the
+baseline is the same with vLLM's own connector (its receiver, too, asked first). Two engines on two cores, each bound to one: D's
+first token also waits for D's own step and for the other engine's threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import aiohttp
+
+from bench.figures import Figure
+from tests.engine.direct_offloads import Offload, post, session
+from tests.engine.processes import until
+from tests.engine.servers import ENGINE_PYTHON, Engine, EngineSpec, start_engines, stop_engines
+
+TOKENS = {"2k": 2_000, "4k": 4_000, "8k": 8_000}
+ROUNDS = 5
+STREAMS = 16
+LAYERWISE = {
+    "kv_connector": "LayerwiseMooncakeConnector",
+    "kv_connector_module_path": "pointsman_connector.layerwise.connector",
+}
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One offload: the tail and P's CPU time, in seconds."""
+
+    tail_s: float
+    p_cpu_s: float
+
+
+async def layerwise() -> list[Figure]:
+    """Tails of three lengths with the receiver asked first, idle and beside decoding streams, and with it asked last."""
+    if not ENGINE_PYTHON.exists():
+        raise SystemExit(f"{ENGINE_PYTHON} is missing: `make env-engine` makes it")
+    with tempfile.TemporaryDirectory() as folder, _pairs(Path(folder)) as (upstream, pushing, ids):
+        rng = random.Random(3)
+
+        async def turns(http: aiohttp.ClientSession, tokens: int, lead_s: float) -> tuple[list[Run], list[Run]]:
+            """Both pairs of engines in turn, so that what the machine does meanwhile meets both."""
+            runs: tuple[list[Run], list[Run]] = ([], [])
+            for _ in range(ROUNDS):
+                for pair, found in ((upstream, runs[0]), (pushing, runs[1])):
+                    prompt = [rng.choice(ids) for _ in range(tokens)]
+                    found.append(await _offload(http, pair, prompt, lead_s))
+            return runs
+
+        figures: list[Figure] = []
+        async with session() as http:
+            for pair in (upstream, pushing):
+                await _offload(http, pair, [rng.choice(ids) for _ in range(300)], 0.0)
+            for name, tokens in TOKENS.items():
+                after, layered = await turns(http, tokens, 0.0)
+                figures += [
+                    _tail(f"layerwise_tail_s_{name}", after, layered, "D asked first; baseline: vLLM's connector"),
+                    Figure(
+                        f"layerwise_p_cpu_s_{name}",
+                        median(run.p_cpu_s for run in layered),
+                        "s",
+                        median(run.p_cpu_s for run in after),
+                        "P's CPU time for the prefill; baseline: vLLM's connector",
+                    ),
+                ]
+            after, layered = await turns(http, TOKENS["4k"], -1.0)
+            figures.append(
+                _tail("layerwise_tail_s_4k_sequential", after, layered, "D asked after P; baseline: the same")
+            )
+            async with _decoding(http, upstream[1], rng, ids), _decoding(http, pushing[1], rng, ids):
+                after, layered = await turns(http, TOKENS["4k"], 0.0)
+            figures.append(
+                _tail("layerwise_tail_s_4k_streams", after, layered, f"{STREAMS} streams decode on each D meanwhile")
+            )
+        return figures
+
+
+def _tail(metric: str, after: list[Run], layered: list[Run], note: str) -> Figure:
+    return Figure(metric, median(run.tail_s for run in layered), "s", median(run.tail_s for run in after), note)
+
+
+async def _offload(http: aiohttp.ClientSession, pair: list[Engine], prompt: list[int], lead_s: float) -> Run:
+    p, d = pair
+    offload = Offload(http, p, d, prompt, lead_s, output=1)
+    before = _cpu_s(p)
+
+    async def prefill() -> float:
+        await offload.prefill()
+        return time.perf_counter()
+
+    if lead_s < 0:
+        ended = await prefill()
+        await offload.decode()
+    else:
+        answer = asyncio.create_task(offload.decode())
+        await asyncio.sleep(0.01)
+        ended = await prefill()
+        await answer
+    return Run(time.perf_counter() - ended, _cpu_s(p) - before)
+
+
+def _cpu_s(engine: Engine) -> float:
+    """CPU time of all of an engine's processes, in seconds."""
+    total = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[2]) == engine.process.pid:
+                total += int(fields[11]) + int(fields[12])
+    return total / TICKS
+
+
+@contextlib.asynccontextmanager
+async def _decoding(
+    http: aiohttp.ClientSession, engine: Engine, rng: random.Random, ids: list[int]
+) -> AsyncIterator[None]:
+    """Streams that generate on `engine` all the while."""
+    streams = [
+        asyncio.create_task(post(http, engine, {"prompt": [rng.choice(ids) for _ in range(32)], "max_tokens": 8_000}))
+        for _ in range(STREAMS)
+    ]
+    await asyncio.to_thread(
+        until, lambda: engine.running() >= STREAMS, within_s=60.0, what="all background streams running"
+    )
+    yield
+    for stream in streams:
+        stream.cancel()
+    await asyncio.gather(*streams, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _pairs(folder: Path) -> Iterator[tuple[list[Engine], list[Engine], list[int]]]:
+    """A pair of engines with vLLM's connector, one with ours, and the ids of tokens to make prompts of."""
+    model = folder / "model"
+    maker = Path(__file__).parents[1] / "tests/engine/model.py"
+    subprocess.run([ENGINE_PYTHON, maker, model], check=True, stdout=subprocess.DEVNULL)
+    vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+
+    def spec(name: str, core: int, kv_transfer: dict[str, str]) -> EngineSpec:
+        return EngineSpec(
+            name,
+            core=core,
+            connector=True,
+            kv_transfer=kv_transfer,
+            max_model_len=8_192,
+            kv_capacity_tokens=160_000,
+            extra_args=("--max-num-batched-tokens", "2048"),
+        )
+
+    specs = [spec("p-after", 0, {}), spec("d-after", 1, {}), spec("p-push", 0, LAYERWISE), spec("d-push", 1, LAYERWISE)]
+    engines = start_engines(specs, model, folder)
+    try:
+        yield engines[:2], engines[2:], [number for word, number in vocabulary.items() if word.startswith("Ġ")]
+    finally:
+        stop_engines(engines)

@@ -1,0 +1,164 @@
+"""How much of a KV transfer hides behind its computation, with plain tensors and the transfer engine: no vLLM, any device.
+
+Two processes. One computes layers (matrix products of a chosen cost, then the layer's K and V into its cache) and sends; the
+other only lends its memory. Measured is the tail: from the end of the last layer's computation to the last byte written, once
+with all layers sent after the last one, once with each layer sent when its own event has passed.
+
+    python push_tensors.py --device cuda --protocol rdma --layers 48 --tokens 8192 --layer-ms 8
+
+Run it with the Python of an engine's environment (torch, and mooncake-transfer-engine or its non-cuda build).
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import threading
+import time
+from functools import partial
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+
+import torch
+from mooncake.engine import TransferEngine
+
+from pointsman_connector.layerwise.fence import Fence, marker
+
+
+def cache(arguments: argparse.Namespace) -> torch.Tensor:
+    """[layers, bytes of a layer's K and V] on the device."""
+    size = arguments.tokens * arguments.bytes_per_token
+    return torch.zeros((arguments.layers, size), dtype=torch.uint8, device=arguments.device)
+
+
+def engine(arguments: argparse.Namespace, tensor: torch.Tensor) -> tuple[TransferEngine, str]:
+    """A transfer engine that may touch `tensor`, and its address."""
+    one = TransferEngine()
+    if one.initialize(arguments.host, "P2PHANDSHAKE", arguments.protocol, arguments.nic) != 0:
+        raise RuntimeError("the transfer engine does not start")
+    if one.register_memory(tensor.data_ptr(), tensor.nbytes) != 0:
+        raise RuntimeError("the transfer engine cannot use this memory")
+    return one, f"{arguments.host}:{one.get_rpc_port()}"
+
+
+def lend(arguments: argparse.Namespace, pipe: Connection) -> None:
+    """The receiving process: tells where its memory is, answers what is in it, until told to stop."""
+    tensor = cache(arguments)
+    _, address = engine(arguments, tensor)
+    pipe.send((address, tensor.data_ptr()))
+    while pipe.recv() == "sums":
+        pipe.send(tensor[:, 0].tolist())
+
+
+class Layers:
+    """The computation: `run` queues all layers on the device and calls `saved` after each."""
+
+    def __init__(self, arguments: argparse.Namespace, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._matrix = torch.randn(2048, 2048, device=arguments.device)
+        self._repeats = 1
+        began = time.perf_counter()
+        for _ in range(8):
+            self._work()
+        self._wait()
+        self._repeats = max(round(arguments.layer_ms / 1e3 / ((time.perf_counter() - began) / 8)), 1)
+
+    def _work(self) -> None:
+        for _ in range(self._repeats):
+            torch.mm(self._matrix, self._matrix)
+
+    def _wait(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def run(self, value: int, saved: SimpleQueue[tuple[int, Fence | None] | None]) -> float:
+        """Compute; returns when the last layer's computation is over, in seconds of the performance counter."""
+        mark = marker(partial(torch.cuda.Event, blocking=True) if torch.cuda.is_available() else None)
+        for layer in range(len(self._tensor)):
+            self._work()
+            self._tensor[layer].fill_(value)
+            saved.put((layer, mark()))
+        self._wait()
+        saved.put(None)
+        return time.perf_counter()
+
+
+def send(one: TransferEngine, tensor: torch.Tensor, remote: tuple[str, int], layers: list[int]) -> None:
+    """Write whole layers to the same places of the other tensor."""
+    offsets = [layer * tensor.shape[1] for layer in layers]
+    sources = [tensor.data_ptr() + offset for offset in offsets]
+    targets = [remote[1] + offset for offset in offsets]
+    if one.batch_transfer_sync_write(remote[0], sources, targets, [tensor.shape[1]] * len(layers)) != 0:
+        raise RuntimeError("the transfer failed")
+
+
+def tail(
+    one: TransferEngine, tensor: torch.Tensor, remote: tuple[str, int], layers: Layers, value: int, *, each: bool
+) -> float:
+    """Seconds between the last layer's end and the last byte's arrival."""
+    saved: SimpleQueue[tuple[int, Fence | None] | None] = SimpleQueue()
+    ended: list[float] = []
+
+    def push() -> None:
+        ready: list[int] = []
+        while (item := saved.get()) is not None:
+            layer, fence = item
+            if fence is not None:
+                fence()
+            ready.append(layer)
+            if each:
+                send(one, tensor, remote, ready)
+                ready = []
+        if ready:
+            send(one, tensor, remote, ready)
+        ended.append(time.perf_counter())
+
+    pusher = threading.Thread(target=push)
+    pusher.start()
+    computed = layers.run(value, saved)
+    pusher.join()
+    return ended[0] - computed
+
+
+def main() -> None:
+    """Print the medians, and check that every layer arrived."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--protocol", default="tcp", help="tcp, rdma, nvlink ...: whatever the transfer engine knows")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--nic", default="", help="RDMA device")
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--bytes-per-token", type=int, default=2048, help="K and V of one token in one layer")
+    parser.add_argument("--layer-ms", type=float, default=8.0, help="computation of one layer")
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    other = context.Process(target=lend, args=(arguments, theirs), daemon=True)
+    other.start()
+    remote = pipe.recv()
+    tensor = cache(arguments)
+    one, _ = engine(arguments, tensor)
+    layers = Layers(arguments, tensor)
+    found: dict[bool, list[float]] = {False: [], True: []}
+    for number in range(arguments.rounds):
+        for each in found:
+            value = (2 * number + each) % 250 + 1
+            found[each].append(tail(one, tensor, remote, layers, value, each=each))
+            pipe.send("sums")
+            if pipe.recv() != [value] * arguments.layers:
+                raise SystemExit("the receiver has other bytes")
+    megabytes = tensor.nbytes / 2**20
+    print(
+        f"{arguments.device}, {arguments.protocol}: {megabytes:.0f} MB in {arguments.layers} layers of {arguments.layer_ms:g} ms"
+    )
+    print(f"tail after the prefill   {statistics.median(found[False]) * 1e3:8.2f} ms")
+    print(f"tail layer by layer      {statistics.median(found[True]) * 1e3:8.2f} ms")
+    pipe.send("stop")
+    other.join()
+
+
+if __name__ == "__main__":
+    main()
