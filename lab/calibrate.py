@@ -174,6 +174,8 @@ def _simulation(settings: CalibrateSettings, measured: Measured, found: Fit, sca
         instances=len(settings.engines),
         policy=settings.policy,
         time_scale=scale,
+        # The live chats have what the trace says in place of what the engines said.
+        answers_return=False,
         tokenise_token_s=token_s,
         api_s=request_s,
         engine=config,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
@@ -13,12 +13,13 @@ from lab.block_cache import extend_hashes
 
 @dataclass(frozen=True, slots=True)
 class NamedPrompt:
-    """A prompt of `length` tokens that nobody reads: `names` are its full blocks' hashes, equal where prefixes are, and `fresh`
-    gives a new one for each block that the answer fills. Makes simulations of long prompts cheap."""
+    """A prompt of `length` tokens that nobody reads: `names` are its full blocks' hashes, equal where prefixes are, and `answer`
+    has those of the blocks that its answer fills, the one that prompt and answer share included. Makes simulations of long
+    prompts cheap."""
 
     length: int
     names: Sequence[int]
-    fresh: Callable[[], int]
+    answer: Sequence[int]
 
     def __len__(self) -> int:
         return self.length
@@ -59,12 +60,13 @@ class Tokens:
 class Names:
     """Block names alone; there are no token ids to be told."""
 
-    __slots__ = ("_block_size", "_fresh", "_length", "hashes")
+    __slots__ = ("_answer", "_block_size", "_length", "_prompt_blocks", "hashes")
 
     def __init__(self, prompt: NamedPrompt, block_size: int) -> None:
         self._length = prompt.length
-        self._fresh = prompt.fresh
+        self._answer = prompt.answer
         self._block_size = block_size
+        self._prompt_blocks = len(prompt.names)
         self.hashes = list(prompt.names)
 
     def ids(self, start: int, stop: int) -> tuple[int, ...]:
@@ -75,5 +77,6 @@ class Names:
     def extend(self, count: int) -> None:
         """Generate `count` tokens. Mutates."""
         self._length += count
-        for _ in range(self._length // self._block_size - len(self.hashes)):
-            self.hashes.append(self._fresh())
+        full = self._length // self._block_size
+        if full > len(self.hashes):
+            self.hashes += self._answer[len(self.hashes) - self._prompt_blocks : full - self._prompt_blocks]

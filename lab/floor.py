@@ -11,6 +11,7 @@ from functools import partial
 
 from lab.agenda import Agenda
 from lab.clients import Clients, Turn
+from lab.content import NamedPrompt
 from lab.draws import Session
 from lab.engine_events import Leap
 from lab.prompts import Prompts
@@ -29,7 +30,7 @@ class Floor:
     def __init__(self, sessions: Sequence[Session], asked: Simulation) -> None:
         self._asked = asked
         self._agenda = Agenda()
-        self._prompts = Prompts()
+        self._prompts = Prompts(answers_return=asked.answers_return)
         self._clients = Clients(iter(sessions), asked, ("",), self._agenda, self._arrive)
         self._computed: set[int] = set()
         self._records: list[RequestRecord] = []
@@ -43,16 +44,16 @@ class Floor:
 
     def _arrive(self, turn: Turn, now: float) -> None:
         asked, request = self._asked, turn.request
-        prompt = self._prompts.of(request)
+        prompt = self._prompts.of(request, last=not turn.rest)
         if request.input_length >= asked.engine.max_model_len:
             record = RequestRecord(session=request.session, turn=request.turn, status=400, error="too long", t_send=now)
             self._end(record, turn, now)
             return
         way_s = asked.tokenise_token_s * prompt.length + asked.placement_s + asked.api_s
-        self._agenda.at(now + way_s, partial(self._prefill, turn, prompt.names, now))
+        self._agenda.at(now + way_s, partial(self._prefill, turn, prompt, now))
 
-    def _prefill(self, turn: Turn, names: Sequence[int], sent: float, now: float) -> None:
-        request, computed = turn.request, self._computed
+    def _prefill(self, turn: Turn, prompt: NamedPrompt, sent: float, now: float) -> None:
+        request, names, computed = turn.request, prompt.names, self._computed
         # The last token is always computed, for its logits.
         reusable = (request.input_length - 1) // KEY_TOKENS
         hit = next((at for at, name in enumerate(names[:reusable]) if name not in computed), reusable)
@@ -70,16 +71,22 @@ class Floor:
             output_tokens=request.output_length,
         )
         first = now + prefill_s(self._asked, request.input_length, cached)
-        self._agenda.at(first, partial(self._first_token, record, turn, names))
+        self._agenda.at(first, partial(self._first_token, record, turn, prompt))
 
-    def _first_token(self, record: RequestRecord, turn: Turn, names: Sequence[int], now: float) -> None:
-        self._computed.update(names)
+    def _first_token(self, record: RequestRecord, turn: Turn, prompt: NamedPrompt, now: float) -> None:
+        self._computed.update(prompt.names)
         record.ttft_s = now - record.t_send
         profile, steps = self._asked.profile, turn.request.output_length - 1
         first_s = profile.step_s + profile.chunk_s(1, turn.request.input_length)
         decode_s = Leap(steps, False, first_s, profile.decode_kv_token_s).seconds(steps)
         record.status = 200
-        self._agenda.at(now + decode_s, partial(self._end, record, turn))
+        self._agenda.at(now + decode_s, partial(self._answered, record, turn, prompt))
+
+    def _answered(self, record: RequestRecord, turn: Turn, prompt: NamedPrompt, now: float) -> None:
+        # The last token's own KV is never computed.
+        full = (prompt.length + turn.request.output_length - 1) // KEY_TOKENS
+        self._computed.update(prompt.answer[: full - len(prompt.names)])
+        self._end(record, turn, now)
 
     def _end(self, record: RequestRecord, turn: Turn, now: float) -> None:
         record.e2e_s = now - record.t_send

@@ -24,7 +24,8 @@ class Simulation:
     `max_sessions` no more sessions are in flight: further ones wait, from their first turn on, until one has ended (0: no cap).
 
     `policy` is a name, with `policy_settings`, or a policy itself. `retries` is how often a client that was refused for the
-    moment asks again, each time after the seconds that it was told. With `layerwise` KV is pushed while it is computed.
+    moment asks again, each time after the seconds that it was told. With `layerwise` KV is pushed while it is computed. With
+    `answers_return` what a turn generated begins what the session's next prompt has beyond it (`lab.prompts`).
 
     Times that pass on the way: a prompt is tokenised at `tokenise_token_s` per token; the way to the router and the way back
     each take `placement_s` / 2 in the mean, and whatever is sent to an engine, a step or a slice, reaches its scheduler after
@@ -46,6 +47,7 @@ class Simulation:
     seed: int = 0
     retries: int = 10
     layerwise: bool = False
+    answers_return: bool = True
     tokenise_token_s: float = 0.0
     placement_s: float = 0.0
     api_s: float = 0.0

@@ -95,7 +95,7 @@ class Simulator:
         self._agenda = Agenda()
         # Several times what all caches hold: a block that was not asked for meanwhile is in none of them.
         held = asked.instances * asked.engine.kv_blocks * KEY_TOKENS
-        self._prompts = Prompts(REMEMBERED * held)
+        self._prompts = Prompts(REMEMBERED * held, answers_return=asked.answers_return)
         self._running: dict[str, _Running] = {}
         self._pools = [MODEL] if asked.pools == 1 else [f"{MODEL}-{number}" for number in range(asked.pools)]
         policy = make_policy(asked.policy, asked.policy_settings) if isinstance(asked.policy, str) else asked.policy
@@ -174,7 +174,7 @@ class Simulator:
     def _arrive(self, turn: Turn, now: float) -> None:
         request = turn.request
         name = f"{request.session}#{request.turn}"
-        prompt = self._prompts.of(request)
+        prompt = self._prompts.of(request, last=not turn.rest)
         placement = PlacementRequest(
             request_id=name,
             model=turn.pool,
@@ -305,8 +305,12 @@ class Simulator:
             running.record.rule = decision.ruling.steps[-1].reason
         if step.kind is StepKind.PREFILL:
             tokens = step.prefix_tokens or running.prompt.length
-            prefix = replace(running.prompt, length=tokens, names=running.prompt.names[: tokens // KEY_TOKENS])
-            self._send(placed, EngineRequest(_engine_id(placed), prefix, 1), now)
+            prompt = running.prompt
+            if tokens < prompt.length:
+                # What is generated after a part of a prompt is no part of it.
+                names = prompt.names[: tokens // KEY_TOKENS]
+                prompt = replace(prompt, length=tokens, names=names, answer=self._prompts.fresh())
+            self._send(placed, EngineRequest(_engine_id(placed), prompt, 1), now)
         else:
             self._serve(placed, now)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import count
 from typing import Any
 
 import pytest
@@ -24,8 +23,8 @@ def engine(blocks: int = 24, **changes: Any) -> EngineModel:
 
 def ask(number: int, shared: int, length: int, output: int) -> EngineRequest:
     names = [*range(1, shared + 1), *range(1_000 * number, 1_000 * number + 100)][: length // 16]
-    own = count(1_000 * number + 500)
-    return EngineRequest(f"r{number}", NamedPrompt(length, names, lambda: next(own)), output)
+    answer = range(1_000 * number + 500, 1_000 * number + 600)
+    return EngineRequest(f"r{number}", NamedPrompt(length, names, answer), output)
 
 
 def play(model: EngineModel, asked: list[tuple[float, EngineRequest]], *, leaps: bool) -> tuple[list[Any], int]:

@@ -13,7 +13,9 @@ from msgspec import structs
 
 from lab.analysis import summarise
 from lab.bundle import read_records
+from lab.content import NamedPrompt
 from lab.engine_events import EngineConfig
+from lab.floor import Floor
 from lab.generate import generate
 from lab.profile import Profile, ProfileError, load_profile
 from lab.prompts import Prompts
@@ -61,12 +63,32 @@ def simulate(requests: list[TraceRequest], **asked: Any) -> list[RequestRecord]:
 def test_a_sessions_times_by_hand() -> None:
     turns = [ask("a", 1, 5.0, [1], 100), ask("a", 2, 6.0, [1, 2], 130, think_s=3.0)]
     first, second = simulate(turns, instances=1, profile=PLAIN)
-    # 100 new tokens, then a second one; turn 2 was due while turn 1 still ran, and finds its first 64 tokens.
+    # 100 new tokens, then a second one; turn 2 was due while turn 1 still ran, and finds what turn 1 filled: 96 of its tokens.
     assert (first.t_send, first.ttft_s, first.e2e_s) == pytest.approx((0.0, 2.0, 3.0))
-    assert (second.t_send, second.cached_tokens) == (pytest.approx(3.0), 64)
-    assert second.ttft_s == pytest.approx(1.66)
+    assert (second.t_send, second.cached_tokens) == (pytest.approx(3.0), 96)
+    assert second.ttft_s == pytest.approx(1.34)
     thought = simulate(turns, instances=1, profile=PLAIN, timing="think")[1]
     assert thought.t_send == pytest.approx(6.0)
+
+
+def test_a_turn_goes_on_from_the_answer_before_it() -> None:
+    turns = [ask("a", 1, 0.0, [1], 100, output=40), ask("a", 2, 90.0, [1, 2, 3], 200, output=20)]
+    turns += [
+        ask("a", 3, 180.0, [1, 2, 3], 230, output=1),
+        ask("a", 4, 270.0, [1, 2, 3], 225),
+        ask("a", 5, 360.0, [1, 9], 260),
+    ]
+    other = ask("b", 1, 450.0, [1, 2, 3], 200)
+    records = simulate([*turns, other], instances=1, profile=PLAIN)
+    # Turn 1 leaves 139 computed tokens (no engine computes the KV of its last one), of which 8 blocks are full; turn 2 219, of
+    # which 13 are. Turn 4 is shorter than turn 3, so it cannot go on from it; turn 5 goes on from the first block only, and
+    # another session can have said something else after the blocks that the trace names: it finds those.
+    assert [record.cached_tokens for record in records] == [0, 128, 208, 192, 64, 192]
+    assert records[1].ttft_s == pytest.approx(1.72)
+    floor = Floor([turns, [other]], Simulation(profile=PLAIN)).run()
+    assert [record.cached_tokens for record in floor] == [0, 128, 208, 192, 64, 192]
+    made_up = simulate([*turns, other], instances=1, profile=PLAIN, answers_return=False)
+    assert [record.cached_tokens for record in made_up] == [0, 64, 192, 192, 64, 192]
 
 
 def test_two_prompts_at_once_go_to_two_instances_and_a_session_comes_back() -> None:
@@ -125,7 +147,33 @@ def test_names_are_shared_where_ids_are(block_size: int) -> None:
         shared_prefix(names("d", ids, 192 + min(block_size - 1, 32)), names("e", ids, 192 + min(block_size - 1, 32)))
         == 12
     )
-    assert prompts.fresh() not in {*one, *other}
+    assert prompts.fresh()[0] not in {*one, *other}
+
+
+@pytest.mark.parametrize("block_size", [64, 24, 8])
+def test_names_of_answers_are_those_of_the_next_prompt(block_size: int) -> None:
+    def make(turn: int, ids: list[int], length: int, output: int) -> NamedPrompt:
+        request = structs.replace(ask("a", turn, 0, ids, length, output), block_size=block_size)
+        made = prompts.of(request, last=False)
+        whole = [*made.names, *made.answer]
+        assert (len(made.names), len(whole), len({*whole})) == (
+            length // 16,
+            (length + output) // 16,
+            (length + output) // 16,
+        )
+        return made
+
+    prompts = Prompts()
+    ids = list(range(10, 10 + 800 // block_size))
+    first = make(1, ids[: 200 // block_size], 200, 90)
+    second = make(2, ids[: 400 // block_size], 400, 150)
+    assert second.names[: 290 // 16] == [*first.names, *first.answer]
+    # Some of an answer that left reasoning out cannot be told from the rest: the prompt alone is gone on from.
+    third = make(3, ids[: 500 // block_size], 500, 10)
+    assert third.names[: 400 // 16] == second.names
+    assert third.names[400 // 16] != second.answer[0]
+    assert make(4, ids[: 510 // block_size], 510, 10).names[: 510 // 16] == [*third.names, *third.answer]
+    assert shared_prefix(make(5, [*ids[:3], 7, 8], 600, 10).names, third.names) == 3 * block_size // 16
 
 
 def test_names_are_forgotten_with_what_no_cache_holds() -> None:
