@@ -262,7 +262,7 @@ class Choreography:
         if self._ahead is not None:
             return self._failed_ahead(failed, now)
         if self.phase is Phase.STREAMING:
-            return [*self._end(Outcome.FAILED, failed.error, failed.status), BreakStream("The instance failed.")]
+            return [*self._end(Outcome.FAILED, failed.error, failed.status), BreakStream()]
         if self.phase is not Phase.SERVING:
             return []
         assert self.step is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pointsman.router.v1 import placement_pb2
@@ -52,7 +52,7 @@ class Job:
     received: float
     grant: Grant
     traced: Traced | None
-    known_tokens: int = 0  # of the prompt; 0 where they are only estimated
+    known_tokens: int = field(init=False)  # of the prompt; 0 where they are only estimated
 
     def __post_init__(self) -> None:
         self.known_tokens = 0 if self.ids is None else len(self.ids)

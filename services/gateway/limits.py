@@ -104,11 +104,6 @@ class Grant:
                 account.tokens.take(tokens - self._charged, self._limits.tokens_per_minute, now)
         self._charged = tokens
 
-    @property
-    def charged(self) -> int:
-        """The figure last given to charge()."""
-        return self._charged
-
     def close(self) -> None:
         """It is no longer in flight, and not charged any more. Mutates."""
         book, self._book = self._book, None

@@ -251,8 +251,6 @@ class Fail:
 class BreakStream:
     """End the client's stream with an error event."""
 
-    message: str
-
 
 Effect = (
     Ask

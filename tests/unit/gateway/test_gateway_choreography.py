@@ -96,7 +96,7 @@ def test_after_the_first_byte_the_stream_breaks() -> None:
     machine = serving()
     machine.handle(mv.AnswerBegan(), 2.0)
     effects = machine.handle(mv.UpstreamFailed("reset"), 3.0)
-    assert effects == [mv.Abort(), mv.Finished("r", Outcome.FAILED, "reset"), mv.BreakStream("The instance failed.")]
+    assert effects == [mv.Abort(), mv.Finished("r", Outcome.FAILED, "reset"), mv.BreakStream()]
 
 
 def test_a_failure_that_the_engine_told_the_client_is_not_told_twice() -> None:
