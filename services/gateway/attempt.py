@@ -28,9 +28,6 @@ class Attempt:
 
     id: str = ""
     asked: float = 0.0
-    placed: float = 0.0
-    prefill_sent: float = 0.0
-    prefill_done: float = 0.0
     sent: float = 0.0
     first: float = 0.0
     ahead: float = 0.0  # when the next step was sent, before it was given
@@ -44,7 +41,6 @@ class Attempt:
 
     def begin(self, step: StepGiven, now: float) -> None:
         """Note a step that is being done. Mutates."""
-        self.placed = self.placed or now
         # Pulled, and now served: it is one step.
         if not self.runs or self.runs[-1].step.index != step.index:
             self.runs.append(StepRun(step, self.ahead or now))
@@ -54,6 +50,11 @@ class Attempt:
         """Note that the newest step is over, and how it failed. Mutates."""
         self.fallback = error or self.fallback
         self.runs[-1].ended, self.runs[-1].error = now, error
+
+    @property
+    def placed(self) -> float:
+        """When its first step was begun."""
+        return self.runs[0].began if self.runs else 0.0
 
     @property
     def steps(self) -> list[StepGiven]:
@@ -87,6 +88,7 @@ class Attempt:
     ) -> Breakdown:
         """Its line of the breakdown log; `unix` turns moments into unix s."""
         last = self.steps[-1] if self.steps else None
+        prefills = [run for run in self.runs if run.step.prefill_tokens]
         return Breakdown(
             request_id=effect.attempt_id,
             decision_id=next((step.decision_id for step in self.steps if step.decision_id), ""),
@@ -105,8 +107,8 @@ class Attempt:
             output_tokens=self.usage.output,
             t_recv=unix(job.received),
             t_placed=unix(self.placed),
-            t_prefill_sent=unix(self.prefill_sent),
-            t_prefill_done=unix(self.prefill_done),
+            t_prefill_sent=unix(prefills[0].began) if prefills else None,
+            t_prefill_done=unix(prefills[-1].ended) if prefills else None,
             t_sent=unix(self.sent),
             t_first_token=unix(self.first),
             t_done=unix(now),

@@ -107,7 +107,7 @@ class Conductor:
                     self._begin(placing.await_next(effect))
                 case mv.Prefill():
                     self._note(effect.step)
-                    self._begin(errands.prefill(effect.step, self._attempt))
+                    self._begin(errands.prefill(effect.step))
                 case mv.Pull():
                     self._note(effect.step, ahead=effect.ahead)
                     self._begin(errands.pull(effect.step, ahead=effect.ahead))

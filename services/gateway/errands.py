@@ -30,8 +30,8 @@ from services.gateway.upstream import UpstreamError, down_headers
 
 
 class Errands:
-    """What is sent to instances for one request, one errand at a time, and what came back. Each errand ends in an event, and
-    notes its moments in the attempt that it belongs to."""
+    """What is sent to instances for one request, one errand at a time, and what came back. Each errand ends in an event; those
+    of the answer note its moments and usage in the attempt that it belongs to."""
 
     def __init__(self, tools: Tools, job: Job, request: Request) -> None:
         self._tools = tools
@@ -76,17 +76,14 @@ class Errands:
             self._upstream.close()
             self._upstream = None
 
-    async def prefill(self, step: StepGiven, attempt: Attempt) -> Event:
+    async def prefill(self, step: StepGiven) -> Event:
         """A PREFILL step, for its own instance or another one."""
-        attempt.prefill_sent = attempt.prefill_sent or time.monotonic()
         try:
             await (self._offload.prefill(step) if step.kv_target is not None else self._slice(step))
         except TransferError as error:
             return PrefillEnded(str(error), error.instance_failed)
         except UpstreamError as error:
             return PrefillEnded(error.text, not 400 <= error.status < 500)
-        finally:
-            attempt.prefill_done = time.monotonic()
         return PrefillEnded()
 
     async def _slice(self, step: StepGiven) -> None:
