@@ -6,13 +6,13 @@ import time
 
 from services.gateway.answer import Tail
 from services.gateway.attempt import Attempt
-from services.gateway.dialects import engine_error
+from services.gateway.dialects import begins_with_error, engine_error
 from services.gateway.dialects.endings import Ending, usage_of
 from services.gateway.events import EventStream
 from services.gateway.http.exchange import Answer
 from services.gateway.http.message import Request, Response
 from services.gateway.job import Job, Tools
-from services.gateway.kv_transfer import TransferError, begins_with_error, fell_short, slice_request
+from services.gateway.kv_transfer import TransferError, fell_short, slice_request
 from services.gateway.moves import (
     AnswerBegan,
     AnswerEnded,
@@ -120,6 +120,7 @@ class Errands:
                 streamed = answer.status < 400 and answer.media_type == "text/event-stream"
                 if streamed and not await answer.begun():
                     raise UpstreamError("an empty answer", answer.status)
+                # What a failed transfer looks like behind a status of 200.
                 if streamed and step.kv_source is not None and begins_with_error(answer.arrived):
                     raise UpstreamError("the answer began with an error", 500)
             if not streamed:

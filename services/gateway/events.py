@@ -8,13 +8,12 @@ import re
 import msgspec
 
 from services.gateway.answer import Tail
-from services.gateway.dialects import Form, engine_event, error_event
+from services.gateway.dialects import Form, begins_with_error, engine_event, error_event
 
 MAX_HELD_BYTES = 64 << 10  # of an event whose end has not come; more goes out as it is
 _ENDS = (b"\n\n", b"\r\n\r\n")
 _END = re.compile(rb"(\r?\n\r?\n)")
 _TELLS_OF_ERROR = re.compile(rb'"error"|event: ?error')
-_IS_ERROR = re.compile(rb'\s*(?:event: ?error|data: ?\{\s*"(?:error"|object": ?"error))')
 
 
 class EventStream:
@@ -58,7 +57,7 @@ class EventStream:
         elif len(piece) <= MAX_HELD_BYTES and not torn:
             self._held = piece
             return b""
-        elif not torn and _IS_ERROR.match(piece):
+        elif not torn and begins_with_error(piece):
             # It must not go out as it is, nor be kept whole. What is cut is no JSON, which engine_event() has a sentence for.
             self._held = piece[:MAX_HELD_BYTES] + piece[-3:]
             return b""

@@ -189,11 +189,6 @@ def engine_id_of(answer: bytes, rank: int | None) -> str:
     return registered.engine_id
 
 
-def begins_with_error(piece: bytes) -> bool:
-    """Whether a stream begins with an error instead of a token: what a failed transfer looks like behind a status of 200."""
-    return piece.lstrip().startswith((b'data: {"error"', b"event: error"))
-
-
 def fell_short(answer: bytes, prefilled_before: int) -> bool:
     """Whether the answer to a slice shows that the slices before it are not in the cache any more."""
     try:

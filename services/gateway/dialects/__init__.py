@@ -1,7 +1,14 @@
 """The APIs that clients speak: a body in, a Call out; errors in the form of the API that was called. Pure."""
 
 from services.gateway.dialects.call import ROUTES, Call, Kind, Rules, form_of, with_fields
-from services.gateway.dialects.errors import DialectError, Form, engine_error, engine_event, error_event
+from services.gateway.dialects.errors import (
+    DialectError,
+    Form,
+    begins_with_error,
+    engine_error,
+    engine_event,
+    error_event,
+)
 from services.gateway.dialects.parse import FORBIDDEN_FIELDS, FORBIDDEN_XARGS, estimated_tokens, parse
 
 __all__ = [
@@ -13,6 +20,7 @@ __all__ = [
     "Form",
     "Kind",
     "Rules",
+    "begins_with_error",
     "engine_error",
     "engine_event",
     "error_event",

@@ -38,6 +38,7 @@ _ADDRESS = re.compile(
     re.IGNORECASE,
 )
 
+_BEGINS_WITH_ERROR = re.compile(rb'\s*(?:event: ?error|data: ?\{\s*"(?:error"|object": ?"error))')
 _TRACE = "Traceback (most recent call last)"
 _REPORTED = "The engine reported an error."
 
@@ -108,6 +109,11 @@ def engine_error(form: Form, status: int, body: bytes) -> bytes:
     if form is Form.ANTHROPIC:
         return _anthropic(status, safe["message"])
     return msgspec.json.encode({"error": safe})
+
+
+def begins_with_error(stream: bytes) -> bool:
+    """Whether the next event of an engine's stream, as far as it has come, tells of a failure."""
+    return _BEGINS_WITH_ERROR.match(stream) is not None
 
 
 def engine_event(form: Form, event: bytes, sequence_number: int = 0) -> bytes:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.answer import TAIL_BYTES, Tail
-from services.gateway.dialects import Form, Kind, engine_event
+from services.gateway.dialects import Form, Kind, begins_with_error, engine_event
 from services.gateway.dialects.endings import Ending, Usage
 from services.gateway.events import MAX_HELD_BYTES, EventStream
 
@@ -234,3 +234,17 @@ def test_the_end_of_a_torn_event_is_not_taken_for_an_event() -> None:
     assert events.feed(begin) == begin
     end = b'"\ndata: , "b": "error"}\n\n'
     assert events.feed(end + b'data: {"error": "10.0.0.7"}\n\n').startswith(end + b'data: {"error":{')
+
+
+@pytest.mark.parametrize(
+    ("piece", "error"),
+    [
+        (b'data: {"error": {"message": "x"}}\n\n', True),
+        (b'data: {"object":"error","message":"x"}\n\n', True),
+        (b"event: error\ndata: {}\n\n", True),
+        (b'data: {"id":"x","choices":[{"delta":{"content":"{\\"error\\""}}]}\n\n', False),
+        (b"", False),
+    ],
+)
+def test_streams_that_begin_with_an_error(piece: bytes, error: bool) -> None:
+    assert begins_with_error(piece) is error

@@ -123,16 +123,3 @@ def test_a_shortfall_of_more_than_a_block_ends_slicing(cached: int | None, befor
 def test_nothing_is_concluded_from_an_engine_that_does_not_tell() -> None:
     assert not kv.fell_short(b'{"usage":{"prompt_tokens_details":null}}', 4096)
     assert not kv.fell_short(b"{}", 4096)
-
-
-@pytest.mark.parametrize(
-    ("piece", "error"),
-    [
-        (b'data: {"error": {"message": "x"}}\n\n', True),
-        (b"event: error\ndata: {}\n\n", True),
-        (b'data: {"id":"x","choices":[{"delta":{"content":"{\\"error\\""}}]}\n\n', False),
-        (b"", False),
-    ],
-)
-def test_streams_that_begin_with_an_error(piece: bytes, error: bool) -> None:
-    assert kv.begins_with_error(piece) is error
