@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import random
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import grpc.aio
 
+from bench import stack
 from bench.figures import Figure, percentile
 from bench.fleet import PROMPT_TOKENS, cached_keys, info, long_prompt
-from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
-from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placement_pb2_grpc
+from bench.stack import Served
+from pointsman.router.v1 import fleet_pb2, placement_pb2, placement_pb2_grpc
 from services.common.channel import open_channel
-from services.common.keys import KEY_SCHEME, digest_of
 from services.common.outbox import Outbox
 from services.gateway.router_client import REPORT_WITHIN_S
-from tests.engine.processes import free_port
-from tests.integration.router_fixtures import redis_server
+from tests.integration.router_fixtures import Client, Report, redis_server
 
 INSTANCES = 64
 ROUNDS = 500
-CHUNK = 32_768
 IN_FLIGHT = 64
 
 
@@ -36,7 +30,7 @@ async def place() -> list[Figure]:
     """place_rpc_*, place_per_s and resync_s, in memory; place_rpc_* with Redis beside them."""
     figures: list[Figure] = []
     keys = long_prompt()
-    async with _router() as (address, pid), open_channel(address) as channel:
+    async with stack.router() as (address, served), open_channel(address) as channel:
         started = time.perf_counter()
         agents = await _fill(channel, keys)
         resync = time.perf_counter() - started
@@ -45,11 +39,11 @@ async def place() -> list[Figure]:
         )
         session = await _session(channel)
         figures += await _latency(session, keys, "place_rpc", 0.5, 2.0)
-        figures += await _rate(session, pid)
+        figures += await _rate(session, served)
         for agent in agents:
-            agent.cancel()
+            agent.call.cancel()
     with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder)) as (url, _):
-        async with _router("--redis-url", url) as (address, _), open_channel(address) as channel:
+        async with stack.router("--redis-url", url) as (address, _), open_channel(address) as channel:
             agents = await _fill(channel, keys)
             figures += await _latency(await _session(channel), keys, "place_rpc_redis", None, None)
     return figures
@@ -77,7 +71,7 @@ async def _latency(
     ]
 
 
-async def _rate(session: Session, pid: int, count: int = 6_000) -> list[Figure]:
+async def _rate(session: Session, served: Served, count: int = 6_000) -> list[Figure]:
     """Requests as a gateway sends them: IN_FLIGHT at a time, each with its first token and its end, in batches."""
     rng = random.Random(1)
     outbox: Outbox[placement_pb2.SessionRequest] = Outbox()
@@ -109,12 +103,12 @@ async def _rate(session: Session, pid: int, count: int = 6_000) -> list[Figure]:
                 answers.pop(placement.request_id).set_result(None)
                 left -= 1
 
-    started, cpu_before = time.perf_counter(), _cpu_s(pid)
+    started, cpu_before = time.perf_counter(), stack.cpu_s(*served.pids)
     async with asyncio.TaskGroup() as tasks:
         writer = tasks.create_task(write())
         tasks.create_task(read())
         await asyncio.gather(*(requests() for _ in range(IN_FLIGHT)))
-        spent, cpu = time.perf_counter() - started, _cpu_s(pid) - cpu_before
+        spent, cpu = time.perf_counter() - started, stack.cpu_s(*served.pids) - cpu_before
         outbox.end()
         await writer
     note = f"different 1k-token prompts, {IN_FLIGHT} in flight, 64 instances; "
@@ -124,12 +118,6 @@ async def _rate(session: Session, pid: int, count: int = 6_000) -> list[Figure]:
             "place_cpu_us", cpu / count * 1e6, "us", None, f"{note}the router's CPU for placement, first token and end"
         ),
     ]
-
-
-def _cpu_s(pid: int) -> float:
-    """CPU time of a process with all its threads, in s."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # grpc-stubs types the synchronous calls only.
@@ -160,69 +148,14 @@ async def _placements(session: Session) -> list[placement_pb2.Placement]:
     return found
 
 
-async def _fill(channel: grpc.aio.Channel, keys: list[int]) -> list[Any]:
-    agents = [_report(channel, number, cached_keys(keys, number)) for number in range(INSTANCES)]
-    calls = await asyncio.gather(*agents)
-    fleet = fleet_pb2_grpc.FleetServiceStub(channel)
-    while True:
-        answer = await fleet.ListInstances(fleet_pb2.ListInstancesRequest())
-        if sum(one.state == fleet_pb2.INSTANCE_STATE_READY for one in answer.instances) == INSTANCES:
-            return calls
-        await asyncio.sleep(0.02)
-
-
-async def _report(channel: grpc.aio.Channel, number: int, keys: list[int]) -> Any:
-    one = info(number)
-    stub: Any = agent_pb2_grpc.AgentServiceStub(channel)
-    call = stub.Report()
-    instance = agent_pb2.Instance(
-        instance_id=one.instance_id,
-        incarnation="1",
-        url=one.url,
-        model="m",
-        block_size=16,
-        prefix_mode=agent_pb2.PREFIX_MODE_EXACT,
+async def _fill(channel: grpc.aio.Channel, keys: list[int]) -> list[Report]:
+    client = Client(channel)
+    agents = [Report(client) for _ in range(INSTANCES)]
+    await asyncio.gather(
+        *(agent.join(info(number).instance_id, cached_keys(keys, number)) for number, agent in enumerate(agents))
     )
-    hello = agent_pb2.Hello(instance=instance, key_scheme=KEY_SCHEME, oldest_seq=1, latest_seq=0)
-    await call.write(agent_pb2.ReportRequest(hello=hello))
-    await call.read()
-    await call.write(agent_pb2.ReportRequest(snapshot_begin=agent_pb2.SnapshotBegin(seq=0)))
-    for start in range(0, len(keys), CHUNK):
-        chunk = agent_pb2.SnapshotChunk(tier=agent_pb2.TIER_DEVICE, keys=keys[start : start + CHUNK])
-        await call.write(agent_pb2.ReportRequest(snapshot_chunk=chunk))
-    end = agent_pb2.SnapshotEnd(seq=0, key_count=len(keys), digest=digest_of(1, keys))
-    await call.write(agent_pb2.ReportRequest(snapshot_end=end))
-    await call.write(agent_pb2.ReportRequest(load=agent_pb2.Load(healthy=True)))
-    return call
-
-
-@contextlib.asynccontextmanager
-async def _router(*flags: str) -> AsyncIterator[tuple[str, int]]:
-    """A router process: its address and its process id."""
-    address = f"127.0.0.1:{free_port()}"
-    command = [
-        sys.executable,
-        "-m",
-        "services.cli",
-        "router",
-        "--listen",
-        address,
-        "--metrics-listen",
-        "",
-        "--log-level",
-        "error",
-    ]
-    process = await asyncio.create_subprocess_exec(*command, *flags)
-    try:
-        async with open_channel(address) as channel:
-            stub = placement_pb2_grpc.PlacementServiceStub(channel)
-            while True:
-                try:
-                    await stub.Finish(placement_pb2.FinishRequest(), timeout=1)
-                    break
-                except grpc.aio.AioRpcError:
-                    await asyncio.sleep(0.05)
-        yield address, process.pid
-    finally:
-        process.terminate()
-        await process.wait()
+    while True:
+        instances = await client.instances()
+        if sum(one.state == fleet_pb2.INSTANCE_STATE_READY for one in instances.values()) == INSTANCES:
+            return agents
+        await asyncio.sleep(0.02)

@@ -22,12 +22,13 @@ from typing import Any
 
 import grpc.aio
 
-from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
+from pointsman.agent.v1 import agent_pb2
+from pointsman.router.v1 import placement_pb2, placement_pb2_grpc
 from services.common.channel import open_channel
-from services.common.keys import KEY_SCHEME, digest_of
 from tests.engine.processes import free_port
+from tests.integration.router_fixtures import Client, Report
 
-MODEL = "m"
+MODEL = "m"  # also what Report names
 PATIENCE_S = 60.0
 VLLM_ROUTER = "vllm-router==0.1.17"
 
@@ -146,59 +147,50 @@ async def held(port: int, streams: int, prompt: int = 1000, group: int = 100) ->
         await child.wait()
 
 
-async def _agent(channel: grpc.aio.Channel, engine_port: int, model_root: str) -> Any:
-    """An instance with an empty cache, as an agent would report it."""
-    # grpc-stubs types the synchronous calls only.
-    stub: Any = agent_pb2_grpc.AgentServiceStub(channel)
-    call = stub.Report()
-    instance = agent_pb2.Instance(
-        instance_id=f"i{engine_port}",
-        incarnation="1",
-        url=f"http://127.0.0.1:{engine_port}",
-        model=MODEL,
-        model_root=model_root,
-        block_size=16,
-        prefix_mode=agent_pb2.PREFIX_MODE_EXACT,
-    )
-    hello = agent_pb2.Hello(instance=instance, key_scheme=KEY_SCHEME, oldest_seq=1, latest_seq=0)
-    await call.write(agent_pb2.ReportRequest(hello=hello))
-    await call.read()
-    await call.write(agent_pb2.ReportRequest(snapshot_begin=agent_pb2.SnapshotBegin(seq=0)))
-    end = agent_pb2.SnapshotEnd(seq=0, key_count=0, digest=digest_of(1, []))
-    await call.write(agent_pb2.ReportRequest(snapshot_end=end))
-    await call.write(agent_pb2.ReportRequest(load=agent_pb2.Load(healthy=True)))
-    return call
-
-
-async def _keep_reporting(calls: list[Any]) -> None:
+async def _keep_reporting(reports: list[Report]) -> None:
     while True:
-        for call in calls:
-            await call.write(agent_pb2.ReportRequest(load=agent_pb2.Load(healthy=True)))
+        for report in reports:
+            await report.send(load=agent_pb2.Load(healthy=True))
         await asyncio.sleep(1.0)
+
+
+@contextlib.asynccontextmanager
+async def router(*flags: str) -> AsyncIterator[tuple[str, Served]]:
+    """A router that answers, and its address."""
+    address = f"127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "services.cli", "router", "--listen", address, "--metrics-listen", ""]
+    with process([*command, "--log-level", "error", *flags]) as child:
+        async with open_channel(address) as channel, asyncio.timeout(PATIENCE_S):
+            # grpc-stubs types the synchronous calls only.
+            stub: Any = placement_pb2_grpc.PlacementServiceStub(channel)
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await stub.Finish(placement_pb2.FinishRequest(), timeout=1)
+                    break
+                await asyncio.sleep(0.05)
+        yield address, Served(0, (child.pid,))
 
 
 @contextlib.asynccontextmanager
 async def pointsman(engines: list[Served], model: str, *flags: str) -> AsyncIterator[tuple[Served, Served]]:
     """A gateway that trusts its tokens, and its router, each a process, over `engines`."""
-    router_at, port = f"127.0.0.1:{free_port()}", free_port()
-    cli = [sys.executable, "-m", "services.cli"]
-    quiet = ["--log-level", "error"]
-    router = [*cli, "router", "--listen", router_at, "--metrics-listen", "", *quiet]
-    gateway = [*cli, "gateway", "--listen", f"127.0.0.1:{port}", "--routers", router_at, *quiet, *flags]
-    with process(router) as first, process(gateway) as second:
-        async with open_channel(router_at) as channel:
-            async with asyncio.timeout(PATIENCE_S):
-                await channel.channel_ready()
-            calls = [await _agent(channel, one.port, model) for one in engines]
-            reporting = asyncio.create_task(_keep_reporting(calls))
+    async with router() as (router_at, placing), open_channel(router_at) as channel:
+        port = free_port()
+        command = [sys.executable, "-m", "services.cli", "gateway", "--listen", f"127.0.0.1:{port}"]
+        with process([*command, "--routers", router_at, "--log-level", "error", *flags]) as child:
+            client = Client(channel)
+            reports = [Report(client) for _ in engines]
+            for one, report in zip(engines, reports, strict=True):
+                await report.join(f"i{one.port}", url=f"http://127.0.0.1:{one.port}", model_root=model)
+            reporting = asyncio.create_task(_keep_reporting(reports))
             try:
                 await answers(port)
-                yield Served(port, (second.pid,)), Served(0, (first.pid,))
+                yield Served(port, (child.pid,)), placing
             finally:
                 reporting.cancel()
                 await asyncio.gather(reporting, return_exceptions=True)
-                for call in calls:
-                    call.cancel()
+                for report in reports:
+                    report.call.cancel()
 
 
 _NGINX = """

