@@ -10,10 +10,9 @@ import numpy as np
 
 from lab.records import RequestRecord
 from pointsman.router.v1 import fleet_pb2
+from services.common.moments import Moments
 
 PERCENTILES = (50, 90, 99)
-# Moments of a request in their order, as the gateway's log names them.
-MOMENTS = ("t_recv", "t_placed", "t_prefill_sent", "t_prefill_done", "t_sent", "t_first_token", "t_done")
 # Each part of a request's time, and the moments between which it lies.
 PARTS = {
     "placing": ("t_recv", "t_placed"),
@@ -24,8 +23,8 @@ PARTS = {
 }
 
 
-class Breakdown(msgspec.Struct, kw_only=True):
-    """One request. Moments are unix s, and None where it did not come to them or nobody told."""
+class Breakdown(Moments, kw_only=True):
+    """One request."""
 
     session: str
     turn: int
@@ -42,7 +41,7 @@ class Breakdown(msgspec.Struct, kw_only=True):
     runner_up: str = ""
     session_owner: str = ""
     degraded: bool = False
-    notes: list[str] = []
+    notes: list[str] = msgspec.field(default_factory=list)
     # What failed of the plan.
     fallback: str = ""
     held_s: float = 0.0
@@ -52,13 +51,6 @@ class Breakdown(msgspec.Struct, kw_only=True):
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_tokens: int | None = None
-    t_recv: float | None = None
-    t_placed: float | None = None
-    t_prefill_sent: float | None = None
-    t_prefill_done: float | None = None
-    t_sent: float | None = None
-    t_first_token: float | None = None
-    t_done: float | None = None
 
 
 def break_down(
@@ -77,7 +69,7 @@ def break_down(
             continue
         row = _of_decision(record, decision)
         line = gateway_lines.get(record.decision)
-        for name in (*MOMENTS, "fallback"):
+        for name in (*Moments.__struct_fields__, "fallback"):
             if line is not None and line.get(name) is not None:
                 setattr(row, name, line[name])
         rows.append(row)

@@ -8,10 +8,12 @@ from typing import IO
 
 import msgspec
 
+from services.common.moments import Moments
 
-class Breakdown(msgspec.Struct, omit_defaults=True):
-    """One placed attempt. Times are unix s, absent where it did not come to that; `prefill_*` are of steps before the SERVE,
-    the first's beginning and the last's end. Token counts are the engine's own. No prompts, no sessions."""
+
+class Breakdown(Moments, kw_only=True, omit_defaults=True):
+    """One placed attempt; moments that it did not come to are absent. Token counts are the engine's own. No prompts, no
+    sessions."""
 
     request_id: str
     decision_id: str
@@ -28,13 +30,6 @@ class Breakdown(msgspec.Struct, omit_defaults=True):
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_tokens: int | None = None
-    t_recv: float | None = None
-    t_placed: float | None = None
-    t_prefill_sent: float | None = None
-    t_prefill_done: float | None = None
-    t_sent: float | None = None
-    t_first_token: float | None = None
-    t_done: float | None = None
 
 
 class BreakdownLog:
