@@ -192,7 +192,7 @@ def compare(vllm: tuple[IO[str], IO[str]], script: dict[str, Any]) -> None:
         assert got == expected, f"step {number}"
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(script=scripts())
 def test_every_step_is_vllms(vllm: tuple[IO[str], IO[str]], script: dict[str, Any]) -> None:
     compare(vllm, script)

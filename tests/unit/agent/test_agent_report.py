@@ -154,7 +154,7 @@ class ReportMachine(RuleBasedStateMachine):
         self.shadow.check()
 
 
-ReportMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+ReportMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
 TestReportMachine = ReportMachine.TestCase
 
 

@@ -151,7 +151,7 @@ class ShadowMachine(RuleBasedStateMachine):
         self.shadow.check()
 
 
-ShadowMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
+ShadowMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=20)
 TestShadowMachine = ShadowMachine.TestCase
 
 

@@ -197,7 +197,7 @@ class Pushing(RuleBasedStateMachine):
 
 
 TestPushing = Pushing.TestCase
-TestPushing.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestPushing.settings = settings(max_examples=300, stateful_step_count=40)
 
 
 class _Request:

@@ -563,7 +563,7 @@ class Conversation(RuleBasedStateMachine):
 
 
 TestConversation = Conversation.TestCase
-TestConversation.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestConversation.settings = settings(max_examples=200, stateful_step_count=40)
 
 
 @given(

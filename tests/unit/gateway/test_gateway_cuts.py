@@ -122,7 +122,7 @@ def chat(turns: list[tuple[str, str]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(turns=CHATS)
 @example(turns=[("user", "")])
 @example(turns=[("user", " "), ("assistant", "\n"), ("user", "\n\n")])
@@ -136,7 +136,7 @@ def test_a_conversation_has_its_whole_prompts_tokens_at_every_turn(
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=TEXTS, more=TEXTS, special=st.booleans())
 @example(text="abcd//\n/x", more="//\n/", special=False)
 def test_a_text_and_its_continuation_have_their_own_tokens(
@@ -148,7 +148,7 @@ def test_a_text_and_its_continuation_have_their_own_tokens(
         assert tokenizer.text(one, add_special_tokens=special) == reference.encode(one, add_special_tokens=special).ids
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=TEXTS, more=TEXTS)
 def test_a_text_that_grows_keeps_its_pieces(text: str, more: str) -> None:
     places = Cuts(("<|im_start|>", "</s>"), lines=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.answer import TAIL_BYTES, Tail
@@ -77,7 +77,6 @@ def framed(body: bytes) -> bytes:
 
 
 @given(st.lists(st.sampled_from(["word", "usage", "error", "own error", "ours"]), max_size=12), CUTS, st.booleans())
-@settings(deadline=None)
 def test_chunks_that_pass_and_pieces_that_are_fed_are_one_stream(kinds: list[str], cuts: list[int], ours: bool) -> None:
     said: dict[str, object] = {
         "word": {"choices": [{"delta": {"content": "w"}}]},

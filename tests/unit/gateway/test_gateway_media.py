@@ -64,7 +64,7 @@ def qwen_vl() -> tuple[ModelTokenizer, ChatTemplate]:
 TEXTS = st.text(st.sampled_from("ab \n./é你<|>im_startMEDIATG"), max_size=30)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(TEXTS, max_size=3), TEXTS, st.lists(TEXTS | st.just(OTHER), max_size=3))
 def test_all_tokens_before_the_first_image_are_known(
     qwen_vl: tuple[ModelTokenizer, ChatTemplate], before: list[str], last: str, after: list[Any]

@@ -29,7 +29,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(steps=STEPS, limits=st.builds(Limits, st.integers(0, 5), st.integers(0, 60), st.integers(0, 3)))
 def test_three_processes_admit_what_one_would(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, int, bool, int, float]], limits: Limits

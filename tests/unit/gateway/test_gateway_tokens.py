@@ -245,7 +245,7 @@ MESSAGES = st.lists(
 OPEN = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{{ m.tool_calls }}{% endfor %}"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     MESSAGES,
     JSON,

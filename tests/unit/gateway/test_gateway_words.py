@@ -89,7 +89,7 @@ def known() -> dict[str, tuple[Tokenizer, Words]]:
 
 
 @pytest.mark.parametrize("name", KNOWN)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(text=TEXTS)
 @example(text="")
 @example(text=EVERY)

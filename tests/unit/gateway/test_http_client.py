@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.http.client import KEEPALIVE_S, Pool
@@ -255,7 +255,6 @@ BODIES = st.lists(
 
 
 @given(BODIES, st.lists(st.integers(1, 60), max_size=30), st.booleans(), st.booleans())
-@settings(deadline=None)
 def test_chunks_offered_whole_are_those_that_were_sent(
     bodies: list[bytes], cuts: list[int], odd: bool, alone: bool
 ) -> None:

@@ -66,7 +66,7 @@ def chain(path: list[int]) -> list[int]:
     return hashes
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(
         st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=7), st.integers(0, 3), st.integers(0, 5)),

@@ -471,7 +471,7 @@ ACTIONS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(ACTIONS, max_size=60),
     st.integers(8, 14),

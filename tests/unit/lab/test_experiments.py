@@ -57,7 +57,7 @@ def ask(session: str, turn: int, at_s: float, ids: list[int], length: int, outpu
 @given(
     st.integers(0, 50), st.sampled_from(["trace", "jitter", "resample"]), st.floats(0, 60), st.sampled_from([0.5, 1, 4])
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_draw_moves_sessions_and_nothing_else(seed: int, starts: Any, jitter_s: float, rate: float) -> None:
     requests = generate(12, 30.0, seed=3)
     drawn = draw(requests, Arrivals(starts, jitter_s, rate), seed)

@@ -45,7 +45,7 @@ def decode(profile: Profile, batch: int, context: int) -> DecodeTime:
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.builds(
         Profile,
@@ -128,7 +128,6 @@ def test_a_line() -> None:
     assert fit_line([(0, 5.0), (10, 3.0)]) == pytest.approx((4.0, 0.0))
 
 
-@settings(deadline=None)
 @given(st.sampled_from([64, 256, 512, 2_048, 4_096, 8_192]), st.integers(2, 6), st.sampled_from([16, 32, 64]))
 def test_the_chunk_size_shows_in_what_each_step_stores(chunk: int, steps: int, block_size: int) -> None:
     tokens = chunk * steps - 7

@@ -51,7 +51,7 @@ def play(model: EngineModel, asked: list[tuple[float, EngineRequest]], *, leaps:
     return [answers, sorted(value for hashes in stored for value in hashes), model.counters], turns
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     requests=st.lists(
         st.tuples(

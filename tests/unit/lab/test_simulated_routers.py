@@ -147,7 +147,7 @@ MOMENTS = st.none() | st.floats(0.0, 40.0)
 
 
 @given(st.integers(0, 5), MOMENTS, MOMENTS, st.integers(1, 3), st.sampled_from([0.0, 0.3]), st.sampled_from([0.0, 0.2]))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_every_request_is_answered_once_whatever_happens_to_owners(
     seed: int, dies: float | None, handed: float | None, pools: int, placement_s: float, loss: float
 ) -> None:

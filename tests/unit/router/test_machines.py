@@ -26,7 +26,7 @@ from tests.unit.router.builders import info, request, state
 
 OWNERS = st.sampled_from([f"i{n}" for n in range(12)])
 KEYS = st.lists(st.integers(0, 30), max_size=8, unique=True)
-MACHINE = settings(max_examples=60, stateful_step_count=40, deadline=None)
+MACHINE = settings(max_examples=60, stateful_step_count=40)
 
 
 class IndexMachine(RuleBasedStateMachine):

@@ -28,7 +28,7 @@ from services.router.policy.unified import Unified
 from tests.unit.router.builders import request
 
 # A busy machine is no finding.
-patient = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+patient = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 KV_WAYS = ("", "MOONCAKE/16/auto", "MOONCAKE/16/auto", "NIXL/16/auto")
 NAMES = ("a", "b", "c", "d", "e", "f")
 # Small numbers make ties and thresholds likely; big ones are what a busy fleet has.

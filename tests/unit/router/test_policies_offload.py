@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -218,7 +218,6 @@ def test_elastic_passes_over_a_cache_owner_above_the_ceiling() -> None:
     assert (plan(decision), decision.ruling.reason) == ([("p", "lmetric_fallback")], "no_other_instance")
 
 
-@settings(deadline=None)
 @given(
     st.integers(0, 200_000), st.integers(0, 200_000), st.integers(1, 200_000), st.sampled_from(["cost", "heuristic"])
 )
