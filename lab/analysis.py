@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
+from lab.console import make_table, percent
 from lab.records import RequestRecord
 
 PERCENTILES = (50, 90, 99)
@@ -21,12 +21,6 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
     points = np.percentile(values, PERCENTILES)
     found = {f"p{name}": round(float(value), 6) for name, value in zip(PERCENTILES, points, strict=True)}
     return found | {"mean": round(float(np.mean(values)), 6), "count": len(values)}
-
-
-def make_console(file: TextIO | None = None) -> Console:
-    """A console on stdout or `file`; wide enough for the tables where that is no terminal, and rich would assume 80 columns."""
-    console = Console(file=file)
-    return console if console.is_terminal else Console(file=file, width=140)
 
 
 def summarise(records: Sequence[RequestRecord]) -> dict[str, Any]:
@@ -79,14 +73,14 @@ def print_summary(console: Console, summary: dict[str, Any], title: str) -> None
     console.print(
         f"[bold]{title}[/bold]: {summary['requests']} requests of {summary['sessions']} sessions in "
         f"{summary['span_s']:.1f} s, {failed}; {summary['output_tokens']:,} tokens generated; of "
-        f"{summary['prompt_tokens']:,} prompt tokens {_ratio(summary['hit_ratio'])} came from prefix caches",
+        f"{summary['prompt_tokens']:,} prompt tokens {percent(summary['hit_ratio'])} came from prefix caches",
         highlight=False,
     )
-    latencies = _table("", "p50", "p90", "p99", "mean")
+    latencies = make_table("", "p50", "p90", "p99", "mean")
     for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("E2E", "e2e_s")):
         latencies.add_row(name, *(_ms(summary[key], column) for column in ("p50", "p90", "p99", "mean")))
     console.print(latencies)
-    table = _table(
+    table = make_table(
         "instance", "requests", "sessions", "prompt tokens", "from cache", "generated", "TTFT p50", "TTFT p90"
     )
     for name, one in summary["instances"].items():
@@ -95,7 +89,7 @@ def print_summary(console: Console, summary: dict[str, Any], title: str) -> None
             str(one["requests"]),
             str(one["session_count"]),
             f"{one['prompt_tokens']:,}",
-            _ratio(one["hit_ratio"]),
+            percent(one["hit_ratio"]),
             f"{one['output_tokens']:,}",
             *(_ms(one["ttft_s"], column) for column in ("p50", "p90")),
         )
@@ -104,14 +98,3 @@ def print_summary(console: Console, summary: dict[str, Any], title: str) -> None
 
 def _ms(points: dict[str, float] | None, key: str) -> str:
     return f"{points[key] * 1e3:,.1f} ms" if points else "-"
-
-
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=True)
-    return table

@@ -9,10 +9,9 @@ from typing import Annotated, Any
 import jinja2
 import typer
 from rich.console import Console
-from rich.table import Table as RichTable
 
-from lab.analysis import make_console
 from lab.bundle import Bundle, BundleError, read_bundle
+from lab.console import make_console, make_table
 from lab.sections import Section, Table, sections
 
 WIDTH = 200
@@ -82,11 +81,7 @@ def _print(console: Console, section: Section) -> None:
     for block in section.blocks:
         if not isinstance(block, Table):
             continue
-        table = RichTable(
-            box=None, pad_edge=False, header_style="bold", title=block.caption or None, title_justify="left"
-        )
-        for number, column in enumerate(block.columns):
-            table.add_column(column, justify="right" if number >= block.words else "left", no_wrap=True)
+        table = make_table(*block.columns, words=block.words, caption=block.caption)
         for row in block.rows:
             table.add_row(*row)
         console.print(table, highlight=False, markup=False, soft_wrap=not console.is_terminal)

@@ -6,13 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 
+from lab.analysis import percentiles
 from lab.records import RequestRecord
 from pointsman.router.v1 import fleet_pb2
 from services.common.moments import Moments
 
-PERCENTILES = (50, 90, 99)
 # Each part of a request's time, and the moments between which it lies.
 PARTS = {
     "placing": ("t_recv", "t_placed"),
@@ -77,18 +76,17 @@ def break_down(
 
 
 def parts(rows: Sequence[Breakdown]) -> dict[str, dict[str, float] | None]:
-    """p50, p90, p99 and mean of each part of the rows' time in s; None for a part that no row has."""
-    found: dict[str, dict[str, float] | None] = {}
-    for name, (begin, end) in PARTS.items():
-        values = [
-            getattr(row, end) - getattr(row, begin)
-            for row in rows
-            if getattr(row, begin) is not None and getattr(row, end) is not None
-        ]
-        points = np.percentile(values, PERCENTILES) if values else ()
-        figures = {f"p{key}": round(float(value), 6) for key, value in zip(PERCENTILES, points, strict=bool(values))}
-        found[name] = figures | {"mean": round(float(np.mean(values)), 6), "count": len(values)} if values else None
-    return found
+    """p50, p90, p99, mean and count of each part of the rows' time in s; None for a part that no row has."""
+    return {
+        name: percentiles(
+            [
+                getattr(row, end) - getattr(row, begin)
+                for row in rows
+                if getattr(row, begin) is not None and getattr(row, end) is not None
+            ]
+        )
+        for name, (begin, end) in PARTS.items()
+    }
 
 
 def _of_decision(record: RequestRecord, decision: fleet_pb2.Decision) -> Breakdown:

@@ -18,10 +18,11 @@ import typer
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from lab.analysis import make_console, summarise
+from lab.analysis import summarise
 from lab.bundle import write_bundle
 from lab.calibration import GOAL, Comparison, as_tokens, compare_runs, of_its_own, plain, smaller, table, worst
 from lab.chats import ChatMaker
+from lab.console import make_console
 from lab.engine_client import EngineError
 from lab.engine_events import EngineConfig
 from lab.fit import Fit, FitError, fit

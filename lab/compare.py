@@ -19,11 +19,11 @@ from pydantic_settings import (
     SettingsConfigDict,
     SettingsError,
 )
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
-from lab.analysis import make_console
 from lab.bundle import git_commit
 from lab.compare_tables import print_comparisons, print_knees
+from lab.console import make_console, make_progress
 from lab.draws import Starts
 from lab.experiments import Cell, Comparison, Trial, compare, run_cells
 from lab.floor import FLOOR
@@ -89,8 +89,7 @@ def run(settings: CompareSettings) -> None:
         typer.echo(f"pointsman compare: {error}", err=True)
         raise typer.Exit(2) from None
     console = make_console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with make_progress(console) as progress:
         try:
             trials = _run_batch(settings, cells, progress)
             while settings.sweep and len(trials) == len(cells) * settings.seeds and (rates := _further(cells, trials)):

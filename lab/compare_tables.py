@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rich.console import Console
-from rich.table import Table
 
+from lab.console import make_table, percent
 from lab.experiments import Comparison
 from lab.knee import Knee
 from lab.measures import ALL, LATENCIES
 
 # What is shown of the whole run beside latencies, and how.
 WHOLE: dict[str, Callable[[float], str]] = {
-    "hit_ratio": lambda value: f"{value:.1%}",
+    "hit_ratio": percent,
     "imbalance": lambda value: f"{value:.2f}",
-    "offloads": lambda value: f"{value:.1%}",
+    "offloads": percent,
     "throughput": lambda value: f"{value:.2f}/s",
     "failed": lambda value: f"{value:.1f}",
 }
@@ -38,7 +38,7 @@ def print_comparisons(console: Console, comparisons: Sequence[Comparison], basel
         console.print(f"\n[bold]{load or 'the trace as asked'}[/bold]", highlight=False)
         for latency in LATENCIES:
             metrics = {f"{latency}_{share}_s": share for share in ("p50", "p90", "p99")}
-            _table(console, latency.upper(), under, metrics, lambda value: _time(value))
+            _table(console, latency.upper(), under, metrics, _time)
         _whole(console, under)
 
 
@@ -47,7 +47,7 @@ def print_knees(console: Console, knees: Sequence[Knee]) -> None:
     if not knees:
         return
     console.print("\nknees: the rate of the greatest power, throughput / mean E2E (Kleinrock 1979)", highlight=False)
-    table = _new("policy", "rate", "under", "seeds that agree", "power by rate")
+    table = make_table("policy", "rate", "under", "seeds that agree", "power by rate", wrap=True)
     for knee in knees:
         powers = ", ".join(f"{rate:g}: {power:.3g}" for rate, power in zip(knee.rates, knee.powers, strict=True))
         rate = f"{knee.rate:g}" + ("" if knee.inside else " (at the sweep's edge)")
@@ -62,7 +62,7 @@ def _table(
     metrics: dict[str, str],
     shown: Callable[[float], str],
 ) -> None:
-    table = _new(title, "policy", "requests", *metrics.values())
+    table = make_table(title, "policy", "requests", *metrics.values(), words=2, wrap=True)
     groups = dict.fromkeys(group for _, group, _ in under)
     for group in sorted(groups, key=lambda name: name != ALL):
         for policy in dict.fromkeys(policy for policy, _, _ in under):
@@ -75,7 +75,7 @@ def _table(
 
 
 def _whole(console: Console, under: dict[tuple[str, str, str], Comparison]) -> None:
-    table = _new("run", *WHOLE)
+    table = make_table("run", *WHOLE, wrap=True)
     for policy in dict.fromkeys(policy for policy, _, _ in under):
         table.add_row(policy, *(_cell(under.get((policy, ALL, metric)), shown) for metric, shown in WHOLE.items()))
     console.print(table)
@@ -100,10 +100,3 @@ def _signed(value: float, shown: Callable[[float], str]) -> str:
 
 def _time(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.1f} ms"
-
-
-def _new(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < 2 and column in (columns[0], "policy") else "right")
-    return table

@@ -28,7 +28,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from lab.analysis import make_console, print_summary
+from lab.analysis import print_summary
+from lab.console import make_console
 from lab.records import RequestRecord
 from lab.replay import ReplayError, ReplaySettings, replay, save
 from lab.trace_files import load_trace

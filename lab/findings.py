@@ -16,10 +16,9 @@ import msgspec
 import typer
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lab.analysis import make_console
 from lab.bundle import git_commit
+from lab.console import make_console, make_progress
 from lab.draws import Arrivals
 from lab.engine_events import EngineConfig
 from lab.experiments import Cell, Trial, Workload, run_cells
@@ -251,11 +250,7 @@ def _run_missing(
     commit = git_commit()
     rounds = {seed: [one for one in cells if (one.key, seed) not in have] for seed in seeds}
     settings.results.parent.mkdir(parents=True, exist_ok=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with (
-        settings.results.open("ab") as file,
-        Progress(*columns, console=make_console(), transient=True) as progress,
-    ):
+    with settings.results.open("ab") as file, make_progress(make_console()) as progress:
         task = progress.add_task("trials", total=sum(map(len, rounds.values())))
         for seed, missing in rounds.items():
             by_name = {(one.cell.load, one.cell.policy): one for one in missing}

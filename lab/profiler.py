@@ -20,7 +20,7 @@ from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from rich.table import Table
 
-from lab.analysis import make_console
+from lab.console import make_console, make_table
 from lab.engine_client import EngineClient, EngineError, Metrics, next_stored
 from lab.fit import DecodeTime, Fit, FitError, PrefillTime, chunk_size, fit, fit_line
 from lab.profile import ProfileFile
@@ -100,7 +100,7 @@ def profile_of(url: str, measured: Measured, found: Fit) -> ProfileFile:
 
 def table_of(found: Fit) -> Table:
     """Measured and fitted, side by side."""
-    table = Table("measured", "ms", "fitted ms", "error", box=None, pad_edge=False)
+    table = make_table("measured", "ms", "fitted ms", "error")
     for one, fitted in found.rows:
         table.add_row(str(one), f"{one.seconds * 1e3:,.2f}", f"{fitted * 1e3:,.2f}", f"{fitted / one.seconds - 1:+.1%}")
     return table

@@ -15,10 +15,11 @@ import typer
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from lab.analysis import make_console, print_summary, summarise
+from lab.analysis import print_summary, summarise
 from lab.breakdowns import break_down, parts, rule_of
 from lab.bundle import write_bundle
 from lab.chats import ChatMaker
+from lab.console import make_console
 from lab.fleet_watch import FleetError, FleetWatch
 from lab.player import OnResult, Player
 from lab.records import RequestRecord

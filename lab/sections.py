@@ -9,6 +9,7 @@ from typing import Any
 from lab import plots
 from lab.analysis import summarise
 from lab.bundle import Bundle
+from lab.console import percent
 from lab.insights import (
     LATENCIES,
     TAIL_S,
@@ -83,7 +84,7 @@ def _overview(runs: Mapping[str, Bundle], draw: bool) -> Section:
     rows = []
     for name, run in runs.items():
         summary = summarise(run.records)
-        row = [name, f"{summary['requests']:,}", str(summary["failed"]), _percent(summary["hit_ratio"])]
+        row = [name, f"{summary['requests']:,}", str(summary["failed"]), percent(summary["hit_ratio"])]
         rows.append(row + [_time(summary[metric], point) for metric in LATENCIES.values() for point in PERCENTILES])
     section = Section("Latencies", "of complete answers; failures are counted apart", [Table(columns, rows)])
     if draw:
@@ -122,7 +123,7 @@ def _groups(
         total = sum(len(of) for of in parts.values())
         for part, of in parts.items():
             summary = summarise(of)
-            row = [name, part, f"{len(of):,}", _percent(len(of) / total), _percent(summary["hit_ratio"])]
+            row = [name, part, f"{len(of):,}", percent(len(of) / total), percent(summary["hit_ratio"])]
             rows.append(row + [_time(summary[metric], point) for metric in LATENCIES.values() for point in PERCENTILES])
     columns = ["run", title.removeprefix("By "), "requests", "share", "hit ratio"]
     columns += [f"{name} {point}" for name in LATENCIES for point in PERCENTILES]
@@ -154,8 +155,8 @@ def _instances(name: str, run: Bundle, over_time: Timelines | None, scale: Mappi
                 f"{one['requests']:,}",
                 f"{one['session_count']:,}",
                 f"{one['prompt_tokens']:,}",
-                _percent(one["hit_ratio"]),
-                *((_percent(told.get("local")), _percent(told.get("external"))) if run.caches else ()),
+                percent(one["hit_ratio"]),
+                *((percent(told.get("local")), percent(told.get("external"))) if run.caches else ()),
                 f"{one['output_tokens']:,}",
                 *(_time(one["ttft_s"], point) for point in PERCENTILES),
                 *(_time(one["e2e_s"], point) for point in PERCENTILES[:2]),
@@ -284,8 +285,8 @@ def _difference(found: Difference) -> list[str]:
         _signed(found.mean),
         f"{_signed(found.low)} to {_signed(found.high)}",
         _signed(found.median),
-        _percent(found.faster),
-        _percent(found.slower),
+        percent(found.faster),
+        percent(found.slower),
         verdict,
     ]
 
@@ -313,7 +314,3 @@ def _seconds(value: float | None) -> str:
 
 def _signed(value: float) -> str:
     return ("+" if value > 0 else "") + _seconds(value)
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"

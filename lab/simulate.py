@@ -12,8 +12,9 @@ import typer
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from lab.analysis import make_console, print_summary, summarise
+from lab.analysis import print_summary, summarise
 from lab.bundle import write_bundle
+from lab.console import make_console
 from lab.draws import Arrivals, Starts
 from lab.engine_events import EngineConfig
 from lab.experiments import Cell, Workload, run_trial

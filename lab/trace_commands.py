@@ -10,9 +10,8 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from lab.analysis import make_console
+from lab.console import make_console, make_table
 from lab.generate import SHAPES, ShapeError, generate, shape_with
 from lab.trace_files import AUTO, load_trace, read_trace, save_trace
 from lab.trace_formats import READERS
@@ -113,7 +112,7 @@ def _print(console: Console, found: dict[str, Any], title: str) -> None:
         + (f", {within:.1%} of that from the same session" if within is not None else ""),
         highlight=False,
     )
-    table = _table("", *(f"p{name}" for name in PERCENTILES), "max", "mean")
+    table = make_table("", *(f"p{name}" for name in PERCENTILES), "max", "mean")
     rows = {
         "input tokens": ("input_tokens", "{:,.0f}"),
         "of first turns": ("first_input_tokens", "{:,.0f}"),
@@ -127,7 +126,7 @@ def _print(console: Console, found: dict[str, Any], title: str) -> None:
         figures = found[key]
         table.add_row(name, *(form.format(value) for value in figures.values()) if figures else ("-",))
     console.print(table)
-    table = _table("LRU cache, tokens", "hit ratio", "WARM", "MEDIUM", "HEAVY")
+    table = make_table("LRU cache, tokens", "hit ratio", "WARM", "MEDIUM", "HEAVY")
     for cache in found["caches"]:
         size = "unlimited" if cache["tokens"] is None else f"{cache['tokens']:,}"
         table.add_row(size, f"{cache['hit_ratio']:.1%}", *(f"{share:.1%}" for share in cache["classes"].values()))
@@ -137,10 +136,3 @@ def _print(console: Console, found: dict[str, Any], title: str) -> None:
     console.print(
         f"sessions in flight: {flight['mean']:.1f} on average, {flight['max']} at most\n{curve}", highlight=False
     )
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=True)
-    return table
