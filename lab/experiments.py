@@ -20,13 +20,13 @@ from lab.bundle import write_bundle
 from lab.draws import Arrivals, draw
 from lab.floor import FLOOR, Floor
 from lab.measures import ALL, Measures, measure
-from lab.paired import Estimate, estimate, paired_difference
+from lab.paired import Estimate, difference_by_seed, estimate
 from lab.records import RequestRecord
 from lab.samples import InstanceSample
 from lab.simulation import Simulation
 from lab.simulator import Simulator
 from lab.trace_files import load_trace
-from lab.traces import TraceRequest, by_session
+from lab.traces import TraceRequest, first_sessions
 
 # A trace's file, or a function that can be pickled and makes the requests of a seed.
 Source = Path | Callable[[int], Sequence[TraceRequest]]
@@ -78,14 +78,8 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """ "lower", "higher" or "no difference"; "one trial" where there is no interval; empty for the baseline itself."""
-        if self.difference is None:
-            return ""
-        if self.difference.half_width is None:
-            return "one trial"
-        if not self.difference.differs:
-            return "no difference"
-        return "lower" if self.difference.mean < 0 else "higher"
+        """The difference's, as Estimate has it; empty for the baseline itself."""
+        return self.difference.verdict if self.difference else ""
 
 
 def run_trial(
@@ -146,13 +140,7 @@ def compare(trials: Iterable[Trial], baseline: str) -> list[Comparison]:
         names = dict.fromkeys((group, metric) for one in by_seed.values() for group in one for metric in one[group])
         for group, metric in sorted(names, key=lambda name: name[0] != ALL):
             values = _values(by_seed, group, metric)
-            base = _values(against, group, metric)
-            common = [seed for seed in values if seed in base]
-            difference = (
-                paired_difference([values[seed] for seed in common], [base[seed] for seed in common])
-                if common
-                else None
-            )
+            difference = difference_by_seed(values, _values(against, group, metric))
             estimated = estimate(list(values.values()))
             found.append(Comparison(load, policy, baseline, group, metric, estimated, difference))
     return found
@@ -213,7 +201,4 @@ def _loaded(path: Path) -> list[TraceRequest]:
 
 def _requests(workload: Workload, seed: int) -> Sequence[TraceRequest]:
     source = workload.source
-    requests = _loaded(source) if isinstance(source, Path) else source(seed)
-    if not workload.sessions:
-        return requests
-    return [request for turns in list(by_session(requests).values())[: workload.sessions] for request in turns]
+    return first_sessions(_loaded(source) if isinstance(source, Path) else source(seed), workload.sessions)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from lab.floor import FLOOR
 from lab.measures import ALL, Measures
-from lab.paired import Estimate, estimate, paired_difference
+from lab.paired import Estimate, difference_by_seed
 
 BASE = "unified"
 OURS = "foresight"
@@ -129,11 +129,9 @@ def _mean(cell: Cell, policy: str, metric: str) -> float | None:
 
 
 def _difference(cell: Cell, policy: str, metric: str, base: str = BASE) -> Estimate | None:
-    ours, theirs = _values(cell, policy, metric), _values(cell, base, metric)
-    common = [seed for seed in ours if seed in theirs]
-    if policy == base or not common:
+    if policy == base:
         return None
-    return paired_difference([ours[seed] for seed in common], [theirs[seed] for seed in common])
+    return difference_by_seed(_values(cell, policy, metric), _values(cell, base, metric))
 
 
 def _told(difference: Estimate | None, scale: float = 1.0, digits: int = 2) -> str:
@@ -193,10 +191,7 @@ def _by_load(first: Mapping[str, Cell], policy: str, base: str = BASE, metric: s
     for load, cell in first.items():
         difference, mean = _difference(cell, policy, metric, base), _mean(cell, base, metric)
         if difference is not None and mean:
-            verdict = "no difference" if not difference.differs else "lower" if difference.mean < 0 else "higher"
-            if difference.half_width is None:
-                verdict = "one trial"
-            said.append(f"{load}: {difference.mean / mean:+.0%}{_told(difference)} s, {verdict}")
+            said.append(f"{load}: {difference.mean / mean:+.0%}{_told(difference)} s, {difference.verdict}")
     return said
 
 
@@ -390,8 +385,7 @@ def _relative(cell: Cell, metric: str) -> str:
     difference, base = _difference(cell, OURS, metric), _mean(cell, BASE, metric)
     if difference is None or not base:
         return "-"
-    verdict = "=" if difference.half_width is not None and not difference.differs else f"{difference.mean / base:+.0%}"
-    return f"{verdict}"
+    return "=" if difference.verdict == "no difference" else f"{difference.mean / base:+.0%}"
 
 
 def _ablations(first: Mapping[str, Cell]) -> str:
@@ -410,8 +404,7 @@ def _ablations(first: Mapping[str, Cell]) -> str:
         row = [name.removeprefix(f"{OURS} ") if name != OURS else "as it is"]
         for load in loads:
             for metric in (TTFT, E2E90):
-                values = list(_values(first[load], name, metric).values())
-                mean = estimate(values).mean if values else None
+                mean = _mean(first[load], name, metric)
                 row.append(_number(mean) + _told(_difference(first[load], name, metric, OURS)))
         lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines)

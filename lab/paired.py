@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from scipy.special import stdtrit
@@ -35,6 +35,15 @@ class Estimate:
         """Whether the interval does not hold 0."""
         return not self.low <= 0 <= self.high
 
+    @property
+    def verdict(self) -> str:
+        """Of a difference: "lower", "higher" or "no difference"; "one trial" where there is no interval."""
+        if self.half_width is None:
+            return "one trial"
+        if not self.differs:
+            return "no difference"
+        return "lower" if self.mean < 0 else "higher"
+
 
 def estimate(values: Sequence[float]) -> Estimate:
     """Mean of independent values and its confidence interval: mean +- t * s / sqrt(n), with s the sample's standard deviation and
@@ -56,3 +65,11 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Est
     means (Jain, The Art of Computer Systems Performance Analysis, 1991, section 13.4.1). ValueError for unequal lengths.
     """
     return estimate([value - base for value, base in zip(values, baseline, strict=True)])
+
+
+def difference_by_seed(values: Mapping[int, float], baseline: Mapping[int, float]) -> Estimate | None:
+    """paired_difference() over the seeds that both have; None where there are none."""
+    common = [seed for seed in values if seed in baseline]
+    if not common:
+        return None
+    return paired_difference([values[seed] for seed in common], [baseline[seed] for seed in common])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab.paired import estimate, paired_difference
+from lab.paired import difference_by_seed, estimate, paired_difference
 
 numbers = st.floats(-1e3, 1e3)
 
@@ -45,6 +45,19 @@ def test_one_trial_proves_nothing() -> None:
 def test_equal_trials_do_not_differ() -> None:
     assert not paired_difference([1.0, 2.0], [1.0, 2.0]).differs
     assert paired_difference([2.0, 3.0], [1.0, 2.0]).differs
+
+
+def test_trials_are_paired_by_their_seeds() -> None:
+    found = difference_by_seed({1: 5.0, 2: 8.0, 3: 1.0}, {3: 2.0, 2: 9.0, 4: 7.0})
+    assert found == paired_difference([8.0, 1.0], [9.0, 2.0])
+    assert found.verdict == "lower"
+    assert difference_by_seed({1: 5.0}, {2: 5.0}) is None
+
+
+def test_a_difference_in_a_word() -> None:
+    assert paired_difference([1.0], [5.0]).verdict == "one trial"
+    assert paired_difference([1.0, 9.0], [5.0, 5.0]).verdict == "no difference"
+    assert paired_difference([6.0, 6.01], [5.0, 5.0]).verdict == "higher"
 
 
 @given(st.lists(st.tuples(numbers, numbers), min_size=2, max_size=20), numbers)
