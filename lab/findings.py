@@ -24,9 +24,9 @@ from lab.engine_events import EngineConfig
 from lab.experiments import Cell, Trial, Workload, run_cells
 from lab.findings_text import render
 from lab.floor import FLOOR
-from lab.generate import AGENTIC, SessionShape, generate
 from lab.measures import Measures
 from lab.profile import Profile
+from lab.simulate import MADE_UP_SESSIONS, made_up
 from lab.simulation import Simulation
 from lab.traces import TraceRequest
 from services.router.policy.registry import POLICIES, make_policy
@@ -196,13 +196,8 @@ def _sources(settings: FindingsSettings) -> dict[str, Path | Callable[[int], Seq
     for trace, file in FILES.items():
         if (settings.traces / file).exists():
             found[trace] = settings.traces / file
-    found[GENERATED] = partial(generated, AGENTIC)
+    found[GENERATED] = partial(made_up, MADE_UP_SESSIONS, "agentic")
     return {name: found[name] for name in (REAL, GENERATED, CHAT) if name in found}
-
-
-def generated(shape: SessionShape, seed: int) -> list[TraceRequest]:
-    """About 1,200 requests of agentic sessions, a fresh draw for each seed."""
-    return generate(230, 600.0, seed, shape)
 
 
 def _cell(
@@ -214,15 +209,8 @@ def _cell(
     name: str,
     policy: tuple[str, Mapping[str, object]],
 ) -> Planned:
-    asked, base = LOADS[load], Profile()
+    asked = LOADS[load]
     sessions = CHAT_SESSIONS if trace == CHAT else 0
-    profile = Profile(
-        step_s=base.step_s * asked.slow,
-        prefill_token_s=base.prefill_token_s * asked.slow,
-        prefill_pair_s=base.prefill_pair_s * asked.slow,
-        decode_sequence_s=base.decode_sequence_s * asked.slow,
-        decode_kv_token_s=base.decode_kv_token_s * asked.slow,
-    )
     arrivals = Arrivals("trace" if trace == GENERATED else "jitter", rate=asked.rate * RATES[trace])
     cell = Cell(
         policy=name,
@@ -237,7 +225,7 @@ def _cell(
             engine=EngineConfig(
                 max_model_len=200_000, kv_blocks=asked.kv_blocks, long_prefill_token_threshold=threshold
             ),
-            profile=profile,
+            profile=Profile().slowed(asked.slow),
         ),
     )
     return Planned(trace, load, threshold, name, cell)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.optimize import nnls
 
-from lab.profile import Profile
+from lab.profile import STEP_COSTS, Profile
 
 
 class FitError(ValueError):
@@ -50,7 +50,6 @@ Measured = PrefillTime | DecodeTime
 # Of the reweighting; below so small a relative error measurements weigh the same.
 ROUNDS = 30
 SMALLEST_ERROR = 0.001
-FITTED = ("step_s", "prefill_token_s", "prefill_pair_s", "decode_sequence_s", "decode_kv_token_s")
 
 
 @dataclass(frozen=True)
@@ -70,20 +69,20 @@ def fit(measured: Sequence[Measured], base: Profile | None = None) -> Fit:
     """Fit the step costs; those of transfers are `base`'s. Raises FitError when there are too few different measurements."""
     if any(one.seconds <= 0 for one in measured):
         raise FitError("a measurement took no time")
-    terms = np.array([_terms(one) for one in measured], dtype=float).reshape(-1, len(FITTED))
+    terms = np.array([_terms(one) for one in measured], dtype=float).reshape(-1, len(STEP_COSTS))
     seconds = np.array([one.seconds for one in measured])
     weighed = terms / seconds[:, None]
     # Columns of one size, or the rank would be judged by units.
     sizes = np.linalg.norm(weighed, axis=0)
-    if not sizes.all() or np.linalg.matrix_rank(weighed / sizes) < len(FITTED):
-        raise FitError(f"{len(measured)} measurements do not tell {len(FITTED)} costs apart")
+    if not sizes.all() or np.linalg.matrix_rank(weighed / sizes) < len(STEP_COSTS):
+        raise FitError(f"{len(measured)} measurements do not tell {len(STEP_COSTS)} costs apart")
     weights = np.ones(len(seconds))
     for _ in range(ROUNDS):
         scaled, _ = nnls(weighed / sizes * weights[:, None], weights)
         costs = scaled / sizes
         weights = 1 / np.sqrt(np.maximum(np.abs(weighed @ costs - 1), SMALLEST_ERROR))
     profile = replace(
-        base or Profile(), **{name: float(f"{value:.5g}") for name, value in zip(FITTED, costs, strict=True)}
+        base or Profile(), **{name: float(f"{value:.5g}") for name, value in zip(STEP_COSTS, costs, strict=True)}
     )
     return Fit(profile, tuple(zip(measured, (terms @ costs).tolist(), strict=True)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +12,8 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 SHIPPED = Path(__file__).parent / "data"
+# The costs of steps; the others are those of transfers.
+STEP_COSTS = ("step_s", "prefill_token_s", "prefill_pair_s", "decode_sequence_s", "decode_kv_token_s")
 # What can be learned of an engine from outside.
 ENGINE_FIELDS = ("block_size", "kv_blocks", "max_model_len", "max_num_batched_tokens")
 
@@ -58,6 +60,10 @@ class Profile:
         if not overlapped_s:
             return whole
         return min(whole, max(self.layerwise_tail_s, whole - overlapped_s))
+
+    def slowed(self, factor: float) -> Profile:
+        """One whose steps take `factor` times as long; transfers take what they took."""
+        return replace(self, **{name: getattr(self, name) * factor for name in STEP_COSTS})
 
     @property
     def name(self) -> str:

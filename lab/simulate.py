@@ -153,11 +153,12 @@ def cell_of(
     )
     arrivals = Arrivals(settings.starts, settings.jitter_s, settings.rate)
     if (shape := str(settings.trace)) in SHAPES:
-        workload = Workload(partial(_made_up, settings.sessions or MADE_UP_SESSIONS, shape), arrivals)
+        workload = Workload(partial(made_up, settings.sessions or MADE_UP_SESSIONS, shape), arrivals)
     else:
         workload = Workload(settings.trace, arrivals, settings.sessions)
     return Cell(name or policy, load, workload, simulation)
 
 
-def _made_up(sessions: int, shape: str, seed: int) -> list[TraceRequest]:
+def made_up(sessions: int, shape: str, seed: int) -> list[TraceRequest]:
+    """Sessions of a shape (of SHAPES), a fresh draw for each seed."""
     return generate(sessions, MADE_UP_SPAN_S, seed, SHAPES[shape])

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from lab.engine_events import EngineConfig, EngineRequest
 from lab.engine_model import EngineModel
-from lab.fit import FITTED, DecodeTime, FitError, PrefillTime, chunk_size, fit, fit_line
-from lab.profile import Profile, ProfileError, ProfileFile, read_profile
+from lab.fit import DecodeTime, FitError, PrefillTime, chunk_size, fit, fit_line
+from lab.profile import STEP_COSTS, Profile, ProfileError, ProfileFile, read_profile
 
 COST = st.floats(1e-6, 1e-2)
 
@@ -64,7 +64,7 @@ def test_the_costs_behind_exact_times_are_found(profile: Profile) -> None:
     decodes = [decode(profile, batch, context) for batch, context in ((1, 64), (8, 64), (4, 2_000), (16, 1_000))]
     found = fit([*prefills, *decodes], replace(Profile(), transfer_s=7.0))
     assert found.residual < 1e-4
-    for name in FITTED:
+    for name in STEP_COSTS:
         # A cost that hardly enters any of the times cannot be told.
         assert getattr(found.profile, name) == pytest.approx(getattr(profile, name), rel=0.02, abs=1e-9), name
     assert found.profile.transfer_s == 7.0
@@ -80,7 +80,7 @@ def test_noise_leaves_residuals_and_no_negative_cost() -> None:
     decodes = [DecodeTime(1, 100.0, 0.011), DecodeTime(8, 800.0, 0.010), DecodeTime(8, 8_000.0, 0.012)]
     found = fit([*noisy, *decodes])
     assert 0 < found.residual < 0.1
-    assert min(getattr(found.profile, name) for name in FITTED) == 0.0
+    assert min(getattr(found.profile, name) for name in STEP_COSTS) == 0.0
 
 
 def test_a_stall_does_not_bend_the_line() -> None:
@@ -95,7 +95,7 @@ def test_a_stall_does_not_bend_the_line() -> None:
     ]
     stalled = replace(prefills[2], seconds=prefills[2].seconds * 3)
     found = fit([*prefills[:2], stalled, *prefills[3:], *decodes])
-    for name in FITTED:
+    for name in STEP_COSTS:
         assert getattr(found.profile, name) == pytest.approx(getattr(profile, name), rel=0.02), name
 
 
