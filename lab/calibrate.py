@@ -11,9 +11,7 @@ import asyncio
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import typer
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -27,12 +25,12 @@ from lab.engine_client import EngineError
 from lab.engine_events import EngineConfig
 from lab.fit import Fit, FitError, fit
 from lab.profiler import Measured, ProfileSettings, measure, profile_of, table_of
-from lab.replay import ReplayError, ReplaySettings, replay
+from lab.replay import ReplayError, ReplaySettings, replay, save
 from lab.simulation import Simulation
 from lab.simulator import Simulator
 from lab.text import TOKENIZER_DIR, ChatTokenizer
-from lab.trace_files import load_trace
-from lab.traces import TINY_TRACE, TraceError, TraceRequest, by_session
+from lab.trace_files import load_trace, save_trace
+from lab.traces import TINY_TRACE, TraceError, TraceRequest, first_sessions
 from services.common.keys import KEY_TOKENS
 from services.common.settings import Entries, Numbers
 
@@ -121,12 +119,9 @@ async def _one_load(
     """Replay one load live and in simulation."""
     scale = settings.time_scales[number]
     folder = settings.out / f"load-{number + 1}"
-    folder.mkdir(parents=True, exist_ok=True)
-    requests = load_trace(settings.trace)
-    chosen = list(by_session(requests))[: settings.sessions or None]
-    requests = of_its_own([request for request in requests if request.session in chosen], number + 1)
+    requests = of_its_own(first_sessions(load_trace(settings.trace), settings.sessions), number + 1)
     trace = folder / "trace.jsonl"
-    trace.write_bytes(b"\n".join(msgspec.json.encode(request) for request in requests) + b"\n")
+    save_trace(trace, requests)
     asked = ReplaySettings(
         trace=trace,
         url=settings.url,
@@ -146,9 +141,9 @@ async def _one_load(
     _check_tokens(sent, {(one.session, one.turn): one.prompt_tokens for one in replayed.records})
     simulation = _simulation(settings, measured, found, scale)
     simulated = Simulator(sent, simulation).run()
-    for name, kind, records in (("live", "replay", replayed.records), ("simulated", "simulation", simulated)):
-        config: dict[str, Any] = {"kind": kind, "time_scale": scale, "token_scale": settings.token_scale}
-        write_bundle(folder / name, config, records, summarise(records))
+    save(asked, replayed)
+    config = {"kind": "simulation", "time_scale": scale, "token_scale": settings.token_scale}
+    write_bundle(folder / "simulated", config, simulated, summarise(simulated))
     compared = compare_runs(replayed.records, simulated, measured.engine["block_size"])
     span_s = max(record.t_send for record in replayed.records) or 1.0
     return f"{len(requests) / span_s:.2f} requests/s", compared

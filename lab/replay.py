@@ -26,7 +26,7 @@ from lab.records import RequestRecord
 from lab.samples import InstanceSample
 from lab.text import TOKENIZER_DIR, ChatTokenizer
 from lab.trace_files import load_trace
-from lab.traces import TINY_TRACE, TraceError, TraceRequest, by_session
+from lab.traces import TINY_TRACE, TraceError, TraceRequest, by_session, first_sessions
 from services.common.settings import Tokens
 
 INTERRUPTED = 130
@@ -132,7 +132,7 @@ async def replay(settings: ReplaySettings, on_result: OnResult | None = None) ->
     does not answer or `breakdown_file` cannot be read.
     """
     requests = load_trace(settings.trace)
-    sessions = list(by_session(requests).values())[: settings.sessions or None]
+    sessions = list(by_session(first_sessions(requests, settings.sessions)).values())
     if settings.timing == "think":
         _require_think_times(settings.trace, requests)
     chats = ChatMaker(requests, ChatTokenizer(settings.tokenizer).words, settings.token_scale)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lab.trace_formats import ANSWER_MS, ANSWER_TOKEN_MS
-from lab.traces import TraceRequest
+from lab.traces import TraceRequest, shared_prefix
 from services.router.domain import route_class
 
 # One instance's KV cache, and eight of them, in tokens.
@@ -116,11 +116,7 @@ class _Session:
 
     def add(self, request: TraceRequest, path: list[int]) -> int:
         """How many leading blocks the session's last request had, too. Mutates."""
-        own = 0
-        for mine, its in zip(self._path, path, strict=False):
-            if mine != its:
-                break
-            own += 1
+        own = shared_prefix(self._path, path)
         self._path = path
         self.turns += 1
         self.ends_ms = max(self.ends_ms, request.timestamp_ms + ANSWER_MS + ANSWER_TOKEN_MS * request.output_length)

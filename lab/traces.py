@@ -56,6 +56,14 @@ def by_session(requests: Iterable[TraceRequest]) -> dict[str, list[TraceRequest]
     return sessions
 
 
+def first_sessions(requests: Sequence[TraceRequest], count: int) -> Sequence[TraceRequest]:
+    """The requests of the first `count` sessions (0: of all), in their order."""
+    if not count:
+        return requests
+    chosen = set(list(by_session(requests))[:count])
+    return [request for request in requests if request.session in chosen]
+
+
 def shared_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     """How many leading items are equal."""
     length = 0
