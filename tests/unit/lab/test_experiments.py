@@ -32,23 +32,12 @@ from lab.profile import Profile, load_profile
 from lab.records import RequestRecord
 from lab.simulation import Simulation
 from lab.trace_files import save_trace
-from lab.traces import TraceRequest, by_session
+from lab.traces import by_session
+from tests.unit.lab import builders
+from tests.unit.lab.builders import PLAIN
 
-PLAIN = Profile(step_s=1.0, prefill_token_s=0.01, prefill_pair_s=0.0, decode_sequence_s=0.0, decode_kv_token_s=0.0)
+ask = partial(builders.ask, think_s=0.5)
 SLOW = Path(__file__).parents[3] / "lab" / "data" / "slow.json"
-
-
-def ask(session: str, turn: int, at_s: float, ids: list[int], length: int, output: int = 2) -> TraceRequest:
-    return TraceRequest(
-        timestamp_ms=at_s * 1e3,
-        session_id=session,
-        turn=turn,
-        input_length=length,
-        output_length=output,
-        hash_ids=tuple(ids),
-        block_size=64,
-        think_ms=500.0,
-    )
 
 
 # ---- draws ----

@@ -11,28 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab.generate import generate
-from lab.profile import Profile
 from lab.records import RequestRecord
 from lab.simulation import Simulation, SimulationError
 from lab.simulator import ROUTER_AWAY, STEP_WITHIN_S, Simulator
 from lab.traces import TraceRequest
 from services.router.domain import FleetView, PlacementRequest, Ruling, Step, StepKind
-from services.router.policy.base import Policy, hold, serve
+from services.router.policy.base import Policy
+from tests.unit.lab import builders
+from tests.unit.lab.builders import PLAIN, OneAtATime
 
-PLAIN = Profile(step_s=1.0, prefill_token_s=0.01, prefill_pair_s=0.0, decode_sequence_s=0.0, decode_kv_token_s=0.0)
 TWO = Simulation(instances=1, profile=PLAIN, routers=2, takeover_s=3.0)
 
 
 def ask(session: str, at_s: float, length: int, output: int = 1) -> TraceRequest:
-    return TraceRequest(
-        timestamp_ms=at_s * 1e3,
-        session_id=session,
-        turn=1,
-        input_length=length,
-        output_length=output,
-        hash_ids=(),
-        block_size=512,
-    )
+    return builders.ask(session, 1, at_s, (), length, output)
 
 
 def simulate(requests: list[TraceRequest], asked: Simulation) -> tuple[Simulator, dict[str, RequestRecord]]:
@@ -43,18 +35,6 @@ def simulate(requests: list[TraceRequest], asked: Simulation) -> tuple[Simulator
         state.check_invariants()
         assert len(state.reservations) == 0
     return simulator, {one.session: one for one in records}
-
-
-@dataclass(frozen=True)
-class OneAtATime(Policy):
-    """Hold whatever comes while anything is open, `at_most_s` long."""
-
-    name: ClassVar[str] = "one_at_a_time"
-    at_most_s: float = 0.0
-
-    def rule(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> Ruling:
-        first = view.eligible()[0]
-        return hold("busy", self.at_most_s) if first.num_requests else serve(first, "free")
 
 
 @dataclass(frozen=True)

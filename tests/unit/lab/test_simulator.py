@@ -28,27 +28,11 @@ from lab.trace_files import save_trace
 from lab.traces import TraceRequest, shared_prefix
 from services.router import events as ev
 from services.router.domain import FleetView, PlacementRequest, Ruling, Step, StepKind
-from services.router.policy.base import Policy, SettingError, hold, offload, serve
+from services.router.policy.base import Policy, SettingError, offload
 from services.router.queue import QueueSettings
 from services.router.saturation import Limits
 from services.router.state import StateSettings
-
-PLAIN = Profile(step_s=1.0, prefill_token_s=0.01, prefill_pair_s=0.0, decode_sequence_s=0.0, decode_kv_token_s=0.0)
-
-
-def ask(
-    session: str, turn: int, at_s: float, ids: list[int], length: int, output: int = 2, think_s: float = 0
-) -> TraceRequest:
-    return TraceRequest(
-        timestamp_ms=at_s * 1e3,
-        session_id=session,
-        turn=turn,
-        input_length=length,
-        output_length=output,
-        hash_ids=tuple(ids),
-        block_size=64,
-        think_ms=think_s * 1e3,
-    )
+from tests.unit.lab.builders import PLAIN, OneAtATime, ask
 
 
 def simulate(requests: list[TraceRequest], **asked: Any) -> list[RequestRecord]:
@@ -249,18 +233,6 @@ class Passed(Policy):
     def rule(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> Ruling:
         first, second = view.eligible()
         return offload(request, first, second, "offload", "always")
-
-
-@dataclass(frozen=True)
-class OneAtATime(Policy):
-    """Hold whatever comes while anything is open, `at_most_s` long (0: as long as the router lets it)."""
-
-    name: ClassVar[str] = "one_at_a_time"
-    at_most_s: float = 0.0
-
-    def rule(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> Ruling:
-        first = view.eligible()[0]
-        return hold("busy", self.at_most_s) if first.num_requests else serve(first, "free")
 
 
 def test_a_slice_waits_for_the_one_before_and_finds_its_work() -> None:
