@@ -182,7 +182,7 @@ class Simulator:
             keys=prompt.names,
             session_id=request.session,
             max_output_tokens=request.output_length,
-            sliceable=True,
+            sliceable_tokens=prompt.length,
         )
         record = RequestRecord(session=request.session, turn=request.turn, t_send=now)
         running = self._running[name] = _Running(turn, record, prompt, placement)

@@ -89,7 +89,7 @@ class Errands:
     async def _slice(self, step: StepGiven) -> None:
         """The prompt's first tokens into the instance's own cache. Raises TransferError, UpstreamError."""
         job = self._job
-        if job.ids is None:
+        if job.ids is None or step.prefill_tokens > len(job.ids):
             raise TransferError("tokens unknown")
         path, body = slice_request(job.call, job.ids[: step.prefill_tokens].tolist())
         answer = await self._tools.upstream.whole(step.target, path, body, job.headers_of(step))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pointsman.router.v1 import placement_pb2
@@ -47,15 +47,12 @@ class Job:
     call: Call
     state: PoolState
     placement: placement_pb2.PlacementRequest
-    ids: Ids | None  # the prompt's tokens, None where they are only estimated
+    ids: Ids | None  # of the prompt, as far as its first image; None where they are only estimated
+    known_tokens: int  # of the whole prompt; 0 where they are only estimated
     up_headers: dict[str, str]
     received: float
     grant: Grant
     traced: Traced | None
-    known_tokens: int = field(init=False)  # of the prompt; 0 where they are only estimated
-
-    def __post_init__(self) -> None:
-        self.known_tokens = 0 if self.ids is None else len(self.ids)
 
     def forget_prompt(self) -> None:
         """Let go of what only sending needs: nothing is sent any more once an answer has begun. Mutates."""

@@ -103,11 +103,21 @@ class Understanding:
             and not isinstance(call.body["prompt"][0], int)
             and len(call.body["prompt"]) > 1
         )
-        # Of several prompts only the first was counted, of one with media a part; what no cache is read for needs no PREFILL.
-        complete = prompt is not None and not several and not prompt.media and call.reads_cache
-        ids = prompt.ids if prompt is not None and complete else None
-        placement.sliceable = ids is not None
-        return Job(request_id, call, state, placement, ids, headers, received, grant, request.traced)
+        # Of several prompts only the first was counted; what no cache is read for needs no PREFILL.
+        ids = prompt.ids if prompt is not None and not several and call.reads_cache else None
+        placement.sliceable_tokens = 0 if ids is None else len(ids)
+        return Job(
+            request_id=request_id,
+            call=call,
+            state=state,
+            placement=placement,
+            ids=ids,
+            known_tokens=0 if ids is None or (prompt is not None and prompt.media) else len(ids),
+            up_headers=headers,
+            received=received,
+            grant=grant,
+            traced=request.traced,
+        )
 
     async def _tokens(self, call: Call, tokenizer: ModelTokenizer, model: str, lora: str) -> tuple[Prompt, Keys]:
         """The (first) prompt and its keys. Raises Unrenderable."""

@@ -123,7 +123,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     """What a placement is decided on. `keys` name the prompt's full 16-token blocks (services.common.keys).
 
     `age_s`: how long it has waited for its first step already (or, between two steps, since it came). `deadline_s`: how much
-    longer its gateway waits. `sliceable`: its gateway can have a prefix of its prompt computed, up to the last of its keys.
+    longer its gateway waits. `sliceable_tokens`: of how many tokens at most its gateway can have a prefix of its prompt computed.
     """
 
     request_id: str
@@ -136,7 +136,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     exclude: tuple[str, ...] = ()
     deadline_s: float | None = None
     age_s: float = 0.0
-    sliceable: bool = False
+    sliceable_tokens: int = 0
 
     @property
     def session(self) -> str:

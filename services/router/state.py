@@ -316,7 +316,7 @@ class RouterState:
         seen = self.views.view(rest, goes_on.pool, 0, now).find(reservation.instance_id)
         if seen is None or seen.cached_tokens < goes_on.ruling.steps[-1].prefix_tokens:
             # What was computed is not known to be there: the next slice would be the same again, and so for ever.
-            rest = replace(rest, sliceable=False)
+            rest = replace(rest, sliceable_tokens=0)
         return [*effects, *self.holding.place(rest, reservation.gateway_id, now, goes_on.decision_id)]
 
     def _restored(self, reservation: Reservation, request: PlacementRequest, gateway_id: str) -> ev.Placed:

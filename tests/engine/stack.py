@@ -221,6 +221,29 @@ class ControlPlane:
         decisions = self.fleet.ListDecisions(request, timeout=CALL_WITHIN_S, metadata=self.metadata).decisions
         return decisions[0] if decisions else fleet_pb2.Decision()
 
+    def plan(self, decision_id: str) -> list[fleet_pb2.Decision]:
+        """All decisions on one request, from the first to the last part of its plan, once it has ended."""
+        asked = fleet_pb2.ListDecisionsRequest(page_size=100)
+        asked.filter.request_id = self.finished_decision(decision_id).request_id
+        found = self.fleet.ListDecisions(asked, timeout=CALL_WITHIN_S, metadata=self.metadata).decisions
+        return list(reversed(found))
+
+    @contextmanager
+    def policy(self, name: str, **settings: object) -> Iterator[None]:
+        """The router places by this policy inside the block."""
+        before = self._list_instances().policy
+        wanted = fleet_pb2.Policy(name=name)
+        wanted.settings.update(settings)
+        self._set_policy(wanted)
+        try:
+            yield
+        finally:
+            self._set_policy(before)
+
+    def _set_policy(self, policy: fleet_pb2.Policy) -> None:
+        request = fleet_pb2.SetPolicyRequest(policy=policy)
+        self.fleet.SetPolicy(request, timeout=CALL_WITHIN_S, metadata=self.metadata)
+
     @contextmanager
     def draining(self, *engines: Engine) -> Iterator[None]:
         """Nothing is placed on `engines` inside the block."""

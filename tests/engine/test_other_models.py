@@ -153,6 +153,27 @@ def test_pictures_are_placed_by_the_text_before_the_first(plane: ControlPlane, c
     assert_text_is_predicted(plane, second, before, blocks(whole + 15))
 
 
+def test_the_text_before_a_picture_goes_in_slices(plane: ControlPlane, client: openai.OpenAI) -> None:
+    """None of them reaches the picture, which only the engine can count; the answer finds what they computed."""
+    see(client, user(fresh_words(10)))  # what is usual must be known before anything is heavy
+    plane.wait_idle()
+    seen = says(text(fresh_words(300)), image(0, 128, 0), text(fresh_words(200)))
+    part = 3 * BLOCK
+    settings = {"slice_u": 1e-6, "slice_min_tokens": part, "express_u": 1e6, "start_u": 1e6, "light_u": 1e-3}
+    with plane.policy("foresight", **settings):
+        answer = see(client, seen)
+        plan = plane.plan(answer.decision_id)
+    assert [(one.reason, one.steps[0].prefix_tokens) for one in plan] == [
+        ("slice", part),
+        ("slice", 2 * part),
+        ("slice", 3 * part),
+        ("serve", 0),
+    ]
+    assert {one.outcome for one in plan} == {"OK"}
+    assert answer.cached_tokens == 3 * part
+    assert see(client, seen).text == answer.text
+
+
 def test_what_stands_for_a_picture_is_not_the_picture(
     plane: ControlPlane, client: openai.OpenAI, pair: list[Engine]
 ) -> None:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import openai
 import pytest
-from google.protobuf import json_format
 
-from pointsman.router.v1 import fleet_pb2
 from tests.engine.offloading import assert_same
 from tests.engine.processes import until
 from tests.engine.servers import Engine
-from tests.engine.stack import CALL_WITHIN_S, ControlPlane
+from tests.engine.stack import ControlPlane
 from tests.engine.talk import Answer, complete, fresh_words, prompt_tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -32,34 +27,6 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@contextmanager
-def foresight(plane: ControlPlane) -> Iterator[None]:
-    """The router places by `foresight` inside the block."""
-    before = plane.fleet.ListInstances(
-        fleet_pb2.ListInstancesRequest(), timeout=CALL_WITHIN_S, metadata=plane.metadata
-    ).policy
-    wanted = fleet_pb2.Policy(name="foresight")
-    json_format.Parse(json.dumps(SETTINGS), wanted.settings)
-    _set(plane, wanted)
-    try:
-        yield
-    finally:
-        _set(plane, before)
-
-
-def _set(plane: ControlPlane, policy: fleet_pb2.Policy) -> None:
-    request = fleet_pb2.SetPolicyRequest(policy=policy)
-    plane.fleet.SetPolicy(request, timeout=CALL_WITHIN_S, metadata=plane.metadata)
-
-
-def decisions(plane: ControlPlane, request_id: str) -> list[fleet_pb2.Decision]:
-    """All parts of a request's plan, the first one first."""
-    asked = fleet_pb2.ListDecisionsRequest(page_size=100)
-    asked.filter.request_id = request_id
-    found = plane.fleet.ListDecisions(asked, timeout=CALL_WITHIN_S, metadata=plane.metadata).decisions
-    return list(reversed(found))
-
-
 def counted(engine: Engine) -> tuple[float, float]:
     """Prompt tokens that the engine looked up in its cache, and those that it found."""
     return engine.metric("vllm:prefix_cache_queries_total"), engine.metric("vllm:prefix_cache_hits_total")
@@ -72,7 +39,7 @@ def test_small_requests_go_between_the_slices_of_a_heavy_one(
     first, other = engines
     text = fresh_words(HEAVY)
     order: list[str] = []
-    with foresight(plane), plane.draining(other), ThreadPoolExecutor(6) as pool:
+    with plane.policy("foresight", **SETTINGS), plane.draining(other), ThreadPoolExecutor(6) as pool:
         # What is usual must be known before anything is heavy.
         complete(client, fresh_words(SMALL), max_tokens=1)
         plane.wait_idle()
@@ -94,7 +61,7 @@ def test_small_requests_go_between_the_slices_of_a_heavy_one(
 
     assert order[-1] == "heavy", order
     assert prompt_tokens(heavy) == HEAVY
-    plan = decisions(plane, plane.finished_decision(heavy.decision_id).request_id)
+    plan = plane.plan(heavy.decision_id)
     slices = (HEAVY - SLICE // 4) // SLICE
     assert [one.reason for one in plan] == ["slice"] * slices + ["serve"]
     assert [one.steps[0].prefix_tokens for one in plan] == [SLICE * number for number in range(1, slices + 1)] + [0]

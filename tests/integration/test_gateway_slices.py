@@ -73,7 +73,7 @@ async def test_slices_carry_model_salt_and_session_and_the_prompts_own_tokens(up
         assert headers["X-Session-ID"] == "s1"
     assert (path, served["messages"], served["cache_salt"]) == ("/v1/chat/completions", LONG["messages"], "pepper")
     assert told(up) == [(0, ""), (1, "")]
-    assert up.router.places[0].sliceable
+    assert up.router.places[0].sliceable_tokens == len(ids)
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -89,13 +89,13 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a " * 300}, IMAGE]}]},
         ),
     ],
-    ids=["prompt_logprobs", "several", "media"],
+    ids=["prompt_logprobs", "several", "media that the template does not show"],
 )
 async def test_what_cannot_be_sliced_is_not(up: Stack, path: str, changes: dict[str, Any]) -> None:
     """The router is told so, and one that slices nevertheless hears at once that it cannot be."""
     slicing(up, 128, 256)
     await ask(up, {name: value for name, value in (LONG | changes).items() if value is not None}, path)
-    assert not up.router.places[0].sliceable
+    assert up.router.places[0].sliceable_tokens == 0
     assert told(up) == [(0, "tokens unknown")]
     assert [where for where, _, _ in sent(up)] == [path]
 
@@ -113,7 +113,7 @@ async def test_after_counts_that_differ_nothing_is_sliced(up: Stack) -> None:
     tokenizer.prompt = one_less  # type: ignore[method-assign]
     for _ in range(4):
         await ask(up, LONG, "/v1/messages")
-    assert [place.sliceable for place in up.router.places] == [True, True, True, False]
+    assert [place.sliceable_tokens > 0 for place in up.router.places] == [True, True, True, False]
     assert told(up)[-1] == (0, "tokens unknown")
 
 

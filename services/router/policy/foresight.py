@@ -89,14 +89,15 @@ class Foresight(Policy):
 
     def _slice(self, request: PlacementRequest, one: Candidate, curve: CostCurve, unit: float) -> int:
         """How many tokens of the prompt are to be there after the next slice; 0: all that is left goes at once."""
-        if not (request.sliceable and self.slice_u) or one.prefilling.chunk_limit:
+        if not self.slice_u or one.prefilling.chunk_limit:
             return 0
         tokens = max(curve.tokens_in(self.slice_u * unit, one.cached_tokens), self.slice_min_tokens)
-        if tokens * (1 + CRUMB) >= one.new_tokens:
+        tokens = min(tokens, request.sliceable_tokens - one.cached_tokens)
+        if tokens < self.slice_min_tokens or tokens * (1 + CRUMB) >= one.new_tokens:
             return 0
         block = one.prefilling.block_size
         end = one.cached_tokens + max(int(tokens) // block, 1) * block
-        return end if end < request.input_tokens else 0
+        return end if end <= request.sliceable_tokens and end < request.input_tokens else 0
 
 
 def _usual_s(view: FleetView) -> float:

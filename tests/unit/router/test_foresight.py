@@ -30,7 +30,7 @@ def one(name: str, tokens: int, cached: int = 0, open_tokens: int = 0, decodes: 
 
 
 def rule(tokens: int, *candidates: Candidate, policy: Foresight | None = None, **changes: Any) -> Ruling:
-    asked: PlacementRequest = request(tokens=tokens, sliceable=changes.pop("sliceable", True))
+    asked: PlacementRequest = request(tokens=tokens, sliceable_tokens=changes.pop("sliceable_tokens", tokens))
     return (policy or Foresight(slice_min_tokens=16)).rule(asked, seen(*candidates, **changes), RNG)
 
 
@@ -80,11 +80,20 @@ def test_a_heavy_prompt_goes_in_slices_of_one_and_a_half_usual_requests() -> Non
     assert step.prefix_tokens == 4_096, "below that, chunks are cut for nothing"
 
 
+def test_slices_end_where_the_gateway_knows_the_tokens() -> None:
+    """The rest may be a picture and what follows it."""
+    [step] = rule(10_000, one("a", 10_000, cached=4_000), sliceable_tokens=4_900).steps
+    assert (step.kind, step.prefix_tokens) == (StepKind.PREFILL, 4_000 + 896)
+    [step] = rule(10_000, one("a", 10_000, cached=4_896), sliceable_tokens=4_900).steps
+    assert step.kind is StepKind.SERVE
+
+
 @pytest.mark.parametrize("why", ["the gateway cannot", "the engine cuts by itself", "switched off"])
 def test_what_is_not_sliced(why: str) -> None:
     limit = 4_096 if why == "the engine cuts by itself" else 0
     policy = Foresight(slice_u=0.0) if why == "switched off" else None
-    ruling = rule(90_000, one("a", 90_000, chunk_limit=limit), policy=policy, sliceable=why != "the gateway cannot")
+    known = 0 if why == "the gateway cannot" else 90_000
+    ruling = rule(90_000, one("a", 90_000, chunk_limit=limit), policy=policy, sliceable_tokens=known)
     assert [step.kind for step in ruling.steps] == [StepKind.SERVE]
 
 

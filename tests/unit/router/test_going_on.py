@@ -32,7 +32,7 @@ class Slices(Policy):
         busy = any(one.prefilling.queue for one in view.candidates)
         if best.cached_tokens >= self.hold_at and busy:
             return hold("busy", handicap_s=best.new_tokens)
-        if request.sliceable and best.new_tokens > 300:
+        if request.sliceable_tokens and best.new_tokens > 300:
             return slice_of(best, best.cached_tokens + 256, "slice")
         return serve(best, "rest")
 
@@ -45,7 +45,7 @@ def router(hold_at: int = 10**9, **settings: float) -> RouterState:
 
 
 def prompt() -> PlacementRequest:
-    return request("r", tokens=1_030, keys=KEYS, sliceable=True, session_id="s")
+    return request("r", tokens=1_030, keys=KEYS, sliceable_tokens=1_030, session_id="s")
 
 
 def done(made: RouterState, step: int, now: float, name: str = "r") -> list[ev.Effect]:
@@ -106,7 +106,7 @@ def test_a_slice_that_fails_is_followed_by_one_serve_there() -> None:
 
 def test_a_slice_that_is_not_known_to_be_there_is_the_last() -> None:
     made = router()
-    first = place(made, request("r", tokens=1_030, sliceable=True))
+    first = place(made, request("r", tokens=1_030, sliceable_tokens=1_030))
     assert isinstance(first, ev.Placed)
     assert first.step.kind is StepKind.PREFILL
     assert placed(done(made, 0, 0.5)).step.kind is StepKind.SERVE

@@ -89,7 +89,8 @@ def cases(draw: st.DrawFn) -> tuple[PlacementRequest, FleetView]:
         seen = replace(
             seen, candidates=(*seen.candidates[1:], draw(candidates(seen.candidates[0].instance_id, tokens, ("",))))
         )
-    return request(tokens=tokens, session_id="s", sliceable=draw(st.booleans())), seen
+    sliceable = draw(st.integers(0, tokens))
+    return request(tokens=tokens, session_id="s", sliceable_tokens=sliceable), seen
 
 
 @st.composite
@@ -132,8 +133,8 @@ def test_every_policy_decides_soundly(
         [part] = ruling.steps
         found = seen.find(part.instance_id)
         assert found is not None
-        assert asked.sliceable
-        assert found.cached_tokens < part.prefix_tokens < asked.input_tokens
+        assert found.cached_tokens < part.prefix_tokens <= asked.sliceable_tokens
+        assert part.prefix_tokens < asked.input_tokens
         assert decision.mode == "COLOCATED"
         return
     *prefills, serve = ruling.steps

@@ -387,7 +387,7 @@ class PlacementRequest(_message.Message):
     DEADLINE_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     AGE_FIELD_NUMBER: _builtins.int
-    SLICEABLE_FIELD_NUMBER: _builtins.int
+    SLICEABLE_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id is unique; the same id again gets the same placement."""
     model: _builtins.str
@@ -402,8 +402,10 @@ class PlacementRequest(_message.Message):
     """max_output_tokens asked for; 0 when open."""
     traceparent: _builtins.str
     """traceparent of the client, passed on for traces."""
-    sliceable: _builtins.bool
-    """sliceable: the gateway can have a prefix of the prompt computed ahead of it, by token ids, up to the last of the keys."""
+    sliceable_tokens: _builtins.int
+    """sliceable_tokens: the gateway can have a prefix of the prompt computed ahead of it, by token ids, of at most so many tokens:
+    all of a text, those before the first image of a prompt with media; 0 where it cannot.
+    """
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """keys of the prompt's full 16-token blocks, in order; empty where no tokenizer is known."""
@@ -434,11 +436,11 @@ class PlacementRequest(_message.Message):
         deadline: _duration_pb2.Duration | None = ...,
         traceparent: _builtins.str = ...,
         age: _duration_pb2.Duration | None = ...,
-        sliceable: _builtins.bool = ...,
+        sliceable_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "deadline", b"deadline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "deadline", b"deadline", "exclude", b"exclude", "input_tokens", b"input_tokens", "keys", b"keys", "max_output_tokens", b"max_output_tokens", "model", b"model", "request_id", b"request_id", "session_id", b"session_id", "sliceable", b"sliceable", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "deadline", b"deadline", "exclude", b"exclude", "input_tokens", b"input_tokens", "keys", b"keys", "max_output_tokens", b"max_output_tokens", "model", b"model", "request_id", b"request_id", "session_id", b"session_id", "sliceable_tokens", b"sliceable_tokens", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
