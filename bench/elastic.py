@@ -23,7 +23,15 @@ from bench.figures import Figure
 from pointsman.router.v1 import fleet_pb2
 from services.router.policy.elastic import BELOW_THRESHOLD, D_IDLE, P_IDLE_D_BUSY, P_OVERLOADED
 from tests.engine.model import words
-from tests.engine.servers import ENGINE_PYTHON, REPOSITORY, SERVED_NAME, EngineSpec, start_engines, stop_engines
+from tests.engine.servers import (
+    ENGINE_PYTHON,
+    MOONCAKE,
+    REPOSITORY,
+    SERVED_NAME,
+    EngineSpec,
+    start_engines,
+    stop_engines,
+)
 from tests.engine.stack import ControlPlane
 
 HEAVY_TOKENS = 700
@@ -74,7 +82,7 @@ def _plane(folder: Path) -> Iterator[ControlPlane]:
     subprocess.run(
         [ENGINE_PYTHON, REPOSITORY / "tests/engine/model.py", folder / "model"], check=True, stdout=subprocess.DEVNULL
     )
-    specs = [EngineSpec(name, core=core, connector=True) for core, name in enumerate(("p", "d"))]
+    specs = [EngineSpec(name, core=core, kv_transfer=MOONCAKE) for core, name in enumerate(("p", "d"))]
     engines = start_engines(specs, folder / "model", folder)
     flags = {"--policy": "elastic", "--policy-settings": json.dumps(SETTINGS)}
     plane = ControlPlane(engines, folder, router_flags=flags)

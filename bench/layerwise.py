@@ -15,25 +15,22 @@ import random
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import aiohttp
 
 from bench.figures import Figure
 from tests.engine.direct_offloads import Offload, post, session
 from tests.engine.processes import until
-from tests.engine.servers import ENGINE_PYTHON, Engine, EngineSpec, start_engines, stop_engines
+from tests.engine.servers import ENGINE_PYTHON, LAYERWISE, MOONCAKE, Engine, EngineSpec, start_engines, stop_engines
 
 TOKENS = {"2k": 2_000, "4k": 4_000, "8k": 8_000}
 ROUNDS = 5
 STREAMS = 16
-LAYERWISE = {
-    "kv_connector": "LayerwiseMooncakeConnector",
-    "kv_connector_module_path": "pointsman_connector.layerwise.connector",
-}
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -150,18 +147,21 @@ def _pairs(folder: Path) -> Iterator[tuple[list[Engine], list[Engine], list[int]
     subprocess.run([ENGINE_PYTHON, maker, model], check=True, stdout=subprocess.DEVNULL)
     vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
 
-    def spec(name: str, core: int, kv_transfer: dict[str, str]) -> EngineSpec:
+    def spec(name: str, core: int, kv_transfer: Mapping[str, Any]) -> EngineSpec:
         return EngineSpec(
             name,
             core=core,
-            connector=True,
             kv_transfer=kv_transfer,
             max_model_len=8_192,
             kv_capacity_tokens=160_000,
             extra_args=("--max-num-batched-tokens", "2048"),
         )
 
-    specs = [spec("p-after", 0, {}), spec("d-after", 1, {}), spec("p-push", 0, LAYERWISE), spec("d-push", 1, LAYERWISE)]
+    specs = [
+        spec(f"{role}-{name}", core, kind)
+        for name, kind in (("after", MOONCAKE), ("push", LAYERWISE))
+        for core, role in enumerate("pd")
+    ]
     engines = start_engines(specs, model, folder)
     try:
         yield engines[:2], engines[2:], [number for word, number in vocabulary.items() if word.startswith("Ġ")]

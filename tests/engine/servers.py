@@ -29,15 +29,20 @@ KV_BYTES_PER_TOKEN = (
     4 * 2 * 2 * 64 * 4
 )  # layers x (K, V) x KV heads x head_dim x float32, as tests/engine/model.py makes it
 START_WITHIN_S = 240.0
-# "fail": the engine says at once that the KV did not come, and Pointsman decides what then.
-KV_TRANSFER = {
+# Ways to pass KV on. "fail": the engine says at once that the KV did not come, and Pointsman decides what then.
+MOONCAKE: Mapping[str, Any] = {
     "kv_connector": "AnyDeviceMooncakeConnector",
     "kv_connector_module_path": "pointsman_connector.mooncake",
     "kv_role": "kv_both",
     "kv_load_failure_policy": "fail",
     "kv_connector_extra_config": {"mooncake_protocol": "tcp"},
 }
-NIXL_TRANSFER = {
+LAYERWISE: Mapping[str, Any] = {
+    **MOONCAKE,
+    "kv_connector": "LayerwiseMooncakeConnector",
+    "kv_connector_module_path": "pointsman_connector.layerwise.connector",
+}
+NIXL: Mapping[str, Any] = {
     "kv_connector": "NixlConnector",
     "kv_role": "kv_both",
     "kv_load_failure_policy": "fail",
@@ -54,8 +59,8 @@ Piece = bytes
 class EngineSpec:
     """What one server is started with. `core` is the CPU core that its threads are bound to.
 
-    Unless `fixed_event_ports`, the engine chooses the ports of its KV events, new ones at every start. With `connector` it can
-    pass KV on and take it, over Mooncake and TCP; `kv_transfer` changes the flag that says how.
+    Unless `fixed_event_ports`, the engine chooses the ports of its KV events, new ones at every start. With `kv_transfer`
+    (MOONCAKE, LAYERWISE, NIXL) it can pass KV on and take it.
     """
 
     name: str
@@ -65,11 +70,9 @@ class EngineSpec:
     max_model_len: int = 4_096
     fixed_event_ports: bool = True
     extra_args: Sequence[str] = ()
-    connector: bool = False
-    nixl: bool = False  # the connector is NIXL's instead
+    kv_transfer: Mapping[str, Any] | None = None
     served: str = SERVED_NAME
     model: Path | None = None  # None: the text model
-    kv_transfer: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -105,6 +108,7 @@ class Engine:
             "--block-size": spec.block_size,
             "--max-model-len": spec.max_model_len,
             "--kv-events-config": json.dumps(events),
+            **({"--kv-transfer-config": json.dumps(spec.kv_transfer)} if spec.kv_transfer else {}),
         }
         self.process = Process(
             name=f"engine {spec.name}",
@@ -116,12 +120,6 @@ class Engine:
                 "--enforce-eager",
                 "--enable-prompt-tokens-details",
                 *spec.extra_args,
-                *(
-                    ("--kv-transfer-config", json.dumps(KV_TRANSFER | dict(spec.kv_transfer)))
-                    if spec.connector and not spec.nixl
-                    else ()
-                ),
-                *(("--kv-transfer-config", json.dumps(NIXL_TRANSFER)) if spec.nixl else ()),
             ],
             env={
                 "PYTHONPATH": str(REPOSITORY / "connector"),
@@ -151,10 +149,11 @@ class Engine:
     @property
     def target(self) -> str:
         """Its address with what an agent must be told of it."""
-        if self.spec.nixl:
+        if self.spec.kv_transfer is None:
+            return self.url
+        if self.spec.kv_transfer["kv_connector"] == NIXL["kv_connector"]:
             return f"{self.url}?kv=nixl"
-        kv = f"?kv=mooncake&bootstrap=http://127.0.0.1:{self.bootstrap_port}"
-        return self.url + (kv if self.spec.connector else "")
+        return f"{self.url}?kv=mooncake&bootstrap=http://127.0.0.1:{self.bootstrap_port}"
 
     def start(self) -> None:
         """Start the server; wait_ready() tells when it answers."""

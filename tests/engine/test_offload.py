@@ -31,7 +31,7 @@ from tests.engine.offloading import (
     with_cache_on,
 )
 from tests.engine.processes import until
-from tests.engine.servers import KV_EXPIRES_S, SERVED_NAME, Engine, EngineSpec, start_engines, stop_engines
+from tests.engine.servers import KV_EXPIRES_S, MOONCAKE, SERVED_NAME, Engine, EngineSpec, start_engines, stop_engines
 from tests.engine.stack import ControlPlane, client_of, counters
 from tests.engine.talk import chat, complete, fresh_words, open_chat, user
 from tests.engine.web import ask
@@ -42,7 +42,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 @pytest.fixture(scope="module")
 def pair(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
     """Two engines that pass KV on to each other, in either direction."""
-    specs = [EngineSpec(name, core=core, connector=True) for core, name in enumerate(("p", "d"))]
+    specs = [EngineSpec(name, core=core, kv_transfer=MOONCAKE) for core, name in enumerate(("p", "d"))]
     engines = start_engines(specs, model_folder, tmp_path_factory.mktemp("pair"))
     yield engines
     stop_engines(engines)

@@ -18,7 +18,7 @@ from tests.engine.offloading import (
     wait_for_external,
     with_cache_on,
 )
-from tests.engine.servers import SERVED_NAME, Engine, EngineSpec, start_engines, stop_engines
+from tests.engine.servers import NIXL, SERVED_NAME, Engine, EngineSpec, start_engines, stop_engines
 from tests.engine.stack import ControlPlane
 from tests.engine.talk import complete, fresh_words
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 @pytest.fixture(scope="module")
 def pair(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
     """Two engines that fetch KV from each other."""
-    specs = [EngineSpec(name, core=core, nixl=True) for core, name in enumerate(("n1", "n2"))]
+    specs = [EngineSpec(name, core=core, kv_transfer=NIXL) for core, name in enumerate(("n1", "n2"))]
     engines = start_engines(specs, model_folder, tmp_path_factory.mktemp("nixl"))
     yield engines
     stop_engines(engines)
