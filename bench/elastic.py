@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
 import tempfile
 import threading
 from collections import Counter
@@ -26,11 +25,10 @@ from tests.engine.model import words
 from tests.engine.servers import (
     ENGINE_PYTHON,
     MOONCAKE,
-    REPOSITORY,
     SERVED_NAME,
     EngineSpec,
-    start_engines,
-    stop_engines,
+    make_model,
+    running_engines,
 )
 from tests.engine.stack import ControlPlane
 
@@ -79,19 +77,13 @@ def _share(decisions: list[fleet_pb2.Decision], clients: int) -> Figure:
 @contextlib.contextmanager
 def _plane(folder: Path) -> Iterator[ControlPlane]:
     """A control plane before two engines that pass KV on to each other."""
-    subprocess.run(
-        [ENGINE_PYTHON, REPOSITORY / "tests/engine/model.py", folder / "model"], check=True, stdout=subprocess.DEVNULL
-    )
     specs = [EngineSpec(name, core=core, kv_transfer=MOONCAKE) for core, name in enumerate(("p", "d"))]
-    engines = start_engines(specs, folder / "model", folder)
     flags = {"--policy": "elastic", "--policy-settings": json.dumps(SETTINGS)}
-    plane = ControlPlane(engines, folder, router_flags=flags)
-    try:
-        plane.start()
+    with (
+        running_engines(specs, make_model(folder / "model"), folder) as engines,
+        ControlPlane(engines, folder, router_flags=flags).running() as plane,
+    ):
         yield plane
-    finally:
-        plane.stop()
-        stop_engines(engines)
 
 
 def _decided(plane: ControlPlane, client: openai.OpenAI, clients: int, each: int) -> list[fleet_pb2.Decision]:

@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import random
-import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -26,7 +25,7 @@ import aiohttp
 from bench.figures import Figure
 from tests.engine.direct_offloads import Offload, post, session
 from tests.engine.processes import until
-from tests.engine.servers import ENGINE_PYTHON, LAYERWISE, MOONCAKE, Engine, EngineSpec, start_engines, stop_engines
+from tests.engine.servers import ENGINE_PYTHON, LAYERWISE, MOONCAKE, Engine, EngineSpec, make_model, running_engines
 
 TOKENS = {"2k": 2_000, "4k": 4_000, "8k": 8_000}
 ROUNDS = 5
@@ -142,9 +141,7 @@ async def _decoding(
 @contextlib.contextmanager
 def _pairs(folder: Path) -> Iterator[tuple[list[Engine], list[Engine], list[int]]]:
     """A pair of engines with vLLM's connector, one with ours, and the ids of tokens to make prompts of."""
-    model = folder / "model"
-    maker = Path(__file__).parents[1] / "tests/engine/model.py"
-    subprocess.run([ENGINE_PYTHON, maker, model], check=True, stdout=subprocess.DEVNULL)
+    model = make_model(folder / "model")
     vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
 
     def spec(name: str, core: int, kv_transfer: Mapping[str, Any]) -> EngineSpec:
@@ -162,8 +159,5 @@ def _pairs(folder: Path) -> Iterator[tuple[list[Engine], list[Engine], list[int]
         for name, kind in (("after", MOONCAKE), ("push", LAYERWISE))
         for core, role in enumerate("pd")
     ]
-    engines = start_engines(specs, model, folder)
-    try:
+    with running_engines(specs, model, folder) as engines:
         yield engines[:2], engines[2:], [number for word, number in vocabulary.items() if word.startswith("Ġ")]
-    finally:
-        stop_engines(engines)

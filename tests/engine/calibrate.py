@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.engine.servers import ENGINE_PYTHON, REPOSITORY, EngineSpec, start_engines, stop_engines
+from tests.engine.servers import REPOSITORY, EngineSpec, make_model, running_engines
 from tests.engine.stack import ControlPlane
 
 
@@ -19,24 +19,16 @@ def main() -> None:
     """Start everything, calibrate, end everything."""
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    model = folder / "model"
-    subprocess.run([ENGINE_PYTHON, Path(__file__).with_name("model.py"), model], check=True, stdout=subprocess.DEVNULL)
-    engines = start_engines([EngineSpec(name, core) for core, name in enumerate(("a", "b"))], model, folder)
-    try:
-        plane = ControlPlane(engines, folder)
-        plane.start()
-        try:
-            flags = ["--url", plane.gateway_url, "--router", plane.router_address, "--tokenizer", str(model)]
-            flags += [part for engine in engines for part in ("--engines", engine.url)]
-            tool = [sys.executable, "-m", "services.cli", "calibrate"]
-            tokens = {"POINTSMAN_OPERATOR_TOKEN": plane.tokens["operator"]}
-            subprocess.run(
-                [*tool, *flags, "--out", folder, *sys.argv[2:]], cwd=REPOSITORY, env=os.environ | tokens, check=True
-            )
-        finally:
-            plane.stop()
-    finally:
-        stop_engines(engines)
+    model = make_model(folder / "model")
+    specs = [EngineSpec(name, core) for core, name in enumerate(("a", "b"))]
+    with running_engines(specs, model, folder) as engines, ControlPlane(engines, folder).running() as plane:
+        flags = ["--url", plane.gateway_url, "--router", plane.router_address, "--tokenizer", str(model)]
+        flags += [part for engine in engines for part in ("--engines", engine.url)]
+        tool = [sys.executable, "-m", "services.cli", "calibrate"]
+        tokens = {"POINTSMAN_OPERATOR_TOKEN": plane.tokens["operator"]}
+        subprocess.run(
+            [*tool, *flags, "--out", folder, *sys.argv[2:]], cwd=REPOSITORY, env=os.environ | tokens, check=True
+        )
 
 
 if __name__ == "__main__":

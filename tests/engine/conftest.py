@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 pytest.register_assert_rewrite("tests.engine.servers", "tests.engine.stack", "tests.engine.talk")
 
-from tests.engine.servers import ADAPTER, ENGINE_PYTHON, Engine, EngineSpec, start_engines, stop_engines  # noqa: E402
+from tests.engine.servers import ADAPTER, ENGINE_PYTHON, Engine, EngineSpec, make_model, running_engines  # noqa: E402
 from tests.engine.stack import ControlPlane  # noqa: E402
 
 
@@ -28,11 +27,7 @@ def model_folder(engine_folder: Path) -> Path:
     if not ENGINE_PYTHON.exists():
         pytest.fail(f"{ENGINE_PYTHON} is missing: `make test` makes it (requirements/engine.lock)", pytrace=False)
     folder = engine_folder / "model"
-    maker = Path(__file__).with_name("model.py")
-    subprocess.run(
-        [ENGINE_PYTHON, maker, folder, folder / "adapter"], check=True, stdout=subprocess.DEVNULL, timeout=60
-    )
-    return folder
+    return make_model(folder, folder / "adapter")
 
 
 @pytest.fixture(scope="session")
@@ -51,32 +46,22 @@ def engines(model_folder: Path, engine_folder: Path) -> Iterator[list[Engine]]:
         EngineSpec("a", core=0, block_size=32, fixed_event_ports=False, extra_args=more),
         EngineSpec("b", core=1, block_size=64, kv_capacity_tokens=8_192, extra_args=more),
     )
-    engines = start_engines(specs, model_folder, engine_folder)
-    yield engines
-    stop_engines(engines)
+    with running_engines(specs, model_folder, engine_folder) as engines:
+        yield engines
 
 
 @pytest.fixture(scope="session")
 def running_plane(engines: list[Engine], engine_folder: Path) -> Iterator[ControlPlane]:
     """The control plane before the two engines."""
-    plane = ControlPlane(engines, engine_folder)
-    plane.start()
-    yield plane
-    plane.stop()
+    with ControlPlane(engines, engine_folder).running() as plane:
+        yield plane
 
 
 @pytest.fixture
 def plane(running_plane: ControlPlane) -> Iterator[ControlPlane]:
-    """The control plane, idle and in step with its engines before each test, and idle again after it.
-
-    A test also fails when a part of the control plane logged a traceback meanwhile: an error that nobody handled.
-    """
-    running_plane.wait_settled()
-    running_plane.wait_idle()
-    before = running_plane.tracebacks()
-    yield running_plane
-    running_plane.wait_idle()
-    assert running_plane.tracebacks() == before
+    """The control plane, in step with its engines."""
+    with running_plane.in_step() as plane:
+        yield plane
 
 
 @pytest.fixture

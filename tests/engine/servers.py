@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -234,25 +235,27 @@ class Engine:
         return len({piece for block, count in held.items() if count > 0 for piece in pieces[block]})
 
 
-def start_engines(specs: Sequence[EngineSpec], model: Path, folder: Path) -> list[Engine]:
-    """Start servers side by side and wait for all of them. On failure none is left."""
+def make_model(folder: Path, *more: Path, maker: str = "model.py") -> Path:
+    """Have the engine's Python write a model into `folder`, which is returned; `more` are further arguments of the maker."""
+    argv = [ENGINE_PYTHON, Path(__file__).with_name(maker), folder, *more]
+    subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, timeout=60)
+    return folder
+
+
+@contextmanager
+def running_engines(specs: Sequence[EngineSpec], model: Path, folder: Path) -> Iterator[list[Engine]]:
+    """Servers, started side by side, all ready. None is left after the block, nor when one does not start."""
     engines = [Engine(spec, spec.model or model, folder) for spec in specs]
     try:
         for engine in engines:
             engine.start()
         for engine in engines:
             engine.wait_ready()
-    except BaseException:
-        stop_engines(engines)
-        raise
-    return engines
-
-
-def stop_engines(engines: Sequence[Engine]) -> None:
-    """End all that run."""
-    for engine in engines:
-        if engine.process.alive:
-            engine.process.kill()
+        yield engines
+    finally:
+        for engine in engines:
+            if engine.process.alive:
+                engine.process.kill()
 
 
 def _cut(event: dict[str, Any], pieces: dict[int, list[Piece]]) -> None:

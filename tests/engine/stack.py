@@ -142,6 +142,26 @@ class ControlPlane:
             gateway.stop()
         assert "Traceback (most recent" not in gateway.log.read_text(errors="replace"), gateway.tail()
 
+    @contextmanager
+    def running(self) -> Iterator[ControlPlane]:
+        """Started, and stopped after the block."""
+        self.start()
+        try:
+            yield self
+        finally:
+            self.stop()
+
+    @contextmanager
+    def in_step(self) -> Iterator[ControlPlane]:
+        """Idle and in step with its engines before the block, idle after it; it fails when a part of the control plane logged a
+        traceback meanwhile: an error that nobody handled."""
+        self.wait_settled()
+        self.wait_idle()
+        before = self.tracebacks()
+        yield self
+        self.wait_idle()
+        assert self.tracebacks() == before
+
     def start_gateway(self) -> None:
         """Start the gateway and wait until it serves. Raises ProcessFailure."""
         self.gateway.start()

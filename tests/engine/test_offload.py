@@ -31,7 +31,7 @@ from tests.engine.offloading import (
     with_cache_on,
 )
 from tests.engine.processes import until
-from tests.engine.servers import KV_EXPIRES_S, MOONCAKE, SERVED_NAME, Engine, EngineSpec, start_engines, stop_engines
+from tests.engine.servers import KV_EXPIRES_S, MOONCAKE, SERVED_NAME, Engine, EngineSpec, running_engines
 from tests.engine.stack import ControlPlane, client_of, counters
 from tests.engine.talk import chat, complete, fresh_words, open_chat, user
 from tests.engine.web import ask
@@ -43,9 +43,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 def pair(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
     """Two engines that pass KV on to each other, in either direction."""
     specs = [EngineSpec(name, core=core, kv_transfer=MOONCAKE) for core, name in enumerate(("p", "d"))]
-    engines = start_engines(specs, model_folder, tmp_path_factory.mktemp("pair"))
-    yield engines
-    stop_engines(engines)
+    with running_engines(specs, model_folder, tmp_path_factory.mktemp("pair")) as engines:
+        yield engines
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +56,7 @@ def planes(pair: list[Engine], tmp_path_factory: pytest.TempPathFactory) -> Iter
     }
     with contextlib.ExitStack() as running:
         for plane in planes.values():
-            plane.start()
-            running.callback(plane.stop)
+            running.enter_context(plane.running())
         yield planes
 
 

@@ -18,7 +18,7 @@ from tests.engine.offloading import (
     wait_for_external,
     with_cache_on,
 )
-from tests.engine.servers import NIXL, SERVED_NAME, Engine, EngineSpec, start_engines, stop_engines
+from tests.engine.servers import NIXL, SERVED_NAME, Engine, EngineSpec, running_engines
 from tests.engine.stack import ControlPlane
 from tests.engine.talk import complete, fresh_words
 
@@ -29,18 +29,15 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 def pair(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
     """Two engines that fetch KV from each other."""
     specs = [EngineSpec(name, core=core, kv_transfer=NIXL) for core, name in enumerate(("n1", "n2"))]
-    engines = start_engines(specs, model_folder, tmp_path_factory.mktemp("nixl"))
-    yield engines
-    stop_engines(engines)
+    with running_engines(specs, model_folder, tmp_path_factory.mktemp("nixl")) as engines:
+        yield engines
 
 
 @pytest.fixture(scope="module")
 def nixl_plane(pair: list[Engine], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """A control plane that offloads."""
-    plane = offloading(pair, tmp_path_factory.mktemp("nixl-plane"))
-    plane.start()
-    yield plane
-    plane.stop()
+    with offloading(pair, tmp_path_factory.mktemp("nixl-plane")).running() as plane:
+        yield plane
 
 
 @pytest.mark.parametrize("number", [33, 500, 3_500])

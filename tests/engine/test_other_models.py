@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import struct
-import subprocess
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from services.common.tracing import Place
 from tests.engine.collector import Collector, collecting
 from tests.engine.model import words
-from tests.engine.servers import ENGINE_PYTHON, Engine, EngineSpec, start_engines, stop_engines
+from tests.engine.servers import Engine, EngineSpec, make_model, running_engines
 from tests.engine.stack import ControlPlane, client_of
 from tests.engine.talk import Answer, Message, assert_agree, assistant, chat, complete, fresh_words, prompt_tokens, user
 from tests.engine.web import ask
@@ -40,16 +39,14 @@ def collector() -> Iterator[Collector]:
 def pair(model_folder: Path, collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
     """The one that sees, which sends its spans to the collector, and the one that embeds."""
     folder = tmp_path_factory.mktemp("other")
-    maker = Path(__file__).with_name("vision_model.py")
-    subprocess.run([ENGINE_PYTHON, maker, folder / EYES], check=True, stdout=subprocess.DEVNULL, timeout=60)
+    make_model(folder / EYES, maker="vision_model.py")
     traced, pooling = ("--otlp-traces-endpoint", collector.url), ("--runner", "pooling", "--convert", "embed")
     specs = (
         EngineSpec(EYES, 0, BLOCK, served=EYES, model=folder / EYES, extra_args=traced),
         EngineSpec(VECTORS, 1, BLOCK, served=VECTORS, extra_args=pooling),
     )
-    engines = start_engines(specs, model_folder, folder)
-    yield engines
-    stop_engines(engines)
+    with running_engines(specs, model_folder, folder) as engines:
+        yield engines
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +69,8 @@ def running(
 
 @pytest.fixture
 def plane(running: ControlPlane) -> Iterator[ControlPlane]:
-    running.wait_settled()
-    running.wait_idle()
-    before = running.tracebacks()
-    yield running
-    running.wait_idle()
-    assert running.tracebacks() == before
+    with running.in_step() as plane:
+        yield plane
 
 
 @pytest.fixture
