@@ -9,7 +9,9 @@ from pathlib import Path
 import openai
 import pytest
 
-pytest.register_assert_rewrite("tests.engine.servers", "tests.engine.stack", "tests.engine.talk")
+pytest.register_assert_rewrite(
+    "tests.engine.offloading", "tests.engine.servers", "tests.engine.stack", "tests.engine.talk"
+)
 
 from tests.engine.servers import ADAPTER, ENGINE_PYTHON, Engine, EngineSpec, make_model, running_engines  # noqa: E402
 from tests.engine.stack import ControlPlane  # noqa: E402

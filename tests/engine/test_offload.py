@@ -18,6 +18,7 @@ import pytest
 
 from tests.engine.offloading import (
     WITHIN_S,
+    assert_offloaded,
     assert_same,
     decided,
     external_tokens,
@@ -88,22 +89,8 @@ def client(plane: ControlPlane) -> Iterator[openai.OpenAI]:
 def test_an_offloaded_answer_is_the_colocated_one(
     plane: ControlPlane, client: openai.OpenAI, pair: list[Engine], number: int
 ) -> None:
-    """As a stream, whose request brings the KV along, and in one piece, for which D pulls it before."""
     for stream in (True, False):
-        prompt = fresh_words(number)
-        before = external_tokens(pair)
-        raw = client.completions.with_raw_response.create(
-            model=SERVED_NAME, prompt=prompt, max_tokens=24, temperature=0, stream=stream
-        )
-        parsed: Any = raw.parse()
-        text = "".join(one.choices[0].text for one in parsed if one.choices) if stream else parsed.choices[0].text
-        decision = decided(plane, raw.headers["X-Pointsman-Decision"])
-        p, d = (step.instance.instance_id for step in decision.steps)
-        assert p != d == raw.headers["X-Pointsman-Instance"]
-        assert list(decision.notes) == []
-        if number > 1:  # of a prompt of one token vLLM counts nothing
-            wait_for_external(pair, before + number)
-        assert_same(pair[0], prompt, text, 24)
+        assert_offloaded(plane, client, pair, number, stream=stream)
 
 
 def test_chats_tools_and_formats_are_offloaded_too(

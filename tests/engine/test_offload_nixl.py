@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.engine.offloading import (
+    assert_offloaded,
     assert_same,
     decided,
-    external_tokens,
     in_step,
     offloading,
     unnoticed,
-    wait_for_external,
     with_cache_on,
 )
-from tests.engine.servers import NIXL, SERVED_NAME, Engine, EngineSpec, running_engines
+from tests.engine.servers import NIXL, Engine, EngineSpec, running_engines
 from tests.engine.stack import ControlPlane
 from tests.engine.talk import complete, fresh_words
 
@@ -44,19 +42,7 @@ def nixl_plane(pair: list[Engine], tmp_path_factory: pytest.TempPathFactory) -> 
 def test_an_offloaded_answer_is_the_colocated_one(nixl_plane: ControlPlane, pair: list[Engine], number: int) -> None:
     with in_step(nixl_plane) as plane, plane.client() as client:
         for stream in (True, False):
-            prompt = fresh_words(number)
-            before = external_tokens(pair)
-            raw = client.completions.with_raw_response.create(
-                model=SERVED_NAME, prompt=prompt, max_tokens=24, temperature=0, stream=stream
-            )
-            parsed: Any = raw.parse()
-            text = "".join(one.choices[0].text for one in parsed if one.choices) if stream else parsed.choices[0].text
-            decision = decided(plane, raw.headers["X-Pointsman-Decision"])
-            p, d = (step.instance.instance_id for step in decision.steps)
-            assert p != d == raw.headers["X-Pointsman-Instance"]
-            assert list(decision.notes) == []
-            wait_for_external(pair, before + number)
-            assert_same(pair[0], prompt, text, 24)
+            assert_offloaded(plane, client, pair, number, stream=stream)
 
 
 def test_p_is_gone(nixl_plane: ControlPlane, pair: list[Engine]) -> None:
