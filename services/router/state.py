@@ -158,7 +158,7 @@ class RouterState:
             case ev.PlaceRequested():
                 return self._place(event, now)
             case ev.StepDone():
-                return self._step_of_another(event) or self._step_done(event, now)
+                return self._step_done(event, now)
             case ev.FirstToken():
                 return self.plans.first_token(event, now)
             case ev.Finished():
@@ -242,7 +242,7 @@ class RouterState:
         for request_id, stream in announced.items():
             known = self.reservations.get(request_id)
             pool = known.pool if known else self.fleet.pool_of(stream.request.model)
-            if not self.owned.owns(pool):
+            if not self.owned.owns(pool) or request_id in between:
                 continue
             new_tokens = max(stream.request.input_tokens - stream.cached_tokens, 0)
             done = known.prefilled_tokens if known and known.instance_id == stream.instance_id else 0
@@ -259,8 +259,6 @@ class RouterState:
                 pool=pool,
                 cached_tokens=stream.request.input_tokens - new_tokens,
             )
-            if request_id in between:
-                continue
             self.holding.cancel(request_id)
             if known is not None:
                 self.prefills.gone(known, now)
@@ -282,24 +280,14 @@ class RouterState:
         self.truth.expire(now)
         return self.holding.place(request, event.gateway_id, now)
 
-    def _step_of_another(self, event: ev.StepDone) -> list[ev.Effect]:
-        """The step after one that an earlier owner of the pool had given, whose plan went with it: SERVE, at once."""
-        reservation = self.reservations.get(event.request_id)
-        if reservation is None or self.plans.decisions.get(event.request_id) is not None:
-            return []
-        request = PlacementRequest(event.request_id, reservation.pool, reservation.input_tokens)
-        restored = restored_decision(reservation, request, self.policy.ref(), event.step_index + 1)
-        self.plans.decisions.put(restored)
-        moved = replace(reservation, step_index=event.step_index + 1)
-        self.reservations.put(moved)
-        return [ev.Reserved(moved), self.plans.told(restored, moved.step_index, reservation.gateway_id)]
-
     def _step_done(self, event: ev.StepDone, now: float) -> list[ev.Effect]:
         reservation = self.reservations.get(event.request_id)
         if reservation is not None and self.plans.decisions.get(event.request_id) is None:
             # An earlier owner's plan, which went with it: what it has computed is there, and one SERVE finds it.
             request = PlacementRequest(event.request_id, reservation.pool, reservation.input_tokens)
-            return [self._restored(reservation, request, reservation.gateway_id)]
+            moved = replace(reservation, step_index=event.step_index + 1)
+            self.reservations.put(moved)
+            return [ev.Reserved(moved), self._restored(moved, request, moved.gateway_id, moved.step_index)]
         goes_on = self.plans.goes_on(event)
         effects = self.plans.step_done(event, now)
         reservation = self.reservations.get(event.request_id)
@@ -319,10 +307,12 @@ class RouterState:
             rest = replace(rest, sliceable_tokens=0)
         return [*effects, *self.holding.place(rest, reservation.gateway_id, now, goes_on.decision_id)]
 
-    def _restored(self, reservation: Reservation, request: PlacementRequest, gateway_id: str) -> ev.Placed:
-        restored = restored_decision(reservation, request, self.policy.ref())
+    def _restored(
+        self, reservation: Reservation, request: PlacementRequest, gateway_id: str, steps_done: int = 0
+    ) -> ev.Placed:
+        restored = restored_decision(reservation, request, self.policy.ref(), steps_done)
         self.plans.decisions.put(restored)
-        return self.plans.told(restored, 0, gateway_id)
+        return self.plans.told(restored, steps_done, gateway_id)
 
     def _serve_there(self, request: PlacementRequest, gateway_id: str, now: float) -> list[ev.Effect]:
         return self.plans.serve_there(request.request_id, "the rest could not be placed anew", now)
