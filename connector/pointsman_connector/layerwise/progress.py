@@ -74,7 +74,6 @@ class Delivery:
     wanted: int
     writing: bool = False
     failed: bool = False
-    writes: int = 0
     _sent: list[int] = field(default_factory=list)
     _epoch: int = 0
 
@@ -82,12 +81,11 @@ class Delivery:
         """Everything that can be written now, as one batch; None when there is nothing, or a write is under way, or failed."""
         if self.writing or self.failed:
             return None
-        spans = tuple(self._missing(computed))
+        spans = self._missing(computed)
         if not spans:
             return None
         self.writing = True
-        self.writes += 1
-        return Batch(spans, computed.epoch)
+        return Batch(tuple(spans), computed.epoch)
 
     def landed(self, batch: Batch) -> None:
         """`batch` is written. What was read before a restart does not count."""
@@ -107,7 +105,7 @@ class Delivery:
 
     def done(self, computed: Computed) -> bool:
         """The receiver has all that it wanted."""
-        return not self.failed and computed.complete and not any(True for _ in self._missing(computed))
+        return not self.failed and computed.complete and not self._missing(computed)
 
     def _missing(self, computed: Computed) -> list[Span]:
         if self._epoch != computed.epoch or not self._sent:

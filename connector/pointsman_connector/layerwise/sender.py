@@ -58,7 +58,7 @@ class Receiver:
     @property
     def session(self) -> str:
         """Its address for the transfer engine."""
-        return f"{self.meta.remote_hostname}:{self.meta.remote_port}"
+        return session_of(self.meta)
 
 
 @dataclass
@@ -291,7 +291,7 @@ class LayerwiseSender(MooncakeConnectorWorker):
         remote_regions: list[TransferRegion],
     ) -> Params:
         """What is still to be written for receivers whose prompt is done: nothing for those who have it."""
-        session = f"{agent_meta.remote_hostname}:{agent_meta.remote_port}"
+        session = session_of(agent_meta)
         rest, never = [], []
         for request_id, send_meta in ready_reqs:
             transfer = self._transfers.get(send_meta.transfer_id)
@@ -320,7 +320,7 @@ class LayerwiseSender(MooncakeConnectorWorker):
 
     def _part(self, meta: MooncakeXferMetadata) -> None:
         """The receivers of `meta` have been answered: forget what was only kept for them."""
-        session = f"{meta.remote_hostname}:{meta.remote_port}"
+        session = session_of(meta)
         for request_id, (transfer_id, _) in meta.req_blocks.items():
             transfer, waiting = self._transfers.get(transfer_id), self.reqs_need_send.get(transfer_id)
             if transfer is not None and (receiver := transfer.receivers.pop((session, request_id), None)) is not None:
@@ -426,3 +426,8 @@ class LayerwiseSender(MooncakeConnectorWorker):
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("Layer-wise push: %s", error, exc_info=error)
+
+
+def session_of(meta: MooncakeXferMetadata) -> str:
+    """A receiver's address for the transfer engine."""
+    return f"{meta.remote_hostname}:{meta.remote_port}"
