@@ -57,6 +57,7 @@ class EngineWatch:
         """Whether the address was found to be a load balancer."""
         self.scrapes = 0
         self.scrape_failures = 0
+        self.steps_pushed = 0
         self._around = around
         self._interval = scrape_interval_s
         self._api_key = api_key
@@ -67,7 +68,6 @@ class EngineWatch:
         self._last_answer = time.monotonic()
         self._last_loads: dict[int, pb.Load] = {}
         self._described_at = 0.0
-        self.steps_pushed = 0
         self._last_step = -math.inf
         self._pushed: dict[int, tuple[StepLoad, float]] = {}
         self._pushing: asyncio.TimerHandle | None = None
@@ -96,7 +96,7 @@ class EngineWatch:
             return
         self.steps_pushed += 1
         self._last_step = time.monotonic()
-        self._pushed[load.rank] = (load, time.monotonic())
+        self._pushed[load.rank] = (load, self._last_step)
         if self._pushing is None:
             self._pass_on()
 

@@ -72,7 +72,7 @@ class Plans:
         self._reservations.put(reservation)
         record = self._fleet.get(step.instance_id)
         self._prefills.opened(reservation, record.info if record else None, now)
-        if record := self._fleet.get(step.instance_id):
+        if record is not None:
             record.circuit.placed(reservation.request_id, now)
         self._truth.opened(reservation, keys, tokens, now)
         return [ev.Reserved(reservation)]

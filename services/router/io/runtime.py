@@ -196,9 +196,9 @@ class Router:
                     fleet_changed = True
                 case ev.Placed():
                     answers.append(effect)
-        if self.spans is not None and isinstance(event, ev.Finished):
-            self.spans.ended(event.request_id)
         if isinstance(event, ev.Finished):
+            if self.spans is not None:
+                self.spans.ended(event.request_id)
             # Whoever still waits for its placement would wait for ever: a hold ends without a word.
             self._answer_callers(ev.Refused(event.request_id, "ABORTED", "the request ended while it was held"))
         self.store.record(kept)
