@@ -195,6 +195,8 @@ class Conductor:
         tools.telemetry.outcomes.labels(effect.outcome.name.lower()).inc()
         if ok:
             tools.telemetry.total.observe(now - job.received)
+            if job.call.stream and attempt.first and output > 1:
+                tools.telemetry.tpot.observe((now - attempt.first) / (output - 1))
             if job.known_tokens and usage.prompt is not None:
                 tools.pools.counted(job.state, job.call.kind, job.known_tokens, usage.prompt)
         if effect.outcome is mv.Outcome.FAILED:

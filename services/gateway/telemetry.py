@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from services.gateway.token_cache import TokenCache
 
+_TPOT_S = (0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1)
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 150, 600)
 
 
@@ -35,6 +36,8 @@ class Telemetry:
         self.kv_releases = Counter(
             f"{name}kv_releases", "KV kept for nobody that an engine was asked to let go", ["outcome"], registry=of
         )
+        for outcome in ("released", "failed"):
+            self.kv_releases.labels(outcome)  # from 0, or the first one would be no increase
         self.count_mismatch = Counter(
             f"{name}prompt_tokens_mismatch",
             "Answers whose usage.prompt_tokens was not our count",
@@ -48,6 +51,12 @@ class Telemetry:
         self.place = Histogram(f"{name}place_seconds", "From asking to the first step", buckets=_SECONDS, registry=of)
         self.ttft = Histogram(
             f"{name}ttft_seconds", "From the request's last byte to the answer's first", buckets=_SECONDS, registry=of
+        )
+        self.tpot = Histogram(
+            f"{name}tpot_seconds",
+            "Time for each output token of a stream after its first, an answer's mean",
+            buckets=_TPOT_S,
+            registry=of,
         )
         self.total = Histogram(
             f"{name}request_seconds", "From the request's last byte to the answer's last", buckets=_SECONDS, registry=of
