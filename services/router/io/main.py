@@ -15,13 +15,14 @@ import uvloop
 from aiohttp import web
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placement_pb2_grpc
 from services.common.auth import TokenInterceptor, is_loopback
 from services.common.channel import SERVER_OPTIONS
 from services.common.logs import configure_logs
+from services.common.metrics_page import metrics_page
 from services.common.settings import Tokens
 from services.router.io.agent_service import AgentService
 from services.router.io.fleet_service import FleetService
@@ -109,7 +110,7 @@ class RouterServer:
 
     async def _start_metrics(self) -> None:
         async def metrics(_: web.Request) -> web.Response:
-            body = generate_latest(self.router.telemetry.registry)
+            body = await metrics_page(self.router.telemetry.registry)
             return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
         async def healthy(_: web.Request) -> web.Response:

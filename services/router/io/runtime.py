@@ -18,6 +18,7 @@ from services.router.circuit import CircuitSettings
 from services.router.domain import PlacementRequest
 from services.router.holding import not_now
 from services.router.io.decision_log import DecisionLog
+from services.router.io.fleet_metrics import FleetCollector
 from services.router.io.redis_store import RedisStore
 from services.router.io.settings import RouterSettings
 from services.router.io.spans import PlacementSpans
@@ -121,6 +122,7 @@ class Router:
             )
         else:
             self.store = MemoryStore(settings.router_id)
+        self.telemetry.registry.register(FleetCollector(self.state, lambda: self._warm))
 
     @property
     def warm(self) -> bool:
@@ -180,6 +182,8 @@ class Router:
                     self.telemetry.decided(decision, elapsed)
                 case ev.Noted(decision_id, note):
                     self.decisions.noted(decision_id, note, time.time())
+                    if (logged := self.decisions.get(decision_id)) is not None:
+                        self.telemetry.fell_back(logged.decision)
                 case ev.Closed(decision_id, finished):
                     logged = self.decisions.get(decision_id)
                     self.decisions.closed(decision_id, finished, time.time())
@@ -190,7 +194,6 @@ class Router:
                 case ev.Welcome() | ev.Resync() | ev.RefuseReport():
                     self._tell_agent(effect)
                 case ev.Distrusted(instance_id, reason):
-                    self.telemetry.distrusts.labels(instance_id).inc()
                     log.warning("an instance's prefix keys are not believed", instance=instance_id, reason=reason)
                 case ev.FleetChanged():
                     fleet_changed = True
@@ -331,7 +334,6 @@ class Router:
         while True:
             self._check_warmth()
             self.submit(ev.Tick())
-            self.telemetry.sample(self.state, time.monotonic())
             await asyncio.sleep(TICK_S)
 
 
