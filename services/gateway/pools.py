@@ -143,6 +143,7 @@ class Pools:
 
     def _publish(self, state: PoolState) -> None:
         self._telemetry.exact.labels(state.pool.model).set(state.exactness is Exactness.EXACT)
+        self._telemetry.count_mismatch.labels(state.pool.model)  # from 0, or the first would be no increase
 
     def _judge(self, state: PoolState, exactness: Exactness, reason: str = "") -> None:
         if (state.exactness, state.reason) == (exactness, reason):
