@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes the secrets that the services show each other, in the folder given: one random token for each role, a first
-# API key for clients, a Redis password and the Redis user list that goes with it. What exists is kept, so that it may run again at any time;
+# API key for clients, Grafana's password, a Redis password and the Redis user list that goes with it. What exists is kept, so that it may run again at any time;
 # delete a file and run it again to rotate that secret.
 #   ./make-secrets.sh compose/secrets      for compose/compose.yaml
 #   ./make-secrets.sh k8s/base/secrets     for k8s/base
@@ -11,7 +11,7 @@ mkdir -p "$1"
 # The folder is closed and its files are readable: Compose mounts them with their owner and mode on the host, and the
 # services run as another user than the one who deploys.
 chmod 700 "$1"
-for name in agent gateway operator redis-password; do
+for name in agent gateway operator redis-password grafana-admin; do
   [ -s "$1/$name" ] || head -c 32 /dev/urandom | base64 | tr '+/' '-_' | tr -d '=\n' > "$1/$name"
 done
 # Clients of the gateway: lines TENANT:KEY. Add a line for each tenant.

@@ -2,8 +2,9 @@
 
     .venv/bin/python tools/check_deploy.py
 
-Renders the kustomization with throw-away secrets, validates every object against the Kubernetes schemas, the compose
-file against the Compose schema, holds environment variables against the settings classes, and lints the Dockerfiles.
+Renders the kustomization with throw-away secrets, validates every object against the Kubernetes schemas and the compose
+file against the Compose schema, asks promtool about Prometheus' configuration and rules, holds environment variables
+against the settings classes, and lints the Dockerfiles.
 One line for each problem; exit status 1 when there is one. A tool that is missing is a problem.
 """
 
@@ -21,7 +22,8 @@ from typing import Any
 import kubernetes_validate  # type: ignore[import-untyped]
 import yaml
 
-from tools.deploycheck import compose, k8s
+from tools import dashboards
+from tools.deploycheck import compose, k8s, telemetry
 from tools.deploycheck.kubectl import KubectlMissing, ensure_kubectl
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -97,7 +99,30 @@ def check_compose(file: Path) -> list[str]:
         return [f"{e.get('path', '')}: {' '.join(str(e.get('message', e)).split())}" for e in errors]
     with tempfile.TemporaryDirectory() as folder:
         made = make_secrets(Path(folder, "secrets"))
-    return compose.check(yaml.safe_load(file.read_text()), file.with_name(".env.example").read_text(), made)
+    example = file.with_name(".env.example").read_text()
+    parsed = yaml.safe_load(file.read_text())
+    project = compose.interpolate(parsed, compose.example_env(example)[0])
+    missing = [
+        f"{name}: {path} is not there"
+        for name, path in compose.mounted_files(project)
+        if not file.parent.joinpath(path).exists()
+    ]
+    return [*missing, *compose.check(parsed, example, made)]
+
+
+def check_telemetry(folder: Path, compose_file: Path) -> list[str]:
+    """Problems of Prometheus' configuration and rules and of the dashboards."""
+    problems = []
+    for words in (("check", "config", folder / "prometheus.yaml"), ("check", "rules", *folder.glob("rules/*.yaml"))):
+        checked = run("promtool", *words)
+        if checked.returncode:
+            problems.append(" ".join((checked.stderr or checked.stdout).split()))
+    for name, content in dashboards.written().items():
+        file = folder / "grafana/dashboards" / name
+        if not file.exists() or file.read_text() != content:
+            problems.append(f"{name} is not what `python -m tools.dashboards` writes")
+    project = yaml.safe_load(compose_file.read_text())
+    return problems + telemetry.check_targets(yaml.safe_load((folder / "prometheus.yaml").read_text()), project)
 
 
 def check_dockerfile(file: Path) -> list[str]:
@@ -118,6 +143,7 @@ def main() -> int:
     checks = {"deploy/k8s/base": check_k8s(DEPLOY / "k8s/base")}
     compose_file = DEPLOY / "compose/compose.yaml"
     checks[str(compose_file.relative_to(ROOT))] = check_compose(compose_file)
+    checks["deploy/telemetry"] = check_telemetry(DEPLOY / "telemetry", compose_file)
     for file in sorted((DEPLOY / "docker").glob("*Dockerfile")):
         checks[str(file.relative_to(ROOT))] = check_dockerfile(file)
     for what, problems in checks.items():

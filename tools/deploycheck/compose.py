@@ -14,6 +14,8 @@ Object = dict[str, Any]
 VARIABLE = re.compile(r"\$(?:(?P<escaped>\$)|\{(?P<name>\w+)(?::?-(?P<default>[^}]*))?\})")
 # Read by Compose itself.
 OWN_VARIABLES = {"COMPOSE_PROFILES"}
+# Services without a health check, and why.
+UNPROBED = {"otel-collector": "its image holds nothing that could ask"}
 
 
 def example_env(text: str) -> tuple[dict[str, str], list[str]]:
@@ -119,13 +121,35 @@ def _rules(name: str, service: Object) -> Iterator[str]:
         yield f"{name}: no restart policy"
     if service.get("cap_drop") != ["ALL"] or "no-new-privileges:true" not in service.get("security_opt", []):
         yield f"{name}: all capabilities must be dropped, and no new privileges given"
-    if "healthcheck" not in service:
+    if "healthcheck" not in service and name not in UNPROBED:
         yield f"{name}: no health check"
     if not service.get("networks"):
         yield f"{name}: it must name its networks, or it is on the default one with everybody"
     for port in service.get("ports", []):
         if str(port).count(":") < 2:
             yield f"{name}: port {port} is published on every interface"
+
+
+def names(name: str, service: Object) -> Iterator[str]:
+    """The names by which other services reach this one."""
+    yield name
+    networks = service.get("networks", [])
+    if isinstance(networks, dict):
+        for how in networks.values():
+            yield from (how or {}).get("aliases", [])
+
+
+def by_name(project: Object, host: str) -> list[Object]:
+    """The services that answer to `host`: several where profiles give one name to different ones."""
+    return [service for name, service in project["services"].items() if host in names(name, service)]
+
+
+def mounted_files(project: Object) -> Iterator[tuple[str, str]]:
+    """(service, path beside the compose file) of every file and folder of the repository that is mounted."""
+    for name, service in project["services"].items():
+        for volume in service.get("volumes", []):
+            if volume.startswith("."):
+                yield name, volume.split(":")[0]
 
 
 def _told(name: str, service: Object, project: Object) -> list[str]:
