@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 
 
 class Affinity:
@@ -44,6 +45,13 @@ class Affinity:
     def sessions_of(self, instance_id: str) -> int:
         """How many sessions an instance owns."""
         return self._sessions.get(instance_id, 0)
+
+    def newest(self, now: float) -> Iterator[tuple[str, str, str, float]]:
+        """(pool, session, owner instance, s since it was assigned), the lately assigned first, those past their time left out."""
+        for (pool, session), (owner, expires) in reversed(self._owner.items()):
+            if expires <= now:
+                return
+            yield pool, session, owner, now + self.ttl_s - expires
 
     def of_pool(self, pool: str) -> dict[str, str]:
         """The (session, owner) pairs of one pool, oldest first."""

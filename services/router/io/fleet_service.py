@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -20,11 +21,21 @@ from services.router.io.decision_log import DecisionFilter, LoggedDecision
 from services.router.io.errors import abort, refusal_status, setting_status
 from services.router.io.runtime import Router
 from services.router.io.wire import gateways, operators
+from services.router.io.wire.times import duration, timestamp
+from services.router.outcomes import Outcomes
 from services.router.policy.base import Policy, SettingError
-from services.router.policy.registry import make_policy
+from services.router.policy.registry import POLICIES, make_policy
 
 DEFAULT_PAGE = 50
 MAX_PAGE = 1_000
+DEFAULT_SUMMED_UP = 1_000
+MAX_SUMMED_UP = 10_000
+# Sessions are kept by the million, and looked through while placements wait.
+SESSIONS_LOOKED_AT = 20_000
+# Placements are answered after at most so long of a listing.
+TURN_S = 0.001
+
+T = TypeVar("T")
 
 
 class FleetService(fleet_pb2_grpc.FleetServiceServicer):
@@ -32,6 +43,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
 
     def __init__(self, router: Router) -> None:
         self._router = router
+        self._started = time.monotonic()
 
     async def ListInstances(  # noqa: N802
         self, request: fleet_pb2.ListInstancesRequest, context: Any
@@ -41,7 +53,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         return fleet_pb2.ListInstancesResponse(
             instances=[
                 self._status(record)
-                for record in self._router.state.fleet.records()
+                async for record in _in_turns(self._router.state.fleet.records())
                 if not request.model or record.info.model == pool
             ],
             policy=operators.policy_to_wire(self._router.state.policy.ref()),
@@ -78,7 +90,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"page_size: at most {MAX_PAGE}")
         wanted = _filter(request.filter)
         found = itertools.islice(self._router.decisions.newest(wanted.matches), request.page_size or DEFAULT_PAGE)
-        return fleet_pb2.ListDecisionsResponse(decisions=[self._decision(one, candidates=False) for one in found])
+        return fleet_pb2.ListDecisionsResponse(decisions=[self.told(one) async for one in _in_turns(list(found))])
 
     async def WatchDecisions(  # noqa: N802
         self, request: fleet_pb2.WatchDecisionsRequest, context: Any
@@ -90,7 +102,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
             while True:
                 logged = await queue.get()
                 if wanted.matches(logged):
-                    yield fleet_pb2.WatchDecisionsResponse(decision=self._decision(logged, candidates=False))
+                    yield fleet_pb2.WatchDecisionsResponse(decision=self.told(logged))
         finally:
             self._router.decisions.unwatch(queue)
 
@@ -128,8 +140,91 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         made_again = [Revision(one.decision, self._router.state.what_if(one.decision, policy)) for one in recorded]
         return operators.what_if_to_wire(made_again)
 
+    async def SumUpDecisions(  # noqa: N802
+        self, request: fleet_pb2.SumUpDecisionsRequest, context: Any
+    ) -> fleet_pb2.SumUpDecisionsResponse:
+        """How the newest decisions that match ended."""
+        if request.last > MAX_SUMMED_UP:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"last: at most {MAX_SUMMED_UP}")
+        newest = self._router.decisions.newest(_filter(request.filter).matches)
+        found = list(itertools.islice(newest, request.last or DEFAULT_SUMMED_UP))
+        outcomes = Outcomes()
+        async for one in _in_turns(found):
+            outcomes.add(one.decision, one.outcome, one.finished)
+        return fleet_pb2.SumUpDecisionsResponse(
+            decided=len(found),
+            oldest=timestamp(found[-1].unix_s) if found else None,
+            groups=operators.groups_to_wire(outcomes.groups()),
+        )
+
+    async def ListSessions(  # noqa: N802
+        self, request: fleet_pb2.ListSessionsRequest, context: Any
+    ) -> fleet_pb2.ListSessionsResponse:
+        """The lately used sessions that match, with their owners."""
+        if request.page_size > MAX_PAGE:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"page_size: at most {MAX_PAGE}")
+        affinity = self._router.state.affinity
+        answer = fleet_pb2.ListSessionsResponse(total=len(affinity), time_to_live=duration(affinity.ttl_s))
+        for model, session, owner, idle_s in itertools.islice(affinity.newest(time.monotonic()), SESSIONS_LOOKED_AT):
+            if request.model in ("", model) and request.instance_id in ("", owner) and request.text in session:
+                tenant, _, session_id = session.partition("/")
+                answer.sessions.add(
+                    tenant=tenant, session_id=session_id, model=model, instance_id=owner, idle=duration(idle_s)
+                )
+                if len(answer.sessions) == (request.page_size or DEFAULT_PAGE):
+                    break
+        return answer
+
+    async def ListPolicies(  # noqa: N802
+        self, request: fleet_pb2.ListPoliciesRequest, context: Any
+    ) -> fleet_pb2.ListPoliciesResponse:
+        """All policies with their settings."""
+        return fleet_pb2.ListPoliciesResponse(policies=map(operators.policy_description, POLICIES.values()))
+
+    async def ListReplicas(  # noqa: N802
+        self, request: fleet_pb2.ListReplicasRequest, context: Any
+    ) -> fleet_pb2.ListReplicasResponse:
+        """The live routers, the pools' owners, and this replica's own health."""
+        state, store, now = self._router.state, self._router.store, asyncio.get_running_loop().time()
+        answer = fleet_pb2.ListReplicasResponse(answering=self._router_status())
+        for one in store.replicas():
+            silent = None if one.seen_at is None else duration(now - one.seen_at)
+            answer.replicas.add(router_id=one.router_id, address=one.address, silent=silent)
+        for pool in state.fleet.pools():
+            answer.pools.add(
+                model=pool.model,
+                owner=gateways.owner_to_wire(store.owner(pool.model)),
+                instances=len(state.fleet.members(pool.model, pool.model)),
+                held_requests=state.holding.queue.count(pool.model),
+            )
+        return answer
+
+    def _router_status(self) -> fleet_pb2.RouterStatus:
+        router, state = self._router, self._router.state
+        answered_at = router.store.answered_at
+        silent_s = None if answered_at is None else asyncio.get_running_loop().time() - answered_at
+        return fleet_pb2.RouterStatus(
+            router_id=router.settings.router_id,
+            uptime=duration(time.monotonic() - self._started),
+            warm=router.warm,
+            store=router.store.kind,
+            degraded=state.degraded,
+            store_silent=None if silent_s is None else duration(silent_s),
+            gateways=len(router.gateways),
+            agent_streams=len(router.agents),
+            open_requests=len(state.reservations),
+            held_requests=len(state.holding.queue),
+            sessions=len(state.affinity),
+            keys=len(state.index),
+            decisions=len(router.decisions),
+        )
+
     def _status(self, record: InstanceRecord) -> fleet_pb2.InstanceStatus:
         return operators.instance_status(self._router.state, record, time.monotonic())
+
+    def told(self, logged: LoggedDecision) -> fleet_pb2.Decision:
+        """A decision as WatchDecisions tells it."""
+        return self._decision(logged, candidates=False)
 
     def _decision(self, logged: LoggedDecision, *, candidates: bool = True) -> fleet_pb2.Decision:
         return operators.decision_to_wire(self._router.state, logged, candidates=candidates)
@@ -151,6 +246,16 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
             return make_policy(wire.name, operators.policy_settings(wire.settings))
         except SettingError as error:
             await abort(context, setting_status(error))
+
+
+async def _in_turns(items: Iterable[T]) -> AsyncIterator[T]:
+    """The items, with a turn for the others whenever they have taken TURN_S."""
+    until = time.perf_counter() + TURN_S
+    for item in items:
+        yield item
+        if time.perf_counter() > until:
+            await asyncio.sleep(0)
+            until = time.perf_counter() + TURN_S
 
 
 async def _not_found(context: Any, message: str) -> NoReturn:

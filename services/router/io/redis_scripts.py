@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # KEYS: live replicas, their addresses. ARGV: router id, address, time to live in ms.
-# Returns the ids of the live replicas.
+# Returns {id, address, ms since its last heartbeat} of each live replica.
 HEARTBEAT = """
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
@@ -13,7 +13,12 @@ for _, dead in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], 0, now - tonumber(ARG
   redis.call('ZREM', KEYS[1], dead)
   redis.call('HDEL', KEYS[2], dead)
 end
-return redis.call('ZRANGE', KEYS[1], 0, -1)
+local live = {}
+local known = redis.call('ZRANGE', KEYS[1], 0, -1, 'WITHSCORES')
+for i = 1, #known, 2 do
+  table.insert(live, {known[i], redis.call('HGET', KEYS[2], known[i]) or '', math.max(now - tonumber(known[i + 1]), 0)})
+end
+return live
 """
 
 # KEYS: lease, epoch, number of the last change. ARGV: router id, address, lease in ms, the caller's own epoch (0: it owns

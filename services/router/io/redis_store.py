@@ -24,7 +24,7 @@ from redis.backoff import NoBackoff
 
 from services.router import events as ev
 from services.router.io import redis_scripts
-from services.router.io.store import Stored, StoreEffect, StoreEvent
+from services.router.io.store import Replica, Stored, StoreEffect, StoreEvent
 from services.router.ownership import Owner, Settled, preferred
 from services.router.reservations import Reservation
 
@@ -56,6 +56,8 @@ class _Pool:
 class RedisStore:
     """The pools of one fleet. `on_event` gets what the state must know, `on_owners` is called when an owner changes, and
     `snapshot` gives all that this replica knows of a pool."""
+
+    kind = "redis"
 
     def __init__(
         self,
@@ -96,7 +98,13 @@ class RedisStore:
         self._poll_at = 0.0
         self._failures = 0
         self._degraded = False
+        self._replicas: list[Replica] = []
+        self.answered_at: float | None = None
         self.address = ""
+
+    def replicas(self) -> list[Replica]:
+        """The live replicas by id, as of Redis' last answer."""
+        return self._replicas
 
     @property
     def epoch(self) -> int:
@@ -168,9 +176,10 @@ class RedisStore:
 
     async def _poll(self) -> None:
         self._poll_at = asyncio.get_running_loop().time() + self._lease_s / 4
-        live = await self._heartbeat(
+        told = await self._heartbeat(
             keys=self._replica_keys, args=[self._router_id, self.address, int(self._lease_s * 1e3)]
         )
+        live = self._met(told)
         came_back = self._degraded
         for pool in list(self._pools.values()):
             await self._renew(pool, live, rewrite=came_back)
@@ -185,6 +194,18 @@ class RedisStore:
             if pool.epoch and (heir := self._settled.heir(pool.name, self._router_id, now)):
                 await self._hand_over(pool, heir)
                 break  # One at a time: gateways ask again for all that waits in it.
+
+    def _met(self, told: list[list[str | int]]) -> list[str]:
+        """Remember the live replicas as HEARTBEAT tells them; returns their ids."""
+        self.answered_at = now = asyncio.get_running_loop().time()
+        self._replicas = sorted(
+            (
+                Replica(str(router_id), str(address), now - int(silent_ms) / 1e3)
+                for router_id, address, silent_ms in told
+            ),
+            key=lambda one: one.router_id,
+        )
+        return [one.router_id for one in self._replicas]
 
     def _take(self, pool: _Pool, live: list[str], now: float) -> int:
         """How much this replica wants the pool, as ACQUIRE means it: the preferred one at once, the others a little later;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 from services.router import events as ev
@@ -14,8 +15,21 @@ StoreEffect = ev.Reserved | ev.Released | ev.OwnerSet
 Stored = Callable[[bool], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A live router of the fleet. `seen_at` is when it last gave a sign of life, in s on the loop's clock; None: nothing is
+    shared."""
+
+    router_id: str
+    address: str
+    seen_at: float | None
+
+
 class Store(Protocol):
     """What the router needs of a store."""
+
+    kind: str
+    """"memory" or "redis"."""
 
     address: str
     """What gateways dial to reach this replica, as HOST:PORT; set before run()."""
@@ -23,6 +37,13 @@ class Store(Protocol):
     @property
     def epoch(self) -> int:
         """The highest epoch of this replica's ownerships; 0 while it owns nothing."""
+
+    @property
+    def answered_at(self) -> float | None:
+        """When the shared store last answered, in s on the loop's clock; None without one, or before its first answer."""
+
+    def replicas(self) -> list[Replica]:
+        """The live replicas by id, as of that answer."""
 
     def owner(self, pool: str) -> Owner | None:
         """Who owns `pool`, as far as known; None when nobody does."""
@@ -47,10 +68,17 @@ class Store(Protocol):
 class MemoryStore:
     """One replica owns all pools; nothing outlives it."""
 
+    kind = "memory"
+    answered_at = None
+
     def __init__(self, router_id: str) -> None:
         self.epoch = 1
         self.address = ""
         self._router_id = router_id
+
+    def replicas(self) -> list[Replica]:
+        """This one."""
+        return [Replica(self._router_id, self.address, None)]
 
     def owner(self, pool: str) -> Owner | None:
         """This replica."""

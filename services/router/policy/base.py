@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
 from abc import ABC, abstractmethod
@@ -57,6 +58,12 @@ def bounds(one: Field[Any]) -> str:
     if "switch" in one.metadata:
         return "true or false"
     return f"{one.metadata['low']:g} to {one.metadata['high']:g}"
+
+
+def summary(kind: type[Policy]) -> str:
+    """The first sentence of a policy's docstring."""
+    first, _, _ = inspect.cleandoc(kind.__doc__ or "").replace("\n", " ").partition(". ")
+    return first.rstrip(".") + "."
 
 
 @dataclass(frozen=True)

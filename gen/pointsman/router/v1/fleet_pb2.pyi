@@ -110,6 +110,7 @@ class InstanceStatus(_message.Message):
     CREDITED_KEYS_FIELD_NUMBER: _builtins.int
     DISTRUSTS_FIELD_NUMBER: _builtins.int
     CIRCUIT_OPEN_FIELD_NUMBER: _builtins.int
+    STALE_FIELD_NUMBER: _builtins.int
     state: Global___InstanceState.ValueType
     """state now."""
     num_requests: _builtins.int
@@ -136,6 +137,8 @@ class InstanceStatus(_message.Message):
     """distrusts counts how often, in this incarnation, its engine persistently reported fewer cached tokens than predicted."""
     circuit_open: _builtins.bool
     """circuit_open: it failed requests one after another, and gets none, or one on trial, until it answers."""
+    stale: _builtins.bool
+    """stale: load is too old to be used in decisions."""
     @_builtins.property
     def instance(self) -> _agent_pb2.Instance:
         """instance as its agent described it."""
@@ -167,10 +170,11 @@ class InstanceStatus(_message.Message):
         credited_keys: _builtins.int = ...,
         distrusts: _builtins.int = ...,
         circuit_open: _builtins.bool = ...,
+        stale: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "load", b"load", "report_age", b"report_age"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["believed_keys", b"believed_keys", "circuit_open", b"circuit_open", "credited_keys", b"credited_keys", "distrusts", b"distrusts", "instance", b"instance", "keys", b"keys", "load", b"load", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "prefix_reason", b"prefix_reason", "prefix_source", b"prefix_source", "report_age", b"report_age", "sessions", b"sessions", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["believed_keys", b"believed_keys", "circuit_open", b"circuit_open", "credited_keys", b"credited_keys", "distrusts", b"distrusts", "instance", b"instance", "keys", b"keys", "load", b"load", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "prefix_reason", b"prefix_reason", "prefix_source", b"prefix_source", "report_age", b"report_age", "sessions", b"sessions", "stale", b"stale", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -769,7 +773,7 @@ class ListDecisionsResponse(_message.Message):
     DECISIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Decision]:
-        """decisions without their candidates."""
+        """decisions without their candidates and inputs_digest."""
 
     def __init__(
         self,
@@ -817,7 +821,7 @@ class WatchDecisionsResponse(_message.Message):
     DECISION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def decision(self) -> Global___Decision:
-        """decision without its candidates: when it is made, and again when its request ended."""
+        """decision without its candidates and inputs_digest: when it is made, and again when its request ended."""
 
     def __init__(
         self,
@@ -1093,3 +1097,573 @@ class WhatIfResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WhatIfResponse: _TypeAlias = WhatIfResponse  # noqa: Y015
+
+@_typing.final
+class SumUpDecisionsRequest(_message.Message):
+    """SumUpDecisionsRequest selects and bounds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILTER_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    last: _builtins.int
+    """last is how many of the newest matching decisions to count, 1 to 10000; 0 means 1000."""
+    @_builtins.property
+    def filter(self) -> Global___DecisionFilter:
+        """filter to apply."""
+
+    def __init__(
+        self,
+        *,
+        filter: Global___DecisionFilter | None = ...,
+        last: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "last", b"last"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SumUpDecisionsRequest: _TypeAlias = SumUpDecisionsRequest  # noqa: Y015
+
+@_typing.final
+class SumUpDecisionsResponse(_message.Message):
+    """SumUpDecisionsResponse is the counts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Group(_message.Message):
+        """Group is the decisions of one class and mode that were made for one reason."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        @_typing.final
+        class OutcomesEntry(_message.Message):
+            DESCRIPTOR: _descriptor.Descriptor
+
+            KEY_FIELD_NUMBER: _builtins.int
+            VALUE_FIELD_NUMBER: _builtins.int
+            key: _builtins.str
+            value: _builtins.int
+            def __init__(
+                self,
+                *,
+                key: _builtins.str = ...,
+                value: _builtins.int = ...,
+            ) -> None: ...
+            _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+            def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+            _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+            def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+            def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+        ROUTE_CLASS_FIELD_NUMBER: _builtins.int
+        MODE_FIELD_NUMBER: _builtins.int
+        REASON_FIELD_NUMBER: _builtins.int
+        DECIDED_FIELD_NUMBER: _builtins.int
+        OUTCOMES_FIELD_NUMBER: _builtins.int
+        FELL_BACK_FIELD_NUMBER: _builtins.int
+        HELD_FIELD_NUMBER: _builtins.int
+        INPUT_TOKENS_FIELD_NUMBER: _builtins.int
+        REPORTED_FIELD_NUMBER: _builtins.int
+        REPORTED_INPUT_TOKENS_FIELD_NUMBER: _builtins.int
+        PREDICTED_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+        REPORTED_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+        FIRST_TOKEN_P50_FIELD_NUMBER: _builtins.int
+        FIRST_TOKEN_P95_FIELD_NUMBER: _builtins.int
+        route_class: _builtins.str
+        """route_class, as Decision.route_class."""
+        mode: _builtins.str
+        """mode, as Decision.mode."""
+        reason: _builtins.str
+        """reason, as Decision.reason."""
+        decided: _builtins.int
+        """decided is how many there are."""
+        fell_back: _builtins.int
+        """fell_back: a step failed, and one SERVE without anybody's KV answered instead."""
+        held: _builtins.int
+        """held had to wait for the decision."""
+        input_tokens: _builtins.int
+        """input_tokens of all."""
+        reported: _builtins.int
+        """reported is how many of them ended with the engine's own figure of cached tokens."""
+        reported_input_tokens: _builtins.int
+        """reported_input_tokens of those."""
+        predicted_cached_tokens: _builtins.int
+        """predicted_cached_tokens of those."""
+        reported_cached_tokens: _builtins.int
+        """reported_cached_tokens of those."""
+        @_builtins.property
+        def outcomes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+            """outcomes by Decision.outcome; they add up to decided."""
+
+        @_builtins.property
+        def first_token_p50(self) -> _duration_pb2.Duration:
+            """first_token_p50 is the median time to the first byte of the answer, at the gateway; absent before the first."""
+
+        @_builtins.property
+        def first_token_p95(self) -> _duration_pb2.Duration:
+            """first_token_p95 is the 95th percentile of the same."""
+
+        def __init__(
+            self,
+            *,
+            route_class: _builtins.str = ...,
+            mode: _builtins.str = ...,
+            reason: _builtins.str = ...,
+            decided: _builtins.int = ...,
+            outcomes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+            fell_back: _builtins.int = ...,
+            held: _builtins.int = ...,
+            input_tokens: _builtins.int = ...,
+            reported: _builtins.int = ...,
+            reported_input_tokens: _builtins.int = ...,
+            predicted_cached_tokens: _builtins.int = ...,
+            reported_cached_tokens: _builtins.int = ...,
+            first_token_p50: _duration_pb2.Duration | None = ...,
+            first_token_p95: _duration_pb2.Duration | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["first_token_p50", b"first_token_p50", "first_token_p95", b"first_token_p95"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["decided", b"decided", "fell_back", b"fell_back", "first_token_p50", b"first_token_p50", "first_token_p95", b"first_token_p95", "held", b"held", "input_tokens", b"input_tokens", "mode", b"mode", "outcomes", b"outcomes", "predicted_cached_tokens", b"predicted_cached_tokens", "reason", b"reason", "reported", b"reported", "reported_cached_tokens", b"reported_cached_tokens", "reported_input_tokens", b"reported_input_tokens", "route_class", b"route_class"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    DECIDED_FIELD_NUMBER: _builtins.int
+    OLDEST_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    decided: _builtins.int
+    """decided is how many were counted."""
+    @_builtins.property
+    def oldest(self) -> _timestamp_pb2.Timestamp:
+        """oldest is when the oldest of them was made; absent when there are none."""
+
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___SumUpDecisionsResponse.Group]:
+        """groups by class, mode and reason, the biggest first."""
+
+    def __init__(
+        self,
+        *,
+        decided: _builtins.int = ...,
+        oldest: _timestamp_pb2.Timestamp | None = ...,
+        groups: _abc.Iterable[Global___SumUpDecisionsResponse.Group] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["oldest", b"oldest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decided", b"decided", "groups", b"groups", "oldest", b"oldest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SumUpDecisionsResponse: _TypeAlias = SumUpDecisionsResponse  # noqa: Y015
+
+@_typing.final
+class SessionStatus(_message.Message):
+    """SessionStatus is one session and its owner."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    IDLE_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """tenant that the session belongs to; a tenant's name ends at the first slash."""
+    session_id: _builtins.str
+    """session_id within the tenant."""
+    model: _builtins.str
+    """model (the pool)."""
+    instance_id: _builtins.str
+    """instance_id of the owner."""
+    @_builtins.property
+    def idle(self) -> _duration_pb2.Duration:
+        """idle since its last placement."""
+
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        session_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        instance_id: _builtins.str = ...,
+        idle: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["idle", b"idle"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle", b"idle", "instance_id", b"instance_id", "model", b"model", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionStatus: _TypeAlias = SessionStatus  # noqa: Y015
+
+@_typing.final
+class ListSessionsRequest(_message.Message):
+    """ListSessionsRequest filters and bounds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """model to list; empty for all."""
+    instance_id: _builtins.str
+    """instance_id of the owner; empty for all."""
+    text: _builtins.str
+    """text that the session's TENANT/SESSION_ID contains; empty for all."""
+    page_size: _builtins.int
+    """page_size is 1 to 1000; 0 means 50."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        instance_id: _builtins.str = ...,
+        text: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "model", b"model", "page_size", b"page_size", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSessionsRequest: _TypeAlias = ListSessionsRequest  # noqa: Y015
+
+@_typing.final
+class ListSessionsResponse(_message.Message):
+    """ListSessionsResponse has the lately used first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSIONS_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    TIME_TO_LIVE_FIELD_NUMBER: _builtins.int
+    total: _builtins.int
+    """total is how many sessions have an owner, whatever the filter."""
+    @_builtins.property
+    def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionStatus]:
+        """sessions that match, among the 20000 lately used ones."""
+
+    @_builtins.property
+    def time_to_live(self) -> _duration_pb2.Duration:
+        """time_to_live: an owner is forgotten so long after the session's last placement."""
+
+    def __init__(
+        self,
+        *,
+        sessions: _abc.Iterable[Global___SessionStatus] | None = ...,
+        total: _builtins.int = ...,
+        time_to_live: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time_to_live", b"time_to_live"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sessions", b"sessions", "time_to_live", b"time_to_live", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSessionsResponse: _TypeAlias = ListSessionsResponse  # noqa: Y015
+
+@_typing.final
+class ListPoliciesRequest(_message.Message):
+    """ListPoliciesRequest is empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPoliciesRequest: _TypeAlias = ListPoliciesRequest  # noqa: Y015
+
+@_typing.final
+class ListPoliciesResponse(_message.Message):
+    """ListPoliciesResponse is what SetPolicy, Explain and WhatIf take."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def policies(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyDescription]:
+        """policies, ours first."""
+
+    def __init__(
+        self,
+        *,
+        policies: _abc.Iterable[Global___PolicyDescription] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policies", b"policies"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPoliciesResponse: _TypeAlias = ListPoliciesResponse  # noqa: Y015
+
+@_typing.final
+class PolicyDescription(_message.Message):
+    """PolicyDescription is one policy that can be chosen."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Setting(_message.Message):
+        """Setting is one setting of a policy."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        NAME_FIELD_NUMBER: _builtins.int
+        DEFAULT_VALUE_FIELD_NUMBER: _builtins.int
+        BOUNDS_FIELD_NUMBER: _builtins.int
+        MEANING_FIELD_NUMBER: _builtins.int
+        name: _builtins.str
+        """name of the setting."""
+        bounds: _builtins.str
+        """bounds for people: "0 to 1", "cost or heuristic", "true or false"."""
+        meaning: _builtins.str
+        """meaning of the setting."""
+        @_builtins.property
+        def default_value(self) -> _struct_pb2.Value:
+            """default_value where it is not given."""
+
+        def __init__(
+            self,
+            *,
+            name: _builtins.str = ...,
+            default_value: _struct_pb2.Value | None = ...,
+            bounds: _builtins.str = ...,
+            meaning: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["default_value", b"default_value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["bounds", b"bounds", "default_value", b"default_value", "meaning", b"meaning", "name", b"name"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SUMMARY_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """name in the registry."""
+    summary: _builtins.str
+    """summary in a sentence."""
+    @_builtins.property
+    def settings(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyDescription.Setting]:
+        """settings it has."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        summary: _builtins.str = ...,
+        settings: _abc.Iterable[Global___PolicyDescription.Setting] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "settings", b"settings", "summary", b"summary"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PolicyDescription: _TypeAlias = PolicyDescription  # noqa: Y015
+
+@_typing.final
+class ListReplicasRequest(_message.Message):
+    """ListReplicasRequest is empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListReplicasRequest: _TypeAlias = ListReplicasRequest  # noqa: Y015
+
+@_typing.final
+class ListReplicasResponse(_message.Message):
+    """ListReplicasResponse is the control plane as one of its replicas sees it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
+    ANSWERING_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replica]:
+        """replicas that are alive, by id; only the one that answers where nothing is shared."""
+
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolStatus]:
+        """pools by model, with their owners."""
+
+    @_builtins.property
+    def answering(self) -> Global___RouterStatus:
+        """answering is the replica that answers."""
+
+    def __init__(
+        self,
+        *,
+        replicas: _abc.Iterable[Global___Replica] | None = ...,
+        pools: _abc.Iterable[Global___PoolStatus] | None = ...,
+        answering: Global___RouterStatus | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answering", b"answering"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answering", b"answering", "pools", b"pools", "replicas", b"replicas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListReplicasResponse: _TypeAlias = ListReplicasResponse  # noqa: Y015
+
+@_typing.final
+class Replica(_message.Message):
+    """Replica is one live router of the fleet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    SILENT_FIELD_NUMBER: _builtins.int
+    router_id: _builtins.str
+    """router_id of the replica."""
+    address: _builtins.str
+    """address that gateways dial, as HOST:PORT."""
+    @_builtins.property
+    def silent(self) -> _duration_pb2.Duration:
+        """silent since its last sign of life in the shared store; absent where nothing is shared."""
+
+    def __init__(
+        self,
+        *,
+        router_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        silent: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["silent", b"silent"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "router_id", b"router_id", "silent", b"silent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Replica: _TypeAlias = Replica  # noqa: Y015
+
+@_typing.final
+class PoolStatus(_message.Message):
+    """PoolStatus is the requests of one model, as the replica that answers sees them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    INSTANCES_FIELD_NUMBER: _builtins.int
+    HELD_REQUESTS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """model is the pool's name."""
+    instances: _builtins.int
+    """instances in the pool, in whatever state."""
+    held_requests: _builtins.int
+    """held_requests wait in this replica for a placement."""
+    @_builtins.property
+    def owner(self) -> _placement_pb2.Owner:
+        """owner places its requests; absent while nobody does."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        owner: _placement_pb2.Owner | None = ...,
+        instances: _builtins.int = ...,
+        held_requests: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_requests", b"held_requests", "instances", b"instances", "model", b"model", "owner", b"owner"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolStatus: _TypeAlias = PoolStatus  # noqa: Y015
+
+@_typing.final
+class RouterStatus(_message.Message):
+    """RouterStatus is one replica's own health."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
+    UPTIME_FIELD_NUMBER: _builtins.int
+    WARM_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
+    DEGRADED_FIELD_NUMBER: _builtins.int
+    STORE_SILENT_FIELD_NUMBER: _builtins.int
+    GATEWAYS_FIELD_NUMBER: _builtins.int
+    AGENT_STREAMS_FIELD_NUMBER: _builtins.int
+    OPEN_REQUESTS_FIELD_NUMBER: _builtins.int
+    HELD_REQUESTS_FIELD_NUMBER: _builtins.int
+    SESSIONS_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    DECISIONS_FIELD_NUMBER: _builtins.int
+    router_id: _builtins.str
+    """router_id of the replica."""
+    warm: _builtins.bool
+    """warm: it knows the fleet well enough to place, or has waited long enough to."""
+    store: _builtins.str
+    """store where reservations and owners of sessions are kept: "memory" or "redis"."""
+    degraded: _builtins.bool
+    """degraded: the shared store is away."""
+    gateways: _builtins.int
+    """gateways whose streams are open here."""
+    agent_streams: _builtins.int
+    """agent_streams open here: one for each instance."""
+    open_requests: _builtins.int
+    """open_requests placed and not finished."""
+    held_requests: _builtins.int
+    """held_requests wait for a placement."""
+    sessions: _builtins.int
+    """sessions that have an owner."""
+    keys: _builtins.int
+    """keys in the index, each 16 tokens."""
+    decisions: _builtins.int
+    """decisions in the log."""
+    @_builtins.property
+    def uptime(self) -> _duration_pb2.Duration:
+        """uptime of its process."""
+
+    @_builtins.property
+    def store_silent(self) -> _duration_pb2.Duration:
+        """store_silent since the shared store last answered; absent without one, or before its first answer."""
+
+    def __init__(
+        self,
+        *,
+        router_id: _builtins.str = ...,
+        uptime: _duration_pb2.Duration | None = ...,
+        warm: _builtins.bool = ...,
+        store: _builtins.str = ...,
+        degraded: _builtins.bool = ...,
+        store_silent: _duration_pb2.Duration | None = ...,
+        gateways: _builtins.int = ...,
+        agent_streams: _builtins.int = ...,
+        open_requests: _builtins.int = ...,
+        held_requests: _builtins.int = ...,
+        sessions: _builtins.int = ...,
+        keys: _builtins.int = ...,
+        decisions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["store_silent", b"store_silent", "uptime", b"uptime"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_streams", b"agent_streams", "decisions", b"decisions", "degraded", b"degraded", "gateways", b"gateways", "held_requests", b"held_requests", "keys", b"keys", "open_requests", b"open_requests", "router_id", b"router_id", "sessions", b"sessions", "store", b"store", "store_silent", b"store_silent", "uptime", b"uptime", "warm", b"warm"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouterStatus: _TypeAlias = RouterStatus  # noqa: Y015

@@ -80,6 +80,26 @@ class FleetServiceStub:
                 request_serializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.WhatIfRequest.SerializeToString,
                 response_deserializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.WhatIfResponse.FromString,
                 _registered_method=True)
+        self.SumUpDecisions = channel.unary_unary(
+                '/pointsman.router.v1.FleetService/SumUpDecisions',
+                request_serializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.SumUpDecisionsRequest.SerializeToString,
+                response_deserializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.SumUpDecisionsResponse.FromString,
+                _registered_method=True)
+        self.ListSessions = channel.unary_unary(
+                '/pointsman.router.v1.FleetService/ListSessions',
+                request_serializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.ListSessionsRequest.SerializeToString,
+                response_deserializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.ListSessionsResponse.FromString,
+                _registered_method=True)
+        self.ListPolicies = channel.unary_unary(
+                '/pointsman.router.v1.FleetService/ListPolicies',
+                request_serializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.ListPoliciesRequest.SerializeToString,
+                response_deserializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.ListPoliciesResponse.FromString,
+                _registered_method=True)
+        self.ListReplicas = channel.unary_unary(
+                '/pointsman.router.v1.FleetService/ListReplicas',
+                request_serializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.ListReplicasRequest.SerializeToString,
+                response_deserializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.ListReplicasResponse.FromString,
+                _registered_method=True)
 
 
 class FleetServiceServicer:
@@ -150,6 +170,34 @@ class FleetServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SumUpDecisions(self, request, context):
+        """SumUpDecisions counts how recent decisions ended, by class, mode and reason.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSessions(self, request, context):
+        """ListSessions tells which instance owns which session, the lately used first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPolicies(self, request, context):
+        """ListPolicies tells the policies there are, with their settings.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListReplicas(self, request, context):
+        """ListReplicas tells the fleet's live routers, who owns which pool, and how the replica that answers is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_FleetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -197,6 +245,26 @@ def add_FleetServiceServicer_to_server(servicer, server):
                     servicer.WhatIf,
                     request_deserializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.WhatIfRequest.FromString,
                     response_serializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.WhatIfResponse.SerializeToString,
+            ),
+            'SumUpDecisions': grpc.unary_unary_rpc_method_handler(
+                    servicer.SumUpDecisions,
+                    request_deserializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.SumUpDecisionsRequest.FromString,
+                    response_serializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.SumUpDecisionsResponse.SerializeToString,
+            ),
+            'ListSessions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSessions,
+                    request_deserializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.ListSessionsRequest.FromString,
+                    response_serializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.ListSessionsResponse.SerializeToString,
+            ),
+            'ListPolicies': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPolicies,
+                    request_deserializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.ListPoliciesRequest.FromString,
+                    response_serializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.ListPoliciesResponse.SerializeToString,
+            ),
+            'ListReplicas': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListReplicas,
+                    request_deserializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.ListReplicasRequest.FromString,
+                    response_serializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.ListReplicasResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -443,6 +511,114 @@ class FleetService:
             '/pointsman.router.v1.FleetService/WhatIf',
             pointsman_dot_router_dot_v1_dot_fleet__pb2.WhatIfRequest.SerializeToString,
             pointsman_dot_router_dot_v1_dot_fleet__pb2.WhatIfResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SumUpDecisions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pointsman.router.v1.FleetService/SumUpDecisions',
+            pointsman_dot_router_dot_v1_dot_fleet__pb2.SumUpDecisionsRequest.SerializeToString,
+            pointsman_dot_router_dot_v1_dot_fleet__pb2.SumUpDecisionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSessions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pointsman.router.v1.FleetService/ListSessions',
+            pointsman_dot_router_dot_v1_dot_fleet__pb2.ListSessionsRequest.SerializeToString,
+            pointsman_dot_router_dot_v1_dot_fleet__pb2.ListSessionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPolicies(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pointsman.router.v1.FleetService/ListPolicies',
+            pointsman_dot_router_dot_v1_dot_fleet__pb2.ListPoliciesRequest.SerializeToString,
+            pointsman_dot_router_dot_v1_dot_fleet__pb2.ListPoliciesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListReplicas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pointsman.router.v1.FleetService/ListReplicas',
+            pointsman_dot_router_dot_v1_dot_fleet__pb2.ListReplicasRequest.SerializeToString,
+            pointsman_dot_router_dot_v1_dot_fleet__pb2.ListReplicasResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,6 +53,14 @@ class FleetServiceStub:
     """
     WhatIf: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.WhatIfRequest, _fleet_pb2.WhatIfResponse]
     """WhatIf decides a recorded request again, on its recorded view, under another policy or settings."""
+    SumUpDecisions: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.SumUpDecisionsRequest, _fleet_pb2.SumUpDecisionsResponse]
+    """SumUpDecisions counts how recent decisions ended, by class, mode and reason."""
+    ListSessions: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListSessionsRequest, _fleet_pb2.ListSessionsResponse]
+    """ListSessions tells which instance owns which session, the lately used first."""
+    ListPolicies: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListPoliciesRequest, _fleet_pb2.ListPoliciesResponse]
+    """ListPolicies tells the policies there are, with their settings."""
+    ListReplicas: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListReplicasRequest, _fleet_pb2.ListReplicasResponse]
+    """ListReplicas tells the fleet's live routers, who owns which pool, and how the replica that answers is."""
 
 @_typing.type_check_only
 class FleetServiceAsyncStub(FleetServiceStub):
@@ -79,6 +87,14 @@ class FleetServiceAsyncStub(FleetServiceStub):
     """
     WhatIf: _aio.UnaryUnaryMultiCallable[_fleet_pb2.WhatIfRequest, _fleet_pb2.WhatIfResponse]  # type: ignore[assignment]
     """WhatIf decides a recorded request again, on its recorded view, under another policy or settings."""
+    SumUpDecisions: _aio.UnaryUnaryMultiCallable[_fleet_pb2.SumUpDecisionsRequest, _fleet_pb2.SumUpDecisionsResponse]  # type: ignore[assignment]
+    """SumUpDecisions counts how recent decisions ended, by class, mode and reason."""
+    ListSessions: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListSessionsRequest, _fleet_pb2.ListSessionsResponse]  # type: ignore[assignment]
+    """ListSessions tells which instance owns which session, the lately used first."""
+    ListPolicies: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListPoliciesRequest, _fleet_pb2.ListPoliciesResponse]  # type: ignore[assignment]
+    """ListPolicies tells the policies there are, with their settings."""
+    ListReplicas: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListReplicasRequest, _fleet_pb2.ListReplicasResponse]  # type: ignore[assignment]
+    """ListReplicas tells the fleet's live routers, who owns which pool, and how the replica that answers is."""
 
 class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
     """FleetService is for people, shells and consoles."""
@@ -156,5 +172,37 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.WhatIfResponse, _abc.Awaitable[_fleet_pb2.WhatIfResponse]]:
         """WhatIf decides a recorded request again, on its recorded view, under another policy or settings."""
+
+    @_abc_1.abstractmethod
+    def SumUpDecisions(
+        self,
+        request: _fleet_pb2.SumUpDecisionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.SumUpDecisionsResponse, _abc.Awaitable[_fleet_pb2.SumUpDecisionsResponse]]:
+        """SumUpDecisions counts how recent decisions ended, by class, mode and reason."""
+
+    @_abc_1.abstractmethod
+    def ListSessions(
+        self,
+        request: _fleet_pb2.ListSessionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.ListSessionsResponse, _abc.Awaitable[_fleet_pb2.ListSessionsResponse]]:
+        """ListSessions tells which instance owns which session, the lately used first."""
+
+    @_abc_1.abstractmethod
+    def ListPolicies(
+        self,
+        request: _fleet_pb2.ListPoliciesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.ListPoliciesResponse, _abc.Awaitable[_fleet_pb2.ListPoliciesResponse]]:
+        """ListPolicies tells the policies there are, with their settings."""
+
+    @_abc_1.abstractmethod
+    def ListReplicas(
+        self,
+        request: _fleet_pb2.ListReplicasRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.ListReplicasResponse, _abc.Awaitable[_fleet_pb2.ListReplicasResponse]]:
+        """ListReplicas tells the fleet's live routers, who owns which pool, and how the replica that answers is."""
 
 def add_FleetServiceServicer_to_server(servicer: FleetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

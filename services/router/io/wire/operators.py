@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
 
 from google.protobuf import struct_pb2
 
@@ -13,6 +15,8 @@ from services.router.hindsight import Revision, grouped
 from services.router.io.decision_log import LoggedDecision
 from services.router.io.wire import agents, gateways
 from services.router.io.wire.times import duration, timestamp
+from services.router.outcomes import Group, quantile
+from services.router.policy.base import Policy, bounds, summary
 from services.router.replay import inputs_digest
 from services.router.state import RouterState
 
@@ -67,6 +71,48 @@ def what_if_to_wire(made_again: Sequence[Revision]) -> fleet_pb2.WhatIfResponse:
     )
 
 
+def groups_to_wire(groups: Sequence[Group]) -> list[fleet_pb2.SumUpDecisionsResponse.Group]:
+    """How decisions ended."""
+    wires = []
+    for group in groups:
+        wire = fleet_pb2.SumUpDecisionsResponse.Group(
+            route_class=group.route_class,
+            mode=group.mode,
+            reason=group.reason,
+            decided=group.decided,
+            outcomes=group.outcomes,
+            fell_back=group.fell_back,
+            held=group.held,
+            input_tokens=group.input_tokens,
+            reported=group.reported,
+            reported_input_tokens=group.reported_input_tokens,
+            predicted_cached_tokens=group.predicted_cached_tokens,
+            reported_cached_tokens=group.reported_cached_tokens,
+        )
+        if (half := quantile(group.first_tokens_s, 0.5)) is not None:
+            wire.first_token_p50.CopyFrom(duration(half))
+        if (most := quantile(group.first_tokens_s, 0.95)) is not None:
+            wire.first_token_p95.CopyFrom(duration(most))
+        wires.append(wire)
+    return wires
+
+
+def policy_description(kind: type[Policy]) -> fleet_pb2.PolicyDescription:
+    """A policy that can be chosen: the first sentence of its docstring, and its settings."""
+    wire = fleet_pb2.PolicyDescription(name=kind.name, summary=summary(kind))
+    for one in fields(kind):
+        setting = wire.settings.add(name=one.name, bounds=bounds(one), meaning=one.metadata["doc"])
+        default: Any = one.default
+        match default:
+            case bool():
+                setting.default_value.bool_value = default
+            case str():
+                setting.default_value.string_value = default
+            case _:
+                setting.default_value.number_value = default
+    return wire
+
+
 def _prefills_elsewhere(decision: Decision) -> str:
     first = decision.ruling.steps[0].instance_id if decision.ruling.steps else ""
     return first if first != decision.instance_id else ""
@@ -83,7 +129,7 @@ def _source(source: PrefixSource) -> fleet_pb2.PrefixSource.ValueType:
 
 def instance_status(state: RouterState, record: InstanceRecord, now: float) -> fleet_pb2.InstanceStatus:
     """An instance as the router sees it at `now`."""
-    info, counters = record.info, state.reservations.counters(record.info.instance_id)
+    info, load, counters = record.info, record.load, state.reservations.counters(record.info.instance_id)
     wire = fleet_pb2.InstanceStatus(
         instance=agents.instance_to_wire(info),
         state=state_to_wire(record.state),
@@ -100,9 +146,10 @@ def instance_status(state: RouterState, record: InstanceRecord, now: float) -> f
         believed_keys=state.truth.approximate.count(info.instance_id),
         credited_keys=state.truth.credit.count(info.instance_id),
         distrusts=record.trust.distrusts,
+        stale=load is not None and now > load.sampled_at + state.settings.stale_report_s,
     )
-    if record.load is not None:
-        wire.load.CopyFrom(agents.load_to_wire(record.load, now))
+    if load is not None:
+        wire.load.CopyFrom(agents.load_to_wire(load, now))
     return wire
 
 
@@ -133,7 +180,7 @@ def _candidate(candidate: Candidate, age_s: float | None, score: float | None) -
 
 
 def decision_to_wire(state: RouterState, logged: LoggedDecision, *, candidates: bool = True) -> fleet_pb2.Decision:
-    """A logged decision, with or without its candidates."""
+    """A logged decision, with or without its candidates and the digest of its inputs, which is a sum over them."""
     decision = logged.decision
     request, ruling = decision.request, decision.ruling
     wire = fleet_pb2.Decision(
@@ -154,7 +201,7 @@ def decision_to_wire(state: RouterState, logged: LoggedDecision, *, candidates: 
         session_owner=decision.view.session_owner,
         runner_up=decision.runner_up,
         margin=decision.margin,
-        inputs_digest=inputs_digest(decision),
+        inputs_digest=inputs_digest(decision) if candidates else 0,
         degraded=decision.degraded,
         outcome=logged.outcome,
         decide_time=duration(logged.decide_s),
