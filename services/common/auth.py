@@ -58,12 +58,16 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         """True when no token is configured, so that every caller passes."""
         return not self._tokens
 
+    def role(self, authorization: str) -> str | None:
+        """The role that `authorization` ("Bearer ...") proves; None without a valid token."""
+        return role_of(self._tokens, authorization)
+
     async def intercept_service(self, continuation: Continuation, details: grpc.HandlerCallDetails) -> Handler:
         handler = await continuation(details)
         if self.open or handler is None:
             return handler
         metadata = dict(details.invocation_metadata or ())
-        role = role_of(self._tokens, str(metadata.get("authorization", "")))
+        role = self.role(str(metadata.get("authorization", "")))
         if may_call(details.method, role):
             return handler
         if role is None:

@@ -175,6 +175,11 @@ class DecisionLog:
         """Matching decisions, newest first."""
         return (logged for logged in reversed(self._by_id.values()) if wanted(logged))
 
+    @property
+    def watched(self) -> bool:
+        """Whether anybody watches."""
+        return bool(self._watchers)
+
     def watch(self) -> asyncio.Queue[LoggedDecision]:
         """A queue that gets every new and every ended decision until `unwatch`. A slow reader misses the oldest."""
         queue: asyncio.Queue[LoggedDecision] = asyncio.Queue(maxsize=1_000)

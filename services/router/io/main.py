@@ -25,6 +25,8 @@ from services.common.logs import configure_logs
 from services.common.metrics_page import metrics_page
 from services.common.settings import Tokens
 from services.router.io.agent_service import AgentService
+from services.router.io.console import Console
+from services.router.io.decision_stream import DecisionStream
 from services.router.io.fleet_service import FleetService
 from services.router.io.placement_service import PlacementService
 from services.router.io.runtime import Router
@@ -48,16 +50,17 @@ class RouterServer:
         self.settings = settings
         self.router = Router(settings)
         interceptor = TokenInterceptor(tokens)
-        if interceptor.open and not settings.insecure and not is_loopback(settings.listen):
-            raise ValueError(
-                f"refusing to listen on {settings.listen} without tokens: set POINTSMAN_TOKEN_DIR (or the tokens), "
-                "or --insecure"
-            )
+        for listen in filter(None, (settings.listen, settings.console_listen)):
+            if interceptor.open and not settings.insecure and not is_loopback(listen):
+                raise ValueError(
+                    f"refusing to listen on {listen} without tokens: set POINTSMAN_TOKEN_DIR (or the tokens), or --insecure"
+                )
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._server = grpc.aio.server(interceptors=[interceptor], options=SERVER_OPTIONS)
         agent_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(self.router), self._server)
         placement_pb2_grpc.add_PlacementServiceServicer_to_server(PlacementService(self.router), self._server)
-        fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetService(self.router), self._server)
+        fleet = FleetService(self.router)
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(
             (AGENT_SERVICE, PLACEMENT_SERVICE, FLEET_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME),
@@ -65,6 +68,10 @@ class RouterServer:
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._web: web.AppRunner | None = None
+        self.console: Console | None = None
+        if settings.console_listen:
+            news = DecisionStream(self.router.decisions, fleet.told)
+            self.console = Console(fleet, news, interceptor, settings.console_listen, settings.console_viewers)
         self.port = 0
 
     async def start(self) -> None:
@@ -79,6 +86,9 @@ class RouterServer:
         self._tasks.add(asyncio.create_task(self.router.run()))
         if self.settings.metrics_listen:
             await self._start_metrics()
+        if self.console is not None:
+            await self.console.start()
+            log.info("the console listens", address=self.console.address)
         log.info("router listens", address=self.settings.listen, router_id=self.settings.router_id)
 
     async def wait(self) -> None:
@@ -94,6 +104,8 @@ class RouterServer:
         self.router.end_sessions()
         self.router.end_reports()
         await self._server.stop(SHUTDOWN_GRACE_S)
+        if self.console is not None:
+            await self.console.stop()
         if self._web is not None:
             await self._web.cleanup()
         self.router.decisions.close()

@@ -26,6 +26,8 @@ class RouterSettings(BaseSettings):
     listen: str = Field("127.0.0.1:50051", description="HOST:PORT of the gRPC services")
     advertise: str = Field("", description="HOST:PORT that gateways reach this very router at; empty: as `listen` says")
     metrics_listen: str = Field("127.0.0.1:9100", description="HOST:PORT of /metrics and /health; empty for none")
+    console_listen: str = Field("", description="HOST:PORT of the console, a page for people; empty for none")
+    console_viewers: int = Field(16, ge=1, description="how many may watch decisions in the console at a time")
     insecure: bool = Field(False, description="allow listening off the loopback interface without tokens")
     redis_url: SecretStr = Field(
         SecretStr(""), description="redis://... shared by replicas; empty keeps state in memory"

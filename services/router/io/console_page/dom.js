@@ -1,0 +1,64 @@
+// Elements from text and nodes. Nothing here or elsewhere in the page turns text into markup.
+
+/** An element; `with_` sets properties ("class", "data-…", "aria-…" and the like as attributes), `on…` listeners. */
+export function el(tag, with_ = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(with_)) {
+    if (value === undefined || value === false) continue;
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (name in node && !name.includes("-")) node[name] = value;
+    else node.setAttribute(name === "className" ? "class" : name, value === true ? "" : value);
+  }
+  node.append(...children.filter((child) => child !== undefined && child !== null));
+  return node;
+}
+
+/** Set a node's text only when it differs, so that selections and screen readers are left alone. */
+export function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+/** A <dl> of [name, text or node] pairs; empty ones are left out. */
+export function facts(pairs) {
+  const list = el("dl", { className: "facts" });
+  for (const [name, value] of pairs) {
+    if (value === undefined || value === null || value === "") continue;
+    list.append(el("div", {}, el("dt", {}, name), el("dd", {}, value)));
+  }
+  return list;
+}
+
+export function link(href, text) {
+  return el("a", { href, className: "id" }, text);
+}
+
+export function pill(text, tone) {
+  return el("span", { className: "pill", "data-tone": tone }, text);
+}
+
+/** Tell those who do not see the page what their own action did. */
+export function say(text) {
+  document.getElementById("said").textContent = text;
+}
+
+/** A modal form: `body` nodes, and `act`, which may throw to keep it open with the reason. */
+export function ask(title, body, action, act) {
+  const before = document.activeElement;
+  const reason = el("p", { className: "bad", role: "alert" });
+  const form = el("form", {
+    onsubmit: async (event) => {
+      event.preventDefault();
+      try {
+        await act();
+        dialog.close();
+      } catch (error) {
+        setText(reason, error.message);
+      }
+    },
+  });
+  const cancel = el("button", { type: "button", className: "quiet", onclick: () => dialog.close() }, "Cancel");
+  form.append(el("h2", { id: "asked" }, title), ...body, reason, el("div", { className: "buttons" }, cancel, el("button", { type: "submit" }, action)));
+  const dialog = el("dialog", { "aria-labelledby": "asked", onclose: () => { dialog.remove(); before?.focus?.(); } }, form);
+  document.body.append(dialog);
+  dialog.showModal();
+}

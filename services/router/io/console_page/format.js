@@ -1,0 +1,46 @@
+// What protobuf's JSON leaves out is 0; its 64-bit integers are strings, its durations "1.5s".
+
+const grouped = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const NONE = "–";
+
+export const num = (value) => Number(value ?? 0);
+export const seconds = (duration) => (duration === undefined ? undefined : parseFloat(duration));
+export const count = (value) => grouped.format(num(value));
+export const bare = (name, prefix) => (name ?? "").replace(prefix, "");
+
+/** A share, 0 to 1, as per cent; "–" when there is none. */
+export function percent(share, digits = 0) {
+  return share === undefined || Number.isNaN(share) ? NONE : (share * 100).toFixed(digits);
+}
+
+/** A time span in the unit that gives it two or three digits. */
+export function span(s) {
+  if (s === undefined || Number.isNaN(s)) return NONE;
+  if (s < 0.0001) return s === 0 ? "0 s" : `${(s * 1e6).toFixed(0)} µs`;
+  if (s < 0.001) return `${(s * 1e6).toFixed(0)} µs`;
+  if (s < 0.01) return `${(s * 1e3).toFixed(1)} ms`;
+  if (s < 1) return `${(s * 1e3).toFixed(0)} ms`;
+  if (s < 10) return `${s.toFixed(1)} s`;
+  if (s < 120) return `${s.toFixed(0)} s`;
+  if (s < 7200) return `${(s / 60).toFixed(0)} min`;
+  if (s < 172800) return `${(s / 3600).toFixed(0)} h`;
+  return `${(s / 86400).toFixed(0)} d`;
+}
+
+/** A policy's figure: six digits at most, whatever its size. */
+export function figure(value) {
+  if (value === undefined || value === null) return NONE;
+  if (typeof value !== "number") return String(value);
+  if (Number.isInteger(value) || Math.abs(value) >= 100000) return grouped.format(value);
+  return value.toPrecision(Math.abs(value) >= 1 ? 6 : 4).replace(/\.?0+$/, "");
+}
+
+export function signed(value) {
+  const n = num(value);
+  return n > 0 ? `+${grouped.format(n)}` : grouped.format(n).replace("-", "−");
+}
+
+const clockFormat = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit", second: "2-digit", fractionalSecondDigits: 3 });
+export const clock = (timestamp) => (timestamp ? clockFormat.format(new Date(timestamp)) : NONE);
+export const moment = (timestamp) => (timestamp ? `${new Date(timestamp).toLocaleDateString("en-CA")} ${clock(timestamp)}` : NONE);
+export const orNone = (text) => (text === undefined || text === "" ? NONE : text);

@@ -1,0 +1,163 @@
+// A table that is sorted, filtered and shown in pages, whose rows are kept and changed in place.
+
+import { el, setText } from "./dom.js";
+
+/**
+ * Columns: {id, title, unit, hint, num, value(row), text(row), href(row), share(row) 0 to 1, tone(row), note(row)}.
+ * `value` is what is sorted by; `text` what is shown (the value where it is left out).
+ */
+export class Table {
+  constructor({ label, columns, key, sort = null, pageSize = 100, empty = "Nothing yet.", tone }) {
+    Object.assign(this, { columns, key, sort, pageSize, emptyText: empty, rowTone: tone, page: 0, all: [], rows: new Map() });
+    this.heads = columns.map((column) => this.#head(column));
+    this.body = el("tbody", { onkeydown: (event) => this.#arrows(event) });
+    this.empty = el("p", { className: "empty" }, "Waiting for the router …");
+    this.range = el("span", { className: "muted" });
+    this.before = el("button", { type: "button", className: "quiet", onclick: () => this.#turn(-1) }, "Previous");
+    this.after = el("button", { type: "button", className: "quiet", onclick: () => this.#turn(1) }, "Next");
+    this.pager = el("div", { className: "pager", role: "group", "aria-label": `Pages of ${label}` }, this.before, this.range, this.after);
+    const table = el("table", {}, el("caption", { className: "unseen" }, label), el("thead", {}, el("tr", {}, ...this.heads)), this.body);
+    this.scroll = el("div", { className: "scroll", role: "region", "aria-label": label, tabIndex: 0 }, table);
+    this.element = el("div", { className: "table" }, this.scroll, this.empty, this.pager);
+    this.#showSort();
+    this.pager.hidden = true;
+  }
+
+  /** Show these rows; `matches` leaves some out. */
+  update(rows, matches = () => true) {
+    this.all = rows;
+    this.matches = matches;
+    this.#render();
+  }
+
+  get matching() {
+    return this.shown?.length ?? 0;
+  }
+
+  #head(column) {
+    const title = [column.title, column.unit ? el("span", { className: "unit" }, ` ${column.unit}`) : undefined];
+    const sortable = column.value && column.sortable !== false;
+    const inner = sortable ? [el("button", { type: "button", title: column.hint, onclick: () => this.#sortBy(column) }, ...title)] : title;
+    return el("th", { scope: "col", className: column.num ? "num" : "", title: sortable ? undefined : column.hint }, ...inner);
+  }
+
+  #sortBy(column) {
+    const same = this.sort?.id === column.id;
+    // Figures are looked at for the biggest first, names for the first.
+    this.sort = { id: column.id, down: same ? !this.sort.down : Boolean(column.num) };
+    this.page = 0;
+    this.#showSort();
+    this.#render();
+  }
+
+  #showSort() {
+    this.columns.forEach((column, index) => {
+      if (this.sort?.id === column.id) this.heads[index].setAttribute("aria-sort", this.sort.down ? "descending" : "ascending");
+      else this.heads[index].removeAttribute("aria-sort");
+    });
+  }
+
+  #turn(by) {
+    this.page += by;
+    this.#render();
+    this.scroll.scrollTop = 0;
+  }
+
+  #sorted(rows) {
+    const column = this.columns.find((one) => one.id === this.sort?.id);
+    if (!column) return rows;
+    const sign = this.sort.down ? -1 : 1;
+    const keyed = rows.map((row) => [column.value(row), row]);
+    const order = (a, b) => (typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : (a ?? -Infinity) - (b ?? -Infinity));
+    // What is not known comes last, whichever way.
+    return keyed.sort(([a], [b]) => (a === undefined) - (b === undefined) || sign * order(a, b)).map(([, row]) => row);
+  }
+
+  #render() {
+    this.shown = this.#sorted(this.all.filter(this.matches));
+    const pages = Math.max(Math.ceil(this.shown.length / this.pageSize), 1);
+    this.page = Math.min(Math.max(this.page, 0), pages - 1);
+    const from = this.page * this.pageSize;
+    const visible = this.shown.slice(from, from + this.pageSize);
+    const focused = this.body.contains(document.activeElement) ? document.activeElement : null;
+    const kept = new Set();
+    let place = this.body.firstChild;
+    for (const row of visible) {
+      const key = this.key(row);
+      kept.add(key);
+      let line = this.rows.get(key);
+      if (!line) this.rows.set(key, (line = this.#line()));
+      this.#fill(line, row);
+      if (place === line.element) place = place.nextSibling;
+      else this.body.insertBefore(line.element, place);
+    }
+    for (const [key, line] of this.rows) {
+      if (kept.has(key)) continue;
+      line.element.remove();
+      this.rows.delete(key);
+    }
+    // A row that moves loses the focus.
+    if (focused && document.activeElement !== focused) (focused.isConnected ? focused : this.scroll).focus({ preventScroll: true });
+    setText(this.empty, this.all.length ? "Nothing matches the filter." : this.emptyText);
+    this.empty.hidden = visible.length > 0;
+    this.pager.hidden = pages === 1;
+    this.before.disabled = this.page === 0;
+    this.after.disabled = this.page === pages - 1;
+    setText(this.range, `${from + 1}–${from + visible.length} of ${this.shown.length}`);
+  }
+
+  #line() {
+    const cells = this.columns.map((column, index) => {
+      const inner = column.href ? el("a", { className: "id" }) : column.pill ? el("span", { className: "pill" }) : column.share ? el("span", { className: "share" }) : null;
+      const cell = el(index === 0 ? "th" : "td", { className: column.num ? "num" : "", scope: index === 0 ? "row" : undefined });
+      if (inner) cell.append(inner);
+      return { cell, inner: inner ?? cell };
+    });
+    return { cells, element: el("tr", {}, ...cells.map(({ cell }) => cell)) };
+  }
+
+  #fill(line, row) {
+    line.element.dataset.tone = this.rowTone?.(row) ?? "";
+    this.columns.forEach((column, index) => {
+      const { cell, inner } = line.cells[index];
+      setText(inner, String((column.text ?? column.value)(row) ?? "–"));
+      if (column.tone) inner.dataset.tone = column.tone(row) ?? "";
+      if (column.note) cell.title = column.note(row) ?? "";
+      if (column.share) inner.style.setProperty("--share", `${Math.min(Math.max(column.share(row) ?? 0, 0), 1) * 100}%`);
+      if (column.href) {
+        const href = column.href(row);
+        if (!href) inner.removeAttribute("href");
+        else if (inner.getAttribute("href") !== href) inner.setAttribute("href", href);
+      }
+    });
+  }
+
+  #arrows(event) {
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (!step || !(event.target instanceof HTMLAnchorElement)) return;
+    const column = [...event.target.closest("tr").cells].indexOf(event.target.closest("th, td"));
+    const next = step > 0 ? event.target.closest("tr").nextElementSibling : event.target.closest("tr").previousElementSibling;
+    const target = next?.cells[column]?.querySelector("a");
+    if (!target) return;
+    event.preventDefault();
+    target.focus();
+  }
+}
+
+/** A filter box for tables: calls `changed` with its words, lower case, shortly after the last key. */
+export function filterBox(placeholder, changed) {
+  let later;
+  const words = (text) => text.toLowerCase().split(/\s+/).filter(Boolean);
+  return el("input", {
+    type: "search",
+    className: "filter",
+    placeholder,
+    "aria-label": placeholder,
+    spellcheck: false,
+    autocomplete: "off",
+    oninput: (event) => {
+      clearTimeout(later);
+      later = setTimeout(() => changed(words(event.target.value), event.target.value), 150);
+    },
+  });
+}

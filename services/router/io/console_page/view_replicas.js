@@ -1,0 +1,67 @@
+// The control plane itself: the live routers, who owns which pool, and how the one that serves this page is.
+
+import { el, facts, pill } from "./dom.js";
+import { count, num, orNone, seconds, span } from "./format.js";
+import { Table } from "./table.js";
+
+// Replicas give a sign of life four times in a lease, 1 s by default; the store forgets those silent for a lease.
+const QUIET_S = 1;
+
+export function replicasView(app) {
+  let pools = [];
+  let answering = {};
+  const owned = (replica) => pools.filter((pool) => pool.owner?.routerId === replica.routerId).map((pool) => pool.model);
+  const routers = new Table({
+    label: "Routers",
+    key: (one) => one.routerId,
+    tone: (one) => (one.routerId === answering.routerId ? "chosen" : ""),
+    columns: [
+      { id: "router", title: "Router", value: (r) => r.routerId },
+      { id: "here", title: "", pill: true, value: (r) => (r.routerId === answering.routerId ? "serves this page" : ""), tone: (r) => (r.routerId === answering.routerId ? "wait" : "none"), sortable: false },
+      { id: "address", title: "Address", value: (r) => r.address },
+      { id: "pools", title: "Owns", value: (r) => orNone(owned(r).join(", ")) },
+      { id: "silent", title: "Sign of life", unit: "ago", num: true, value: (r) => seconds(r.silent), text: (r) => (r.silent === undefined ? "not shared" : span(seconds(r.silent))), tone: (r) => (seconds(r.silent) > QUIET_S ? "old" : "") },
+    ],
+  });
+  const owners = new Table({
+    label: "Pools",
+    key: (one) => one.model,
+    empty: "No pool: no instance is known.",
+    columns: [
+      { id: "model", title: "Model", value: (p) => p.model },
+      { id: "owner", title: "Owner", value: (p) => p.owner?.routerId ?? "nobody", tone: (p) => (p.owner ? "none" : "bad"), pill: true },
+      { id: "epoch", title: "Epoch", num: true, hint: "Grows with each change of hands", value: (p) => num(p.owner?.epoch), text: (p) => count(p.owner?.epoch) },
+      { id: "instances", title: "Instances", num: true, value: (p) => num(p.instances), text: (p) => count(p.instances) },
+      { id: "held", title: "Held here", unit: "req", num: true, value: (p) => num(p.heldRequests), text: (p) => count(p.heldRequests) },
+    ],
+  });
+  const own = el("div", {});
+  const element = el("section", {}, el("div", { className: "head" }, el("h1", { tabIndex: -1 }, "Replicas")), routers.element, el("h2", {}, "Pools"), owners.element, el("h2", {}, "This router"), own);
+  const refresh = async () => {
+    const answer = await app.call("ListReplicas");
+    pools = answer.pools ?? [];
+    answering = answer.answering ?? {};
+    routers.update(answer.replicas ?? []);
+    owners.update(pools);
+    own.replaceChildren(health(answering));
+  };
+  return { element, title: "Replicas", refresh };
+}
+
+function health(router) {
+  const shared = router.store === "redis";
+  const store = !shared ? "this process's memory; nothing is shared" : router.degraded ? "Redis is away: placing on its own view" : `Redis, answered ${span(seconds(router.storeSilent))} ago`;
+  return facts([
+    ["Router", router.routerId],
+    ["Up for", span(seconds(router.uptime))],
+    ["Placing", pill(router.warm ? "ready" : "warming up", router.warm ? "good" : "wait")],
+    ["Store", router.degraded ? pill(store, "bad") : store],
+    ["Gateways connected", count(router.gateways)],
+    ["Agents' streams", `${count(router.agentStreams)}, one for each instance`],
+    ["Open requests", count(router.openRequests)],
+    ["Held requests", count(router.heldRequests)],
+    ["Sessions", count(router.sessions)],
+    ["Keys in the index", `${count(router.keys)} × 16 tok`],
+    ["Decisions in the log", count(router.decisions)],
+  ]);
+}
