@@ -20,10 +20,11 @@ class Counters(msgspec.Struct):
 
 
 class StepLoad(msgspec.Struct):
-    """An engine right after a step. `process` is its process_start_time_seconds, `rank` its data-parallel rank, `kv_usage` the
-    used share of its KV blocks, 0 to 1."""
+    """An engine right after a step. `process` is its process_start_time_seconds, `ports` are the TCP ports on which that process
+    listens, `rank` is its data-parallel rank, `kv_usage` the used share of its KV blocks, 0 to 1."""
 
     process: float
+    ports: list[int]
     rank: int
     running: int
     waiting: int

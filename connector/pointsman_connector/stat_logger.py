@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 import msgspec
+import psutil
 import zmq
 from prometheus_client import PROCESS_COLLECTOR
 from vllm.config import VllmConfig
@@ -31,6 +32,7 @@ class StepLoads(StatLoggerBase):
         self._rank = engine_index
         self._counters = Counters()
         self._process = process_start()
+        self._ports: list[int] | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._socket: zmq.Socket[bytes] | None = None
         if address := os.environ.get(ADDRESS):
@@ -57,8 +59,12 @@ class StepLoads(StatLoggerBase):
         if scheduler_stats is None:
             return
         self._count(scheduler_stats)
+        if self._ports is None:
+            # Not before there is something to tell: a server listens only when its engine is ready.
+            self._ports = listening_ports()
         load = StepLoad(
             process=self._process,
+            ports=self._ports,
             rank=self._rank,
             running=scheduler_stats.num_running_reqs,
             waiting=scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs,
@@ -86,6 +92,12 @@ class StepLoads(StatLoggerBase):
 
     def log_engine_initialized(self) -> None:
         """Nothing to say."""
+
+
+def listening_ports() -> list[int]:
+    """TCP ports on which this process listens."""
+    sockets = psutil.Process().net_connections("tcp")
+    return sorted({one.laddr.port for one in sockets if one.status == psutil.CONN_LISTEN})
 
 
 def process_start() -> float:

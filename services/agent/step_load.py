@@ -19,9 +19,11 @@ class Counters(msgspec.Struct, frozen=True):
 
 
 class StepLoad(msgspec.Struct, frozen=True):
-    """An engine right after a step. `process` is its process_start_time_seconds, `rank` its data-parallel rank."""
+    """An engine right after a step. `process` is its process_start_time_seconds, `ports` are the TCP ports on which that process
+    listens, `rank` is its data-parallel rank."""
 
     process: float
+    ports: list[int]
     rank: int
     running: int
     waiting: int

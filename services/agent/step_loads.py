@@ -32,7 +32,11 @@ async def receive(context: zmq.asyncio.Context, address: str, watches: Sequence[
             except msgspec.MsgspecError as error:
                 log.warning("load_not_understood", reason=str(error))
                 continue
-            for watch in watches:
-                watch.stepped(load)
+            sources = [watch for watch in watches if watch.pushes(load)]
+            if len(sources) > 1:
+                # Started at the same moment, as far as /metrics tells moments.
+                sources = [watch for watch in sources if watch.target.port in load.ports]
+            if len(sources) == 1:
+                sources[0].stepped(load)
     finally:
         socket.close(linger=0)

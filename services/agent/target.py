@@ -60,11 +60,16 @@ class Target:
         host = urlsplit(self.url).hostname or ""
         return f"[{host}]" if ":" in host else host
 
+    @property
+    def port(self) -> int:
+        """Port of `url`."""
+        return _port(self.url)
+
     def instance_id(self, rank: int | None) -> str:
         """The fleet-wide name: host:port of the advertised URL, and the rank where there are several."""
         parts = urlsplit(self.advertise)
         host = parts.hostname or ""
-        name = f"{f'[{host}]' if ':' in host else host}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
+        name = f"{f'[{host}]' if ':' in host else host}:{_port(self.advertise)}"
         return name if rank is None else f"{name}/{rank}"
 
 
@@ -124,6 +129,11 @@ def offset_port(endpoint: str, rank: int) -> str:
         return endpoint
     base, _, port = endpoint.rpartition(":")
     return f"{base}:{int(port) + rank}"
+
+
+def _port(url: str) -> int:
+    parts = urlsplit(url)
+    return parts.port or (443 if parts.scheme == "https" else 80)
 
 
 def _bootstrap_of(url: str) -> str:

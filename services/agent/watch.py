@@ -88,12 +88,13 @@ class EngineWatch:
         finally:
             await self._stop("")
 
+    def pushes(self, load: StepLoad) -> bool:
+        """Whether a pushed load can be this engine's: of the process that answered last."""
+        known = not self._identity.anonymous and self._identity.current == process_name(load.process)
+        return known and load.rank in self.instances
+
     def stepped(self, load: StepLoad) -> None:
-        """An engine pushed its load; nothing happens when it is not this one, or not the process that answered last."""
-        if self._identity.anonymous or self._identity.current != process_name(load.process):
-            return
-        if load.rank not in self.instances:
-            return
+        """This engine pushed its load."""
         self.steps_pushed += 1
         self._last_step = time.monotonic()
         self._pushed[load.rank] = (load, self._last_step)

@@ -14,7 +14,7 @@ import zmq.asyncio
 
 from pointsman_connector import loads
 from services.agent.step_load import StepLoad
-from tests.integration.agent_fakes import FakeEngine, FakeRouter, running, until
+from tests.integration.agent_fakes import FakeEngine, FakeRouter, RunningAgent, running, until
 
 
 @pytest.fixture
@@ -34,14 +34,21 @@ async def pushing(context: zmq.asyncio.Context, address: str) -> AsyncIterator[z
 
 def load(**changes: Any) -> bytes:
     counters = loads.Counters(generation_tokens=5_000, prefix_cache_hits=64, connector={"bytes_transferred": 1.0})
-    fields: dict[str, Any] = {"process": 1000.0, "rank": 0, "running": 7, "waiting": 2, "kv_usage": 0.5}
+    fields: dict[str, Any] = {"process": 1000.0, "ports": [], "rank": 0, "running": 7, "waiting": 2, "kv_usage": 0.5}
     return msgspec.msgpack.encode(loads.StepLoad(counters=counters, **fields | changes))
 
 
 def test_engine_and_agent_mean_the_same() -> None:
     """The connector package and the agent share no code, only these names."""
-    seen = msgspec.msgpack.decode(load(), type=StepLoad)
-    assert (seen.process, seen.rank, seen.running, seen.waiting, seen.kv_usage) == (1000.0, 0, 7, 2, 0.5)
+    seen = msgspec.msgpack.decode(load(ports=[8000]), type=StepLoad)
+    assert (seen.process, seen.ports, seen.rank, seen.running, seen.waiting, seen.kv_usage) == (
+        1000.0,
+        [8000],
+        0,
+        7,
+        2,
+        0.5,
+    )
     assert (seen.counters.generation_tokens, seen.counters.prefix_cache_hits) == (5_000, 64)
 
 
@@ -66,6 +73,36 @@ async def test_pushed_loads_reach_the_router(context: zmq.asyncio.Context, tmp_p
     await engine.stop()
     await router.stop()
     assert router.problems == []
+
+
+async def test_engines_that_started_at_the_same_moment_are_told_apart_by_their_ports(
+    context: zmq.asyncio.Context, tmp_path: Path
+) -> None:
+    """Process starts are known to a hundredth of a second. Who cannot be told apart is only looked at."""
+    engines, router = [FakeEngine(context), FakeEngine(context)], FakeRouter()
+    for engine in engines:
+        await engine.start()
+    await router.start()
+    address = f"ipc://{tmp_path}/loads"
+    settings = {"loads_listen": address, "scrape_interval_s": 60.0}
+    agent = RunningAgent([engine.url for engine in engines], [router.address], tmp_path, **settings)
+
+    def running_of(engine: FakeEngine) -> list[int]:
+        (stream,) = (one for one in router.streams if one.hello.instance.url == engine.url)
+        return [one.running for one in stream.loads]
+
+    async with pushing(context, address) as push:
+        await until(lambda: len(router.streams) == 2 and all(one.loads for one in router.streams), "both scraped loads")
+        for running, ports in ((1, []), (2, [1]), (3, [one.port for one in engines]), (4, [1, engines[1].port])):
+            await push.send(load(running=running, ports=ports))
+        await push.send(load(running=5, ports=[engines[0].port]))
+        await until(lambda: running_of(engines[0])[-1] == 5, "the pushed load")
+        assert running_of(engines[1])[-1] == 4
+        assert {1, 2, 3}.isdisjoint(running_of(engines[0]) + running_of(engines[1]))
+    await agent.stop()
+    for engine in engines:
+        await engine.stop()
+    await router.stop()
 
 
 async def test_an_engine_that_steps_is_healthy_though_its_metrics_fail(
