@@ -62,6 +62,8 @@ class LayerwiseMooncakeConnector(AnyDeviceMooncakeConnector):
         else:
             with some_device():
                 self.connector_worker = self.worker_class(vllm_config, self.engine_id, kv_cache_config)
+            if not self.connector_worker.is_kv_consumer:
+                guard.check_worker(self.connector_worker)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from types import ModuleType
 
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as upstream
+from vllm.v1.core.sched import output
 
 TESTED = "0.32"
 
@@ -43,6 +47,32 @@ _SHAPES: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 
+# Hooks of the engine that must still be called so, and what is read of its messages.
+_HOOKS: dict[str, tuple[str, ...]] = {
+    "bind_connector_metadata": ("connector_metadata",),
+    "save_kv_layer": ("layer_name", "kv_layer", "attn_metadata", "kwargs"),
+    "get_transfer_results": ("finished_req_ids",),
+    "requires_piecewise_for_cudagraph": ("extra_config",),
+}
+_READ: dict[str, tuple[str, ...]] = {
+    "SchedulerOutput": ("num_scheduled_tokens", "total_num_scheduled_tokens", "kv_connector_block_state"),
+}
+# What MooncakeConnectorWorker keeps, where it may send.
+_KEPT = (
+    "reqs_need_send",
+    "finished_sending_reqs",
+    "sender_loop",
+    "sender_worker_queue",
+    "_sender_executor",
+    "_encoder",
+    "_xfer_meta_decoder",
+    "registered_layer_names",
+    "kv_caches_base_addr",
+    "kv_block_len_per_layer",
+    "transfer_topo",
+    "xfer_stats",
+)
+
 
 class VllmMoved(RuntimeError):
     """This vLLM's MooncakeConnector is not the one that layer-wise push was written for; `differences` says where."""
@@ -63,18 +93,35 @@ def check() -> None:
         raise VllmMoved(found)
 
 
+def check_worker(worker: object) -> None:
+    """Raises VllmMoved unless an upstream worker, just made, keeps what is used of it here. It must be one that may send."""
+    if missing := [f"no MooncakeConnectorWorker.{name}" for name in _KEPT if not hasattr(worker, name)]:
+        raise VllmMoved(missing)
+
+
 def differences() -> list[str]:
     """What is missing or takes other parameters than expected."""
     found = []
     for class_name, methods in _SHAPES.items():
-        owner = getattr(upstream, class_name, None)
-        if owner is None:
-            found.append(f"no {class_name}")
+        found += _moved(upstream, class_name, methods)
+    found += _moved(base, "KVConnectorBase_V1", _HOOKS)
+    for class_name, names in _READ.items():
+        fields = getattr(getattr(output, class_name, None), "__annotations__", {})
+        found += [f"no {class_name}.{name}" for name in names if name not in fields]
+    return found
+
+
+def _moved(module: ModuleType, class_name: str, methods: Mapping[str, tuple[str, ...]]) -> list[str]:
+    owner = getattr(module, class_name, None)
+    if owner is None:
+        return [f"no {class_name}"]
+    found = []
+    for name, expected in methods.items():
+        method = getattr(owner, name, None)
+        if method is None:
+            found.append(f"no {class_name}.{name}")
             continue
-        for name, expected in methods.items():
-            method = getattr(owner, name, None)
-            if method is None:
-                found.append(f"no {class_name}.{name}")
-            elif (actual := tuple(inspect.signature(method).parameters)[1:]) != expected:
-                found.append(f"{class_name}.{name} takes {', '.join(actual) or 'nothing'}")
+        actual = tuple(name for name in inspect.signature(method).parameters if name != "self")
+        if actual != expected:
+            found.append(f"{class_name}.{name} takes {', '.join(actual) or 'nothing'}")
     return found
