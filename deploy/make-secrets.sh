@@ -16,8 +16,13 @@ for name in agent gateway operator redis-password grafana-admin; do
 done
 # Clients of the gateway: lines TENANT:KEY. Add a line for each tenant.
 [ -s "$1/api-keys" ] || echo "default:sk-$(head -c 32 /dev/urandom | base64 | tr -d '+/=\n')" > "$1/api-keys"
-# The password that goes with the user list below, where the router finds Redis under the name `redis`.
-printf 'redis://pointsman:%s@redis:6379/0' "$(cat "$1/redis-password")" > "$1/redis-url"
+# The password that goes with the user list below, where the router finds Redis under the name `redis`; or, with REDIS_URL in the
+# environment, a Redis of yours, which stays until the file is deleted.
+if [ -n "${REDIS_URL:-}" ]; then
+  printf '%s' "$REDIS_URL" > "$1/redis-url"
+elif [ ! -s "$1/redis-url" ] || grep -q '@redis:6379/' "$1/redis-url"; then
+  printf 'redis://pointsman:%s@redis:6379/0' "$(cat "$1/redis-password")" > "$1/redis-url"
+fi
 digest=$(sha256sum < "$1/redis-password" | cut -d ' ' -f 1)
 # The health check's ping needs no password; everything else needs the user pointsman, and that one is no administrator.
 printf '%s\n%s\n' \

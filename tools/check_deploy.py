@@ -22,8 +22,8 @@ from typing import Any
 import kubernetes_validate  # type: ignore[import-untyped]
 import yaml
 
-from tools import dashboards
-from tools.deploycheck import compose, k8s, telemetry
+from tools import telemetry as derived
+from tools.deploycheck import compose, k8s, operator, telemetry
 from tools.deploycheck.kubectl import KubectlMissing, ensure_kubectl
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,23 +49,30 @@ def make_secrets(folder: Path) -> set[str]:
     return {file.name for file in folder.iterdir()}
 
 
-def render(base: Path) -> list[dict[str, Any]]:
-    """The objects of deploy/k8s/base as kustomize renders them. Raises KubectlMissing and RuntimeError."""
+def render(kustomization: Path, *components: str) -> list[dict[str, Any]]:
+    """The objects of a kustomization under deploy/ as kustomize renders them, with throw-away secrets; `components` are those of
+    deploy/k8s to be added behind its own. Raises KubectlMissing and RuntimeError."""
     kubectl = ensure_kubectl()
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder, "base")
-        shutil.copytree(base, copy, ignore=shutil.ignore_patterns("secrets"))
-        make_secrets(copy / "secrets")
+        deploy = Path(folder, "deploy")
+        shutil.copytree(DEPLOY, deploy, ignore=shutil.ignore_patterns("secrets", ".env"))
+        make_secrets(deploy / "k8s/base/secrets")
+        copy = deploy / kustomization.relative_to(DEPLOY)
+        for name in components:
+            file = copy / "kustomization.yaml"
+            told = yaml.safe_load(file.read_text())
+            told["components"].append(f"../../components/{name}")
+            file.write_text(yaml.safe_dump(told))
         rendered = run(kubectl, "kustomize", copy)
     if rendered.returncode:
         raise RuntimeError(" ".join(rendered.stderr.split()))
     return [item for item in yaml.safe_load_all(rendered.stdout) if item]
 
 
-def check_k8s(base: Path) -> list[str]:
+def check_k8s(kustomization: Path, *components: str) -> list[str]:
     """Problems of the Kubernetes manifests."""
     try:
-        objects = render(base)
+        objects = render(kustomization, *components)
     except (KubectlMissing, RuntimeError) as error:
         return [f"kustomize: {error}"]
     problems = [line for item in objects for line in schema_problems(item)]
@@ -75,6 +82,8 @@ def check_k8s(base: Path) -> list[str]:
 def schema_problems(item: dict[str, Any]) -> list[str]:
     """Problems of one object with the schema of its kind; unknown fields and unknown kinds are problems."""
     name = f"{item.get('kind')}/{item.get('metadata', {}).get('name')}"
+    if str(item.get("apiVersion")).startswith("monitoring.coreos.com/"):
+        return [f"{name}: {problem}" for problem in operator.schema_problems(item)]
     for version in KUBERNETES:
         try:
             kubernetes_validate.validate(item, version, strict=True)
@@ -117,10 +126,9 @@ def check_telemetry(folder: Path, compose_file: Path) -> list[str]:
         checked = run("promtool", *words)
         if checked.returncode:
             problems.append(" ".join((checked.stderr or checked.stdout).split()))
-    for name, content in dashboards.written().items():
-        file = folder / "grafana/dashboards" / name
-        if not file.exists() or file.read_text() != content:
-            problems.append(f"{name} is not what `python -m tools.dashboards` writes")
+    for path, content in derived.written(folder).items():
+        if not (folder / path).exists() or (folder / path).read_text() != content:
+            problems.append(f"{path} is not what `python -m tools.telemetry` writes")
     project = yaml.safe_load(compose_file.read_text())
     return problems + telemetry.check_targets(yaml.safe_load((folder / "prometheus.yaml").read_text()), project)
 
@@ -140,7 +148,10 @@ def check_dockerfile(file: Path) -> list[str]:
 
 def main() -> int:
     """Run all checks; returns the exit status."""
-    checks = {"deploy/k8s/base": check_k8s(DEPLOY / "k8s/base")}
+    checks = {
+        str(overlay.relative_to(ROOT)): check_k8s(overlay) for overlay in sorted((DEPLOY / "k8s/overlays").iterdir())
+    }
+    checks["deploy/k8s/overlays/ha with external-redis"] = check_k8s(DEPLOY / "k8s/overlays/ha", "external-redis")
     compose_file = DEPLOY / "compose/compose.yaml"
     checks[str(compose_file.relative_to(ROOT))] = check_compose(compose_file)
     checks["deploy/telemetry"] = check_telemetry(DEPLOY / "telemetry", compose_file)

@@ -35,19 +35,21 @@ def compose_flags() -> list[str]:
     return flags
 
 
-def k8s_flags() -> list[str]:
-    objects = check_deploy.render(check_deploy.DEPLOY / "k8s/base")
-    workload = next(o for o in objects if o["kind"] == "StatefulSet" and o["metadata"]["name"] == "vllm")
+def k8s_flags(overlay: str) -> list[str]:
+    objects = check_deploy.render(check_deploy.DEPLOY / "k8s/overlays" / overlay)
+    workload = next(o for o in objects if o["kind"] in k8s.WORKLOADS and o["metadata"]["name"] == "vllm")
     engine = next(c for c in k8s.containers(workload) if c.spec["name"] == "vllm")
     env, _, _ = k8s.environment(engine, objects)
     return [re.sub(r"\$\((\w+)\)", lambda m: env[m[1]], word) for word in engine.spec["args"]]
 
 
 def test_vllm_takes_the_flags_of_deploy() -> None:
-    done = subprocess.run(
-        [ENGINE_PYTHON, "-c", PARSE], input=json.dumps([compose_flags(), k8s_flags()]), capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
+    flags = json.dumps([compose_flags(), k8s_flags("gpu"), k8s_flags("gpu-per-node")])
+    done = subprocess.run([ENGINE_PYTHON, "-c", PARSE], input=flags, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     parsed = json.loads(done.stdout.rpartition("parsed ")[2])
-    assert parsed == [[True, "tcp://*:5558", True], [True, "ipc:///run/kv/replay", True]]
+    assert parsed == [
+        [True, "tcp://*:5558", True],
+        [True, "ipc:///run/kv/replay", True],
+        [True, "tcp://*:5558", True],
+    ]

@@ -29,7 +29,7 @@ class Container:
 
 def check(objects: list[Object]) -> list[str]:
     """All problems of a rendered kustomization."""
-    problems = list(_names(objects))
+    problems = [*_names(objects), *_routers_named(objects)]
     for workload in _workloads(objects):
         problems += _workload(workload, objects)
         for container in containers(workload):
@@ -38,6 +38,13 @@ def check(objects: list[Object]) -> list[str]:
         problems += _service(service, objects)
     for policy in _of(objects, "NetworkPolicy"):
         problems += _network_policy(policy, objects)
+    for budget in _of(objects, "PodDisruptionBudget"):
+        if not any(_matches(budget["spec"]["selector"], w) for w in _workloads(objects)):
+            problems.append(f"{_id(budget)}: selects no workload")
+    for scaler in _of(objects, "HorizontalPodAutoscaler"):
+        problems += _autoscaler(scaler, objects)
+    for monitor in _of(objects, "ServiceMonitor"):
+        problems += _monitor(monitor, objects)
     return problems
 
 
@@ -57,6 +64,18 @@ def _names(objects: list[Object]) -> Iterator[str]:
     for o in objects:
         if o["kind"] != "Namespace" and o["metadata"].get("namespace") not in namespaces:
             yield f"{_id(o)}: namespace {o['metadata'].get('namespace')} is not made here"
+
+
+def _routers_named(objects: list[Object]) -> Iterator[str]:
+    """Agents report to every router, and gateways may ask any: whoever dials routers names all of them."""
+    replicas = {
+        f"{_name(w)}-{n}" for w in _workloads(objects) if _name(w) == "router" for n in range(w["spec"]["replicas"])
+    }
+    for told in _of(objects, "ConfigMap"):
+        for variable, value in told.get("data", {}).items():
+            if variable.startswith("POINTSMAN_") and variable.endswith("_ROUTERS"):
+                for missing in sorted(replicas - {address.partition(":")[0] for address in value.split()}):
+                    yield f"ConfigMap {_name(told).rpartition('-')[0]}: {variable} does not name {missing}"
 
 
 def _workload(workload: Object, objects: list[Object]) -> Iterator[str]:
@@ -102,7 +121,7 @@ def _unprobed(workload: Object) -> Iterator[str]:
 
 
 def _container(container: Container, objects: list[Object]) -> list[str]:
-    problems = [*_locked(container), *_ports(container), *_mounts(container)]
+    problems = [*_locked(container), *_ports(container), *_mounts(container), *_node_ports(container, objects)]
     env, secret, env_problems = environment(container, objects)
     problems += env_problems
     words = [*container.spec.get("command", []), *container.spec.get("args", [])]
@@ -112,6 +131,13 @@ def _container(container: Container, objects: list[Object]) -> list[str]:
     if container.spec["image"].split(":")[0] == "pointsman":
         problems += _told(container, env, secret, objects)
     return problems
+
+
+def _node_ports(container: Container, objects: list[Object]) -> Iterator[str]:
+    standard = [n["metadata"]["labels"].get("pod-security.kubernetes.io/enforce") for n in _of(objects, "Namespace")]
+    for port in container.spec.get("ports", []):
+        if "hostPort" in port and standard != ["privileged"]:
+            yield f"{container.where}: the namespace's standard refuses the node's port {port['hostPort']}"
 
 
 def _locked(container: Container) -> Iterator[str]:
@@ -196,13 +222,26 @@ def _told(container: Container, env: dict[str, str], secret: set[str], objects: 
     offered = {
         (_name(s), port["port"]) for s in _of(objects, "Service") for port in s["spec"]["ports"]
     }  # fmt: skip
+    node_ports = {
+        p["hostPort"]
+        for w in _workloads(objects)
+        for c in containers(w)
+        for p in c.spec.get("ports", [])
+        if "hostPort" in p
+    }
+    on_node = {
+        entry["name"].lower().replace("_", "-")
+        for entry in container.spec.get("env", [])
+        if entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath") == "status.hostIP"
+    }
     beside = {p["containerPort"] for c in container.pod["containers"] for p in c.get("ports", [])}
     for variable, host, port in services.dialled(told) if not problems else ():
         if host in ("127.0.0.1", "localhost"):
             reachable = port in beside
         else:
-            # NAME, or for one pod of a headless Service POD.NAME.NAMESPACE.svc.
+            # NAME, or for one pod of a headless Service POD.NAME.NAMESPACE.svc; or a port of the container's own node.
             reachable = any((part, port) in offered for part in host.split(".")[:2])
+            reachable = reachable or (host in on_node and port in node_ports)
         if not reachable:
             problems.append(f"{container.where}: {variable}: nothing here serves {host}:{port}")
     return problems
@@ -219,7 +258,7 @@ def _files(container: Container, objects: list[Object]) -> Iterator[str]:
 
 def _service(service: Object, objects: list[Object]) -> Iterator[str]:
     where, spec = _id(service), service["spec"]
-    served = [w for w in _workloads(objects) if _selects(spec["selector"], w["spec"]["template"]["metadata"]["labels"])]
+    served = [w for w in _workloads(objects) if any(_selects(spec["selector"], labels) for labels in _pod_labels(w))]
     if len(served) != 1:
         yield f"{where}: its selector matches {len(served)} workloads"
         return
@@ -245,9 +284,39 @@ def _network_policy(policy: Object, objects: list[Object]) -> Iterator[str]:
                 yield f"{where}: a peer selects no workload"
 
 
+def _autoscaler(scaler: Object, objects: list[Object]) -> Iterator[str]:
+    target = scaler["spec"]["scaleTargetRef"]
+    found = [w for w in _workloads(objects) if (w["kind"], _name(w)) == (target["kind"], target["name"])]
+    if not found:
+        yield f"{_id(scaler)}: no {target['kind']} {target['name']}"
+    elif "replicas" in found[0]["spec"]:
+        yield f"{_id(scaler)}: {_id(found[0])} has replicas of its own, which every apply would restore"
+
+
+def _monitor(monitor: Object, objects: list[Object]) -> Iterator[str]:
+    selector = monitor["spec"]["selector"]["matchLabels"]
+    services = [s for s in _of(objects, "Service") if _selects(selector, s["metadata"].get("labels", {}))]
+    if not services:
+        yield f"{_id(monitor)}: selects no Service"
+    for service in services:
+        ports = {port.get("name") for port in service["spec"]["ports"]}
+        for endpoint in monitor["spec"]["endpoints"]:
+            if endpoint["port"] not in ports:
+                yield f"{_id(monitor)}: {_id(service)} has no port {endpoint['port']}"
+
+
 def _port_names(workload: Object) -> set[str | int]:
     ports = [port for container in containers(workload) for port in container.spec.get("ports", [])]
     return {port["name"] for port in ports if "name" in port} | {port["containerPort"] for port in ports}
+
+
+def _pod_labels(workload: Object) -> Iterator[dict[str, str]]:
+    """The labels of a workload's pods: a StatefulSet gives each its own name as one more."""
+    labels = workload["spec"]["template"]["metadata"]["labels"]
+    yield labels
+    if workload["kind"] == "StatefulSet":
+        for ordinal in range(workload["spec"]["replicas"]):
+            yield {**labels, "statefulset.kubernetes.io/pod-name": f"{_name(workload)}-{ordinal}"}
 
 
 def _matches(selector: Object, workload: Object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,14 +15,19 @@ from tools.deploycheck import k8s
 Objects = list[dict[str, Any]]
 
 
+OVERLAYS = check_deploy.DEPLOY / "k8s/overlays"
+
+
 @pytest.fixture(scope="module")
 def rendered() -> Objects:
-    return check_deploy.render(check_deploy.DEPLOY / "k8s/base")
+    return check_deploy.render(OVERLAYS / "ha")
 
 
 def find(objects: Objects, kind: str, name: str) -> dict[str, Any]:
     """The object `name` of `kind`; generated names carry a hash."""
-    return next(o for o in objects if o["kind"] == kind and o["metadata"]["name"].split("-")[0] == name)
+    return next(
+        o for o in objects if o["kind"] == kind and re.fullmatch(rf"{name}(-[0-9a-z]{{10}})?", o["metadata"]["name"])
+    )
 
 
 def pod(objects: Objects, kind: str, name: str) -> dict[str, Any]:
@@ -29,9 +35,39 @@ def pod(objects: Objects, kind: str, name: str) -> dict[str, Any]:
     return spec
 
 
-def test_manifests_are_sound(rendered: Objects) -> None:
-    assert [line for item in rendered for line in check_deploy.schema_problems(item)] == []
-    assert k8s.check(rendered) == []
+def workloads(objects: Objects) -> dict[str, str]:
+    """Workload -> the containers of its pods."""
+    found = [o for o in objects if o["kind"] in k8s.WORKLOADS]
+    return {
+        f"{o['kind']}/{o['metadata']['name']}": " ".join(c["name"] for c in o["spec"]["template"]["spec"]["containers"])
+        for o in found
+    }
+
+
+ROUTER = {"StatefulSet/router": "router", "Deployment/gateway": "gateway"}
+REDIS = {"StatefulSet/redis": "redis"}
+SIDECAR = {"StatefulSet/vllm": "vllm agent"}
+PER_NODE = {"DaemonSet/vllm": "vllm", "DaemonSet/agent": "agent"}
+
+
+@pytest.mark.parametrize(
+    ("overlay", "components", "expected"),
+    [
+        ("single-node", (), ROUTER | SIDECAR),
+        ("gpu", (), ROUTER | REDIS | SIDECAR),
+        ("gpu-per-node", (), ROUTER | REDIS | PER_NODE),
+        ("gpu-per-node", ("two-routers",), ROUTER | REDIS | PER_NODE),
+        ("ha", (), ROUTER | REDIS | SIDECAR),
+        ("ha", ("external-redis",), ROUTER | SIDECAR),
+    ],
+)
+def test_overlays_are_sound(overlay: str, components: tuple[str, ...], expected: dict[str, str]) -> None:
+    objects = check_deploy.render(OVERLAYS / overlay, *components)
+    assert [line for item in objects for line in check_deploy.schema_problems(item)] == []
+    assert k8s.check(objects) == []
+    assert workloads(objects) == expected
+    router = pod(objects, "StatefulSet", "router")["containers"][0]
+    assert ("POINTSMAN_ROUTER_REDIS_URL" in {entry["name"] for entry in router["env"]}) is (overlay != "single-node")
 
 
 def rename_target_port(objects: Objects) -> None:
@@ -51,7 +87,7 @@ def ask_for_unknown_key(objects: Objects) -> None:
 
 
 def leave_out_a_token(objects: Objects) -> None:
-    pod(objects, "Deployment", "router")["volumes"][0]["secret"]["items"].pop()
+    pod(objects, "StatefulSet", "router")["volumes"][0]["secret"]["items"].pop()
 
 
 def drop_config(objects: Objects) -> None:
@@ -68,7 +104,7 @@ def set_bad_value(objects: Objects) -> None:
 
 
 def dial_wrong_port(objects: Objects) -> None:
-    find(objects, "ConfigMap", "agent")["data"]["POINTSMAN_AGENT_ROUTERS"] = "router:50052"
+    find(objects, "ConfigMap", "agent")["data"]["POINTSMAN_AGENT_ROUTERS"] = "router-0:50052 router-1:50051"
 
 
 def listen_elsewhere(objects: Objects) -> None:
@@ -76,7 +112,7 @@ def listen_elsewhere(objects: Objects) -> None:
 
 
 def probe_wrong_port(objects: Objects) -> None:
-    pod(objects, "Deployment", "router")["containers"][0]["readinessProbe"]["grpc"]["port"] = 50050
+    pod(objects, "StatefulSet", "router")["containers"][0]["readinessProbe"]["grpc"]["port"] = 50050
 
 
 def use_undefined_variable(objects: Objects) -> None:
@@ -104,7 +140,7 @@ def use_latest(objects: Objects) -> None:
 
 
 def ask_for_nothing(objects: Objects) -> None:
-    del pod(objects, "Deployment", "router")["containers"][0]["resources"]["requests"]["memory"]
+    del pod(objects, "StatefulSet", "router")["containers"][0]["resources"]["requests"]["memory"]
 
 
 def mount_unknown_volume(objects: Objects) -> None:
@@ -113,6 +149,38 @@ def mount_unknown_volume(objects: Objects) -> None:
 
 def open_unknown_port(objects: Objects) -> None:
     find(objects, "NetworkPolicy", "vllm")["spec"]["ingress"][0]["ports"][0]["port"] = "grpc"
+
+
+def name_one_router(objects: Objects) -> None:
+    find(objects, "ConfigMap", "agent")["data"]["POINTSMAN_AGENT_ROUTERS"] = "router-0:50051"
+
+
+def budget_for_nobody(objects: Objects) -> None:
+    find(objects, "PodDisruptionBudget", "router")["spec"]["selector"]["matchLabels"] = {"app": "router"}
+
+
+def scale_nothing(objects: Objects) -> None:
+    find(objects, "HorizontalPodAutoscaler", "gateway")["spec"]["scaleTargetRef"]["name"] = "gateways"
+
+
+def fix_the_count(objects: Objects) -> None:
+    find(objects, "Deployment", "gateway")["spec"]["replicas"] = 2
+
+
+def scrape_nobody(objects: Objects) -> None:
+    del find(objects, "Service", "vllm")["metadata"]["labels"]["pointsman/scraped"]
+
+
+def scrape_no_port(objects: Objects) -> None:
+    find(objects, "ServiceMonitor", "router")["spec"]["endpoints"][0]["port"] = "http"
+
+
+def take_a_node_port(objects: Objects) -> None:
+    pod(objects, "StatefulSet", "vllm")["containers"][0]["ports"][0]["hostPort"] = 8000
+
+
+def select_no_replica(objects: Objects) -> None:
+    find(objects, "Service", "router-1")["spec"]["selector"]["statefulset.kubernetes.io/pod-name"] = "router-2"
 
 
 def lose_governing_service(objects: Objects) -> None:
@@ -130,23 +198,31 @@ def define_twice(objects: Objects) -> None:
         (select_nobody, "Service/redis: its selector matches 0 workloads"),
         (drop_secret, "no Secret tokens-"),
         (ask_for_unknown_key, "has no key admin"),
-        (leave_out_a_token, "Deployment/router/router: no token file operator is mounted"),
+        (leave_out_a_token, "StatefulSet/router/router: no token file operator is mounted"),
         (drop_config, "StatefulSet/vllm/vllm: no ConfigMap engine-"),
         (misspell_setting, "`pointsman gateway` does not read POINTSMAN_GATEWAY_DRAIN_SECONDS"),
-        (set_bad_value, "Deployment/router/router: POINTSMAN_ROUTER_LOG_LEVEL: "),
-        (dial_wrong_port, "POINTSMAN_AGENT_ROUTERS: nothing here serves router:50052"),
+        (set_bad_value, "StatefulSet/router/router: POINTSMAN_ROUTER_LOG_LEVEL: "),
+        (dial_wrong_port, "POINTSMAN_AGENT_ROUTERS: nothing here serves router-0:50052"),
         (listen_elsewhere, "POINTSMAN_GATEWAY_LISTEN listens on 8081, which is not one of its ports"),
-        (probe_wrong_port, "Deployment/router/router: readinessProbe: port 50050 is not one of its ports"),
+        (probe_wrong_port, "StatefulSet/router/router: readinessProbe: port 50050 is not one of its ports"),
         (use_undefined_variable, "StatefulSet/vllm/vllm: $(QUANTIZATION) is not in its environment"),
         (run_as_root, "StatefulSet/vllm: runAsNonRoot must be true"),
         (keep_capabilities, "StatefulSet/redis/redis: all capabilities must be dropped"),
         (write_to_root, "Deployment/gateway/gateway: readOnlyRootFilesystem must be true"),
         (link_services, "StatefulSet/vllm: enableServiceLinks must be false"),
         (use_latest, "StatefulSet/redis/redis: image redis needs a tag other than latest"),
-        (ask_for_nothing, "Deployment/router/router: resources.requests.memory is not said"),
+        (ask_for_nothing, "StatefulSet/router/router: resources.requests.memory is not said"),
         (mount_unknown_volume, "StatefulSet/redis/redis: no volume disk"),
         (open_unknown_port, "NetworkPolicy/vllm: port grpc is not a port of what it selects"),
         (lose_governing_service, "StatefulSet/vllm: serviceName vllm is no headless Service"),
+        (name_one_router, "ConfigMap agent: POINTSMAN_AGENT_ROUTERS does not name router-1"),
+        (budget_for_nobody, "PodDisruptionBudget/router: selects no workload"),
+        (scale_nothing, "HorizontalPodAutoscaler/gateway: no Deployment gateways"),
+        (fix_the_count, "Deployment/gateway has replicas of its own"),
+        (scrape_nobody, "ServiceMonitor/agent: selects no Service"),
+        (scrape_no_port, "ServiceMonitor/router: Service/router has no port http"),
+        (take_a_node_port, "StatefulSet/vllm/vllm: the namespace's standard refuses the node's port 8000"),
+        (select_no_replica, "Service/router-1: its selector matches 0 workloads"),
         (define_twice, "Service/redis: defined 2 times"),
     ],
 )
@@ -159,6 +235,13 @@ def test_mistake_is_refused(rendered: Objects, mistake: Callable[[Objects], None
 
 
 def test_schema_refuses_an_unknown_field(rendered: Objects) -> None:
-    broken = copy.deepcopy(find(rendered, "Deployment", "router"))
+    broken = copy.deepcopy(find(rendered, "StatefulSet", "router"))
     broken["spec"]["template"]["spec"]["containers"][0]["readinessprobe"] = {}
     assert len(check_deploy.schema_problems(broken)) == 1
+
+
+def test_schema_of_the_operators_kinds_refuses_an_unknown_field(rendered: Objects) -> None:
+    broken = copy.deepcopy(find(rendered, "ServiceMonitor", "router"))
+    broken["spec"]["endpoints"][0]["honourLabels"] = True
+    [problem] = check_deploy.schema_problems(broken)
+    assert "honourLabels" in problem

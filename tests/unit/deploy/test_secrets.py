@@ -31,6 +31,17 @@ def test_secrets_are_random_and_kept(tmp_path: Path) -> None:
     assert {file.name: file.read_text() for file in first.iterdir()} == before
 
 
+def test_a_redis_of_ones_own_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = tmp_path / "redis-url"
+    make_secrets(tmp_path)
+    assert "@redis:6379/" in url.read_text()
+    monkeypatch.setenv("REDIS_URL", "rediss://me:secret@elsewhere:6380/1")
+    make_secrets(tmp_path)
+    monkeypatch.delenv("REDIS_URL")
+    make_secrets(tmp_path)
+    assert url.read_text() == "rediss://me:secret@elsewhere:6380/1"
+
+
 def test_rotation_changes_one_secret_and_what_follows_from_it(tmp_path: Path) -> None:
     folder = tmp_path / "secrets"
     make_secrets(folder)

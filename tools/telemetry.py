@@ -1,6 +1,7 @@
-"""Writes the Grafana dashboards: deploy/telemetry/grafana/dashboards/*.json, from the panels listed here.
+"""Writes what is derived under deploy/telemetry: the Grafana dashboards, from the panels listed here, and the alert rules as an
+object of Kubernetes.
 
-    .venv/bin/python -m tools.dashboards
+    .venv/bin/python -m tools.telemetry
 
 What is checked in is what this writes; tools/check_deploy.py compares.
 """
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).resolve().parent.parent / "deploy/telemetry/grafana/dashboards"
+FOLDER = Path(__file__).resolve().parent.parent / "deploy/telemetry"
+RULES = "rules/pointsman.yaml"
 COLUMNS, WIDTH, HEIGHT = 3, 8, 8
 R, G, A = "pointsman_router_", "pointsman_gateway_", "pointsman_agent_"
 
@@ -147,14 +149,24 @@ def _panel(number: int, panel: Panel) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def written() -> dict[str, str]:
-    """File name -> content of every dashboard."""
-    return {
-        f"{uid}.json": json.dumps(dashboard(uid, title, panels), indent=1) + "\n"
+def prometheus_rule(rules: str) -> str:
+    """The text of a rule file as the PrometheusRule that the Prometheus operator reads."""
+    body = "".join(f"  {line}" if line.strip() else line for line in rules[rules.index("groups:") :].splitlines(True))
+    return (
+        "# Written by tools/telemetry.py from rules/pointsman.yaml.\napiVersion: monitoring.coreos.com/v1\n"
+        f"kind: PrometheusRule\nmetadata:\n  name: pointsman\nspec:\n{body}"
+    )
+
+
+def written(folder: Path = FOLDER) -> dict[str, str]:
+    """Path under `folder` -> content of every derived file."""
+    dashboards = {
+        f"grafana/dashboards/{uid}.json": json.dumps(dashboard(uid, title, panels), indent=1) + "\n"
         for uid, (title, panels) in DASHBOARDS.items()
     }
+    return {**dashboards, "prometheusrule.yaml": prometheus_rule((folder / RULES).read_text())}
 
 
 if __name__ == "__main__":
-    for name, content in written().items():
-        (FOLDER / name).write_text(content)
+    for path, content in written().items():
+        (FOLDER / path).write_text(content)
