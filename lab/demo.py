@@ -48,6 +48,7 @@ class DemoSettings(BaseSettings):
     engines: int = Field(4, ge=1, le=64, description="emulated engines")
     listen_port: int = Field(8080, ge=1, le=65535, description="the gateway's port, or the next free one")
     router_port: int = Field(50051, ge=1, le=65535, description="the router's port, or the next free one")
+    console_port: int = Field(9102, ge=1, le=65535, description="the console's port, or the next free one")
     policy: str = Field("unified", description="placement policy")
     trace: Path = Field(TINY_TRACE, description="trace to replay")
     time_scale: float = Field(0.2, gt=0, description="factor on the trace's times")
@@ -94,13 +95,16 @@ def _run(settings: DemoSettings, console: Console, processes: _Processes, folder
     for number in range(settings.engines):
         processes.start(f"engine-{number}", ["emulate", "--port", "0", "--speedup", str(settings.speedup)])
     urls = [processes.read_url(f"engine-{number}", START_S) for number in range(settings.engines)]
-    listen, router = (f"127.0.0.1:{_free_port(port)}" for port in (settings.listen_port, settings.router_port))
+    ports = (settings.listen_port, settings.router_port, settings.console_port)
+    listen, router, page = (f"127.0.0.1:{_free_port(port)}" for port in ports)
     flags = [flag for url in urls for flag in ("--engine", url)]
     flags += ["--listen", listen, "--router-listen", router, "--router-metrics", "", "--agent-metrics", ""]
+    flags += ["--console", page]
     flags += ["--policy", settings.policy, "--state-dir", str(folder / "agent")]
     processes.start("control-plane", ["up", *flags])
     _wait_healthy(f"http://{listen}/health", settings.engines, processes)
     console.print(f"ready after {time.monotonic() - began:.1f} s: OpenAI API on http://{listen}/v1, router on {router}")
+    console.print(f"watch it in the console: http://{page}", highlight=False)
     asked = ReplaySettings(
         trace=settings.trace,
         url=f"http://{listen}",

@@ -30,6 +30,7 @@ class UpSettings(BaseSettings):
     listen: str = Field("127.0.0.1:8080", description="HOST:PORT of the gateway")
     router_listen: str = Field("127.0.0.1:50051", description="HOST:PORT of the router's gRPC services")
     router_metrics: str = Field("127.0.0.1:9100", description="HOST:PORT of the router's /metrics; empty for none")
+    console: str = Field("127.0.0.1:9102", description="HOST:PORT of the router's console; empty for none")
     agent_metrics: str = Field("127.0.0.1:9101", description="HOST:PORT of the agent's /metrics; empty for none")
     policy: str = Field("unified", description="policy at start")
     tokenizer: Entries = Field(default_factory=list, description="MODEL=FOLDER, where the engine's own is not readable")
@@ -51,6 +52,8 @@ def run_up(settings: UpSettings) -> None:
             raise typer.Exit(1)
         typer.echo(f"OpenAI API   {base}/v1")
         typer.echo(f"router gRPC  {settings.router_listen}   (pointsman instances, decisions, explain)")
+        if settings.console:
+            typer.echo(f"console      http://{settings.console}")
         name, status = children.wait()
         typer.echo(f"pointsman up: {name} ended with status {status}", err=True)
         raise typer.Exit(status or 1)
@@ -66,7 +69,7 @@ def _services(settings: UpSettings) -> list[tuple[str, list[str]]]:
     level = ["--log-level", settings.log_level]
     return [
         ("router", ["--listen", settings.router_listen, "--metrics-listen", settings.router_metrics,
-                    "--policy", settings.policy, *level]),
+                    "--console-listen", settings.console, "--policy", settings.policy, *level]),
         ("agent", [*engines, "--routers", settings.router_listen, "--state-dir", str(settings.state_dir),
                    "--metrics-listen", settings.agent_metrics, *level]),
         ("gateway", ["--listen", settings.listen, "--routers", settings.router_listen, *tokenizers, *level]),

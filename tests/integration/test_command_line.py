@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ class Fleet:
 
     gateway: str
     router: str
+    console: str
     engines: list[str]
     tree: Process
 
@@ -49,8 +51,9 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         started.append(
             Process(f"engine{number}", command("emulate", *flags), folder / f"e{number}.log", cwd=REPOSITORY)
         )
-    gateway, router = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+    gateway, router, console = (f"127.0.0.1:{free_port()}" for _ in range(3))
     flags = ["--listen", gateway, "--router-listen", router, "--router-metrics", "", "--agent-metrics", ""]
+    flags += ["--console", console]
     flags += [part for url in engines for part in ("--engine", url)]
     up = Process("up", command("up", *flags, "--state-dir", str(folder / "agent")), folder / "up.log", cwd=REPOSITORY)
     started.append(up)
@@ -58,7 +61,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         for process in started:
             process.start()
         up.wait_ready(lambda: "OpenAI API" in up.log.read_text(), within_s=READY_WITHIN_S)
-        yield Fleet(f"http://{gateway}", router, engines, up)
+        yield Fleet(f"http://{gateway}", router, f"http://{console}", engines, up)
     finally:
         for process in reversed(started):
             process.stop(within_s=40)
@@ -110,6 +113,12 @@ def test_the_doctor_finds_a_sound_fleet_sound_and_says_what_is_wrong(fleet: Flee
     assert "routers place degraded without it" in sick
 
 
+def test_the_console_is_where_up_says(fleet: Fleet) -> None:
+    assert f"console      {fleet.console}" in fleet.tree.log.read_text()
+    with urllib.request.urlopen(fleet.console, timeout=10) as page:
+        assert "<title>Pointsman</title>" in page.read().decode()
+
+
 def test_draining_by_command(fleet: Fleet) -> None:
     name = fleet.engines[0].removeprefix("http://")
     assert "is DRAINING" in fleet.ask("drain", name, "--router", fleet.router)
@@ -126,6 +135,8 @@ def test_up_ends_with_the_reason_when_a_part_cannot_start(fleet: Fleet, tmp_path
         "--router-metrics",
         "",
         "--agent-metrics",
+        "",
+        "--console",
         "",
     ]
     ended = subprocess.run(

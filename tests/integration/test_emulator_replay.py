@@ -227,7 +227,7 @@ async def test_the_demo_runs_and_leaves_nothing_behind(tmp_path: Path, trace: Pa
     out = tmp_path / "demo"
     process = await demo(
         *("--engines", "2", "--trace", str(trace), "--time-scale", "0.05", "--out", str(out)),
-        *("--listen-port", "18600", "--router-port", "18700"),
+        *("--listen-port", "18600", "--router-port", "18700", "--console-port", "18800"),
     )
     try:
         assert process.stdout
@@ -250,6 +250,7 @@ async def test_the_demo_runs_and_leaves_nothing_behind(tmp_path: Path, trace: Pa
     assert any(record.cached_tokens for record in records)
     assert f"{len(records)} requests of 4 sessions" in text
     assert f"pointsman explain {records[-1].decision}" in text
+    assert "watch it in the console: http://127.0.0.1:188" in text
     assert len(children) >= 6
     assert not {pid for pid in children if alive(pid)}
 

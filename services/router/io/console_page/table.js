@@ -3,11 +3,11 @@
 import { el, setText } from "./dom.js";
 
 /**
- * Columns: {id, title, unit, hint, num, value(row), text(row), href(row), share(row) 0 to 1, tone(row), note(row)}.
+ * Columns: {id, title, unit, hint, num, wrap, pill, value(row), text(row), href(row), share(row) 0 to 1, tone(row), note(row)}.
  * `value` is what is sorted by; `text` what is shown (the value where it is left out).
  */
 export class Table {
-  constructor({ label, columns, key, sort = null, pageSize = 100, empty = "Nothing yet.", tone }) {
+  constructor({ label, columns, key, sort = null, pageSize = 100, empty = "Nothing yet.", tone, narrow = false }) {
     Object.assign(this, { columns, key, sort, pageSize, emptyText: empty, rowTone: tone, page: 0, all: [], rows: new Map() });
     this.heads = columns.map((column) => this.#head(column));
     this.body = el("tbody", { onkeydown: (event) => this.#arrows(event) });
@@ -18,7 +18,7 @@ export class Table {
     this.pager = el("div", { className: "pager", role: "group", "aria-label": `Pages of ${label}` }, this.before, this.range, this.after);
     const table = el("table", {}, el("caption", { className: "unseen" }, label), el("thead", {}, el("tr", {}, ...this.heads)), this.body);
     this.scroll = el("div", { className: "scroll", role: "region", "aria-label": label, tabIndex: 0 }, table);
-    this.element = el("div", { className: "table" }, this.scroll, this.empty, this.pager);
+    this.element = el("div", { className: narrow ? "table narrow" : "table" }, this.scroll, this.empty, this.pager);
     this.#showSort();
     this.pager.hidden = true;
   }
@@ -109,7 +109,7 @@ export class Table {
   #line() {
     const cells = this.columns.map((column, index) => {
       const inner = column.href ? el("a", { className: "id" }) : column.pill ? el("span", { className: "pill" }) : column.share ? el("span", { className: "share" }) : null;
-      const cell = el(index === 0 ? "th" : "td", { className: column.num ? "num" : "", scope: index === 0 ? "row" : undefined });
+      const cell = el(index === 0 ? "th" : "td", { className: column.num ? "num" : column.wrap ? "wrap" : "", scope: index === 0 ? "row" : undefined });
       if (inner) cell.append(inner);
       return { cell, inner: inner ?? cell };
     });

@@ -28,7 +28,8 @@ function sample(instances) {
     seen.add(key);
     const kept = samples.get(key) ?? [];
     // Ten are enough, and one from before the window is its beginning.
-    if (!kept.length || now - kept.at(-1)[0] > WINDOW_MS / 10) kept.push([now, num(load?.prefixCacheQueries), num(load?.prefixCacheHits)]);
+    if (!load) continue;
+    if (!kept.length || now - kept.at(-1)[0] > WINDOW_MS / 10) kept.push([now, num(load.prefixCacheQueries), num(load.prefixCacheHits)]);
     while (kept.length > 2 && now - kept[1][0] > WINDOW_MS) kept.shift();
     samples.set(key, kept);
   }
@@ -37,8 +38,9 @@ function sample(instances) {
 
 function recentHitRate({ instance, load }) {
   const first = samples.get(`${instance.instanceId} ${instance.incarnation}`)?.[0];
-  const queries = num(load?.prefixCacheQueries) - (first?.[1] ?? 0);
-  return first && queries > 0 ? (num(load.prefixCacheHits) - first[2]) / queries : undefined;
+  if (!first || !load) return undefined;
+  const queries = num(load.prefixCacheQueries) - first[1];
+  return queries > 0 ? (num(load.prefixCacheHits) - first[2]) / queries : undefined;
 }
 
 const loaded = (get) => (status) => (status.load ? num(get(status.load)) : undefined);

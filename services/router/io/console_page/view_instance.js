@@ -10,7 +10,7 @@ import { SESSION_COLUMNS } from "./view_sessions.js";
 
 export function instanceView(app, id) {
   const decisions = new Table({ label: "Decisions for it", columns: DECISION_COLUMNS, key: (one) => one.decisionId, pageSize: 25, empty: "No decision in the log names it." });
-  const sessions = new Table({ label: "Sessions it owns", columns: SESSION_COLUMNS, key: (one) => `${one.tenant}/${one.sessionId}/${one.model}`, pageSize: 25, empty: "It owns no session." });
+  const sessions = new Table({ label: "Sessions it owns", narrow: true, columns: SESSION_COLUMNS, key: (one) => `${one.tenant}/${one.sessionId}/${one.model}`, pageSize: 25, empty: "It owns no session." });
   const about = el("div", {});
   const button = el("button", { type: "button", disabled: true, onclick: () => status && askDrain(app, status) }, "Drain");
   let status;

@@ -13,6 +13,7 @@ export function replicasView(app) {
   const owned = (replica) => pools.filter((pool) => pool.owner?.routerId === replica.routerId).map((pool) => pool.model);
   const routers = new Table({
     label: "Routers",
+    narrow: true,
     key: (one) => one.routerId,
     tone: (one) => (one.routerId === answering.routerId ? "chosen" : ""),
     columns: [
@@ -25,6 +26,7 @@ export function replicasView(app) {
   });
   const owners = new Table({
     label: "Pools",
+    narrow: true,
     key: (one) => one.model,
     empty: "No pool: no instance is known.",
     columns: [

@@ -14,7 +14,7 @@ export const SESSION_COLUMNS = [
 ];
 
 export function sessionsView(app, query) {
-  const table = new Table({ label: "Sessions", columns: SESSION_COLUMNS, key: (s) => `${s.model} ${s.tenant ?? ""}/${s.sessionId}`, empty: "No session has an owner: requests that name a session get one." });
+  const table = new Table({ label: "Sessions", narrow: true, columns: SESSION_COLUMNS, key: (s) => `${s.model} ${s.tenant ?? ""}/${s.sessionId}`, empty: "No session has an owner: requests that name a session get one." });
   const total = el("span", { className: "muted" });
   const instance = query.get("instance") ?? "";
   let text = "";

@@ -101,8 +101,27 @@ function came(decision) {
     ["Reported cached", hit === undefined ? (done ? "the engine did not say" : "") : `${count(hit)} tok (${signed(hit - num(decision.cachedTokens))} to the prediction)`],
     ["Prompt", done?.promptTokens === undefined ? "" : `${count(done.promptTokens)} tok by the engine's count`],
     ["Output", done?.outputTokens === undefined ? "" : `${count(done.outputTokens)} tok`],
-    ...(timings ? [["Placed after", span(num(timings.placedMs) / 1000)], ["Sent after", span(num(timings.sentMs) / 1000)], ["First token after", span(num(timings.firstTokenMs) / 1000)], ["Done after", span(num(timings.doneMs) / 1000)]] : []),
-  ]));
+    ["First token after", timings?.firstTokenMs ? span(timings.firstTokenMs / 1000) : ""],
+    ["Done after", timings?.doneMs ? span(timings.doneMs / 1000) : ""],
+  ]), timings ? phases(timings) : undefined);
+}
+
+/** The request's time at the gateway, phase by phase, as lengths. */
+function phases(timings) {
+  const ends = [["placing", timings.placedMs], ["sending", timings.sentMs], ["to the first token", timings.firstTokenMs], ["answering", timings.doneMs]].filter(([, end]) => num(end));
+  let from = 0;
+  const parts = ends.map(([name, end]) => {
+    const part = { name, ms: Math.max(end - from, 0) };
+    from = Math.max(end, from);
+    return part;
+  });
+  const bars = parts.map(({ ms }, index) => {
+    const bar = el("i", { "data-phase": String(index) });
+    bar.style.setProperty("flex-grow", String(ms));
+    return bar;
+  });
+  const words = parts.map(({ name, ms }) => `${span(ms / 1000)} ${name}`).join(", ");
+  return el("figure", { className: "phases" }, el("div", { "aria-hidden": "true" }, ...bars), el("figcaption", {}, words));
 }
 
 function steps(decision) {
@@ -167,7 +186,7 @@ function otherPolicies(app, decision, closed) {
       { id: "mode", title: "Mode", value: (row) => row.mode },
       { id: "reason", title: "Reason", value: (row) => row.reason },
       { id: "cached", title: "Cached", unit: "tok, against the recorded", num: true, value: (row) => row.cached, text: (row) => (row.cached === undefined ? "–" : signed(row.cached)) },
-      { id: "summary", title: "What it does", value: (row) => row.summary, sortable: false },
+      { id: "summary", title: "What it does", value: (row) => row.summary, sortable: false, wrap: true },
     ],
   });
   const fill = async () => {
