@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from array import array
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -22,20 +22,23 @@ from xxhash import xxh3_64_intdigest
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Full blocks became findable: `hashes` in order, after the block `parent` (None: the first), holding `token_ids`."""
+    """Full blocks became findable: `hashes` in order, after the block `parent` (None: the first), holding `token_ids`. Of those
+    in `again` there were blocks before."""
 
     hashes: tuple[int, ...]
     parent: int | None
     token_ids: tuple[int, ...]
     session_id: str = ""
     cache_salt: str = ""
+    again: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """One physical block of each hash was evicted; another one of the same hash may remain."""
+    """One physical block of each hash was evicted; of each in `left` another one remained, which may follow in `hashes`."""
 
     hashes: tuple[int, ...]
+    left: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,19 +143,23 @@ class BlockCache:
             holding.runs.append(run)
         return holding
 
-    def allocate(self, holding: Holding, count: int) -> list[int]:
-        """Hand out `count` blank blocks; the hashes that were evicted for them. ValueError when fewer are free. Mutates."""
+    def __len__(self) -> int:
+        """How many different hashes are findable."""
+        return len(self._run_of)
+
+    def allocate(self, holding: Holding, count: int) -> BlocksRemoved | None:
+        """Hand out `count` blank blocks; what was evicted for them. ValueError when fewer are free. Mutates."""
         if count > self.free:
             raise ValueError(f"{count} blocks asked for, {self.free} are free")
         holding.blank += count
         unused = min(count, self._blank)
         self._blank -= unused
-        return self._evict(count - unused)
+        return self._evict(count - unused) if count > unused else None
 
-    def store(self, holding: Holding, hashes: Sequence[int]) -> None:
-        """Make the next blocks of `holding`, which are filled, findable under `hashes`. Mutates."""
+    def store(self, holding: Holding, hashes: Sequence[int]) -> tuple[int, ...]:
+        """Make the next blocks of `holding`, which are filled, findable under `hashes`; those that were so already. Mutates."""
         if not hashes:
-            return
+            return ()
         last = holding.runs[-1] if holding.runs else None
         if last is None or len(last.holders) > 1:
             last = _Run(holding.full, [], [holding])
@@ -160,12 +167,16 @@ class BlockCache:
         last.hashes += hashes
         holding.full += len(hashes)
         holding.blank -= len(hashes)
-        if self._run_of.keys().isdisjoint(hashes):
+        # Whatever follows a block that is not findable is not either.
+        if hashes[0] not in self._run_of:
             self._run_of.update(dict.fromkeys(hashes, last))
-            return
+            return ()
+        again = []
         for value in hashes:
             if self._run_of.setdefault(value, last) is not last:
                 self._copies.setdefault(value, []).append(last)
+                again.append(value)
+        return tuple(again)
 
     def release(self, holding: Holding) -> None:
         """Let go of all blocks of `holding`. Mutates."""
@@ -252,8 +263,9 @@ class BlockCache:
                 copies[copies.index(run)] = part
         return part
 
-    def _evict(self, count: int) -> list[int]:
+    def _evict(self, count: int) -> BlocksRemoved:
         removed: list[int] = []
+        left: list[int] = []
         self._idle_blocks -= count
         while count:
             run = next(iter(self._idle))
@@ -264,21 +276,24 @@ class BlockCache:
             count -= len(gone)
             removed += gone
             if self._copies:
-                self._forget(run, gone)
+                left += self._forget(run, gone)
             else:
-                for value in gone:
-                    del self._run_of[value]
-        return removed
+                deque(map(self._run_of.pop, gone), maxlen=0)
+        return BlocksRemoved(tuple(removed), tuple(left))
 
-    def _forget(self, run: _Run, gone: Sequence[int]) -> None:
+    def _forget(self, run: _Run, gone: Sequence[int]) -> list[int]:
+        """Let go of a run's last blocks; those of which another remains."""
+        left = []
         for value in gone:
             copies = self._copies.get(value)
             if copies is None:
                 del self._run_of[value]
                 continue
+            left.append(value)
             if self._run_of[value] is run:
                 self._run_of[value] = copies.pop(0)
             else:
                 copies.remove(run)
             if not copies:
                 del self._copies[value]
+        return left

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from operator import attrgetter
 
-from lab.block_cache import AllCleared, BlockCache, BlocksRemoved, BlocksStored, root_hash
+from lab.block_cache import AllCleared, BlockCache, BlocksStored, root_hash
 from lab.content import NamedPrompt, Names, Tokens
 from lab.engine_events import (
     Counters,
@@ -103,6 +103,7 @@ class EngineModel:
             request=request,
             content=content,
             length=length,
+            prompt_length=length,
             end=min(length + request.max_tokens, config.max_model_len),
             natural_end=natural,
             submitted_at=now,
@@ -200,14 +201,12 @@ class EngineModel:
         if self._waiting and len(running) < config.max_num_seqs and self._room_for(self._waiting[0]) is not None:
             return None
         steps = min(one.end - one.length for one in running)
-        while steps > 1 and self._blocks_for(steps) > self.cache.free:
+        while (blocks := self._blocks_for(steps)) > self.cache.free:
+            if steps == 1:
+                return None
             steps //= 2
-        if self._blocks_for(steps) > self.cache.free:
-            return None
         first_s = profile.step_s + sum([profile.chunk_s(1, one.computed) for one in running])
-        return Leap(
-            steps, self.cache.blank < self._blocks_for(steps), first_s, profile.decode_kv_token_s * len(running)
-        )
+        return Leap(steps, self.cache.blank < blocks, first_s, profile.decode_kv_token_s * len(running))
 
     def land(self, steps: int) -> list[Event]:
         """Take the first `steps` of the leap that leap() has just told; the events of all. Mutates."""
@@ -230,7 +229,8 @@ class EngineModel:
 
     def _blocks_for(self, steps: int) -> int:
         block_size = self.config.block_size
-        return sum([max(-(-(one.computed + steps) // block_size) - len(one.held), 0) for one in self._running])
+        needed = [-(-(one.computed + steps) // block_size) - one.held.full - one.held.blank for one in self._running]
+        return sum([blocks for blocks in needed if blocks > 0])
 
     def _schedule(self, events: list[Event], awaited: list[KvAwaited]) -> dict[EngineSequence, int]:
         config, cache, running = self.config, self.cache, self._running
@@ -304,7 +304,7 @@ class EngineModel:
                 if missing_tokens:
                     blocks = -(-sequence.computed // block_size) - hit
                     if removed := self.cache.allocate(sequence.held, blocks):
-                        events.append(BlocksRemoved(tuple(removed)))
+                        events.append(removed)
                     sequence.awaits_kv = True
                     awaited.append(KvAwaited(sequence.request.request_id, missing_tokens))
                     passed_over.append(queue.take())
@@ -361,7 +361,7 @@ class EngineModel:
 
     def _grow(self, sequence: EngineSequence, missing: int, count: int, events: list[Event]) -> None:
         if missing > 0 and (removed := self.cache.allocate(sequence.held, missing)):
-            events.append(BlocksRemoved(tuple(removed)))
+            events.append(removed)
         block_size, content = self.config.block_size, sequence.content
         # Blocks are findable from the step that fills them on, as in vLLM, which caches them when it schedules.
         full = (sequence.computed + count) // block_size
@@ -369,11 +369,11 @@ class EngineModel:
         if full <= start:
             return
         hashes = content.hashes[start:full]
-        self.cache.store(sequence.held, hashes)
+        again = self.cache.store(sequence.held, hashes)
         parent = content.hashes[start - 1] if start else None
         tokens = content.ids(start * block_size, full * block_size)
         request = sequence.request
-        events.append(BlocksStored(tuple(hashes), parent, tokens, request.session_id, request.cache_salt))
+        events.append(BlocksStored(tuple(hashes), parent, tokens, request.session_id, request.cache_salt, again))
 
     def _preempt(self, events: list[Event]) -> EngineSequence:
         """Put back the running sequence that is the first to go, and free its blocks."""
@@ -394,7 +394,7 @@ class EngineModel:
 
     def _sample(self, sequence: EngineSequence, events: list[Event]) -> None:
         request, content = sequence.request, sequence.content
-        index = sequence.length - len(request.prompt)
+        index = sequence.length - sequence.prompt_length
         if index == 0:
             self._count_prompt(sequence)
             events.append(FirstToken(request.request_id, sequence.cached or 0, sequence.remote))
@@ -411,7 +411,7 @@ class EngineModel:
             self._finishing.append(sequence)
 
     def _count_prompt(self, sequence: EngineSequence) -> None:
-        counters, length, cached = self.counters, len(sequence.request.prompt), sequence.cached or 0
+        counters, length, cached = self.counters, sequence.prompt_length, sequence.cached or 0
         counters.prompt_tokens += length
         counters.local_cache_hit += cached
         counters.external_kv_transfer += sequence.remote

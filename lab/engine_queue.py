@@ -14,7 +14,8 @@ from lab.engine_events import EngineRequest
 
 @dataclass(eq=False, slots=True)
 class EngineSequence:
-    """A request inside the engine model: its tokens so far are `length`, of which the KV of `computed` is there.
+    """A request inside the engine model: its tokens so far are `length`, the prompt's first `prompt_length` among them, of which
+    the KV of `computed` is there.
 
     `awaits_kv`: it holds blocks for KV that another instance has not delivered yet.
     """
@@ -22,6 +23,7 @@ class EngineSequence:
     request: EngineRequest
     content: Tokens | Names
     length: int
+    prompt_length: int
     end: int
     natural_end: int | None
     submitted_at: float
@@ -35,7 +37,7 @@ class EngineSequence:
     @property
     def decodes(self) -> bool:
         """Whether it has begun to answer and only its last token is left to compute."""
-        return self.length - self.computed == 1 and self.length > len(self.request.prompt)
+        return self.length - self.computed == 1 and self.length > self.prompt_length
 
     @property
     def rank(self) -> tuple[int, float]:

@@ -9,7 +9,7 @@ from functools import partial
 
 from lab.agenda import Agenda
 from lab.block_cache import BlocksRemoved, BlocksStored
-from lab.engine_events import EngineRequest, Event, Finished, FirstToken, KvAwaited, Leap
+from lab.engine_events import EngineRequest, Event, Finished, FirstToken, KvAwaited, Leap, Preempted
 from lab.engine_model import EngineModel
 from lab.link import Tell
 from services.common.keys import digest_of
@@ -47,9 +47,8 @@ class SimulatedInstance:
         self._leapt_at = 0.0
         self._leaps = 0
         self._seq = 0
-        self._held: set[int] = set()
-        # How many blocks of one hash there are beyond the first.
-        self._copies: Counter[int] = Counter()
+        # Of the step under way; they are seen at its end.
+        self._coming: Sequence[Event] = ()
 
     def submit(self, request: EngineRequest, now: float) -> None:
         """Give the engine a request. Raises ValueError when it refuses it. Mutates."""
@@ -93,22 +92,25 @@ class SimulatedInstance:
 
     @property
     def num_keys(self) -> int:
-        """How many different blocks the engine holds."""
-        return len(self._held)
+        """How many keys were reported and hold."""
+        came = sum([len(_came(event)) for event in self._coming if isinstance(event, BlocksStored)])
+        went = sum([len(_went(event)) for event in self._coming if isinstance(event, BlocksRemoved)])
+        return len(self.model.cache) - came + went
 
     def all_keys(self) -> list[ev.KeysReported]:
         """A snapshot, as at the beginning and whenever a router asks for one."""
-        digest = digest_of(TIER_DEVICE, self._held)
+        keys = self._told()
         messages: tuple[KeyMessage, ...] = (
             SnapshotBegin(self._seq),
-            SnapshotChunk(TIER_DEVICE, list(self._held)),
-            SnapshotEnd(self._seq, len(self._held), digest),
+            SnapshotChunk(TIER_DEVICE, keys),
+            SnapshotEnd(self._seq, len(keys), digest_of(TIER_DEVICE, keys)),
         )
         return [ev.KeysReported(self.stream_id, self.name, message) for message in messages]
 
     def report_bookmark(self, now: float) -> None:
         """Tell what the router must have by now, so that a lost report is noticed."""
-        self._send(Bookmark(self._seq, len(self._held), digest_of(TIER_DEVICE, self._held)), now)
+        keys = self._told()
+        self._send(Bookmark(self._seq, len(keys), digest_of(TIER_DEVICE, keys)), now)
 
     def _step(self, now: float) -> None:
         self._busy = True
@@ -120,6 +122,7 @@ class SimulatedInstance:
         for awaited in result.awaited:
             self._hear(awaited, now)
         self.busy_s += result.duration_s
+        self._coming = result.events
         self._agenda.at(now + result.duration_s, partial(self._stepped, result.events))
 
     def _leap_to(self, steps: int, leap: Leap) -> None:
@@ -138,6 +141,7 @@ class SimulatedInstance:
     def _stepped(self, events: Sequence[Event], now: float) -> None:
         self.model.finish_step()
         self._busy = False
+        self._coming = ()
         self._report_keys(events, now)
         for event in events:
             if isinstance(event, FirstToken | Finished):
@@ -147,43 +151,33 @@ class SimulatedInstance:
             self._step(now)
 
     def _report_keys(self, events: Sequence[Event], now: float) -> None:
-        """The agent's part: count references, and report keys that came or went."""
+        """The agent's part: report keys that came or went."""
         added: list[int] = []
         removed: list[int] = []
+        preempted = False
         for event in events:
             if isinstance(event, BlocksStored):
-                added += self._stored(event.hashes)
+                added += _came(event)
+            elif isinstance(event, Preempted):
+                preempted = True
             elif isinstance(event, BlocksRemoved):
-                if not set(added).isdisjoint(event.hashes):
+                if preempted and not set(added).isdisjoint(event.hashes):
                     # A delta's removals come before its additions.
                     self._report(added, removed, now)
                     added, removed = [], []
-                removed += self._removed(event.hashes)
+                removed += _went(event)
         if added or removed:
             self._report(added, removed, now)
 
-    def _stored(self, hashes: Sequence[int]) -> Sequence[int]:
-        if self._held.isdisjoint(hashes):
-            self._held.update(hashes)
-            return hashes
-        new = [value for value in hashes if value not in self._held]
-        self._held.update(new)
-        self._copies.update(hashes)
-        self._copies.subtract(new)
-        return new
-
-    def _removed(self, hashes: Sequence[int]) -> Sequence[int]:
-        if self._copies:
-            gone = []
-            for value in hashes:
-                if self._copies[value]:
-                    self._copies[value] -= 1
-                else:
-                    gone.append(value)
-            self._copies = +self._copies
-            hashes = gone
-        self._held.difference_update(hashes)
-        return hashes
+    def _told(self) -> set[int]:
+        """The keys that were reported: the engine's, but for what the step under way changes."""
+        keys = set(self.model.cache.cached_hashes())
+        for event in reversed(self._coming):
+            if isinstance(event, BlocksStored):
+                keys.difference_update(_came(event))
+            elif isinstance(event, BlocksRemoved):
+                keys.update(_went(event))
+        return keys
 
     def _report(self, added: Sequence[int], removed: Sequence[int], now: float) -> None:
         self._seq += 1
@@ -191,3 +185,16 @@ class SimulatedInstance:
 
     def _send(self, message: KeyMessage, now: float) -> None:
         self._tell(ev.KeysReported(self.stream_id, self.name, message), now)
+
+
+def _came(stored: BlocksStored) -> Sequence[int]:
+    """What was not there before."""
+    return [value for value in stored.hashes if value not in stored.again] if stored.again else stored.hashes
+
+
+def _went(removed: BlocksRemoved) -> Sequence[int]:
+    """What is not there any more."""
+    if not removed.left:
+        return removed.hashes
+    # Of two blocks of one hash that go together the second is the last.
+    return list((Counter(removed.hashes) - Counter(removed.left)).elements())

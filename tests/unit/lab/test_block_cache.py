@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -89,10 +89,15 @@ def test_runs_are_blocks(actions: list[tuple[list[int], int, int]]) -> None:
             plain.hold(found)
             holding = cache.hold(hashes, len(found))
             blocks, removed = plain.allocate(missing)
-            assert cache.allocate(holding, missing) == removed
+            evicted = cache.allocate(holding, missing)
+            assert (list(evicted.hashes) if evicted else []) == removed
+            there = {value for value, of in plain.blocks_of.items() if of}
+            gone = Counter(removed) - Counter(evicted.left if evicted else ())
+            assert set(gone) == set(removed) - there
             whole = len(hashes) - len(found)
             plain.store(blocks[:whole], hashes[len(found) :])
-            cache.store(holding, hashes[len(found) :])
+            again = cache.store(holding, hashes[len(found) :])
+            assert set(again) == there & set(hashes[len(found) :])
             held.append((hashes, holding, found + blocks))
         elif held:
             _, holding, blocks = held.pop(number % len(held))
