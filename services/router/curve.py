@@ -52,6 +52,10 @@ class CostCurve(msgspec.Struct, frozen=True, gc=False):
 DEFAULT_CURVE = CostCurve()
 
 
+# Of each of the three terms, the other two.
+OTHERS = ((1, 2), (0, 2), (0, 1))
+
+
 class CurveFit:
     """Recursive least squares of the three coefficients, of errors relative to what was predicted.
 
@@ -107,12 +111,15 @@ class CurveFit:
         low, high = scale / self.RANGE, scale * self.RANGE
         found = [scale] * 3
         for _ in range(30):
-            before = found.copy()
-            for row in range(3):
-                others = sum(self._squares[row][column] * found[column] for column in range(3) if column != row)
-                best = (self._sums[row] + ridge * scale - others) / (self._squares[row][row] + ridge)
-                found[row] = min(max(best, low), high)
-            if all(abs(one - was) <= 1e-4 * scale for one, was in zip(found, before, strict=True)):
+            moved = 0.0
+            # Not of generators: each first token of a prompt comes by here.
+            for row, (squares, total, (one, other)) in enumerate(zip(self._squares, self._sums, OTHERS, strict=True)):
+                others = squares[one] * found[one] + squares[other] * found[other]
+                best = (total + ridge * scale - others) / (squares[row] + ridge)
+                best = low if best < low else high if best > high else best
+                moved = max(moved, abs(best - found[row]))
+                found[row] = best
+            if moved <= 1e-4 * scale:
                 break
         return found
 

@@ -7,7 +7,6 @@ once several have gathered, so that a fleet that resyncs at once is not scanned 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from itertools import repeat
 
@@ -28,7 +27,8 @@ class PrefixIndex:
         self.max_keys = max_keys
         self._mask_of: dict[int, int] = {}
         self._shared: dict[int, int] = {}
-        self._slot_of: dict[str, int] = {}
+        # By owner, the one bit of its slot; and by slot, its owner.
+        self._bit_of: dict[str, int] = {}
         self._owner_of: dict[int, str] = {}
         self._count: dict[str, int] = {}
         self._retired: set[int] = set()
@@ -44,17 +44,16 @@ class PrefixIndex:
 
     def holds(self, owner: str, key: int) -> bool:
         """Whether `owner` holds `key`."""
-        slot = self._slot_of.get(owner)
-        return slot is not None and bool(self._mask_of.get(key, 0) >> slot & 1)
+        return bool(self._mask_of.get(key, 0) & self._bit_of.get(owner, 0))
 
     def run_end(self, owner: str, keys: Sequence[int], start: int, stop: int) -> int:
         """Where, from `start` to at most `stop`, the first of `keys` is that `owner` does not hold; `stop` when it holds all."""
-        slot = self._slot_of.get(owner)
-        if slot is None:
+        bit = self._bit_of.get(owner)
+        if bit is None:
             return start
-        bit, get = 1 << slot, self._mask_of.get
-        for at in range(start, stop):
-            if not get(keys[at], 0) & bit:
+        get = self._mask_of.get
+        for at, key in enumerate(keys[start:stop], start):
+            if not get(key, 0) & bit:
                 return at
         return stop
 
@@ -68,7 +67,7 @@ class PrefixIndex:
         """Give keys to `owner`; returns how many it did not hold before. Mutates, unless they do not fit: IndexFull."""
         if not self.has_room(len(keys)) and not self.has_room(sum(key not in self._mask_of for key in keys)):
             raise IndexFull
-        bit = 1 << self._slot(owner)
+        bit = self._bit(owner)
         mask_of, shared = self._mask_of, self._shared
         # Most of what is computed nobody had: it is entered at once.
         if mask_of.keys().isdisjoint(keys):
@@ -88,39 +87,31 @@ class PrefixIndex:
 
     def remove(self, owner: str, keys: Collection[int]) -> int:
         """Take keys from `owner`; returns how many it held. Mutates."""
-        slot = self._slot_of.get(owner)
-        if slot is None:
+        bit = self._bit_of.get(owner)
+        if bit is None:
             return 0
-        bit = 1 << slot
         mask_of, shared = self._mask_of, self._shared
-        # Most of what is evicted nobody else had: it goes at once.
-        if list(map(mask_of.get, keys)).count(bit) == len(keys):
-            before = len(mask_of)
-            deque(map(mask_of.pop, keys, repeat(0)), maxlen=0)
-            removed = before - len(mask_of)
-            self._count[owner] -= removed
-            return removed
-        removed = 0
-        for key in keys:
-            mask = mask_of.get(key, 0)
-            if mask & bit:
-                removed += 1
-                if mask := mask & ~bit:
-                    mask_of[key] = shared.setdefault(mask, mask)
-                else:
-                    del mask_of[key]
+        # Most of what is evicted nobody else had: all goes at once, and what others have comes back.
+        masks = list(map(mask_of.pop, keys, repeat(0)))
+        removed = masks.count(bit)
+        if removed < len(masks):
+            for key, mask in zip(keys, masks, strict=True):
+                if left := mask & ~bit:
+                    mask_of[key] = shared.setdefault(left, left)
+                    removed += left != mask
         self._count[owner] -= removed
         return removed
 
     def drop(self, owner: str) -> None:
         """Forget all keys of `owner`. Mutates."""
-        slot = self._slot_of.pop(owner, None)
-        if slot is None:
+        bit = self._bit_of.pop(owner, None)
+        if bit is None:
             return
+        slot = bit.bit_length() - 1
         del self._owner_of[slot]
         del self._count[owner]
         self._retired.add(slot)
-        self._retired_mask |= 1 << slot
+        self._retired_mask |= bit
         if len(self._retired) >= SWEEP_AFTER:
             self._sweep()
 
@@ -132,11 +123,10 @@ class PrefixIndex:
         one of the runs is found; the engine's own report of cached tokens tells the difference afterwards.
         """
         blocks = dict.fromkeys(owners, 0)
-        slot_of, owner_of, get = self._slot_of, self._owner_of, self._mask_of.get
+        bit_of, owner_of, get = self._bit_of, self._owner_of, self._mask_of.get
         alive = 0
         for owner in blocks:
-            if (slot := slot_of.get(owner)) is not None:
-                alive |= 1 << slot
+            alive |= bit_of.get(owner, 0)
         # Each entry: owners that hold keys[:low], and do not hold keys[high] unless that is the end.
         spans = [(0, len(keys), alive)] if alive else []
         while spans:
@@ -159,32 +149,32 @@ class PrefixIndex:
 
     def keys_of(self, owner: str) -> set[int]:
         """All keys of `owner`, by a pass over the whole index: for tests and dumps."""
-        slot = self._slot_of.get(owner)
-        return set() if slot is None else {key for key, mask in self._mask_of.items() if mask >> slot & 1}
+        bit = self._bit_of.get(owner, 0)
+        return {key for key, mask in self._mask_of.items() if mask & bit}
 
     def sets(self) -> dict[str, set[int]]:
         """All keys by owner, as `keys_of`."""
-        return {owner: self.keys_of(owner) for owner in self._slot_of}
+        return {owner: self.keys_of(owner) for owner in self._bit_of}
 
     def check_invariants(self) -> None:
         """Raise AssertionError when counts and bits disagree."""
         assert len(self._mask_of) <= self.max_keys
-        assert set(self._count) == set(self._slot_of) == set(self._owner_of.values())
+        assert set(self._count) == set(self._bit_of) == set(self._owner_of.values())
         assert not self._retired & set(self._owner_of)
         for owner, count in self._count.items():
             assert count == len(self.keys_of(owner)), owner
         assert all(self._mask_of.values())
 
-    def _slot(self, owner: str) -> int:
-        slot = self._slot_of.get(owner)
-        if slot is None:
+    def _bit(self, owner: str) -> int:
+        bit = self._bit_of.get(owner)
+        if bit is None:
             slot = 0
             while slot in self._owner_of or slot in self._retired:
                 slot += 1
-            self._slot_of[owner] = slot
+            bit = self._bit_of[owner] = 1 << slot
             self._owner_of[slot] = owner
             self._count[owner] = 0
-        return slot
+        return bit
 
     def _sweep(self) -> None:
         keep = ~self._retired_mask

@@ -82,9 +82,10 @@ class Reports:
         record = self._reporter(event.stream_id, event.instance_id, now)
         if record is None:
             return []
-        before = record.state
+        effects: list[ev.Effect] = []
+        if event.load.healthy is not (record.load is None or record.load.healthy):
+            effects.append(ev.FleetChanged())
         record.load = event.load
-        effects: list[ev.Effect] = [ev.FleetChanged()] if record.state is not before else []
         if record.idle.heard(event.load, now, self._stale_report_s):
             effects += self._release_unclaimed(record, now)
         return effects
