@@ -180,12 +180,12 @@ class RedisStore:
             keys=self._replica_keys, args=[self._router_id, self.address, int(self._lease_s * 1e3)]
         )
         live = self._met(told)
-        came_back = self._degraded
+        came_back, self._degraded = self._degraded, False
+        # What happens from here on follows each pool's rewrite, that of the first while the others wait for theirs.
         for pool in list(self._pools.values()):
             await self._renew(pool, live, rewrite=came_back)
         self._failures = 0
         if came_back:
-            self._degraded = False
             log.info("the shared store answers again")
             self._on_event(ev.StoreState(False))
         now = asyncio.get_running_loop().time()
