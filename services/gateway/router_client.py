@@ -45,6 +45,12 @@ def set_keys(request: placement_pb2.PlacementRequest, keys: array[int]) -> None:
     request.MergeFromString(bytes(head) + packed)
 
 
+def _not_taken(request_id: str) -> placement_pb2.Finished:
+    return placement_pb2.Finished(
+        request_id=request_id, outcome=placement_pb2.OUTCOME_CANCELLED, error="the placement came too late"
+    )
+
+
 class RouterAway(Exception):
     """No router answers, and the grace is over."""
 
@@ -204,21 +210,22 @@ class RouterClient:
 
     # Where to.
 
-    def _route(self, model: str) -> RouterSession | None:
-        """The session with the owner of the model's pool; any session where no owner is known: its router will say."""
+    def _route(self, model: str, now_at: RouterSession | None = None) -> RouterSession | None:
+        """The session with the owner of the model's pool. Where no owner is known: `now_at`, which may have an answer on its way,
+        or any session, whose router will say."""
         if (known := self._routes.get(model)) is not None:
             return known
         connected = [session for session in self._sessions.values() if session.connected]
         owner = self._owners.owner(self._owners.pool_of(model))
         if owner is None:
-            return connected[0] if connected else None
+            return now_at if now_at in connected else connected[0] if connected else None
         found = next((session for session in connected if session.router_id == owner.router_id), None)
         if found is not None:
             self._routes[model] = found
         return found
 
     def _report(self, one: _Request, message: placement_pb2.SessionRequest) -> None:
-        session = self._route(one.request.model) or one.session
+        session = self._route(one.request.model, one.session) or one.session
         if session is not None:
             session.send(message, REPORT_WITHIN_S)
             return
@@ -338,8 +345,12 @@ class RouterClient:
 
     def _settle(self, session: RouterSession, request_id: str, step: Step) -> None:
         one = self._requests.get(request_id)
-        # None: the client left meanwhile, and its Finished is on the way. Another session: it was asked again elsewhere.
-        if one is None or one.session is not session or one.answer is None or one.answer.done():
+        if one is None or one.session is not session:
+            # The client left meanwhile, or it was asked again elsewhere: whoever placed it here is to know that nobody comes.
+            if isinstance(step, placement_pb2.Placement):
+                session.send(placement_pb2.SessionRequest(finished=_not_taken(request_id)), REPORT_WITHIN_S)
+            return
+        if one.answer is None or one.answer.done():
             return
         if isinstance(step, placement_pb2.Placement):
             self.placed(one.request, step.step.instance.instance_id, step.cached_tokens)
@@ -390,7 +401,7 @@ class RouterClient:
         for one in list(self._requests.values()):
             if one.answer is None or one.answer.done():
                 continue
-            target = self._route(one.request.model)
+            target = self._route(one.request.model, one.session)
             if target is None or target is one.session:
                 continue
             if one.session is not None:

@@ -169,7 +169,11 @@ class Plans:
         if reservation is None:
             return []
         judged = self._truth.finished(finished, self.decisions.get(finished.request_id), now)
-        self.decisions.ended(finished.request_id)
+        if finished.outcome == "CANCELLED":
+            # Its placement may have been given back, or lost on the way: when the gateway asks again, it is decided again.
+            self.decisions.drop(finished.request_id)
+        else:
+            self.decisions.ended(finished.request_id)
         return [
             *self._judge_circuit(reservation, finished.outcome, now),
             ev.Released(finished.request_id, reservation.pool),

@@ -237,8 +237,6 @@ class RouterState:
                 effects += self.plans.finished(
                     ev.Finished(reservation.request_id, "CANCELLED", error="no gateway claims it"), now
                 )
-                # Its placement was lost on the way: when the gateway asks again, it is decided again.
-                self.plans.decisions.drop(reservation.request_id)
         for request_id, stream in announced.items():
             known = self.reservations.get(request_id)
             pool = known.pool if known else self.fleet.pool_of(stream.request.model)

@@ -326,3 +326,14 @@ def test_adapters_go_only_where_they_are_loaded() -> None:
     join(router, "b", 2, lora_names=("fine",))
     answers = [place(router, request(f"r{n}", tokens=10, model="fine")) for n in range(3)]
     assert {answer.step.instance_id for answer in answers if isinstance(answer, ev.Placed)} == {"b"}
+
+
+def test_what_was_cancelled_is_decided_again_when_it_is_asked_for_again() -> None:
+    """A gateway gives a placement back that came too late, and may still come back for another: with a reservation."""
+    router = state()
+    join(router, "a", 1)
+    place(router, request("r", tokens=100))
+    router.handle(ev.Finished("r", "CANCELLED"), 1.0)
+    assert len(router.reservations) == 0
+    assert isinstance(place(router, request("r", tokens=100)), ev.Placed)
+    assert len(router.reservations) == 1
