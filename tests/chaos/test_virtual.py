@@ -1,0 +1,221 @@
+"""Whatever happens to a fleet, in virtual time: the seeds, and what earlier seeds have found, each held down by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Coroutine
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from pointsman.router.v1 import placement_pb2 as pb
+from services.common.keys import KEY_SCHEME
+from services.gateway import router_session
+from services.gateway.router_client import RouterClient
+from services.router import events as ev
+from services.router.io import redis_store
+from services.router.reservations import Reservation
+from tests.chaos.virtual.loop import VirtualLoop, virtual_clocks
+from tests.chaos.virtual.network import Channel, Method, Network, Node, track_tasks
+from tests.chaos.virtual.run import run
+from tests.chaos.virtual.store import Client, VirtualRedis
+
+SEEDS = 200
+
+
+def virtually(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` in virtual time."""
+    loop = VirtualLoop()
+    track_tasks(loop)
+    with virtual_clocks(loop):
+        try:
+            loop.run_until_complete(Node("test").spawn_on(loop, work))
+        finally:
+            loop.end()
+
+
+@pytest.mark.timeout(900)
+def test_nothing_is_lost_left_or_hung_whatever_happens() -> None:
+    """A seed that fails is told with its number: `python -m tests.chaos.virtual NUMBER` tells its story."""
+    half = SEEDS // 2
+    ranges = ((0, half), (half, SEEDS))
+    environment = os.environ | {"PYTHONHASHSEED": "0"}
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.chaos.virtual", str(first), str(end)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for first, end in ranges
+    ]
+    told = [one.communicate()[0] for one in runs]
+    assert [one.returncode for one in runs] == [0, 0], "\n".join(told)
+
+
+def test_a_seed_stands_for_one_story() -> None:
+    told = [
+        subprocess.run(
+            [sys.executable, "-m", "tests.chaos.virtual", "3"], capture_output=True, text=True, check=True, timeout=120
+        ).stdout
+        for _ in range(2)
+    ]
+    assert told[0] == told[1]
+    assert "the last answer" in told[0]
+
+
+def test_a_run_that_leaves_something_behind_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends of requests that never reach a router are reservations that stay."""
+    monkeypatch.setattr(RouterClient, "finished", lambda self, finished: self._requests.pop(finished.request_id, None))
+    assert "reservations" in run(0).failure
+
+
+def test_what_ends_while_the_store_comes_back_is_not_kept_for_ever() -> None:
+    """One pool is written anew, and before the other is, a request of the first ends."""
+
+    async def work() -> None:
+        network, redis = Network(random.Random(1)), VirtualRedis()
+        open_one = Reservation("x", "g", "e", "d", 10, 10, pool="m")
+
+        def from_url(url: str, *, socket_timeout: float, **_: Any) -> Client:
+            return Client(network, redis, socket_timeout)
+
+        def snapshot(pool: str) -> list[Any]:
+            if pool != "m":
+                return []
+            asyncio.get_running_loop().call_soon(store.record, [ev.Released("x", "m")])
+            return [ev.Reserved(open_one)]
+
+        degraded: list[bool] = []
+        with mock.patch.object(redis_store.redis.asyncio.Redis, "from_url", from_url):
+            store = redis_store.RedisStore(
+                "redis://redis",
+                router_id="r",
+                fleet="f",
+                lease_s=1.0,
+                settle_s=9.0,
+                affinity_ttl_s=60.0,
+                on_event=lambda event: degraded.append(event.degraded) if isinstance(event, ev.StoreState) else None,
+                on_owners=lambda: None,
+                snapshot=snapshot,
+            )
+        store.want(["m", "n"])
+        running = asyncio.create_task(store.run())
+        await asyncio.sleep(5.0)
+        store.record([ev.Reserved(open_one)])
+        await asyncio.sleep(1.0)
+        assert redis.hash("pointsman:{f:m}:open").keys() == {"x"}
+        redis.down = True
+        await asyncio.sleep(3.0)
+        redis.down = False
+        await asyncio.sleep(3.0)
+        assert degraded == [True, False]
+        assert redis.hash("pointsman:{f:m}:open") == {}
+        running.cancel()
+
+    virtually(work())
+
+
+class ScriptedRouter:
+    """Tells what it is told to, and remembers what it hears."""
+
+    def __init__(self, router_id: str) -> None:
+        self.router_id = router_id
+        self.heard: list[pb.SessionRequest] = []
+        self.context: Any = None
+
+    async def session(self, _: object, context: Any) -> None:
+        """PlacementService.Session."""
+        self.context = context
+        await context.write(
+            pb.SessionResponse(welcome=pb.GatewayWelcome(router_id=self.router_id, key_scheme=KEY_SCHEME))
+        )
+        while message := await context.read():
+            self.heard += message.batch.requests if message.HasField("batch") else [message]
+
+    async def owner(self, router_id: str, epoch: int) -> None:
+        """Say who owns the pool; empty: there is no such pool."""
+        owner = pb.Owner(router_id=router_id, address=f"{router_id}:1", epoch=epoch)
+        pools = [pb.Pool(model="m", served_names=["m"], owner=owner)] if router_id else []
+        await self.context.write(pb.SessionResponse(fleet=pb.Fleet(pools=pools)))
+
+    async def place(self, request_id: str) -> None:
+        """Answer a question."""
+        step = pb.Step(kind=pb.STEP_KIND_SERVE, instance=pb.InstanceRef(instance_id="e", url="http://e"))
+        await self.context.write(
+            pb.SessionResponse(placement=pb.Placement(request_id=request_id, step=step, last=True))
+        )
+
+    def finished(self) -> list[tuple[str, int]]:
+        """The ends that it heard of."""
+        return [(one.finished.request_id, one.finished.outcome) for one in self.heard if one.HasField("finished")]
+
+    def asked(self) -> list[str]:
+        """The questions that it heard."""
+        return [one.place.request_id for one in self.heard if one.HasField("place")]
+
+
+async def two_routers() -> tuple[RouterClient, ScriptedRouter, ScriptedRouter]:
+    """A gateway's client, connected to both; the first owns the pool."""
+    network = Network(random.Random(1))
+    routers = ScriptedRouter("r0"), ScriptedRouter("r1")
+    for one in routers:
+        method = Method(one.session, pb.SessionRequest.FromString)
+        network.listen(
+            f"{one.router_id}:1", Node(one.router_id), {"/pointsman.router.v1.PlacementService/Session": method}
+        )
+    with mock.patch.object(router_session, "open_channel", lambda address: Channel(network, address)):
+        client = RouterClient(["r0:1", "r1:1"], "g", "", 5.0, lambda fleet: None, lambda connected: None)
+        await client.start()
+        await asyncio.sleep(1.0)
+    await routers[0].owner("r0", 1)
+    await asyncio.sleep(0.5)
+    return client, *routers
+
+
+def test_a_placement_that_comes_too_late_is_given_back() -> None:
+    """The pool changed hands while the answer was on its way, and the first owner does not know it yet."""
+
+    async def work() -> None:
+        client, first, second = await two_routers()
+        asking = asyncio.create_task(client.first_step(pb.PlacementRequest(request_id="x", model="m"), 9.0))
+        await asyncio.sleep(0.5)
+        await second.owner("r1", 2)
+        await asyncio.sleep(0.5)
+        await first.place("x")
+        await asyncio.sleep(0.5)
+        assert (first.asked(), second.asked()) == (["x"], ["x"])
+        assert first.finished() == [("x", pb.OUTCOME_CANCELLED)]
+        await second.place("x")
+        assert (await asking).step.instance.instance_id == "e"
+        assert second.finished() == []
+
+    virtually(work())
+
+
+def test_while_no_owner_is_known_the_router_that_was_asked_is_waited_for() -> None:
+    """The pool's agents are away for a moment, so that no router tells of the pool at all."""
+
+    async def work() -> None:
+        client, first, second = await two_routers()
+        await second.owner("r1", 2)
+        await asyncio.sleep(0.5)
+        asking = asyncio.create_task(client.first_step(pb.PlacementRequest(request_id="x", model="m"), 9.0))
+        await asyncio.sleep(0.5)
+        await first.owner("", 0)
+        await second.owner("", 0)
+        await asyncio.sleep(0.5)
+        await second.place("x")
+        assert (await asking).step.instance.instance_id == "e"
+        client.finished(pb.Finished(request_id="x", outcome=pb.OUTCOME_OK))
+        await asyncio.sleep(0.5)
+        assert second.finished() == [("x", pb.OUTCOME_OK)]
+        assert (first.asked(), first.finished()) == ([], [])
+
+    virtually(work())

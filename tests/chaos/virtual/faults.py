@@ -1,0 +1,112 @@
+"""What can happen to a fleet, and when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from tests.chaos.virtual.store import NAME as REDIS
+from tests.chaos.virtual.world import World
+
+# A fault and how long it lasts, in s.
+Fault = Callable[[World, float], str]
+
+
+def _router_dies(world: World, for_s: float) -> str:
+    address = world.rng.choice(sorted(world.routers))
+    one = world.routers[address]
+    if one.router is None:
+        return f"{address} is dead already"
+    one.kill()
+    asyncio.get_running_loop().call_later(for_s, one.start)
+    return f"{address} dies"
+
+
+def _router_stops(world: World, for_s: float) -> str:
+    address = world.rng.choice(sorted(world.routers))
+    one = world.routers[address]
+    if one.router is None:
+        return f"{address} is dead already"
+
+    async def roll() -> None:
+        await one.stop()
+        await asyncio.sleep(for_s)
+        one.start()
+
+    world.chores.append(asyncio.create_task(roll()))
+    return f"{address} stops in order"
+
+
+def _gateway_dies(world: World, for_s: float) -> str:
+    name = world.rng.choice(sorted(world.gateways))
+    one = world.gateways[name]
+    if one.client is None:
+        return f"{name} is dead already"
+    one.kill()
+    asyncio.get_running_loop().call_later(for_s, one.start)
+    return f"{name} dies"
+
+
+def _agent_dies(world: World, for_s: float) -> str:
+    name = world.rng.choice(sorted(world.agents))
+    one = world.agents[name]
+    if not one.node.alive:
+        return f"{name} is dead already"
+    world.network.kill(one.node)
+    asyncio.get_running_loop().call_later(for_s, one.start)
+    return f"{name} dies"
+
+
+def _engine_dies(world: World, for_s: float) -> str:
+    name = world.rng.choice(sorted(world.engines))
+    one = world.engines[name]
+    if not one.node.alive:
+        return f"{name} is dead already"
+    world.network.kill(one.node)
+    asyncio.get_running_loop().call_later(for_s, one.start)
+    return f"{name} dies"
+
+
+def _cut(ones: str, others: str) -> Fault:
+    def cut(world: World, for_s: float) -> str:
+        names: dict[str, Any] = {**vars(world), "redis_itself": (REDIS,)}
+        one, other = (world.rng.choice(sorted(names[group])) for group in (ones, others))
+        world.network.cut(one, other, for_s)
+        return f"no way between {one} and {other}"
+
+    return cut
+
+
+def _redis_down(world: World, for_s: float) -> str:
+    world.redis.down = True
+    asyncio.get_running_loop().call_later(for_s, setattr, world.redis, "down", False)
+    return "redis is down"
+
+
+def _redis_flaky(world: World, for_s: float) -> str:
+    world.redis.flaky = True
+    asyncio.get_running_loop().call_later(for_s, setattr, world.redis, "flaky", False)
+    return "redis loses replies"
+
+
+def _redis_forgets(world: World, for_s: float) -> str:
+    world.redis.wipe()
+    _redis_down(world, min(for_s, 1.0))
+    return "redis restarts empty"
+
+
+FAULTS: tuple[Fault, ...] = (
+    _router_dies,
+    _router_stops,
+    _gateway_dies,
+    _agent_dies,
+    _engine_dies,
+    _cut("gateways", "routers"),
+    _cut("agents", "routers"),
+    _cut("gateways", "engines"),
+    _cut("routers", "redis_itself"),
+    _redis_down,
+    _redis_flaky,
+    _redis_forgets,
+)

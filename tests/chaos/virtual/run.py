@@ -1,0 +1,82 @@
+"""One seed's run: a fleet starts, things happen to it while it serves, all is well again, and then nothing may be left."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from tests.chaos.virtual.faults import FAULTS
+from tests.chaos.virtual.loop import VirtualLoop, virtual_clocks
+from tests.chaos.virtual.network import track_tasks
+from tests.chaos.virtual.world import Broken, World
+
+# In s of virtual time.
+START_S, TROUBLE_S, EVERY_S, LONGEST_S, RECOVER_S, REST_S = 6.0, 20.0, 1.5, 10.0, 8.0, 16.0
+
+
+@dataclass
+class Run:
+    """What a seed came to."""
+
+    seed: int
+    failure: str = ""
+    story: list[str] = field(default_factory=list)
+    answers: dict[int, int] = field(default_factory=dict)
+
+
+def run(seed: int) -> Run:
+    """Run one seed; never raises for what it finds."""
+    result = Run(seed)
+    random.seed(seed)
+    loop = VirtualLoop()
+    track_tasks(loop)
+
+    def fault(_: object, context: dict[str, Any]) -> None:
+        result.failure = result.failure or f"{context['message']}: {context.get('exception')!r}"
+
+    loop.set_exception_handler(fault)
+
+    def note(logger: object, level: str, entry: dict[str, Any]) -> None:
+        if level in ("error", "critical", "exception"):
+            result.failure = result.failure or f"logged: {entry}"
+        raise structlog.DropEvent
+
+    structlog.configure(processors=[note], cache_logger_on_first_use=False)
+    with virtual_clocks(loop):
+        try:
+            loop.run_until_complete(_live(random.Random(seed), result))
+        except Exception as error:  # whatever it is, it is this seed's finding
+            result.failure = result.failure or f"{type(error).__name__}: {error}"
+        finally:
+            loop.end()
+    return result
+
+
+async def _live(rng: random.Random, result: Run) -> None:
+    loop = asyncio.get_running_loop()
+    world = World(rng)
+
+    def tell(what: str) -> None:
+        result.story.append(f"{loop.time() - 1_000:7.3f} {what}")
+
+    with world.running():
+        await asyncio.sleep(START_S)
+        tell(f"all is up, under {world.policy}")
+        until = loop.time() + TROUBLE_S
+        load = asyncio.create_task(world.load(until + LONGEST_S + RECOVER_S))
+        while loop.time() < until:
+            await asyncio.sleep(rng.expovariate(1 / EVERY_S))
+            for_s = rng.choice((rng.uniform(0.01, 1.0), rng.uniform(1.0, LONGEST_S)))
+            tell(f"{rng.choice(FAULTS)(world, for_s)}, for {for_s:.3f} s")
+        await load
+        tell("the last answer")
+        await asyncio.sleep(REST_S)
+        result.answers = dict(sorted(world.answers.items()))
+        world.check_at_rest()
+        statuses = [await gateway.ask() for gateway in world.gateways.values() for _ in range(3)]
+        if set(statuses) != {200}:
+            raise Broken(f"all is well, and yet the answers are {statuses}")
