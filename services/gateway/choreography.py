@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from services.gateway.moves import (
     FAILED,
+    NOT_FOUND,
     TIMED_OUT,
     UNAVAILABLE,
     Abort,
@@ -191,6 +192,9 @@ class Choreography:
         abort: list[Effect] = [Abort()] if self._ahead is not None else []
         self._open = False
         self.phase = Phase.DONE
+        if refused.code == NOT_FOUND:
+            # Nobody asks for a model that the fleet never had: the router has lost sight of its instances.
+            refused = replace(refused, code=UNAVAILABLE, message="No instance is ready for this model.")
         if self._exclude and refused.code == UNAVAILABLE:
             return [*abort, Fail(FAILED, "The instance failed and no other is ready.", refused.retry_after_s)]
         return [*abort, Fail(refused.code, refused.message, refused.retry_after_s)]

@@ -23,7 +23,6 @@ log = structlog.get_logger()
 
 # google.rpc.Code (or our own FAILED, TIMED_OUT) -> HTTP status, error type, error code
 _FAILURES = {
-    mv.NOT_FOUND: (404, "invalid_request_error", "model_not_found"),
     mv.SATURATED: (429, "rate_limit_error", "saturated"),
     mv.UNAVAILABLE: (503, "server_error", "no_instance"),
     mv.FAILED: (502, "server_error", "instance_failed"),

@@ -17,6 +17,9 @@ from tests.chaos.virtual.world import Broken, World
 # In s of virtual time.
 START_S, TROUBLE_S, EVERY_S, LONGEST_S, RECOVER_S, REST_S = 6.0, 20.0, 1.5, 10.0, 8.0, 16.0
 
+# Of answers in bad times; 0: the client left, or its gateway died. Every error is one after which clients try again.
+STATUSES = {0, 200, 429, 502, 503}
+
 
 @dataclass
 class Run:
@@ -76,6 +79,8 @@ async def _live(rng: random.Random, result: Run) -> None:
         tell("the last answer")
         await asyncio.sleep(REST_S)
         result.answers = dict(sorted(world.answers.items()))
+        if unknown := world.answers.keys() - STATUSES:
+            raise Broken(f"answers of status {unknown}")
         world.check_at_rest()
         statuses = [await gateway.ask() for gateway in world.gateways.values() for _ in range(3)]
         if set(statuses) != {200}:

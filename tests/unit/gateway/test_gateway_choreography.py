@@ -115,6 +115,14 @@ def test_a_refusal_reserves_nothing() -> None:
     assert machine.handle(mv.Refused("r", 8, "full", 3.0), 1.0) == [mv.Fail(8, "full", 3.0)]
 
 
+def test_a_model_whose_instances_are_out_of_sight_is_not_unknown() -> None:
+    """Its agents are away, or the router is new: the client is to come again, not to give up."""
+    machine = begun()
+    assert machine.handle(mv.Refused("r", 5, "no instance serves a model"), 1.0) == [
+        mv.Fail(14, "No instance is ready for this model.")
+    ]
+
+
 def test_a_lost_router_leads_to_a_placement_of_our_own() -> None:
     machine = begun()
     assert machine.handle(mv.RouterLost("r"), 1.0) == [mv.AskLocally("r", ())]
