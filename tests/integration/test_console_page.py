@@ -244,6 +244,21 @@ async def test_a_gateways_token_may_look_and_an_operators_may_act() -> None:
         assert shown.wrongs == []
 
 
+async def test_a_page_says_what_only_another_router_knows() -> None:
+    async with browser() as shown:
+        replicas = {
+            "answering": {"routerId": "one"},
+            "replicas": [{"routerId": "one"}, {"routerId": "two", "silent": "0.1s"}],
+            "pools": [
+                {"model": "m", "owner": {"routerId": "two", "address": "two:1"}},
+                {"model": "n", "owner": {"routerId": "one"}},
+            ],
+        }
+        await shown.page.route("**/api/ListReplicas", lambda route: route.fulfill(json=replicas))
+        await shown.open("fleet")
+        await expect(shown.page.get_by_text("Placed by another router")).to_contain_text("m by two (two:1)")
+
+
 async def test_what_is_old_looks_old_when_the_router_is_gone() -> None:
     async with browser() as shown:
         await shown.open("fleet")

@@ -21,6 +21,7 @@ const VIEWS = { fleet: [fleetView, instanceView], decisions: [decisionsView, why
 const app = {
   who: { role: "", open: false, read: false, operate: false },
   fleet: null,
+  replicas: null,
   heardAt: 0,
   trouble: "",
   /** Ask the router; a lost right ends in the sign-in. */
@@ -47,8 +48,8 @@ async function identify() {
     return;
   }
   const { role, open, read } = app.who;
-  setText(at("account"), open ? "No sign-in needed" : role ? `Sign out (${role})` : "Sign in");
-  at("account").disabled = open;
+  setText(at("account"), role ? `Sign out (${role})` : "Sign in");
+  at("account").hidden = open;
   at("policy").disabled = !app.who.operate;
   if (read) app.feed.start();
   else app.feed.stop();
@@ -69,12 +70,13 @@ async function poll() {
     if (!app.who.read) {
       if (app.trouble) await identify();
     } else {
-      app.fleet = await app.call("ListInstances");
+      [app.fleet, app.replicas] = [await app.call("ListInstances"), await app.call("ListReplicas")];
       app.heardAt = Date.now();
       app.trouble = "";
       setText(at("router"), app.fleet.routerId ?? "");
       setText(at("policy"), `policy ${app.fleet.policy?.name ?? "?"}`);
       at("policy").hidden = false;
+      tellElsewhere();
       await view?.refresh?.();
     }
   } catch (error) {
@@ -85,6 +87,15 @@ async function poll() {
   }
 }
 
+/** Only a pool's owner knows its open requests, sessions and decisions. */
+function tellElsewhere() {
+  const { routerId } = app.replicas.answering ?? {};
+  const others = (app.replicas.pools ?? []).filter((pool) => pool.owner && pool.owner.routerId !== routerId);
+  const whose = others.map((pool) => `${pool.model} by ${pool.owner.routerId} (${pool.owner.address})`).join(", ");
+  setText(at("elsewhere"), whose && `Placed by another router, which alone knows the requests, sessions and decisions: ${whose}.`);
+  at("elsewhere").hidden = !whose;
+}
+
 /** How old what is shown is: told every second, and loudly once it is too old. */
 function tick() {
   const age = (Date.now() - app.heardAt) / 1000;
@@ -92,7 +103,7 @@ function tick() {
   document.body.dataset.stale = stale;
   const live = at("live");
   live.dataset.state = !app.who.read ? "off" : stale || app.trouble ? "bad" : app.heardAt ? "good" : "wait";
-  setText(live, !app.who.read ? "signed out" : !app.heardAt ? "connecting" : age < 2 ? "live" : `${span(Math.floor(age))} old`);
+  setText(live, !app.who.read ? "signed out" : !app.heardAt ? "connecting" : age < 1.5 * interval() / 1000 ? "live" : `${span(Math.floor(age))} old`);
   const trouble = app.trouble && (stale ? `${app.trouble} What you see is ${span(Math.floor(age))} old.` : app.trouble);
   setText(at("trouble"), trouble);
   at("trouble").hidden = !trouble;
@@ -137,6 +148,7 @@ at("account").addEventListener("click", () => {
     api.signOut();
     app.fleet = null;
     app.heardAt = 0;
+    at("elsewhere").hidden = true;
     say("Signed out.");
     identify().then(tick);
   } else {

@@ -144,10 +144,9 @@ export class Table {
   }
 }
 
-/** A filter box for tables: calls `changed` with its words, lower case, shortly after the last key. */
+/** A filter box for tables: calls `changed` with its text shortly after the last key. */
 export function filterBox(placeholder, changed) {
   let later;
-  const words = (text) => text.toLowerCase().split(/\s+/).filter(Boolean);
   return el("input", {
     type: "search",
     className: "filter",
@@ -157,7 +156,7 @@ export function filterBox(placeholder, changed) {
     autocomplete: "off",
     oninput: (event) => {
       clearTimeout(later);
-      later = setTimeout(() => changed(words(event.target.value), event.target.value), 150);
+      later = setTimeout(() => changed(event.target.value), 150);
     },
   });
 }

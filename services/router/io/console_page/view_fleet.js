@@ -48,12 +48,12 @@ const ifLoaded = (get, show) => (status) => (status.load ? show(get(status.load)
 
 const COLUMNS = [
   { id: "instance", title: "Instance", value: (s) => s.instance.instanceId, href: (s) => instanceHref(s.instance.instanceId) },
-  { id: "model", title: "Model", value: (s) => s.instance.model },
   {
     id: "state", title: "State", pill: true, value: stateOf, text: (s) => stateOf(s).toLowerCase() + (s.circuitOpen ? ", failing" : ""),
     tone: (s) => (s.circuitOpen ? "bad" : STATE_TONES[stateOf(s)]),
     note: (s) => (s.circuitOpen ? "It failed requests one after another and gets none, or one on trial, until it answers." : ""),
   },
+  { id: "age", title: "Report", unit: "ago", num: true, hint: "Since the agent last said anything", value: (s) => seconds(s.reportAge), text: (s) => span(seconds(s.reportAge)) + (s.stale ? " stale" : ""), tone: aged },
   { id: "open", title: "Open", unit: "req", num: true, hint: "Requests placed and not finished", value: (s) => num(s.numRequests), text: (s) => count(s.numRequests) },
   { id: "pending", title: "To prefill", unit: "tok", num: true, hint: "Prompt tokens placed and not computed yet", value: (s) => num(s.pendingPrefillTokens), text: (s) => count(s.pendingPrefillTokens) },
   { id: "decode", title: "Decoding", unit: "tok", num: true, hint: "Context of the streams past their first token", value: (s) => num(s.ongoingDecodeTokens), text: (s) => count(s.ongoingDecodeTokens) },
@@ -65,7 +65,7 @@ const COLUMNS = [
   { id: "keys", title: "Keys", unit: "× 16 tok", num: true, hint: "Block keys in the router's index, all tiers; believed ones where there are no events", value: keysOf, text: (s) => count(keysOf(s)) },
   { id: "source", title: "Prefix from", value: sourceOf, tone: (s) => (sourceOf(s) === "events" ? "" : "wait"), pill: true, note: (s) => s.prefixReason ?? "" },
   { id: "sessions", title: "Sessions", num: true, value: (s) => num(s.sessions), text: (s) => count(s.sessions) },
-  { id: "age", title: "Report", unit: "ago", num: true, hint: "Since the agent last said anything", value: (s) => seconds(s.reportAge), text: (s) => span(seconds(s.reportAge)) + (s.stale ? " stale" : ""), tone: aged },
+  { id: "model", title: "Model", value: (s) => s.instance.model },
   { id: "incarnation", title: "Incarnation", value: (s) => orNone(s.instance.incarnation) },
 ];
 
@@ -77,7 +77,9 @@ function aged(status) {
   return status.stale || stateOf(status) === "LOST" ? "old" : "";
 }
 
-export function fleetView(app) {
+const wordsOf = (text) => text.toLowerCase().split(/\s+/).filter(Boolean);
+
+export function fleetView(app, query) {
   const table = new Table({
     label: "Instances",
     columns: COLUMNS,
@@ -87,7 +89,7 @@ export function fleetView(app) {
   });
   const tiles = new Tiles();
   const shown = el("span", { className: "muted" });
-  let words = [];
+  let words = wordsOf(query.get("filter") ?? "");
   const matches = (status) => {
     const text = [status.instance.instanceId, status.instance.model, stateOf(status), status.instance.node, status.instance.incarnation, sourceOf(status), status.stale ? "stale" : ""].join(" ").toLowerCase();
     return words.every((word) => text.includes(word));
@@ -100,10 +102,11 @@ export function fleetView(app) {
     tiles.update(sums(app));
     setText(shown, words.length ? `${count(table.matching)} of ${count(instances.length)}` : "");
   };
-  const filter = filterBox("Filter: id, model, state, node …", (given) => {
-    words = given;
+  const filter = filterBox("Filter: id, model, state, node …", (text) => {
+    words = wordsOf(text);
     draw();
   });
+  filter.value = query.get("filter") ?? "";
   const element = el("section", {}, el("div", { className: "head" }, el("h1", { tabIndex: -1 }, "Fleet"), filter, shown), tiles.element, table.element);
   return { element, title: "Fleet", refresh: async () => draw() };
 }
@@ -115,12 +118,13 @@ class Tiles {
   }
 
   update(pairs) {
-    for (const [name, value, note = "", tone = ""] of pairs) {
+    for (const [name, value, note = "", tone = "", filter = ""] of pairs) {
       let part = this.parts.get(name);
       if (!part) {
         part = { value: el("span", {}), note: el("small", {}) };
         this.parts.set(name, part);
-        this.element.append(el("div", {}, el("dt", {}, name), el("dd", {}, part.value, part.note)));
+        const title = filter ? el("a", { href: `#/fleet?filter=${filter}`, title: "Show them" }, name) : name;
+        this.element.append(el("div", {}, el("dt", {}, title), el("dd", {}, part.value, part.note)));
       }
       setText(part.value, value);
       setText(part.note, note);
@@ -138,7 +142,7 @@ function sums(app) {
   const usage = instances.filter((one) => one.load && !one.stale).map((one) => num(one.load.kvUsage));
   const mean = usage.length ? usage.reduce((a, b) => a + b, 0) / usage.length : undefined;
   const queries = sum((one) => one.load?.prefixCacheQueries);
-  const stale = instances.filter((one) => one.stale || (!one.load && stateOf(one) !== "LOST")).length;
+  const stale = instances.filter((one) => one.stale).length;
   const held = num(app.fleet.heldRequests);
   return [
     ["Ready", `${count(states.READY)} of ${count(instances.length)}`, others.join(", "), states.UNHEALTHY || states.LOST ? "bad" : ""],
@@ -149,6 +153,6 @@ function sums(app) {
     ["Prefix hits", queries ? `${percent(sum((one) => one.load?.prefixCacheHits) / queries)} %` : "–", "by token, since the engines' start"],
     ["Sessions", count(sum((one) => one.sessions)), "with an owner"],
     ["Decisions", `${app.feed.rate.toFixed(1)} /s`, "over 10 s"],
-    ["Stale reports", count(stale), "not used in decisions", stale ? "wait" : ""],
+    ["Stale reports", count(stale), "not used in decisions", stale ? "wait" : "", "stale"],
   ];
 }

@@ -40,7 +40,9 @@ export function replicasView(app) {
   const own = el("div", {});
   const element = el("section", {}, el("div", { className: "head" }, el("h1", { tabIndex: -1 }, "Replicas")), routers.element, el("h2", {}, "Pools"), owners.element, el("h2", {}, "This router"), own);
   const refresh = async () => {
-    const answer = await app.call("ListReplicas");
+    // Asked for with the fleet.
+    const answer = app.replicas;
+    if (!answer) return;
     pools = answer.pools ?? [];
     answering = answer.answering ?? {};
     routers.update(answer.replicas ?? []);

@@ -25,7 +25,7 @@ export function sessionsView(app, query) {
     const shown = listed.length < num(answer.total) ? `the ${count(listed.length)} lately placed that match, of ` : "";
     setText(total, `${shown}${count(answer.total)}; an owner is forgotten ${span(seconds(answer.timeToLive))} after the last placement`);
   };
-  const filter = filterBox("Filter: part of TENANT/SESSION", (_, given) => {
+  const filter = filterBox("Filter: part of TENANT/SESSION", (given) => {
     text = given.trim();
     refresh().catch(() => {});
   });

@@ -87,7 +87,7 @@ function decided(decision) {
     ["Notes", (decision.notes ?? []).join("; ")],
     ...Object.entries(decision.figures ?? {}).sort().map(([name, value]) => [name, figure(value)]),
     ["Inputs' digest", decision.inputsDigest && BigInt(decision.inputsDigest).toString(16).padStart(16, "0")],
-  ]), settings.length ? el("details", {}, el("summary", {}, `${decision.policy.name}, ${settings.length} settings`), facts(settings.map(([name, value]) => [name, figure(value)]))) : undefined);
+  ]), settings.length ? el("details", {}, el("summary", {}, `${decision.policy.name}'s settings`), facts(settings.map(([name, value]) => [name, figure(value)]))) : undefined);
 }
 
 function came(decision) {
