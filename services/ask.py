@@ -25,6 +25,7 @@ from rich.table import Table
 
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2
 from services.common.auth import bearer
+from services.common.channel import open_blocking_channel
 from services.common.settings import Tokens
 from services.doctor import Finding, examine
 from services.hindsight import replay, set_policy, what_if
@@ -296,7 +297,7 @@ def _http(url: str, body: bytes | None = None, headers: dict[str, str] | None = 
 
 
 def _call(router: str, method: Callable[..., Any]) -> Any:
-    with grpc.insecure_channel(router) as channel:
+    with open_blocking_channel(router) as channel:
         fleet = fleet_pb2_grpc.FleetServiceStub(channel)
         try:
             return method(fleet, timeout=TIMEOUT_S, metadata=bearer(Tokens().of("operator")))

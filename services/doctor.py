@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 from services.common.auth import bearer
+from services.common.channel import open_blocking_channel
 from services.common.keys import KEY_TOKENS
 
 TIMEOUT_S = 10.0
@@ -42,7 +43,7 @@ class Finding:
 def examine(router: str, gateway: str, redis_url: str, token: str) -> list[Finding]:
     """All findings about the fleet behind a router ("HOST:PORT") and a gateway (base URL). Sends each engine one token's work."""
     findings: list[Finding] = []
-    with grpc.insecure_channel(router) as channel:
+    with open_blocking_channel(router) as channel:
         try:
             health = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(service="pointsman.router.v1.PlacementService"), timeout=TIMEOUT_S

@@ -12,6 +12,7 @@ from google.protobuf import json_format
 
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 from services.common.auth import bearer
+from services.common.channel import open_blocking_channel
 from services.common.settings import Tokens
 from services.router.io.decision_log import DecidedLine, MalformedLine, read_log
 from services.router.policy.base import SettingError
@@ -110,7 +111,7 @@ def _policy(name: str, settings: list[str] | None) -> fleet_pb2.Policy:
 
 
 def _call(router: str, method: Callable[..., Any]) -> Any:
-    with grpc.insecure_channel(router) as channel:
+    with open_blocking_channel(router) as channel:
         try:
             return method(
                 fleet_pb2_grpc.FleetServiceStub(channel), timeout=TIMEOUT_S, metadata=bearer(Tokens().of("operator"))

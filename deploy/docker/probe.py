@@ -24,7 +24,9 @@ def why_unhealthy(kind: str, address: str) -> str | None:
     import grpc  # Only where it is used: an http probe is three times as fast without it.
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    with grpc.insecure_channel(address) as channel:
+    from services.common.channel import open_blocking_channel
+
+    with open_blocking_channel(address) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
         except grpc.RpcError as error:

@@ -22,6 +22,7 @@ from services.common.auth import bearer
 from services.common.channel import open_channel
 from services.common.logs import configure_logs
 from services.common.settings import Tokens
+from services.common.tls import Tls
 
 log = structlog.get_logger()
 
@@ -29,6 +30,10 @@ log = structlog.get_logger()
 def run(settings: AgentSettings) -> None:
     """Watch and report until a signal ends it. Blocks. Raises OSError when `metrics_listen` is taken."""
     configure_logs("agent", settings.log_level)
+    try:
+        Tls().for_channel()
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"pointsman agent: {error}") from None
     asyncio.run(_until_signal(settings))
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hmac
 import ipaddress
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import grpc
@@ -47,20 +50,58 @@ def role_of(tokens: Mapping[str, str], authorization: str) -> str | None:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class BoundToken:
+    """An agent's token that is good for the instances whose ids match one of `patterns` (shell style) only."""
+
+    token: str
+    patterns: tuple[str, ...]
+
+    def covers(self, instance_id: str) -> bool:
+        """Whether its agent may report this instance."""
+        return any(fnmatch.fnmatchcase(instance_id, pattern) for pattern in self.patterns)
+
+
+def read_bound_tokens(file: Path) -> tuple[BoundToken, ...]:
+    """Lines `TOKEN PATTERN [PATTERN ...]`, # begins a comment. Raises OSError, and ValueError that names the line only."""
+    bound = []
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        if words := line.partition("#")[0].split():
+            if len(words) < 2:
+                raise ValueError(f"{file}, line {number}: a token and the instances that it is good for are needed")
+            bound.append(BoundToken(words[0], tuple(words[1:])))
+    return tuple(bound)
+
+
 class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Refuses calls without the right role: UNAUTHENTICATED without a valid token, PERMISSION_DENIED with another role's."""
 
-    def __init__(self, tokens: Tokens) -> None:
+    def __init__(self, tokens: Tokens, bound: Sequence[BoundToken] = ()) -> None:
+        """`bound`: tokens of agents besides the one for all of them."""
         self._tokens = {role: token for role in ROLES if (token := tokens.of(role))}
+        self._bound = tuple(bound)
 
     @property
     def open(self) -> bool:
         """True when no token is configured, so that every caller passes."""
-        return not self._tokens
+        return not self._tokens and not self._bound
 
     def role(self, authorization: str) -> str | None:
         """The role that `authorization` ("Bearer ...") proves; None without a valid token."""
-        return role_of(self._tokens, authorization)
+        role = role_of(self._tokens, authorization)
+        return "agent" if role is None and self._bound_of(authorization) is not None else role
+
+    def may_report(self, authorization: str, instance_id: str) -> bool:
+        """Whether an agent that shows `authorization` may report this instance: any, but for a bound token."""
+        bound = self._bound_of(authorization)
+        return bound is None or bound.covers(instance_id)
+
+    def _bound_of(self, authorization: str) -> BoundToken | None:
+        found = None
+        for one in self._bound:
+            if role_of({"agent": one.token}, authorization) is not None:
+                found = one
+        return found
 
     async def intercept_service(self, continuation: Continuation, details: grpc.HandlerCallDetails) -> Handler:
         handler = await continuation(details)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import grpc
 import grpc.aio
+
+from services.common.tls import Tls
 
 # 64 MiB: a snapshot chunk or a prompt's keys stay far below, a mistake does not take the process down.
 MAX_MESSAGE_BYTES = 64 << 20
@@ -36,5 +39,15 @@ END_OF_STREAM: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to "HOST:PORT". Dialling happens on first use and again whenever the connection is lost."""
+    """A channel to "HOST:PORT", by TLS where the environment says so. Dialling happens on first use and again whenever the
+    connection is lost. Raises ValueError and OSError for TLS settings that cannot be used."""
+    if (credentials := Tls().for_channel()) is not None:
+        return grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+def open_blocking_channel(address: str) -> grpc.Channel:
+    """As open_channel, for programs without an event loop."""
+    if (credentials := Tls().for_channel()) is not None:
+        return grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+    return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)

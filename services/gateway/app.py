@@ -17,6 +17,7 @@ from google.protobuf.json_format import MessageToDict
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from services.common.settings import Tokens
+from services.common.tls import Tls
 from services.gateway.aside import STORED, Aside
 from services.gateway.auth import DEFAULT_TENANT, ApiKeys, Client, KeysFromEnvironment
 from services.gateway.breakdown import BreakdownLog
@@ -69,7 +70,8 @@ class Gateway:
 
     def __init__(self, settings: GatewaySettings, siblings: Siblings | None = None) -> None:
         """`siblings`: the other processes that share the address. Raises ValueError or OSError for an unusable
-        api_keys_file or breakdown_file."""
+        api_keys_file or breakdown_file, and for TLS settings by which no router can be dialled."""
+        Tls().for_channel()
         self._siblings = siblings
         self._settings = settings
         self._keys = ApiKeys(settings.api_keys_file, KeysFromEnvironment().lines())

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import multiprocessing
 import signal
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from multiprocessing.connection import Connection
@@ -50,12 +51,25 @@ async def serving(settings: GatewaySettings, siblings: Siblings | None = None) -
                     while not gateway.usable:  # noqa: ASYNC110
                         await asyncio.sleep(0.05)
         host, _, port = settings.listen.rpartition(":")
-        address, bound = await server.start(host.strip("[]"), int(port), reuse_port=siblings is not None)
+        tls = _tls(settings)
+        address, bound = await server.start(host.strip("[]"), int(port), reuse_port=siblings is not None, tls=tls)
         shown = f"[{address}]" if ":" in address else address
-        yield gateway, f"http://{shown}:{bound}"
+        yield gateway, f"http{'s' if tls else ''}://{shown}:{bound}"
     finally:
         await server.close(settings.drain_s)
         await gateway.close()
+
+
+def _tls(settings: GatewaySettings) -> ssl.SSLContext | None:
+    """What clients are met with; None for plain HTTP. Raises OSError for files that cannot be used (ssl.SSLError is one)."""
+    if settings.tls_cert is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=settings.tls_client_ca)
+    context.load_cert_chain(settings.tls_cert, settings.tls_key)
+    if settings.tls_client_ca is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+    context.set_alpn_protocols(["http/1.1"])
+    return context
 
 
 async def _serve(settings: GatewaySettings, siblings: Siblings | None = None, ready: Connection | None = None) -> None:

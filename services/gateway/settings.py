@@ -18,6 +18,11 @@ class GatewaySettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_GATEWAY_")
 
     listen: str = Field("127.0.0.1:8080", description="HOST:PORT to serve HTTP on; port 0 picks a free one")
+    tls_cert: Path | None = Field(None, description="certificate chain (PEM): HTTPS instead of HTTP; with tls_key")
+    tls_key: Path | None = Field(None, description="private key of tls_cert (PEM)")
+    tls_client_ca: Path | None = Field(
+        None, description="certificates (PEM) of whom clients must show a certificate, besides their keys"
+    )
     routers: Entries = Field(
         default_factory=lambda: ["127.0.0.1:50051"], description="routers as HOST:PORT, tried in this order"
     )
@@ -104,6 +109,12 @@ class GatewaySettings(BaseSettings):
         if any("=" in entry.partition("=")[2] for entry in value):
             raise ValueError("an alias is NAME=MODEL; several are separated by blanks")
         return value
+
+    @model_validator(mode="after")
+    def _whole_tls(self) -> GatewaySettings:
+        if (self.tls_cert is None) is not (self.tls_key is None) or (self.tls_client_ca and not self.tls_cert):
+            raise ValueError("tls_cert and tls_key belong together, and tls_client_ca needs both")
+        return self
 
     @model_validator(mode="after")
     def _room_for_one(self) -> GatewaySettings:

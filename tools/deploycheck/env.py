@@ -59,8 +59,11 @@ def check(told: Told) -> list[str]:
     except LookupError as error:
         return [f"{told.where}: {error}"]
     tokens = importlib.import_module("services.common.settings").Tokens
+    tls = importlib.import_module("services.common.tls").Tls
     known = {
-        str(cls.model_config["env_prefix"]) + name.upper() for cls in (settings, tokens) for name in cls.model_fields
+        str(cls.model_config["env_prefix"]) + name.upper()
+        for cls in (settings, tokens, tls)
+        for name in cls.model_fields
     }
     problems = [
         f"{told.where}: `pointsman {told.command}` does not read {name}"

@@ -354,7 +354,7 @@ class Connection(asyncio.Protocol):
     def _close(self) -> None:
         """Close when everything is sent; a client that has sent more than was read is read on for a while, unseen."""
         self._state = _State.ENDING
-        if self._more:
+        if self._more and self._transport.can_write_eof():  # TLS has no half of a connection to close
             self._transport.write_eof()
         else:
             self._transport.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import Awaitable
 from dataclasses import dataclass
@@ -56,11 +57,13 @@ class Server:
         shortest = min(limits.head_s, limits.body_s, limits.idle_s, limits.stall_s, LINGER_S)
         self._sweep_s = min(0.5, shortest / 4)
 
-    async def start(self, host: str, port: int, *, reuse_port: bool = False) -> tuple[str, int]:
+    async def start(
+        self, host: str, port: int, *, reuse_port: bool = False, tls: ssl.SSLContext | None = None
+    ) -> tuple[str, int]:
         """Listen; the address that is really bound. Raises OSError."""
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_server(
-            lambda: Connection(self), host, port, reuse_port=reuse_port, backlog=1024
+            lambda: Connection(self), host, port, reuse_port=reuse_port, backlog=1024, ssl=tls
         )
         self._sweep()
         bound = self._listener.sockets[0].getsockname()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import Callable
 from typing import TypeAlias
+from urllib.parse import urlsplit
 
 import grpc
 import grpc.aio
@@ -22,8 +24,10 @@ Context: TypeAlias = "grpc.aio.ServicerContext[agent_pb2.ReportRequest, agent_pb
 class AgentService(agent_pb2_grpc.AgentServiceServicer):
     """One stream for each instance."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, may_report: Callable[[str, str], bool]) -> None:
+        """`may_report`: whether who shows this `authorization` may report the instance with this id, or at this HOST:PORT."""
         self._router = router
+        self._may_report = may_report
         self._stream_ids = itertools.count(1)
 
     async def Report(self, requests: object, context: Context) -> None:  # type: ignore[override]  # noqa: N802
@@ -46,6 +50,8 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             await context.abort(code, refusal.reason)
         if refusal is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the router stops")
+        if isinstance(ended[0], _NotYours):
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(ended[0]))
         if isinstance(ended[0], _ProtocolError):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(ended[0]))
         for failure in ended:
@@ -59,6 +65,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             if kind == "hello":
                 if instance_id:
                     raise _ProtocolError("a second hello on one stream")
+                self._check_right(context, message.hello.instance)
                 instance_id = message.hello.instance.instance_id
                 self._router.submit(
                     ev.AgentHello(
@@ -80,6 +87,18 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             elif (about_keys := agents.key_message(message)) is not None:
                 self._router.submit(ev.KeysReported(stream_id, instance_id, about_keys))
 
+    def _check_right(self, context: Context, instance: agent_pb2.Instance) -> None:
+        """Raise _NotYours unless the agent may report the instance, and have prompts sent where it says."""
+        shown = str(dict(context.invocation_metadata() or ()).get("authorization", ""))
+        for name in (instance.instance_id, _address(instance.url)):
+            if not self._may_report(shown, name):
+                raise _NotYours(f"this agent may not report {name}")
+        bootstrap = _address(instance.kv_transfer.bootstrap_url)
+        host = bootstrap.rpartition(":")[0]
+        # Its KV is fetched there: from the same host, on a port of its own.
+        if bootstrap and host != _address(instance.url).rpartition(":")[0] and not self._may_report(shown, bootstrap):
+            raise _NotYours(f"this agent may not name {bootstrap} as a place to fetch KV from")
+
     async def _write(self, stream: AgentStream, context: Context) -> ev.RefuseReport | None:
         while isinstance(reply := await stream.replies.get(), agent_pb2.ReportResponse):
             await context.write(reply)
@@ -89,6 +108,19 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         for record in self._router.state.fleet.records():
             if record.stream_id == stream_id and record.lost_at is None:
                 self._router.submit(ev.AgentLost(stream_id, record.info.instance_id))
+
+
+def _address(url: str) -> str:
+    """HOST:PORT that `url` is dialled at, whatever else it says; empty for none."""
+    try:
+        parts = urlsplit(url)
+        return f"{parts.hostname}:{parts.port or ''}" if parts.hostname else ""
+    except ValueError as error:
+        raise _ProtocolError(f"{url!r} is no URL: {error}") from None
+
+
+class _NotYours(Exception):
+    """The agent's token is good for other instances."""
 
 
 class _ProtocolError(Exception):

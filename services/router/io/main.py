@@ -19,11 +19,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placement_pb2_grpc
-from services.common.auth import TokenInterceptor, is_loopback
+from services.common.auth import TokenInterceptor, is_loopback, read_bound_tokens
 from services.common.channel import SERVER_OPTIONS
 from services.common.logs import configure_logs
 from services.common.metrics_page import metrics_page
 from services.common.settings import Tokens
+from services.common.tls import Tls
 from services.router.io.agent_service import AgentService
 from services.router.io.console import Console
 from services.router.io.decision_stream import DecisionStream
@@ -49,7 +50,9 @@ class RouterServer:
     def __init__(self, settings: RouterSettings, tokens: Tokens) -> None:
         self.settings = settings
         self.router = Router(settings)
-        interceptor = TokenInterceptor(tokens)
+        bound = read_bound_tokens(settings.agents_file) if settings.agents_file else ()
+        interceptor = TokenInterceptor(tokens, bound)
+        self._credentials = Tls().for_server()
         for listen in filter(None, (settings.listen, settings.console_listen)):
             if interceptor.open and not settings.insecure and not is_loopback(listen):
                 raise ValueError(
@@ -57,15 +60,18 @@ class RouterServer:
                 )
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._server = grpc.aio.server(interceptors=[interceptor], options=SERVER_OPTIONS)
-        agent_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(self.router), self._server)
+        agent_pb2_grpc.add_AgentServiceServicer_to_server(
+            AgentService(self.router, interceptor.may_report), self._server
+        )
         placement_pb2_grpc.add_PlacementServiceServicer_to_server(PlacementService(self.router), self._server)
         fleet = FleetService(self.router)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection(
-            (AGENT_SERVICE, PLACEMENT_SERVICE, FLEET_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME),
-            self._server,
-        )
+        if settings.reflection:
+            reflection.enable_server_reflection(
+                (AGENT_SERVICE, PLACEMENT_SERVICE, FLEET_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME),
+                self._server,
+            )
         self._tasks: set[asyncio.Task[None]] = set()
         self._web: web.AppRunner | None = None
         self.console: Console | None = None
@@ -76,7 +82,10 @@ class RouterServer:
 
     async def start(self) -> None:
         """Listen. OSError or RuntimeError when the address is taken."""
-        self.port = self._server.add_insecure_port(self.settings.listen)
+        if self._credentials is None:
+            self.port = self._server.add_insecure_port(self.settings.listen)
+        else:
+            self.port = self._server.add_secure_port(self.settings.listen, self._credentials)
         host = self.settings.listen.rpartition(":")[0]
         self.router.store.address = self.settings.advertise or f"{_reachable(host)}:{self.port}"
         await self._server.start()

@@ -28,6 +28,14 @@ class RouterSettings(BaseSettings):
     metrics_listen: str = Field("127.0.0.1:9100", description="HOST:PORT of /metrics and /health; empty for none")
     console_listen: str = Field("", description="HOST:PORT of the console, a page for people; empty for none")
     console_viewers: int = Field(16, ge=1, description="how many may watch decisions in the console at a time")
+    agents_file: Path | None = Field(
+        None,
+        description="file with lines TOKEN PATTERN...: tokens of agents that may report only instances whose ids, and the "
+        "addresses that they are called at, match a pattern (vllm-0.*); besides the token of all agents, if there is one",
+    )
+    reflection: bool = Field(
+        True, description="let anybody who reaches the gRPC port list its services (gRPC reflection)"
+    )
     insecure: bool = Field(False, description="allow listening off the loopback interface without tokens")
     redis_url: SecretStr = Field(
         SecretStr(""), description="redis://... shared by replicas; empty keeps state in memory"

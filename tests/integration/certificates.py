@@ -1,0 +1,45 @@
+"""Certificates for tests, made by openssl: an authority, and what it signs for 127.0.0.1 and localhost."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Signed:
+    """A certificate and its key, as PEM files."""
+
+    cert: Path
+    key: Path
+
+
+class Authority:
+    """Signs certificates; `ca` is its own."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self._folder = folder
+        self.ca = folder / "ca.pem"
+        self._key = folder / "ca.key"
+        _openssl("req", "-x509", *_fresh(self._key), "-out", self.ca, "-days", "2", "-subj", f"/CN={folder.name}")
+
+    def sign(self, name: str) -> Signed:
+        """A certificate for servers and clients on this machine."""
+        cert, key, request = (self._folder / f"{name}.{kind}" for kind in ("pem", "key", "csr"))
+        names = self._folder / "names"
+        names.write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+        _openssl("req", *_fresh(key), "-out", request, "-subj", f"/CN={name}")
+        signing = ("-CA", self.ca, "-CAkey", self._key, "-CAcreateserial", "-extfile", names)
+        _openssl("x509", "-req", "-in", request, *signing, "-out", cert, "-days", "2")
+        return Signed(cert, key)
+
+
+def _fresh(key: Path) -> tuple[str | Path, ...]:
+    return ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", key)
+
+
+def _openssl(*words: str | Path) -> None:
+    done = subprocess.run(["openssl", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
