@@ -87,10 +87,13 @@ class Run:
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self.url[0]}\r\nContent-Type: application/json\r\n"
         return f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw, kind
 
-    async def connect(self, count: int = 1) -> None:
-        """That many clients more."""
-        loop = asyncio.get_running_loop()
-        await asyncio.gather(*(loop.create_connection(lambda: Client(self), *self.url) for _ in range(count)))
+    async def connect(self, count: int = 1, spread_s: float = 0.0) -> None:
+        """That many clients more, evenly over `spread_s`."""
+        await asyncio.gather(*(self._connect(number * spread_s / count) for number in range(count)))
+
+    async def _connect(self, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        await asyncio.get_running_loop().create_connection(lambda: Client(self), *self.url)
 
     def note(self, *, ok: bool) -> None:
         """One request is over."""
@@ -168,10 +171,10 @@ class Client(asyncio.Protocol):
         coming.add_done_callback(self._run.coming.discard)
 
 
-async def _go(run: Run, connections: int, group: int) -> dict[str, object]:
+async def _go(run: Run, connections: int, group: int, spread_s: float) -> dict[str, object]:
     began = time.perf_counter()
     for start in range(0, connections, group):
-        await run.connect(min(group, connections - start))
+        await run.connect(min(group, connections - start), spread_s)
         while run.hold and len(run.first_s) < min(start + group, connections) and not run.failed:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     if run.hold:
@@ -197,6 +200,7 @@ def main() -> None:
     parser.add_argument(
         "--group", type=int, default=100, help="connections opened at once; --hold waits for each group"
     )
+    parser.add_argument("--spread-ms", type=float, default=0.0, help="over which each group's connections are opened")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--chunks", type=int, default=0, help="0: not streamed")
     parser.add_argument("--prompt", type=int, default=1000)
@@ -218,7 +222,7 @@ def main() -> None:
             given.mix,
             given.prompts,
         )
-        return await _go(run, given.connections, given.group)
+        return await _go(run, given.connections, given.group, given.spread_ms / 1e3)
 
     print(json.dumps(uvloop.run(go())))
 
