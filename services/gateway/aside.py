@@ -10,7 +10,6 @@ import re
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, unquote, urlencode
 
-from services.gateway.answer import Tail
 from services.gateway.dialects import DialectError, Form, Kind, engine_error
 from services.gateway.dialects.responses import stored_at
 from services.gateway.events import EventStream
@@ -83,7 +82,7 @@ class Aside:
             raise DialectError(502, "The instance failed.", type_="server_error", code="instance_failed") from None
         if not streamed:
             return _whole(answer, body, Form.RESPONSES)
-        events, out = EventStream(Tail(Kind.RESPONSES)), request.outgoing
+        events, out = EventStream(Kind.RESPONSES), request.outgoing
         try:
             out.begin(answer.status, down_headers(answer.headers), answer)
             await pass_on(answer, events, out)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-from services.gateway.answer import Tail
 from services.gateway.attempt import Attempt
 from services.gateway.dialects import begins_with_error, engine_error
 from services.gateway.dialects.endings import Ending, usage_of
@@ -47,8 +46,7 @@ class Errands:
         )
         self._sliced: tuple[str, int] | None = None  # the last slice: where, and up to which token
         self._upstream: Answer | None = None
-        self._tail = Tail(job.call.kind)
-        self._events = EventStream(self._tail, withhold_usage=job.call.usage_is_ours)
+        self._events = EventStream(job.call.kind, withhold_usage=job.call.usage_is_ours)
         self.reply: Response | None = None  # a whole answer: a rejection, or one that is not streamed
 
     @property
@@ -59,7 +57,7 @@ class Errands:
     @property
     def streamed_tokens(self) -> int:
         """How many tokens have gone out, an event for each."""
-        return self._tail.events
+        return self._events.count
 
     def step_failed(self) -> None:
         """A step of the plan failed; if it was a transfer, the next one begins from nothing."""
@@ -158,7 +156,7 @@ class Errands:
 
     def ended(self, attempt: Attempt) -> Ending:
         """How the stream ended, as far as it has come; its usage is noted."""
-        ending = self._tail.ending()
+        ending = self._events.ending()
         attempt.usage = ending.usage
         return ending
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.gateway.events import EventStream
 from services.gateway.http.connection import Outgoing
-from services.gateway.http.exchange import Answer
+from services.gateway.http.exchange import Answer, Shortcut
 
 
 async def pass_on(answer: Answer, events: EventStream, out: Outgoing) -> None:
@@ -14,12 +14,6 @@ async def pass_on(answer: Answer, events: EventStream, out: Outgoing) -> None:
         if whole := events.feed(piece):
             out.write(whole)
 
-    def write_chunk(chunk: bytes) -> bool:
-        if not events.passes(chunk):
-            return False
-        out.pass_on(chunk)
-        return True
-
-    await answer.pipe(write, write_chunk if out.chunked else None)
+    await answer.pipe(write, Shortcut(events.passes, out) if out.chunked else None)
     if rest := events.rest():
         out.write(rest)

@@ -11,6 +11,7 @@ import asyncio
 import enum
 import math
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, cast
 
 import httptools
@@ -44,13 +45,17 @@ class _State(enum.Enum):
 
 
 class Outgoing:
-    """The way of one answer to its client, piece by piece: begin, write, end. After the client left nothing is written."""
+    """The way of one answer to its client, piece by piece: begin, write, end. After the client left nothing is written.
 
-    __slots__ = ("_connection", "_head", "_write", "begun", "chunked", "ended")
+    `send` takes bytes of the answer as they are, with the framing that they need.
+    """
+
+    __slots__ = ("_connection", "_head", "_write", "begun", "chunked", "ended", "send")
 
     def __init__(self, connection: Connection, transport: asyncio.Transport, *, chunked: bool) -> None:
         self._connection = connection
         self._write = transport.write
+        self.send: Callable[[bytes], None] = self._write
         self.chunked = chunked  # whether the client takes chunks
         self._head = b""
         self.begun = False
@@ -65,37 +70,34 @@ class Outgoing:
             framing.append("Connection: close")
         self._head = head_bytes(status, headers | self._connection.server.date, *framing)
         self._connection.source = source
+        if not self._connection.lost:
+            self.send = self._send_first
 
     def write(self, piece: bytes) -> None:
         """One non-empty piece of the body."""
-        if self._connection.lost:
-            return
-        if self.chunked:
-            piece = b"%x\r\n%b\r\n" % (len(piece), piece)
-        if self._head:
-            piece, self._head = self._head + piece, b""
-        self._write(piece)
-
-    def pass_on(self, chunk: bytes) -> None:
-        """One chunk of the body, its framing included, to a client that takes chunks."""
-        if self._connection.lost:
-            return
-        if self._head:
-            chunk, self._head = self._head + chunk, b""
-        self._write(chunk)
+        self.send(b"%x\r\n%b\r\n" % (len(piece), piece) if self.chunked else piece)
 
     def end(self) -> None:
         """The body is whole."""
-        if not self._connection.lost:
-            last = self._head + (b"0\r\n\r\n" if self.chunked else b"")
-            if last:
-                self._write(last)
-        self._head = b""
+        self.send(b"0\r\n\r\n" if self.chunked else b"")
         self.ended = True
+
+    def lose(self) -> None:
+        """The client left."""
+        self.send = _nowhere
+
+    def _send_first(self, piece: bytes) -> None:
+        head, self._head = self._head, b""
+        self.send = self._write
+        self._write(head + piece)
 
     def abort(self) -> None:
         """Close the connection in the middle: the client sees that the answer is not whole."""
         self._connection.abort()
+
+
+def _nowhere(piece: bytes) -> None:
+    pass
 
 
 class Connection(asyncio.Protocol):
@@ -140,6 +142,8 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
         self._state, self.deadline = _State.ENDING, math.inf
+        if self._request is not None:
+            self._request.outgoing.lose()
         if self._task is not None:
             self._task.cancel()
         else:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.answer import TAIL_BYTES, Tail
+from services.gateway.answer import TAIL_BYTES
 from services.gateway.dialects import Form, Kind, begins_with_error, engine_event
 from services.gateway.dialects.endings import Ending, Usage
 from services.gateway.events import MAX_HELD_BYTES, EventStream
@@ -37,18 +37,17 @@ CUTS = st.lists(st.integers(1, 400), max_size=60)
 def test_usage_is_found_however_the_stream_is_cut(cuts: list[int], words: int, ours: bool) -> None:
     said = [{"choices": [{"delta": {"content": 'w"usage"' * 30}}]} for _ in range(words)]
     whole = stream(*said, {"choices": [], "usage": USAGE})
-    tail = Tail(Kind.CHAT)
-    events = EventStream(tail, withhold_usage=ours)
+    events = EventStream(Kind.CHAT, withhold_usage=ours)
     out = [events.feed(piece) for piece in cut_up(whole, cuts)]
-    assert tail.ending() == Ending(True, Usage(7, 4, 3))
-    assert tail.events == words + 2
+    assert events.ending() == Ending(True, Usage(7, 4, 3))
+    assert events.count == words + 2
     assert b"".join(out) == (stream(*said) if ours else whole)
     assert all(piece == b"" or piece.endswith(b"\n\n") for piece in out)
-    assert tail._size <= TAIL_BYTES + max(map(len, cut_up(whole, cuts))) + 400
+    assert events._tail._size <= TAIL_BYTES + max(map(len, cut_up(whole, cuts))) + 400
 
 
 def test_only_whole_events_go_out_until_one_is_too_long_to_wait_for() -> None:
-    events = EventStream(Tail(Kind.CHAT))
+    events = EventStream(Kind.CHAT)
     assert events.feed(b'data: {"a"') == b""
     assert events.feed(b": 1}\r\n\r\ndata") == b'data: {"a": 1}\r\n\r\n'
     long = b"x" * MAX_HELD_BYTES
@@ -63,13 +62,13 @@ def test_only_whole_events_go_out_until_one_is_too_long_to_wait_for() -> None:
 
 
 def test_an_early_end_and_an_engines_own_error_are_seen() -> None:
-    tail = Tail(Kind.CHAT)
-    tail.add(stream({"choices": []}, done=False))
-    assert tail.ending().complete is False
-    tail.add(stream({"error": {"message": "dead"}}))
-    assert tail.ending() == Ending(True, Usage(), "the engine reported an error")
-    assert tail.events == 3
-    assert Tail(Kind.CHAT).ending() == Ending(False)
+    events = EventStream(Kind.CHAT)
+    events.feed(stream({"choices": []}, done=False))
+    assert events.ending().complete is False
+    events.feed(stream({"error": {"message": "dead"}}))
+    assert events.ending() == Ending(True, Usage(), "the engine reported an error")
+    assert events.count == 3
+    assert EventStream(Kind.CHAT).ending() == Ending(False)
 
 
 def framed(body: bytes) -> bytes:
@@ -86,26 +85,45 @@ def test_chunks_that_pass_and_pieces_that_are_fed_are_one_stream(kinds: list[str
         "ours": {"choices": [], "usage": USAGE},
     }
     chunks = [stream(said[kind], done=False) for kind in kinds] + [b"data: [DONE]\n\n"]
-    fed, passed = Tail(Kind.CHAT), Tail(Kind.CHAT)
-    whole = EventStream(fed, withhold_usage=ours)
+    whole, notable = (EventStream(Kind.CHAT, withhold_usage=ours) for _ in range(2))
     expected = b"".join(whole.feed(piece) for piece in cut_up(b"".join(chunks), cuts))
-    events = EventStream(passed, withhold_usage=ours)
+    events = EventStream(Kind.CHAT, withhold_usage=ours)
     out = b""
-    for chunk in chunks:
-        if events.passes(framed(chunk)):
-            assert b"10.0.0.7" not in chunk
+    for kind, chunk in zip([*kinds, "done"], chunks, strict=True):
+        passes = events.passes(framed(chunk))
+        assert passes == (kind == "word")
+        if passes:
             out += chunk
         else:
             # What the parser makes of it comes in pieces as they please.
             out += b"".join(events.feed(piece) for piece in cut_up(chunk, cuts[:3]))
+            notable.feed(chunk)
     assert out == expected
     assert b"10.0.0.7" not in out
-    assert passed.ending() == fed.ending()
-    assert passed.events == fed.events
+    assert events.ending() == notable.ending()
+    assert events.count == whole.count
+
+
+@pytest.mark.parametrize("kind", [Kind.MESSAGES, Kind.RESPONSES])
+def test_where_the_last_event_is_json_the_last_chunk_that_passed_tells_the_end(kind: Kind) -> None:
+    last = {
+        Kind.MESSAGES: b'event: message_stop\ndata: {"type":"message_stop"}\n\n',
+        Kind.RESPONSES: b'event: response.completed\ndata: {"sequence_number":9,"type":"response.completed"}\n\n',
+    }[kind]
+    word = b'event: x\ndata: {"sequence_number":8,"type":"x"}\n\n'
+    events = EventStream(kind)
+    assert events.passes(framed(word))
+    assert not events.ending().complete
+    assert events.feed(b": fed between\n\n")
+    assert events.passes(framed(word))
+    assert events.passes(framed(last))
+    assert events.ending().complete
+    assert events.ending().sequence_number == (9 if kind is Kind.RESPONSES else -1)
+    assert events.count == 3
 
 
 def test_a_chunk_does_not_pass_into_the_middle_of_an_event() -> None:
-    events = EventStream(Tail(Kind.CHAT))
+    events = EventStream(Kind.CHAT)
     chunk = framed(stream({"a": 1}, done=False))
     assert events.passes(chunk)
     assert events.feed(b'data: {"b"') == b""
@@ -172,8 +190,7 @@ SAFE = "lost <address> and <address> no KV"
 def test_an_engines_own_error_says_no_more_than_an_error_body_would(
     kind: Kind, event: dict[str, object], seen: dict[str, object], cut: int
 ) -> None:
-    tail = Tail(kind)
-    events = EventStream(tail)
+    events = EventStream(kind)
     before = stream({"sequence_number": 3}, done=False)
     assert not events.passes(framed(stream(event, done=False)))
     pieces = cut_up(before + stream(event, done=False), [cut] * 2000)
@@ -184,8 +201,8 @@ def test_an_engines_own_error_says_no_more_than_an_error_body_would(
     assert found
     assert json.loads(data) == seen
     assert name == (b"event: error\n" if seen.get("type") == "error" else b"")
-    assert tail.ending().error
-    assert tail.ending().complete == (kind not in (Kind.CHAT, Kind.COMPLETION)), "there [DONE] has to come"
+    assert events.ending().error
+    assert events.ending().complete == (kind not in (Kind.CHAT, Kind.COMPLETION)), "there [DONE] has to come"
 
 
 @pytest.mark.parametrize("form", Form)
@@ -210,12 +227,12 @@ def test_an_error_that_is_no_json_or_has_no_end_is_a_plain_sentence() -> None:
         b'event: error\ndata: "at 10.0.0.7"',
         b'data: {"error": 10.0.0.7}',
     ):
-        events = EventStream(Tail(Kind.CHAT))
+        events = EventStream(Kind.CHAT)
         assert events.feed(text) == b""
         out = events.rest()
         assert b"10.0.0.7" not in out
         assert json.loads(out.removeprefix(b"data: "))["error"]["message"]
-    events = EventStream(Tail(Kind.CHAT))
+    events = EventStream(Kind.CHAT)
     out = events.feed(b'data: {"error": {"message": "10.0.0.7')
     for _ in range(20):
         out += events.feed(b"10.0.0.7 " * 10_000)
@@ -228,7 +245,7 @@ def test_an_error_that_is_no_json_or_has_no_end_is_a_plain_sentence() -> None:
 
 
 def test_the_end_of_a_torn_event_is_not_taken_for_an_event() -> None:
-    events = EventStream(Tail(Kind.CHAT))
+    events = EventStream(Kind.CHAT)
     begin = b'data: {"a": "' + b"x" * MAX_HELD_BYTES
     assert events.feed(begin) == begin
     end = b'"\ndata: , "b": "error"}\n\n'

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.http.client import KEEPALIVE_S, Pool
-from services.gateway.http.exchange import HIGH_WATER, Answer, Connection, Origin, UpstreamError
+from services.gateway.http.exchange import HIGH_WATER, Answer, Connection, Origin, Shortcut, UpstreamError
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Type: Text/Plain; x=y\r\nContent-Length: 5\r\n\r\nhello"
@@ -275,13 +275,11 @@ def test_chunks_offered_whole_are_those_that_were_sent(
 async def _piped(pieces: list[bytes], refuse: bytes) -> list[bytes]:
     got: list[bytes] = []
 
-    def take(chunk: bytes) -> bool:
-        size, _, rest = chunk.partition(b"\r\n")
-        assert len(rest) == int(size, 16) + 2
-        if refuse in rest:
-            return False
-        got.append(rest[:-2])
-        return True
+    class Taker:
+        def send(self, chunk: bytes) -> None:
+            size, _, rest = chunk.partition(b"\r\n")
+            assert len(rest) == int(size, 16) + 2
+            got.append(rest[:-2])
 
     connection = Connection(Pool(1.0, 1.0), Origin("h", 1, tls=False))
     connection.connection_made(Wire())
@@ -292,7 +290,9 @@ async def _piped(pieces: list[bytes], refuse: bytes) -> list[bytes]:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     answer = await asking
-    piping = asyncio.create_task(answer.pipe(got.append, take))
+    piping = asyncio.create_task(
+        answer.pipe(got.append, Shortcut(lambda chunk: refuse not in chunk.partition(b"\r\n")[2], Taker()))
+    )
     await asyncio.sleep(0)
     for piece in pieces:
         connection.data_received(piece)
@@ -311,11 +311,10 @@ async def test_ordinary_chunks_need_no_parser() -> None:
     taken: list[bytes] = []
     parsed: list[bytes] = []
 
-    def take(chunk: bytes) -> bool:
-        taken.append(chunk)
-        return True
+    class Taker:
+        send = taken.append
 
-    piping = asyncio.create_task((await asking).pipe(parsed.append, take))
+    piping = asyncio.create_task((await asking).pipe(parsed.append, Shortcut(lambda chunk: True, Taker())))
     await asyncio.sleep(0)
     for _ in range(5):
         connection.data_received(chunk)

@@ -354,6 +354,24 @@ async def test_an_ended_connection_waits_for_a_client_that_still_reads() -> None
     assert client.wire.aborted
 
 
+async def test_after_a_client_left_nothing_of_its_answer_is_written() -> None:
+    for written in (False, True):
+        client = Client()
+        client.connection.data_received(WHOLE.replace(b"/echo", b"/hang"))
+        await asyncio.sleep(0)
+        out = client.site.seen[-1].outgoing
+        out.begin(200, {}, client.site.source)
+        if written:
+            out.write(b"a piece")
+        before, client.wire.closed = client.wire.out, True
+        client.connection.connection_lost(None)
+        out.write(b"another")
+        out.send(b"1\r\nx\r\n")
+        out.end()
+        assert client.wire.out == before
+        assert before.endswith(b"a piece\r\n" if written else b"")
+
+
 async def test_a_closing_server_ends_idle_connections_and_lets_answers_end() -> None:
     idle, busy = Client(), Client()
     busy.server.connections.add(idle.connection)
