@@ -327,17 +327,17 @@ async def test_slices_come_before_the_serve_step(up: Stack) -> None:
         return placement_pb2.Placement(decision_id="d", step=given, last=not tokens)
 
     def sliced(request: placement_pb2.PlacementRequest) -> placement_pb2.Placement:
-        first = step(0, 16)
+        first = step(0, 8)
         first.request_id = request.request_id
         return first
 
     up.router.placer = sliced
-    up.router.next_steps = [step(1, 32), step(2, 0)]
+    up.router.next_steps = [step(1, 16), step(2, 0)]
     status, _, headers = await post(up, "/v1/chat/completions", json=CHAT, headers={"X-Session-ID": "s1"})
     assert (status, headers["X-Pointsman-Instance"]) == (200, "i0")
     slices, ids = up.engines[0].requests[:2], up.engines[0].tokenizer.chat(CHAT)
     assert [path for path, _, _ in slices] == ["/v1/completions"] * 2
-    assert [body["prompt"] for _, body, _ in slices] == [ids[:16], ids[:32]]
+    assert [body["prompt"] for _, body, _ in slices] == [ids[:8], ids[:16]]
     for _, body, sent in slices:
         assert (body["model"], body["max_tokens"], body["stream"]) == (CHAT["model"], 1, False)
         assert (sent["X-data-parallel-rank"], sent["X-Session-ID"]) == ("2", "s1")
