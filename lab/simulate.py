@@ -73,6 +73,9 @@ class RunSettings(BaseSettings):
     routers: int = Field(1, ge=1, description="replicas of the router, of which one owns each pool")
     owner_dies_s: float | None = Field(None, ge=0, description="the owner of the first pool dies then; default: never")
     takeover_s: float = Field(1.5, ge=0, description="a dead owner's pools are taken over so much later")
+    back_s: float | None = Field(
+        None, ge=0, description="the dead replica is there again so much later; default: never"
+    )
     hand_over_s: float | None = Field(None, ge=0, description="the first pool is handed to another replica then")
 
 
@@ -146,6 +149,7 @@ def cell_of(
         routers=settings.routers,
         owner_dies_s=settings.owner_dies_s,
         takeover_s=settings.takeover_s,
+        back_s=settings.back_s,
         hand_over_s=settings.hand_over_s,
         router=router,
         engine=engine,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 from lab.agenda import Agenda
 from lab.engine_model import EngineModel
@@ -27,6 +28,10 @@ class SimulatedFleet:
             for number, name in enumerate((f"i{number}" for number in range(asked.instances)), 1)
         }
         self.pool_of = {name: pools[number % len(pools)] for number, name in enumerate(self.instances)}
+
+    def of_stream(self, stream_id: int) -> SimulatedInstance:
+        """The instance whose agent speaks on that stream, which is numbered as the instances are, from 1."""
+        return next(islice(self.instances.values(), stream_id - 1, None))
 
     @property
     def busy_s(self) -> dict[str, float]:
@@ -56,12 +61,6 @@ class SimulatedFleet:
             )
             for name, instance in self.instances.items()
         ]
-
-    def report_keys(self, now: float) -> None:
-        """All agents tell all keys."""
-        for instance in self.instances.values():
-            for event in instance.all_keys():
-                self._tell(event, now)
 
     def report_loads(self, now: float) -> None:
         """All agents tell their engines' figures."""

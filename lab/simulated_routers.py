@@ -35,8 +35,11 @@ class Routers:
         self, states: Mapping[str, RouterState], pools: Sequence[str], link: Callable[[str, Tell], Link], do: Do
     ):
         """`link` makes the way from all agents to one router. A lone router owns everything without being told."""
-        self.states = dict(states)
-        self._links = {name: link(name, partial(self.tell, name)) for name in states}
+        self.states: dict[str, RouterState] = {}
+        self._link = link
+        self._links: dict[str, Link] = {}
+        for name, state in states.items():
+            self.join(name, state)
         self._do = do
         self._owner = dict.fromkeys(pools, "") if len(states) > 1 else dict.fromkeys(pools, next(iter(states)))
         self._last: dict[str, str] = {}
@@ -75,6 +78,11 @@ class Routers:
                     self._kept[pool].sessions[session] = instance_id
                 case _:
                     self._do(name, effect, now)
+
+    def join(self, name: str, state: RouterState) -> None:
+        """A replica that owns nothing is there (again); whoever speaks to it begins with a hello. Mutates."""
+        self.states[name] = state
+        self._links[name] = self._link(name, partial(self.tell, name))
 
     def die(self, name: str) -> list[str]:
         """A router is gone, and with it all that it alone knew; the pools that nobody owns now. Mutates."""

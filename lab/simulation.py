@@ -35,7 +35,9 @@ class Simulation:
 
     Sessions are dealt to `pools` models in turn, as instances are; `routers` replicas share the pools, each of which one owns.
     At `owner_dies_s` the owner of the first pool dies, and all that it owned is taken over `takeover_s` later, when its lease
-    has run out; at `hand_over_s` the first pool's owner hands it to another, which has it `handing_s` later (None: never).
+    has run out; `back_s` after its death it is there again, knowing nothing but what agents then tell, and once it has settled
+    the pools that prefer it are handed to it. At `hand_over_s` the first pool's owner hands it to another. A pool that is
+    handed over has its new owner `handing_s` later. None: never.
     """
 
     instances: int = 8
@@ -57,6 +59,7 @@ class Simulation:
     routers: int = 1
     owner_dies_s: float | None = None
     takeover_s: float = 1.5
+    back_s: float | None = None
     hand_over_s: float | None = None
     handing_s: float = 0.25
     router: StateSettings = field(default_factory=StateSettings)
@@ -85,6 +88,8 @@ class Simulation:
             raise SimulationError(f"pools: {self.pools} is not in 1 to the number of instances, {self.instances}")
         if self.routers < 1:
             raise SimulationError(f"routers: {self.routers} is not at least 1")
+        if self.back_s is not None and (self.owner_dies_s is None or self.back_s < 0):
+            raise SimulationError(f"back_s: {self.back_s} is negative, or no owner dies")
         for name in ("owner_dies_s", "hand_over_s"):
             if getattr(self, name) is not None and self.routers < 2:
                 raise SimulationError(f"{name}: nobody could take over; routers must be at least 2")

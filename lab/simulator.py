@@ -32,6 +32,7 @@ from lab.traces import TraceRequest, by_session
 from services.common.keys import KEY_TOKENS
 from services.router import events as ev
 from services.router.domain import Phase, PlacementRequest, Step, StepKind
+from services.router.ownership import preferred
 from services.router.policy.registry import make_policy
 from services.router.state import RouterState
 
@@ -42,6 +43,7 @@ LOAD_EVERY_S = 1.0
 BOOKMARK_EVERY_S = 5.0
 TICK_EVERY_S = 0.5
 STEP_WITHIN_S = 60.0
+SETTLE_S = 6.0
 # How much of a trace has names that are remembered, as a multiple of what all caches hold.
 REMEMBERED = 4
 # What clients see of a refusal; 503 for every other one.
@@ -100,10 +102,8 @@ class Simulator:
         self._pools = [MODEL] if asked.pools == 1 else [f"{MODEL}-{number}" for number in range(asked.pools)]
         policy = make_policy(asked.policy, asked.policy_settings) if isinstance(asked.policy, str) else asked.policy
         names = ["sim"] if asked.routers == 1 else [f"sim-{number}" for number in range(asked.routers)]
-        states = {
-            name: RouterState(policy, asked.router, router_id=name, seed=asked.seed, owns_all=len(names) == 1)
-            for name in names
-        }
+        self._new_state = partial(RouterState, policy, asked.router, seed=asked.seed, owns_all=len(names) == 1)
+        states = {name: self._new_state(router_id=name) for name in names}
         self.routers = Routers(states, self._pools, self._link, self._do)
         sessions = trace if isinstance(trace, Iterator) else iter(_in_order(trace))
         self._clients = Clients(sessions, asked, self._pools, self._agenda, self._arrive)
@@ -115,10 +115,8 @@ class Simulator:
 
     def play(self) -> Iterator[RequestRecord]:
         """As run(), with each record as soon as its request has ended; they are not kept."""
-        self.routers.tell_all(ev.GatewayHello(GATEWAY), 0.0)
-        for hello in self._fleet.hellos():
-            self.routers.tell_all(hello, 0.0)
-        self._fleet.report_keys(0.0)
+        for name in self.routers.states:
+            self._greet(name, 0.0)
         self._fleet.report_loads(0.0)
         for pool in self._pools:
             if not self.routers.owner(pool):
@@ -131,7 +129,7 @@ class Simulator:
             self._every(BOOKMARK_EVERY_S, self._fleet.report_bookmarks)
         for moment, change in (
             (self._asked.owner_dies_s, self._owner_dies),
-            (self._asked.hand_over_s, self._hand_over),
+            (self._asked.hand_over_s, partial(self._hand_over, self._pools[0])),
         ):
             if moment is not None:
                 self._agenda.at(moment, change)
@@ -218,9 +216,15 @@ class Simulator:
         elif isinstance(effect, ev.Refused):
             running = self._running[effect.request_id]
             self._agenda.at(now + self._way_s(running), partial(self._refused, running.asked, effect))
-        elif isinstance(effect, ev.Resync):
-            for event in self._fleet.instances[effect.instance_id].all_keys():
+        elif isinstance(effect, ev.Resync) or (isinstance(effect, ev.Welcome) and effect.snapshot):
+            for event in self._fleet.of_stream(effect.stream_id).all_keys():
                 self.routers.report_to(router, event, now)
+
+    def _greet(self, router: str, now: float) -> None:
+        """The gateway and all agents open a stream to a router."""
+        self.routers.tell(router, ev.GatewayHello(GATEWAY), now)
+        for hello in self._fleet.hellos():
+            self.routers.tell(router, hello, now)
 
     def _owner_dies(self, now: float) -> None:
         if name := self.routers.owner(self._pools[0]):
@@ -228,9 +232,21 @@ class Simulator:
             for pool in pools:
                 self._displace(pool, now)
                 self._agenda.at(now + self._asked.takeover_s, partial(self._take_over, pool))
+            if self._asked.back_s is not None:
+                self._agenda.at(now + self._asked.back_s, partial(self._back, name))
 
-    def _hand_over(self, now: float) -> None:
-        pool = self._pools[0]
+    def _back(self, name: str, now: float) -> None:
+        """The dead replica is there again. What it decides has other ids than what it decided in its first life."""
+        self.routers.join(name, self._new_state(router_id=f"{name}-again"))
+        self._greet(name, now)
+        self._agenda.at(now + SETTLE_S, partial(self._settled, name))
+
+    def _settled(self, name: str, now: float) -> None:
+        for pool in self._pools:
+            if preferred(pool, self.routers.states) == name and self.routers.owner(pool) != name:
+                self._hand_over(pool, now)
+
+    def _hand_over(self, pool: str, now: float) -> None:
         if self.routers.owner(pool):
             self.routers.lose(pool, now)
             self._displace(pool, now)
