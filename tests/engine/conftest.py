@@ -10,7 +10,7 @@ import openai
 import pytest
 
 pytest.register_assert_rewrite(
-    "tests.engine.offloading", "tests.engine.servers", "tests.engine.stack", "tests.engine.talk"
+    "tests.engine.faulty", "tests.engine.offloading", "tests.engine.servers", "tests.engine.stack", "tests.engine.talk"
 )
 
 from tests.engine.servers import ADAPTER, ENGINE_PYTHON, Engine, EngineSpec, make_model, running_engines  # noqa: E402

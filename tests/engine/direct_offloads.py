@@ -17,6 +17,8 @@ from tests.engine.servers import SERVED_NAME, Engine
 CLIENT = aiohttp.ClientTimeout(total=300)
 OUTPUT = 8
 
+Prompt = str | list[int]
+
 
 @contextlib.asynccontextmanager
 async def session() -> AsyncIterator[aiohttp.ClientSession]:
@@ -49,7 +51,7 @@ class Offload:
     http: aiohttp.ClientSession
     p: Engine
     d: Engine
-    prompt: list[int]
+    prompt: Prompt
     lead_s: float = 0.02
     output: int = OUTPUT
     transfer_id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -81,7 +83,7 @@ class Offload:
         return await text
 
 
-async def alone(http: aiohttp.ClientSession, engine: Engine, prompt: list[int]) -> str:
+async def alone(http: aiohttp.ClientSession, engine: Engine, prompt: Prompt) -> str:
     """The answer of an engine that computes all of it itself, past its cache."""
     answer = await post(http, engine, {"prompt": prompt, "max_tokens": OUTPUT, "cache_salt": uuid.uuid4().hex})
     return str(answer["choices"][0]["text"])

@@ -30,7 +30,7 @@ OFFLOAD_ALL = ("adaptive_offload", {"heavy_new_tokens": 1})
 _salts = count()
 
 
-def offloading(engines: Sequence[Engine], folder: Path, engine_options: str = "") -> ControlPlane:
+def offloading(engines: Sequence[Engine], folder: Path, engine_options: str = "", **more: Any) -> ControlPlane:
     """A control plane that offloads whatever is not cached. An instance outlives its agent's silence."""
     flags = {
         "--policy": OFFLOAD_ALL[0],
@@ -39,7 +39,7 @@ def offloading(engines: Sequence[Engine], folder: Path, engine_options: str = ""
         "--stale-keys-s": 900,
         "--lost-instance-s": 900,
     }
-    return ControlPlane(engines, folder, router_flags=flags, engine_options=engine_options)
+    return ControlPlane(engines, folder, router_flags=flags, engine_options=engine_options, **more)
 
 
 @contextlib.contextmanager
@@ -62,8 +62,12 @@ def colocated(engine: Engine, prompt: str, tokens: int) -> str:
 def assert_same(engine: Engine, prompt: str, seen: str, tokens: int) -> None:
     """`seen` is the colocated answer; where they part, the two best scores must be a tie."""
     expected = colocated(engine, prompt, tokens)
-    if seen == expected:
-        return
+    if seen != expected:
+        assert_tie(engine, prompt, expected, seen)
+
+
+def assert_tie(engine: Engine, prompt: str, expected: str, seen: str) -> None:
+    """Two different greedy answers to `prompt` part where the two best scores are the same."""
     words, others = expected.split(), seen.split()
     at = next(n for n, (one, other) in enumerate(zip(words, others, strict=True)) if one != other)
     asked = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": at + 1, "temperature": 0, "logprobs": 2}

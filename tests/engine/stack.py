@@ -43,6 +43,7 @@ class ControlPlane:
     engines: Sequence[Engine]
     folder: Path
     router_flags: Mapping[str, object] = field(default_factory=dict)
+    agent_flags: Mapping[str, object] = field(default_factory=dict)
     gateway_flags: Mapping[str, object] = field(default_factory=dict)
     engine_options: str = ""  # to tell the agent of each engine beside what its own target says
     redis_port: int = field(default_factory=free_port)
@@ -79,6 +80,7 @@ class ControlPlane:
                 "--state-dir": self.state_dir,
                 "--metrics-listen": f"127.0.0.1:{free_port()}",
                 "--scrape-interval-s": 0.25,
+                **self.agent_flags,
             },
             *(part for engine in self.engines for part in ("--engines", engine.target + self.engine_options)),
             roles=("agent",),

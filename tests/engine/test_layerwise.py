@@ -1,0 +1,355 @@
+"""Layer-wise push between real engines over Mooncake and TCP: the answers stay the same, whatever fails is answered all the same,
+and nothing is left behind. The engines have the connector package installed, and run it with faults that tests switch on."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.engine.direct_offloads import Offload, Refused, alone, session
+from tests.engine.faulty import FAULTY, WITHIN_S, assert_nothing_left, faulty, installed, told
+from tests.engine.offloading import assert_offloaded, assert_tie, in_step, offloading, stopped
+from tests.engine.processes import until
+from tests.engine.servers import Engine, EngineSpec, running_engines
+from tests.engine.stack import ControlPlane
+from tests.engine.talk import complete, fresh_words
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+# How long these engines keep KV that nobody fetches, and wait for a prompt that does not come.
+EXPIRES_S = 20
+LONGEST = 8_000
+
+
+@pytest.fixture(scope="module")
+def trio(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
+    """One that computes prompts in chunks of 256 tokens, one in one piece, and a small one."""
+    folder = tmp_path_factory.mktemp("trio")
+    site = installed(folder)
+
+    def spec(name: str, core: int, chunk: int, capacity: int) -> EngineSpec:
+        return EngineSpec(
+            name,
+            core=core,
+            kv_capacity_tokens=capacity,
+            max_model_len=LONGEST + 448,
+            extra_args=("--max-num-batched-tokens", str(chunk), "--max-num-seqs", "32"),
+            kv_transfer=FAULTY,
+            env={
+                "PYTHONPATH": str(site),
+                "POINTSMAN_FAULTS": str(folder / name),
+                "POINTSMAN_AGENT_LOADS": f"ipc://{folder}/loads",
+                "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(EXPIRES_S),
+                # What the transport waits for a dead peer.
+                "MC_TRANSFER_TIMEOUT": "5",
+                # For /reset_prefix_cache.
+                "VLLM_SERVER_DEV_MODE": "1",
+            },
+        )
+
+    specs = [spec("chunks", 0, 256, 48_000), spec("whole", 1, LONGEST + 448, 48_000), spec("spare", 0, 256, 9_728)]
+    with running_engines(specs, model_folder, folder) as engines:
+        yield engines
+
+
+# ---- answers ----
+
+
+def run(ask: Callable[[aiohttp.ClientSession], Awaitable[Any]]) -> Any:
+    async def asked() -> Any:
+        async with session() as http:
+            return await ask(http)
+
+    return asyncio.run(asked())
+
+
+async def all_alone(http: aiohttp.ClientSession, engines: list[Engine], prompts: list[str]) -> list[str]:
+    """What engines answer that compute all of it themselves, three requests at each at a time."""
+    gates = [asyncio.Semaphore(3) for _ in engines]
+
+    async def one(number: int, prompt: str) -> str:
+        async with gates[number % len(engines)]:
+            return await alone(http, engines[number % len(engines)], prompt)
+
+    return await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
+
+
+def assert_right(engines: list[Engine], answers: list[tuple[str, str]]) -> None:
+    """Each (prompt, answer) is what an engine answers alone, but for ties."""
+    expected = run(lambda http: all_alone(http, engines, [prompt for prompt, _ in answers]))
+    for (prompt, seen), right in zip(answers, expected, strict=True):
+        if seen != right:
+            assert_tie(engines[0], prompt, right, seen)
+
+
+def nothing_left(*engines: Engine) -> None:
+    """Nothing is, after the time that an engine waits for what does not come."""
+    assert_nothing_left(*engines, within_s=2 * EXPIRES_S)
+
+
+def beginning(text: str, words: int) -> str:
+    return "".join(f" {word}" for word in text.split()[:words])
+
+
+def mixed_length(rng: random.Random, number: int) -> int:
+    """From 1 token to 8k, mostly short; now and then a long one, or one at the edge of a block or chunk."""
+    edges = (LONGEST, 1, 2, 4_096, 31, 32, 33, 5_500, 255, 256, 257, 6_000, 511, 512)
+    often, at = divmod(number, 15)
+    return round(3_000 ** rng.random()) if at else edges[often]
+
+
+def test_200_mixed_requests_are_answered_as_one_engine_would(trio: list[Engine]) -> None:
+    """Six in flight, in both directions, the receiver asked first, at once or last; prompts that begin as others did."""
+    rng = random.Random(11)
+    chunks, whole, spare = trio
+    hits = [engine.metric("vllm:prefix_cache_hits_total") for engine in (chunks, whole)]
+    answers: list[tuple[str, str]] = []
+
+    async def ask(http: aiohttp.ClientSession) -> None:
+        gate = asyncio.Semaphore(6)
+
+        async def one(number: int) -> None:
+            async with gate:
+                prompt = fresh_words(mixed_length(rng, number))
+                if answers and rng.random() < 0.3:
+                    earlier, _ = rng.choice(answers)
+                    kept = beginning(earlier, rng.randint(1, 1_500))
+                    prompt = kept if rng.random() < 0.2 else kept + beginning(prompt, 1_500)
+                p, d = rng.sample((chunks, whole), 2)
+                offload = Offload(http, p, d, prompt, lead_s=rng.choice((0.02, 0.02, 0.02, 0.0, -1.0)))
+                answers.append((prompt, await offload.answer()))
+
+        await asyncio.gather(*(one(number) for number in range(210)))
+
+    run(ask)
+    assert_right([whole, spare], answers)
+    for engine, before in zip((chunks, whole), hits, strict=True):
+        assert engine.metric("vllm:prefix_cache_hits_total") > before
+        assert told(engine)["pushes"] > 0
+        assert told(engine)["fallbacks"] == 0
+    nothing_left(*trio)
+
+
+def offloaded(p: Engine, d: Engine, words: int) -> tuple[str, str]:
+    """A prompt, and its answer by `d` with `p`'s KV. P knows of D before it begins."""
+    prompt = fresh_words(words)
+
+    async def ask(http: aiohttp.ClientSession) -> str:
+        offload = Offload(http, p, d, prompt)
+        text = asyncio.create_task(offload.decode())
+        await asyncio.to_thread(until, lambda: told(p)["state"]["receivers"], within_s=WITHIN_S, what="a receiver")
+        await offload.prefill()
+        return await text
+
+    return prompt, run(ask)
+
+
+async def in_the_middle(
+    http: aiohttp.ClientSession, p: Engine, d: Engine
+) -> tuple[str, asyncio.Task[Any], asyncio.Task[str]]:
+    """A prompt, and P's and D's request of a transfer of which some is written and some is not. P's writes are to be slow."""
+    prompt = fresh_words(3_000)
+    offload = Offload(http, p, d, prompt)
+    before = told(p)["pushes"]
+    text = asyncio.create_task(offload.decode())
+    await asyncio.sleep(0.05)
+    prefill = asyncio.create_task(offload.prefill())
+    await asyncio.to_thread(until, lambda: told(p)["pushes"] > before, within_s=WITHIN_S, what="a first push")
+    return prompt, prefill, text
+
+
+def test_a_preempted_prefill_is_sent_anew(trio: list[Engine]) -> None:
+    """From its beginning, twice, while a write of what it had computed before is still under way."""
+    p, d, _ = trio
+    before = p.metric("vllm:num_preemptions_total")
+
+    async def ask(http: aiohttp.ClientSession) -> tuple[str, str]:
+        prompt, prefill, text = await in_the_middle(http, p, d)
+        for _ in range(2):
+            await asyncio.to_thread(p.ask, "/reset_prefix_cache?reset_running_requests=true", {})
+            await asyncio.sleep(0.1)
+        await prefill
+        return prompt, await text
+
+    with faulty(p, slow_s=0.2):
+        answer = run(ask)
+    assert p.metric("vllm:num_preemptions_total") == before + 2
+    assert_right([d], [answer])
+    nothing_left(p, d)
+
+
+# ---- faults ----
+
+
+def test_a_layer_that_is_withheld_is_noticed(trio: list[Engine]) -> None:
+    """Without this the comparisons above would prove nothing."""
+    chunks, whole, _ = trio
+    with faulty(chunks, withhold=1):
+        answers = [offloaded(chunks, whole, 600) for _ in range(3)]
+    for answer in answers:
+        with pytest.raises(AssertionError, match="instead of"):
+            assert_right([whole], [answer])
+
+
+@pytest.mark.parametrize("fault", ["fail", "silent", "slow_s"])
+def test_failed_and_late_layers_go_after_the_prefill(trio: list[Engine], fault: str) -> None:
+    for p, d in ((trio[0], trio[1]), (trio[1], trio[0])):
+        before = told(p)["fallbacks"]
+        with faulty(p, **{fault: 1.0}):
+            answers = [offloaded(p, d, words) for words in (1, 600, 3_000)]
+        assert_right([d], answers)
+        # What is merely slow is waited for.
+        assert told(p)["fallbacks"] - before == (0 if fault == "slow_s" else 3)
+    nothing_left(*trio)
+
+
+def test_500_aborts_leave_nothing_behind(trio: list[Engine]) -> None:
+    rng = random.Random(5)
+    chunks, whole, _ = trio
+
+    async def ask(http: aiohttp.ClientSession) -> None:
+        gate = asyncio.Semaphore(16)
+
+        async def one() -> None:
+            async with gate:
+                p, d = rng.sample((chunks, whole), 2)
+                offload = Offload(http, p, d, fresh_words(round(1_500 ** rng.random())), output=rng.choice((1, 64)))
+                both = [asyncio.create_task(half) for half in (offload.decode(), offload.prefill())]
+                # One, the other, or both are given up; one that is not has its end from the engines.
+                for half in rng.choice((both, both[:1], both[1:])):
+                    await asyncio.sleep(0.3 * rng.random() ** 2)
+                    half.cancel()
+                await asyncio.gather(*both, return_exceptions=True)
+
+        await asyncio.gather(*(one() for _ in range(500)))
+
+    run(ask)
+    nothing_left(chunks, whole)
+    assert_right([whole], [offloaded(chunks, whole, 500), offloaded(whole, chunks, 500)])
+
+
+# ---- Pointsman before them ----
+
+
+@pytest.fixture(scope="module")
+def running_plane(trio: list[Engine], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    """A control plane that offloads between the first two. Its agent looks at /metrics at its start, and hardly after."""
+    flags = {"--loads-listen": trio[0].spec.env["POINTSMAN_AGENT_LOADS"], "--scrape-interval-s": 50}
+    folder = tmp_path_factory.mktemp("layerwise-plane")
+    with offloading(trio[:2], folder, "&decode-first=1", agent_flags=flags).running() as plane:
+        yield plane
+
+
+def test_the_gateway_asks_the_receiver_first(running_plane: ControlPlane, trio: list[Engine]) -> None:
+    before = [told(engine) for engine in trio[:2]]
+    with in_step(running_plane) as plane, plane.client() as client:
+        for number in (500, 7_500):
+            for stream in (True, False):
+                assert_offloaded(plane, client, trio[:2], number, stream=stream)
+    after = [told(engine) for engine in trio[:2]]
+    pushes, fallbacks = (
+        sum(now[name] for now in after) - sum(was[name] for was in before) for name in ("pushes", "fallbacks")
+    )
+    # Of the long prompts more than one: they were sent while they were computed.
+    assert pushes >= 2 + 2 * 2
+    assert fallbacks == 0
+
+
+COUNTERS = ("generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "external_prefix_cache_hits")
+
+
+def load_of(plane: ControlPlane, engine: Engine) -> list[float]:
+    """What the router knows of an engine."""
+    load = plane.instance(engine).load
+    return [load.running, *(getattr(load, name) for name in COUNTERS)]
+
+
+def own_load(engine: Engine) -> list[float]:
+    """The same, as the engine tells."""
+    return [engine.running(), *(engine.metric(f"vllm:{name}_total") for name in COUNTERS)]
+
+
+def test_the_agent_knows_the_load_after_each_step(running_plane: ControlPlane, trio: list[Engine]) -> None:
+    with in_step(running_plane) as plane, plane.client() as client:
+        for number in range(3):
+            complete(client, fresh_words(50), max_tokens=5 + number)
+            for engine in trio[:2]:
+                deadline = time.monotonic() + 10.0
+                while (known := load_of(plane, engine)) != (own := own_load(engine)):
+                    assert time.monotonic() < deadline, (engine.spec.name, known, own)
+                    time.sleep(0.05)
+
+
+# ---- one side stands still, or dies ----
+
+
+def test_d_stands_still_in_the_middle(trio: list[Engine]) -> None:
+    """P answers meanwhile; D has its KV when it goes on."""
+    p, d, _ = trio
+
+    async def ask(http: aiohttp.ClientSession) -> tuple[str, str]:
+        prompt, prefill, text = await in_the_middle(http, p, d)
+        with stopped(d):
+            await asyncio.wait_for(prefill, WITHIN_S)
+        return prompt, await asyncio.wait_for(text, WITHIN_S)
+
+    with faulty(p, slow_s=0.5):
+        answer = run(ask)
+    assert_right([d], [answer])
+    nothing_left(p, d)
+
+
+def test_p_stands_still_in_the_middle(trio: list[Engine]) -> None:
+    """D goes on with all else, and its client may give up."""
+    d, p, _ = trio
+
+    async def ask(http: aiohttp.ClientSession) -> None:
+        _, prefill, text = await in_the_middle(http, p, d)
+        with stopped(p):
+            await asyncio.wait_for(alone(http, d, fresh_words(100)), WITHIN_S)
+            text.cancel()
+            await asyncio.to_thread(until, lambda: not d.running(), within_s=WITHIN_S, what="that D gave it up")
+        await asyncio.wait_for(prefill, WITHIN_S)
+
+    with faulty(p, slow_s=0.5):
+        run(ask)
+    nothing_left(p, d)
+
+
+def test_d_dies_in_the_middle(trio: list[Engine]) -> None:
+    p, _, d = trio
+
+    async def ask(http: aiohttp.ClientSession) -> None:
+        _, prefill, text = await in_the_middle(http, p, d)
+        d.process.kill()
+        await asyncio.wait_for(prefill, WITHIN_S)
+        with pytest.raises(aiohttp.ClientError):
+            await text
+
+    with faulty(p, slow_s=0.5):
+        run(ask)
+    nothing_left(p)
+
+
+def test_p_dies_in_the_middle(trio: list[Engine]) -> None:
+    """D says so long before its own patience ends."""
+    d, p, _ = trio
+
+    async def ask(http: aiohttp.ClientSession) -> None:
+        _, prefill, text = await in_the_middle(http, p, d)
+        p.process.kill()
+        with pytest.raises(Refused):
+            await asyncio.wait_for(text, EXPIRES_S)
+        # Its own request may have been over before.
+        await asyncio.gather(prefill, return_exceptions=True)
+
+    with faulty(p, slow_s=0.5):
+        run(ask)
+    nothing_left(d)
