@@ -14,7 +14,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -35,7 +35,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Run:
-    """One offload: the tail and P's CPU time, in seconds."""
+    """One offload: the tail (negative when D's first token was there before P's answer) and P's CPU time, in seconds."""
 
     tail_s: float
     p_cpu_s: float
@@ -94,19 +94,18 @@ async def _offload(http: aiohttp.ClientSession, pair: list[Engine], prompt: list
     offload = Offload(http, p, d, prompt, lead_s, output=1)
     before = _cpu_s(p)
 
-    async def prefill() -> float:
-        await offload.prefill()
+    async def end_of(half: Awaitable[object]) -> float:
+        await half
         return time.perf_counter()
 
     if lead_s < 0:
-        ended = await prefill()
-        await offload.decode()
+        prefilled = await end_of(offload.prefill())
+        answered = await end_of(offload.decode())
     else:
-        answer = asyncio.create_task(offload.decode())
+        answer = asyncio.create_task(end_of(offload.decode()))
         await asyncio.sleep(0.01)
-        ended = await prefill()
-        await answer
-    return Run(time.perf_counter() - ended, _cpu_s(p) - before)
+        prefilled, answered = await end_of(offload.prefill()), await answer
+    return Run(answered - prefilled, _cpu_s(p) - before)
 
 
 def _cpu_s(engine: Engine) -> float:
