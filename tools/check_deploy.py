@@ -55,7 +55,7 @@ def render(kustomization: Path, *components: str) -> list[dict[str, Any]]:
     kubectl = ensure_kubectl()
     with tempfile.TemporaryDirectory() as folder:
         deploy = Path(folder, "deploy")
-        shutil.copytree(DEPLOY, deploy, ignore=shutil.ignore_patterns("secrets", ".env"))
+        shutil.copytree(DEPLOY, deploy, ignore=shutil.ignore_patterns("secrets", "tls", ".env"))
         make_secrets(deploy / "k8s/base/secrets")
         copy = deploy / kustomization.relative_to(DEPLOY)
         for name in components:
@@ -94,10 +94,10 @@ def schema_problems(item: dict[str, Any]) -> list[str]:
     return []
 
 
-def check_compose(file: Path) -> list[str]:
-    """Problems of the compose file."""
+def check_compose(file: Path, *above: Path) -> list[str]:
+    """Problems of the compose file with those files on top of it. Folders that scripts make need not be there."""
     schema = run(
-        BIN / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", "--output-format", "json", file
+        BIN / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", "--output-format", "json", file, *above
     )  # fmt: skip
     if schema.returncode:
         try:
@@ -110,11 +110,13 @@ def check_compose(file: Path) -> list[str]:
         made = make_secrets(Path(folder, "secrets"))
     example = file.with_name(".env.example").read_text()
     parsed = yaml.safe_load(file.read_text())
+    for other in above:
+        parsed = compose.merge(parsed, yaml.safe_load(other.read_text()))
     project = compose.interpolate(parsed, compose.example_env(example)[0])
     missing = [
         f"{name}: {path} is not there"
         for name, path in compose.mounted_files(project)
-        if not file.parent.joinpath(path).exists()
+        if not file.parent.joinpath(path).exists() and not path.startswith("./tls/")
     ]
     return [*missing, *compose.check(parsed, example, made)]
 
@@ -122,7 +124,10 @@ def check_compose(file: Path) -> list[str]:
 def check_telemetry(folder: Path, compose_file: Path) -> list[str]:
     """Problems of Prometheus' configuration and rules and of the dashboards."""
     problems = []
-    for words in (("check", "config", folder / "prometheus.yaml"), ("check", "rules", *folder.glob("rules/*.yaml"))):
+    for words in (
+        ("check", "config", "--syntax-only", *sorted(folder.glob("prometheus.*yaml"))),
+        ("check", "rules", *folder.glob("rules/*.yaml")),
+    ):
         checked = run("promtool", *words)
         if checked.returncode:
             problems.append(" ".join((checked.stderr or checked.stdout).split()))
@@ -154,6 +159,8 @@ def main() -> int:
     checks["deploy/k8s/overlays/ha with external-redis"] = check_k8s(DEPLOY / "k8s/overlays/ha", "external-redis")
     compose_file = DEPLOY / "compose/compose.yaml"
     checks[str(compose_file.relative_to(ROOT))] = check_compose(compose_file)
+    tls = compose_file.with_name("tls.yaml")
+    checks[str(tls.relative_to(ROOT))] = check_compose(compose_file, tls)
     checks["deploy/telemetry"] = check_telemetry(DEPLOY / "telemetry", compose_file)
     for file in sorted((DEPLOY / "docker").glob("*Dockerfile")):
         checks[str(file.relative_to(ROOT))] = check_dockerfile(file)

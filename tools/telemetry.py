@@ -1,5 +1,5 @@
-"""Writes what is derived under deploy/telemetry: the Grafana dashboards, from the panels listed here, and the alert rules as an
-object of Kubernetes.
+"""Writes what is derived under deploy/telemetry: the Grafana dashboards, from the panels listed here, the alert rules as an
+object of Kubernetes, and Prometheus' configuration for a gateway with TLS.
 
     .venv/bin/python -m tools.telemetry
 
@@ -158,13 +158,27 @@ def prometheus_rule(rules: str) -> str:
     )
 
 
+def with_tls(prometheus: str) -> str:
+    """The text of prometheus.yaml for a gateway that speaks TLS (deploy/compose/tls.yaml)."""
+    job = "  - job_name: pointsman-gateway\n"
+    assert job in prometheus
+    body = prometheus[prometheus.index("global:") :]
+    return "# Written by tools/telemetry.py from prometheus.yaml: the gateway speaks TLS.\n" + body.replace(
+        job, f"{job}    scheme: https\n    tls_config: {{ca_file: /run/tls/ca.pem}}\n"
+    )
+
+
 def written(folder: Path = FOLDER) -> dict[str, str]:
     """Path under `folder` -> content of every derived file."""
     dashboards = {
         f"grafana/dashboards/{uid}.json": json.dumps(dashboard(uid, title, panels), indent=1) + "\n"
         for uid, (title, panels) in DASHBOARDS.items()
     }
-    return {**dashboards, "prometheusrule.yaml": prometheus_rule((folder / RULES).read_text())}
+    return {
+        **dashboards,
+        "prometheusrule.yaml": prometheus_rule((folder / RULES).read_text()),
+        "prometheus.tls.yaml": with_tls((folder / "prometheus.yaml").read_text()),
+    }
 
 
 if __name__ == "__main__":

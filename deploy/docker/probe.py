@@ -6,6 +6,8 @@ Exit status 0 when the service says that it serves, 1 with the reason on stderr 
 
 from __future__ import annotations
 
+import os
+import ssl
 import sys
 import urllib.error
 import urllib.request
@@ -17,7 +19,8 @@ def why_unhealthy(kind: str, address: str) -> str | None:
     """Why the service at `address` is not healthy, or None when it is. `kind` is "grpc" or "http"."""
     if kind == "http":
         try:
-            with urllib.request.urlopen(address, timeout=TIMEOUT_S):
+            trusted = ssl.create_default_context(cafile=os.environ.get("POINTSMAN_TLS_CA") or None)
+            with urllib.request.urlopen(address, timeout=TIMEOUT_S, context=trusted):
                 return None
         except (urllib.error.URLError, OSError) as error:
             return str(error)

@@ -35,6 +35,7 @@ class Stack:
     folder: Path
     services: dict[str, dict[str, Any]]
     secrets_of: dict[str, str]
+    scheme: str = "http"
     ports: dict[tuple[str, str], int] = field(default_factory=dict)
     processes: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
 
@@ -44,7 +45,7 @@ class Stack:
 
     def url(self, name: str, port: str) -> str:
         """Where the service's port is here."""
-        return f"http://127.0.0.1:{self.ports[name, port]}"
+        return f"{self.scheme}://127.0.0.1:{self.ports[name, port]}"
 
     def local(self, name: str, text: str) -> str:
         """`text` of service `name` as it must read on this machine."""
@@ -73,7 +74,8 @@ class Stack:
         entrypoint = service.get("entrypoint", ["pointsman"] if service["image"].startswith("pointsman:") else [])
         words = [self.local(name, word) for word in [*entrypoint, *service["command"]]]
         if name == "redis":
-            words += ["--port", str(self.ports[name, "6379"]), "--bind", "127.0.0.1", "--dir", str(self.folder)]
+            port = [] if "--tls-port" in words else ["--port", str(self.ports[name, "6379"])]
+            words += [*port, "--bind", "127.0.0.1", "--dir", str(self.folder)]
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = await asyncio.create_subprocess_exec(
                 *words, env=self.environment(name), cwd=self.folder, stdout=log, stderr=subprocess.STDOUT
@@ -101,7 +103,7 @@ class Stack:
         assert kind == "CMD"
         if name == "redis":
             # Its client's -e, which makes an error reply a failure, is newer than the one in the tests.
-            check = ["redis-cli", "-p", str(self.ports[name, "6379"]), "ping"]
+            check = ["redis-cli", "-p", str(self.ports[name, "6379"]), *(word for word in check[1:] if word != "-e")]
         words = [self.local(name, word) for word in check]
         probe = await asyncio.create_subprocess_exec(
             *words, env=self.environment(name), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -141,11 +143,13 @@ class Stack:
             if source[0] not in "./":
                 here.mkdir(exist_ok=True)
                 continue
-            given = FILE.parent / source
+            # What scripts make lies in the test's folder.
+            given = (self.folder if source.startswith("./") else FILE.parent) / source
             for file in given.rglob("*") if given.is_dir() else [given]:
                 copied = here / file.relative_to(given) if given.is_dir() else here
                 copied.parent.mkdir(parents=True, exist_ok=True)
-                copied.write_text(self.local(name, file.read_text()))
+                if not file.is_dir():
+                    copied.write_text(self.local(name, file.read_text()))
         mounted = self.folder / name / "secrets"
         mounted.mkdir(parents=True, exist_ok=True)
         for secret in service.get("secrets", []):
@@ -155,17 +159,23 @@ class Stack:
 
 
 @asynccontextmanager
-async def compose_stack(folder: Path, *profiles: str, **variables: str) -> AsyncIterator[Stack]:
-    """The services without a profile and those of `profiles`, none started; `variables` are other than .env.example's."""
+async def compose_stack(folder: Path, *profiles: str, tls: bool = False) -> AsyncIterator[Stack]:
+    """The services without a profile and those of `profiles`, none started; `tls`: with tls.yaml on top."""
     example, _ = compose.example_env(FILE.with_name(".env.example").read_text())
-    project = compose.interpolate(yaml.safe_load(FILE.read_text()), {**example, **variables})
+    told = yaml.safe_load(FILE.read_text())
+    if tls:
+        told = compose.merge(told, yaml.safe_load(FILE.with_name("tls.yaml").read_text()))
+        made = check_deploy.run(check_deploy.DEPLOY / "make-certificates.sh", folder / "tls")
+        assert made.returncode == 0, made.stderr
+    project = compose.interpolate(told, example)
     active = {
         name: service
         for name, service in project["services"].items()
         if not service.get("profiles") or set(profiles) & set(service["profiles"])
     }
     check_deploy.make_secrets(folder / "secrets")
-    stack = Stack(folder, active, {name: secret["file"] for name, secret in project["secrets"].items()})
+    secrets = {name: secret["file"] for name, secret in project["secrets"].items()}
+    stack = Stack(folder, active, secrets, "https" if tls else "http")
     for name, service in active.items():
         keys = ("environment", "healthcheck", "ports", "command")
         text = str([service.get(key) for key in keys])
@@ -175,6 +185,10 @@ async def compose_stack(folder: Path, *profiles: str, **variables: str) -> Async
             here = free_port()
             stack.ports |= {(one, port): here for one in compose.names(name, service)}
     (folder / "bin").mkdir()
+    for program in ("redis-server", "redis-cli"):
+        # Debian's before the one of the environment, which cannot TLS.
+        if found := shutil.which(program, path="/usr/bin:/usr/local/bin:/opt/homebrew/bin"):
+            (folder / "bin" / program).symlink_to(found)
     probe = folder / "bin/pointsman-probe"
     probe.write_text(f'#!/bin/sh\nexec {sys.executable} {check_deploy.DEPLOY / "docker/probe.py"} "$@"\n')
     probe.chmod(0o755)

@@ -47,6 +47,20 @@ def interpolate(value: Any, variables: dict[str, str]) -> Any:
     return value
 
 
+def merge(below: Any, above: Any, key: str = "") -> Any:
+    """Two compose files as one: mappings are merged, commands and tests replaced, volumes replaced by where they are mounted, and
+    other lists joined. Source: the Compose specification, 13-merge."""
+    if isinstance(below, dict) and isinstance(above, dict):
+        both = {name: merge(below[name], above[name], name) for name in below.keys() & above.keys()}
+        return {**below, **above, **both}
+    if isinstance(below, list) and isinstance(above, list) and key not in ("command", "entrypoint", "test"):
+        if key == "volumes":
+            targets = {volume.split(":")[1] for volume in above}
+            below = [volume for volume in below if volume.split(":")[1] not in targets]
+        return [*below, *above]
+    return above
+
+
 def check(raw: Object, example: str, secret_files: set[str]) -> list[str]:
     """All problems of a compose file. `secret_files` are the names of files that make-secrets.sh makes."""
     variables, problems = example_env(example)

@@ -34,6 +34,26 @@ def test_compose_file_is_sound() -> None:
     assert check_deploy.check_compose(FILE) == []
 
 
+def test_compose_file_with_tls_is_sound() -> None:
+    assert check_deploy.check_compose(FILE, FILE.with_name("tls.yaml")) == []
+
+
+def test_files_are_merged_as_compose_does() -> None:
+    below = {
+        "a": {"command": ["x"], "volumes": ["v:/one", "./w:/two:ro"], "networks": ["n"], "environment": {"A": "1"}}
+    }
+    above = {"a": {"command": ["y"], "volumes": ["./u:/two:ro"], "networks": ["m"], "environment": {"B": "2"}}, "b": {}}
+    assert compose.merge(below, above) == {
+        "a": {
+            "command": ["y"],
+            "volumes": ["v:/one", "./u:/two:ro"],
+            "networks": ["n", "m"],
+            "environment": {"A": "1", "B": "2"},
+        },
+        "b": {},
+    }
+
+
 def misspell_setting(project: Project) -> None:
     project["services"]["router"]["environment"]["POINTSMAN_ROUTER_POLICE"] = "unified"
 

@@ -15,7 +15,7 @@ from redis.exceptions import AuthenticationError, NoPermissionError
 
 from services.router import events as ev
 from services.router.io.redis_store import RedisStore
-from tools.check_deploy import make_secrets
+from tools.check_deploy import DEPLOY, make_secrets, run
 
 REDIS_SERVER = Path(sys.executable).parent / "redis-server"
 
@@ -29,6 +29,26 @@ def test_secrets_are_random_and_kept(tmp_path: Path) -> None:
     assert all(before[name] != (second / name).read_text() for name in before)
     make_secrets(first)
     assert {file.name: file.read_text() for file in first.iterdir()} == before
+
+
+def test_certificates_are_kept_and_good_for_their_service(tmp_path: Path) -> None:
+    def make() -> dict[Path, bytes]:
+        made = run(DEPLOY / "make-certificates.sh", tmp_path)
+        assert made.returncode == 0, made.stderr
+        return {file: file.read_bytes() for file in tmp_path.rglob("*.pem")}
+
+    before = make()
+    assert {file.parent.name for file in before} == {"authority", "redis", "router", "gateway", "agent", "operator"}
+    (tmp_path / "agent/cert.pem").unlink()
+    changed = {file for file, content in make().items() if content != before[file]}
+    assert {file.parent.name for file in changed} == {"agent"}
+    for name in ("router", "agent"):
+        cert = tmp_path / name / "cert.pem"
+        checked = run("openssl", "verify", "-CAfile", tmp_path / name / "ca.pem", "-verify_hostname", name, cert)
+        assert checked.returncode == 0, checked.stderr
+        assert run("openssl", "verify", "-CAfile", tmp_path / name / "ca.pem", "-verify_hostname", "x", cert).returncode
+    assert stat.S_IMODE((tmp_path / "authority/ca.key").stat().st_mode) == 0o600
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
 
 
 def test_a_redis_of_ones_own_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,26 @@
+#!/bin/sh
+# Makes an authority and certificates signed by it, for those who have none, in the folder given: for each of redis, router,
+# gateway, agent and operator a folder with ca.pem, cert.pem and key.pem, good for the service's name and for this machine.
+# What exists is kept; delete a folder and run it again to renew that certificate, which is valid for a year.
+#   ./make-certificates.sh compose/tls      for compose/tls.yaml
+set -eu
+[ $# -eq 1 ] || { echo "usage: $0 FOLDER" >&2; exit 2; }
+umask 022
+mkdir -p "$1/authority"
+# As with the secrets: the folders are closed and the files readable, since services run as other users.
+chmod 700 "$1"
+ca="$1/authority"
+new_key() { openssl req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes "$@" 2> /dev/null; }
+[ -s "$ca/ca.pem" ] || new_key -x509 -keyout "$ca/ca.key" -out "$ca/ca.pem" -days 3650 -subj "/CN=pointsman"
+chmod 600 "$ca/ca.key"
+for name in redis router gateway agent operator; do
+  [ -s "$1/$name/cert.pem" ] && continue
+  mkdir -p "$1/$name"
+  cp "$ca/ca.pem" "$1/$name/ca.pem"
+  new_key -keyout "$1/$name/key.pem" -out "$1/$name/request.pem" -subj "/CN=$name"
+  printf 'subjectAltName=DNS:%s,DNS:localhost,IP:127.0.0.1\n' "$name" > "$1/$name/names"
+  openssl x509 -req -in "$1/$name/request.pem" -CA "$ca/ca.pem" -CAkey "$ca/ca.key" -CAcreateserial \
+    -extfile "$1/$name/names" -out "$1/$name/cert.pem" -days 365 2> /dev/null
+  chmod 644 "$1/$name/key.pem"
+  rm "$1/$name/request.pem" "$1/$name/names"
+done

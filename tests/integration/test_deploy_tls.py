@@ -1,0 +1,76 @@
+"""tls.yaml on top of the compose file: all that talk to each other do it by TLS, and nobody else gets in."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.integration.deploy_stack import Stack, compose_stack
+
+
+@pytest.fixture
+async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
+    async with compose_stack(tmp_path, "emulated", "telemetry", tls=True) as stack:
+        yield stack
+
+
+async def instances(stack: Stack, **shown: str) -> tuple[int | None, str]:
+    """What `pointsman instances` makes of it for an operator who shows what is given: its status and what it says."""
+    told = {"POINTSMAN_ROUTER": f"127.0.0.1:{stack.ports['router', '50051']}"}
+    told |= {"POINTSMAN_OPERATOR_TOKEN": stack.secret("operator"), **shown}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.cli", "instances", "--json",
+        env={**os.environ, **told}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    said, _ = await process.communicate()
+    return process.returncode, said.decode()
+
+
+async def test_everybody_talks_by_tls(stack: Stack) -> None:
+    await stack.start_control_plane()
+    await stack.start("prometheus", lambda mounts: None)
+    tls = stack.folder / "tls"
+    body = {"messages": [{"role": "user", "content": "Which way does the train go?"}], "model": "pointsman-emulated"}
+    url = f"{stack.url('gateway', '8080')}/v1/chat/completions"
+    key = {"Authorization": f"Bearer {stack.secret('api-keys').partition(':')[2]}"}
+    trusted = ssl.create_default_context(cafile=tls / "operator/ca.pem")
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trusted)) as client:
+        async with client.post(url, json=body, headers=key) as answer:
+            assert answer.status == 200, await answer.text()
+            assert "X-Pointsman-Degraded" not in answer.headers
+        with pytest.raises(aiohttp.ClientError):
+            await client.post(url.replace("https", "http"), json=body, headers=key)
+        prometheus = stack.url("prometheus", "9090").replace("https", "http")
+        up: list[str] = []
+        while len(up) < 3:
+            await asyncio.sleep(0.5)
+            try:
+                async with client.get(f"{prometheus}/api/v1/query", params={"query": "up == 1"}) as told:
+                    up = [one["metric"]["job"] for one in (await told.json())["data"]["result"]]
+            except aiohttp.ClientError:
+                continue
+        assert sorted(up) == ["pointsman-agent", "pointsman-gateway", "pointsman-router"]
+
+    operator = {
+        f"POINTSMAN_TLS_{kind}": str(tls / f"operator/{file}.pem") for kind, file in (("CERT", "cert"), ("KEY", "key"))
+    }
+    ca = {"POINTSMAN_TLS_CA": str(tls / "operator/ca.pem")}
+    status, said = await instances(stack, **operator, **ca)
+    assert (status, said.count('"instance_id"')) == (0, 2)
+    for shown in ({}, ca):
+        status, said = await instances(stack, **shown)
+        assert status == 1
+        assert "UNAVAILABLE" in said
+    assert (
+        "PERMISSION_DENIED"
+        in (await instances(stack, **operator, **ca, POINTSMAN_OPERATOR_TOKEN=stack.secret("agent")))[1]
+    )
+    assert "degraded" not in stack.log("router")
