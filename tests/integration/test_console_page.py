@@ -257,6 +257,11 @@ async def test_a_page_says_what_only_another_router_knows() -> None:
         await shown.page.route("**/api/ListReplicas", lambda route: route.fulfill(json=replicas))
         await shown.open("fleet")
         await expect(shown.page.get_by_text("Placed by another router")).to_contain_text("m by two (two:1)")
+        # Of a decision that another one made, and of an address that was cut short.
+        for gone in ("two-1", "cut%2"):
+            await shown.open(f"decisions/{gone}")
+            await expect(shown.page.get_by_role("heading", name=f"Decision {gone}")).to_be_visible()
+            await expect(shown.page.get_by_text("It is not in this router's log")).to_be_visible()
 
 
 async def test_what_is_old_looks_old_when_the_router_is_gone() -> None:

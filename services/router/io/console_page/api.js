@@ -25,39 +25,45 @@ function headers(more) {
   return token ? { ...more, Authorization: `Bearer ${token}` } : { ...more };
 }
 
-async function failure(response) {
+/** What `asking` gives; whatever keeps the network from giving it becomes a CallError of status 0. */
+async function reach(asking) {
+  try {
+    return await asking();
+  } catch (error) {
+    throw error instanceof CallError ? error : new CallError(0, "UNREACHABLE", "The router does not answer.");
+  }
+}
+
+async function answered(response) {
+  if (response.ok) return response;
   const { code = "HTTP", message = response.statusText } = await response.json().catch(() => ({}));
-  return new CallError(response.status, code, message);
+  throw new CallError(response.status, code, message);
 }
 
-/** {role, open, read, operate} of whoever holds the token. */
-export async function role() {
-  const response = await fetch("/api/role", { headers: headers() });
-  if (!response.ok) throw await failure(response);
-  return response.json();
+/** {role, open, read, operate} of whoever holds the token. Throws CallError. */
+export function role() {
+  return reach(async () => (await answered(await fetch("/api/role", { headers: headers() }))).json());
 }
 
-/** One unary method of FleetService. Throws CallError, or TypeError when nothing answers. */
-export async function call(method, request = {}) {
-  const response = await fetch(`/api/${method}`, {
+/** One unary method of FleetService. Throws CallError. */
+export function call(method, request = {}) {
+  const asked = {
     method: "POST",
     headers: headers({ "Content-Type": "application/json" }),
     body: JSON.stringify(request),
     signal: AbortSignal.timeout(15000),
-  });
-  if (!response.ok) throw await failure(response);
-  return response.json();
+  };
+  return reach(async () => (await answered(await fetch(`/api/${method}`, asked))).json());
 }
 
 /** Server-sent events of the decisions, until they end or `signal` aborts: EventSource could not send the token's header. */
 export async function watch(signal, opened, told) {
-  const response = await fetch("/api/decisions", { headers: headers(), signal });
-  if (!response.ok) throw await failure(response);
+  const response = await reach(async () => answered(await fetch("/api/decisions", { headers: headers(), signal })));
   opened();
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await reach(() => reader.read());
     if (done) return;
     const events = (text + value).split("\n\n");
     text = events.pop();

@@ -1,6 +1,6 @@
 // The decisions as they are made: the newest few hundred, kept whatever view is shown.
 
-import { watch } from "./api.js";
+import { CallError, watch } from "./api.js";
 import { num } from "./format.js";
 
 const KEPT = 500;
@@ -51,6 +51,7 @@ export class Feed {
         }, (news) => this.#told(news));
       } catch (error) {
         if (signal.aborted) return;
+        if (!(error instanceof CallError)) reportError(error);
         this.#set(error.status === 429 ? "full" : "lost");
       }
       await new Promise((resolve) => setTimeout(resolve, pause));
@@ -68,8 +69,9 @@ export class Feed {
       const newer = this.newest.reverse();
       this.decisions = new Map([...decisions.reverse(), ...newer].map((one) => [one.decisionId, one]));
       this.#tell();
-    } catch {
+    } catch (error) {
       // The next connection asks again.
+      if (!(error instanceof CallError)) reportError(error);
     }
   }
 

@@ -34,6 +34,7 @@ const app = {
     }
   },
   refresh: () => poll(),
+  lost,
 };
 app.feed = new Feed(app);
 
@@ -56,8 +57,10 @@ async function identify() {
   show(true);
 }
 
+/** What went wrong with a call; an error of the page's own is told to the browser, too. */
 function lost(error) {
-  app.trouble = error.status ? error.message : "The router does not answer.";
+  app.trouble = error instanceof api.CallError ? error.message : "This page has failed; load it again.";
+  if (!(error instanceof api.CallError)) reportError(error);
   tick();
 }
 
@@ -117,10 +120,18 @@ async function clockwork() {
   setTimeout(clockwork, interval());
 }
 
+function unescaped(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text; // An address that was cut short.
+  }
+}
+
 function show(anew = false) {
   const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
   const [name, ...rest] = (path || "fleet").split("/");
-  const id = decodeURIComponent(rest.join("/"));
+  const id = unescaped(rest.join("/"));
   for (const one of at("nav").children) {
     if (one.hash === `#/${name}`) one.setAttribute("aria-current", "page");
     else one.removeAttribute("aria-current");

@@ -32,7 +32,7 @@ export function outcomesView(app) {
   const table = new Table({ label: "Outcomes by class, mode and reason", columns: COLUMNS, key: (g) => `${g.routeClass} ${g.mode} ${g.reason}`, empty: "No decision yet." });
   const offloads = el("div", {});
   const since = el("span", { className: "muted" });
-  const last = el("select", { onchange: () => refresh().catch(() => {}) }, ...[100, 1000, 10000].map((n) => el("option", { value: String(n), selected: n === 1000 }, count(n))));
+  const last = el("select", { onchange: () => refresh().catch(app.lost) }, ...[100, 1000, 10000].map((n) => el("option", { value: String(n), selected: n === 1000 }, count(n))));
   const refresh = async () => {
     const answer = await app.call("SumUpDecisions", { last: Number(last.value) });
     const groups = answer.groups ?? [];

@@ -27,7 +27,7 @@ export function sessionsView(app, query) {
   };
   const filter = filterBox("Filter: part of TENANT/SESSION", (given) => {
     text = given.trim();
-    refresh().catch(() => {});
+    refresh().catch(app.lost);
   });
   const element = el("section", {}, el("div", { className: "head" }, el("h1", { tabIndex: -1 }, instance ? `Sessions of ${instance}` : "Sessions"), filter, total), table.element);
   return { element, title: "Sessions", refresh };

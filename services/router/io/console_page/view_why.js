@@ -199,7 +199,7 @@ function otherPolicies(app, decision, closed) {
       table.update([...rows]);
     }
   };
-  fill().catch((error) => table.update([{ name: "–", verdict: "unknown", to: error.message }]));
+  fill().catch(app.lost);
   const note = el("span", { className: "muted" }, "on what was seen then, each with its default settings");
   return el("div", { id: "others" }, el("h2", {}, "What other policies would have done ", note), table.element);
 }
