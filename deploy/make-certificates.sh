@@ -2,7 +2,8 @@
 # Makes an authority and certificates signed by it, for those who have none, in the folder given: for each of redis, router,
 # gateway, agent and operator a folder with ca.pem, cert.pem and key.pem, good for the service's name and for this machine.
 # What exists is kept; delete a folder and run it again to renew that certificate, which is valid for a year.
-#   ./make-certificates.sh compose/tls      for compose/tls.yaml
+#   ./make-certificates.sh compose/tls                   for compose/tls.yaml
+#   ./make-certificates.sh k8s/components/tls/tls        for k8s/components/tls
 set -eu
 [ $# -eq 1 ] || { echo "usage: $0 FOLDER" >&2; exit 2; }
 umask 022
@@ -18,7 +19,10 @@ for name in redis router gateway agent operator; do
   mkdir -p "$1/$name"
   cp "$ca/ca.pem" "$1/$name/ca.pem"
   new_key -keyout "$1/$name/key.pem" -out "$1/$name/request.pem" -subj "/CN=$name"
-  printf 'subjectAltName=DNS:%s,DNS:localhost,IP:127.0.0.1\n' "$name" > "$1/$name/names"
+  names="DNS:$name,DNS:localhost,IP:127.0.0.1"
+  # In Kubernetes each router is dialled by a name of its own.
+  [ "$name" != router ] || names="$names,DNS:router-0,DNS:router-1"
+  echo "subjectAltName=$names" > "$1/$name/names"
   openssl x509 -req -in "$1/$name/request.pem" -CA "$ca/ca.pem" -CAkey "$ca/ca.key" -CAcreateserial \
     -extfile "$1/$name/names" -out "$1/$name/cert.pem" -days 365 2> /dev/null
   chmod 644 "$1/$name/key.pem"

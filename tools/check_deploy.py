@@ -49,14 +49,25 @@ def make_secrets(folder: Path) -> set[str]:
     return {file.name for file in folder.iterdir()}
 
 
+def _made_by_scripts(folder: str, names: list[str]) -> set[str]:
+    """What is not to be copied: what people made for themselves."""
+    return {
+        name for name in names if name in ("secrets", ".env") or (name == "tls" and Path(folder).name != "components")
+    }
+
+
 def render(kustomization: Path, *components: str) -> list[dict[str, Any]]:
     """The objects of a kustomization under deploy/ as kustomize renders them, with throw-away secrets; `components` are those of
     deploy/k8s to be added behind its own. Raises KubectlMissing and RuntimeError."""
     kubectl = ensure_kubectl()
     with tempfile.TemporaryDirectory() as folder:
         deploy = Path(folder, "deploy")
-        shutil.copytree(DEPLOY, deploy, ignore=shutil.ignore_patterns("secrets", "tls", ".env"))
+        shutil.copytree(DEPLOY, deploy, ignore=_made_by_scripts)
         make_secrets(deploy / "k8s/base/secrets")
+        if "tls" in components:
+            certified = run(DEPLOY / "make-certificates.sh", deploy / "k8s/components/tls/tls")
+            if certified.returncode:
+                raise RuntimeError(f"make-certificates.sh: {certified.stderr.strip()}")
         copy = deploy / kustomization.relative_to(DEPLOY)
         for name in components:
             file = copy / "kustomization.yaml"
@@ -156,7 +167,9 @@ def main() -> int:
     checks = {
         str(overlay.relative_to(ROOT)): check_k8s(overlay) for overlay in sorted((DEPLOY / "k8s/overlays").iterdir())
     }
-    checks["deploy/k8s/overlays/ha with external-redis"] = check_k8s(DEPLOY / "k8s/overlays/ha", "external-redis")
+    for overlay, component in (("ha", "external-redis"), ("ha", "tls"), ("gpu-per-node", "tls")):
+        name = f"deploy/k8s/overlays/{overlay}"
+        checks[f"{name} with {component}"] = check_k8s(ROOT / name, component)
     compose_file = DEPLOY / "compose/compose.yaml"
     checks[str(compose_file.relative_to(ROOT))] = check_compose(compose_file)
     tls = compose_file.with_name("tls.yaml")

@@ -1,5 +1,5 @@
 #!/opt/pointsman/bin/python
-"""Health probe for containers without curl: `pointsman-probe grpc HOST:PORT` or `pointsman-probe http URL`.
+"""Health probe for containers without curl: `pointsman-probe grpc HOST:PORT [SERVICE]` or `pointsman-probe http URL`.
 
 Exit status 0 when the service says that it serves, 1 with the reason on stderr otherwise.
 """
@@ -15,8 +15,8 @@ import urllib.request
 TIMEOUT_S = 3.0
 
 
-def why_unhealthy(kind: str, address: str) -> str | None:
-    """Why the service at `address` is not healthy, or None when it is. `kind` is "grpc" or "http"."""
+def why_unhealthy(kind: str, address: str, service: str = "") -> str | None:
+    """Why the server at `address` is not healthy, or None when it is. `kind` is "grpc" or "http"; `service` of a gRPC server."""
     if kind == "http":
         try:
             trusted = ssl.create_default_context(cafile=os.environ.get("POINTSMAN_TLS_CA") or None)
@@ -31,7 +31,9 @@ def why_unhealthy(kind: str, address: str) -> str | None:
 
     with open_blocking_channel(address) as channel:
         try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+            answer = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(service=service), timeout=TIMEOUT_S
+            )
         except grpc.RpcError as error:
             return f"{error.code().name}: {error.details()}"
     serving = health_pb2.HealthCheckResponse.SERVING
@@ -40,8 +42,8 @@ def why_unhealthy(kind: str, address: str) -> str | None:
 
 def main(arguments: list[str]) -> int:
     """Run one probe; returns the exit status."""
-    if len(arguments) != 2 or arguments[0] not in ("grpc", "http"):
-        print("usage: pointsman-probe grpc HOST:PORT | http URL", file=sys.stderr)
+    if arguments[:1] not in (["grpc"], ["http"]) or len(arguments) not in ((2, 3) if arguments[0] == "grpc" else (2,)):
+        print("usage: pointsman-probe grpc HOST:PORT [SERVICE] | http URL", file=sys.stderr)
         return 2
     reason = why_unhealthy(*arguments)
     if reason is not None:

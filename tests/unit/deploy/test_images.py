@@ -53,6 +53,8 @@ async def test_grpc_probe() -> None:
         assert await probe("grpc", address) == (0, "")
         await servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         assert await probe("grpc", address) == (1, f"{address}: NOT_SERVING\n")
+        await servicer.set("part", health_pb2.HealthCheckResponse.SERVING)
+        assert await probe("grpc", address, "part") == (0, "")
     finally:
         await server.stop(None)
     status, reason = await probe("grpc", address)
@@ -82,3 +84,5 @@ async def test_http_probe() -> None:
 
 async def test_probe_says_how_it_is_used() -> None:
     assert (await probe("tcp", "127.0.0.1:1"))[0] == 2
+    assert (await probe("http", "http://127.0.0.1:1", "part"))[0] == 2
+    assert (await probe())[0] == 2

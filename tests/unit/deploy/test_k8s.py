@@ -39,14 +39,16 @@ def workloads(objects: Objects) -> dict[str, str]:
     """Workload -> the containers of its pods."""
     found = [o for o in objects if o["kind"] in k8s.WORKLOADS]
     return {
-        f"{o['kind']}/{o['metadata']['name']}": " ".join(c["name"] for c in o["spec"]["template"]["spec"]["containers"])
+        f"{o['kind']}/{o['metadata']['name']}": " ".join(
+            sorted(c["name"] for c in o["spec"]["template"]["spec"]["containers"])
+        )
         for o in found
     }
 
 
 ROUTER = {"StatefulSet/router": "router", "Deployment/gateway": "gateway"}
 REDIS = {"StatefulSet/redis": "redis"}
-SIDECAR = {"StatefulSet/vllm": "vllm agent"}
+SIDECAR = {"StatefulSet/vllm": "agent vllm"}
 PER_NODE = {"DaemonSet/vllm": "vllm", "DaemonSet/agent": "agent"}
 
 
@@ -59,6 +61,8 @@ PER_NODE = {"DaemonSet/vllm": "vllm", "DaemonSet/agent": "agent"}
         ("gpu-per-node", ("two-routers",), ROUTER | REDIS | PER_NODE),
         ("ha", (), ROUTER | REDIS | SIDECAR),
         ("ha", ("external-redis",), ROUTER | SIDECAR),
+        ("ha", ("tls",), ROUTER | REDIS | SIDECAR),
+        ("gpu-per-node", ("tls",), ROUTER | REDIS | PER_NODE),
     ],
 )
 def test_overlays_are_sound(overlay: str, components: tuple[str, ...], expected: dict[str, str]) -> None:
@@ -245,3 +249,20 @@ def test_schema_of_the_operators_kinds_refuses_an_unknown_field(rendered: Object
     broken["spec"]["endpoints"][0]["honourLabels"] = True
     [problem] = check_deploy.schema_problems(broken)
     assert "honourLabels" in problem
+
+
+@pytest.mark.parametrize(("overlay", "agent"), [("ha", "StatefulSet/vllm"), ("gpu-per-node", "DaemonSet/agent")])
+def test_with_tls_everyone_has_a_certificate_of_its_own(overlay: str, agent: str) -> None:
+    objects = check_deploy.render(OVERLAYS / overlay, "tls")
+    for where, name in (("StatefulSet/router", "router"), ("Deployment/gateway", "gateway"), (agent, "agent")):
+        spec = pod(objects, *where.split("/"))
+        container = next(c for c in spec["containers"] if c["name"] == name)
+        told = {entry["name"]: entry.get("value") for entry in container["env"]}
+        assert [told[f"POINTSMAN_TLS_{kind}"] for kind in ("CERT", "KEY", "CA")] == [
+            f"/run/tls/{file}.pem" for file in ("cert", "key", "ca")
+        ]
+        [volume] = [volume for volume in spec["volumes"] if volume["name"] == "tls"]
+        assert volume["secret"]["secretName"].startswith(f"tls-{name}-")
+        assert not any(
+            "grpc" in container.get(probe, {}) for probe in ("startupProbe", "readinessProbe", "livenessProbe")
+        )
