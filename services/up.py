@@ -16,6 +16,7 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from services.common.settings import Entries
+from services.common.tls import Tls
 
 READY_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 35.0
@@ -53,7 +54,7 @@ def run_up(settings: UpSettings) -> None:
         typer.echo(f"OpenAI API   {base}/v1")
         typer.echo(f"router gRPC  {settings.router_listen}   (pointsman instances, decisions, explain)")
         if settings.console:
-            typer.echo(f"console      http://{settings.console}")
+            typer.echo(f"console      {'https' if Tls().cert else 'http'}://{settings.console}")
         name, status = children.wait()
         typer.echo(f"pointsman up: {name} ended with status {status}", err=True)
         raise typer.Exit(status or 1)

@@ -1,7 +1,8 @@
-"""TLS on the gRPC doors, from files: what a router shows and asks for, and how others dial it."""
+"""TLS on a router's doors, from files: what it shows and asks for, and how others dial it."""
 
 from __future__ import annotations
 
+import ssl
 from pathlib import Path
 
 import grpc
@@ -34,6 +35,16 @@ class Tls(BaseSettings):
                 raise ValueError("POINTSMAN_TLS_CA without POINTSMAN_TLS_CERT: a router needs a certificate of its own")
             return None
         return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
+
+    def for_console(self) -> ssl.SSLContext | None:
+        """The same for a router's console: clients show certificates where gRPC asks for them. Raises as `for_server`, and
+        ssl.SSLError (an OSError) for files that are no certificates."""
+        if self.for_server() is None or self.cert is None:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=self.ca)
+        context.load_cert_chain(self.cert, self.key)
+        context.verify_mode = ssl.CERT_REQUIRED if self.ca else ssl.CERT_NONE
+        return context
 
     def for_channel(self) -> grpc.ChannelCredentials | None:
         """What to dial a router with; None for plain text. Raises as `for_server`."""

@@ -201,6 +201,34 @@ def trusting(ca: Authority, shown: Signed | None = None) -> ssl.SSLContext:
     return context
 
 
+async def test_the_console_has_the_routers_door(
+    ours: Authority, theirs: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def look(tls: ssl.SSLContext | None) -> str:
+        url = f"{'https' if tls else 'http'}://{address}/api/ListInstances"
+        shown = {"Authorization": "Bearer O"}
+        try:
+            async with (
+                aiohttp.ClientSession() as client,
+                client.post(url, json={}, headers=shown, ssl=tls or False) as answer,
+            ):
+                return str(answer.status)
+        except aiohttp.ClientError:
+            return "closed"
+
+    address = f"127.0.0.1:{free_port()}"
+    with environment(monkeypatch, ours.sign("router")):
+        async with router(console_listen=address):
+            assert await look(trusting(ours)) == "200"
+            assert await look(None) == "closed"
+            assert await look(trusting(theirs)) == "closed"
+    with environment(monkeypatch, ours.sign("router"), ours.ca):
+        async with router(console_listen=address):
+            assert await look(trusting(ours, ours.sign("operator"))) == "200"
+            assert await look(trusting(ours)) == "closed"
+            assert await look(trusting(ours, theirs.sign("operator"))) == "closed"
+
+
 async def test_gateway_with_tls(ours: Authority, theirs: Authority) -> None:
     shown = ours.sign("gateway")
     settings = GatewaySettings(listen="127.0.0.1:0", routers=["127.0.0.1:1"], tls_cert=shown.cert, tls_key=shown.key)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -84,16 +85,24 @@ class _Call:
 
 
 class Console:
-    """The HTTP side of one router's FleetService. `listen` is HOST:PORT; at most `viewers` watch decisions at a time."""
+    """The HTTP side of one router's FleetService. `listen` is HOST:PORT, `tls` makes it HTTPS; at most `viewers` watch decisions
+    at a time."""
 
     def __init__(
-        self, fleet: FleetService, decisions: DecisionStream, doors: TokenInterceptor, listen: str, viewers: int
+        self,
+        fleet: FleetService,
+        decisions: DecisionStream,
+        doors: TokenInterceptor,
+        listen: str,
+        viewers: int,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._fleet = fleet
         self.decisions = decisions
         self._doors = doors
         self._listen = listen
         self._viewers = viewers
+        self._tls = tls
         self._local = is_loopback(listen)
         self._methods: dict[str, MethodDescriptor] = {
             method.name: method for method in SERVICE.methods if not method.server_streaming
@@ -114,9 +123,9 @@ class Console:
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         host, _, port = self._listen.rpartition(":")
-        await web.TCPSite(self._runner, host.strip("[]"), int(port)).start()
+        await web.TCPSite(self._runner, host.strip("[]"), int(port), ssl_context=self._tls).start()
         bound = self._runner.addresses[0][1]
-        self.address = f"http://{host}:{bound}"
+        self.address = f"{'https' if self._tls else 'http'}://{host}:{bound}"
 
     async def stop(self) -> None:
         """Let the viewers go and close."""

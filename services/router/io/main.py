@@ -52,7 +52,8 @@ class RouterServer:
         self.router = Router(settings)
         bound = read_bound_tokens(settings.agents_file) if settings.agents_file else ()
         interceptor = TokenInterceptor(tokens, bound)
-        self._credentials = Tls().for_server()
+        tls = Tls()
+        self._credentials = tls.for_server()
         for listen in filter(None, (settings.listen, settings.console_listen)):
             if interceptor.open and not settings.insecure and not is_loopback(listen):
                 raise ValueError(
@@ -77,7 +78,8 @@ class RouterServer:
         self.console: Console | None = None
         if settings.console_listen:
             news = DecisionStream(self.router.decisions, fleet.told)
-            self.console = Console(fleet, news, interceptor, settings.console_listen, settings.console_viewers)
+            listen, viewers = settings.console_listen, settings.console_viewers
+            self.console = Console(fleet, news, interceptor, listen, viewers, tls.for_console())
         self.port = 0
 
     async def start(self) -> None:
