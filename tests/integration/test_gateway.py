@@ -233,11 +233,11 @@ async def test_bad_input_is_refused_with_nothing_placed(tmp_path: Path) -> None:
 
 
 async def test_refusals_become_http_errors_with_retry_after(up: Stack) -> None:
-    for code, wait, status in ((14, 0, 503), (8, 7, 429), (5, 0, 404)):
+    for code, wait, status in ((14, 0, 503), (8, 7, 429), (5, 0, 503)):
         up.router.placer = lambda request, code=code, wait=wait: refusal(request, code, "no", wait)  # type: ignore[misc]
         got, _, headers = await post(up, "/v1/chat/completions", json=CHAT)
         assert got == status
-        assert headers.get("Retry-After") == {14: "1", 8: "7", 5: None}[code]
+        assert headers.get("Retry-After") == {14: "1", 8: "7", 5: "1"}[code]
     assert up.router.finished == []
     assert all(engine.requests == [] for engine in up.engines)
 
