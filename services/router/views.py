@@ -121,13 +121,26 @@ class Views:
 
     def _prefilling(self, record: InstanceRecord) -> Prefilling:
         info = record.info
-        queue = [
-            (one.pending_tokens, one.cached_tokens + one.prefilled_tokens)
-            for one in self._reservations.prefilling(info.instance_id)
-            if one.pending_tokens > 0
-        ]
-        moved_at = self._prefills.moved_at(info.instance_id) if queue else 0.0
-        return Prefilling(tuple(queue), moved_at, info.prefill_chunk_limit, info.block_size, info.hardware)
+        queue, rests = [], []
+        prefilling = self._reservations.prefilling(info.instance_id)
+        for one in prefilling:
+            there = one.cached_tokens + one.new_tokens
+            if one.pending_tokens > 0:
+                queue.append((one.pending_tokens, one.cached_tokens + one.prefilled_tokens))
+            if one.input_tokens > there:
+                rests.append((one.request_id, one.input_tokens - there, there))
+        computed, computed_at = self._prefills.computed(info.instance_id)
+        return Prefilling(
+            queue=tuple(queue),
+            moved_at=self._prefills.moved_at(info.instance_id) if queue else 0.0,
+            rests=tuple(rests),
+            requests=len(prefilling),
+            computed=computed,
+            computed_at=computed_at,
+            chunk_limit=info.prefill_chunk_limit,
+            block_size=info.block_size,
+            hardware=info.hardware,
+        )
 
     def _see(self, record: InstanceRecord, now: float) -> Sight:
         record.sight = sight = self._look(record, now)

@@ -25,14 +25,16 @@ EAGER_U = 1e6
 class Foresight(Policy):
     """Least predicted seconds until the first token; heavy prompts in slices, one after another, light ones at once.
 
-    C_i = the curve's seconds for the tokens that are new on i; wait_i = those of the prefills open there, u = those that a
-    request usually takes. score_i = wait_i + C_i + leave * (C_i - min C) + harm * C_i * decodes_i + overflow_u * u where i's KV
-    would not hold all open prompts. The least score is where a request goes. A light one (min C <= light_u * u): when wait_i <=
-    express_u * u, or under half of what is open there (reason `express`). A heavy one: when what is open there takes at most
-    start_u * u. Until then it is held (`held`), those with the least min C / ageing - age first. Of a heavy prompt only the next
-    slice_u * u seconds are placed (`slice`), then the rest is decided anew (`serve`: its last part). Engines that cut long
-    prompts themselves get them whole; a prompt of n tokens waits there, for each prompt before it, min(what is left of it,
-    ceil(n / limit) chunks of it). Scores are seconds; figures tell u, and wait and C where it goes.
+    C_i = the curve's seconds for the tokens that are new on i; wait_i = those of the prefills open there, rest_i = those of
+    what is to follow the slices computed there, u = those that a request usually takes; filled_i = tokens lately computed there
+    / i's KV. score_i = wait_i + C_i + leave * (C_i - min C) + beside * rest_i + harm * C_i * decodes_i + evict * C_i *
+    (filled_i - min filled) + overflow_u * u where i's KV would not hold all open prompts. The least score is where a request
+    goes. A light one (min C <= light_u * u): when wait_i <= express_u * u, or under half of what is open there (reason
+    `express`). A heavy one: when what is open there takes at most start_u * u. Until then it is held (`held`), those with the
+    least min C / ageing - age first. Of a heavy prompt only the next slice_u * u seconds are placed (`slice`), then the rest is
+    decided anew (`serve`: its last part). Engines that cut long prompts themselves get them whole; a prompt of n tokens waits
+    there, for each prompt before it, min(what is left of it, ceil(n / limit) chunks of it). Scores are seconds; figures tell u,
+    and wait and C where it goes.
     Source: a study of Pointsman's own, of which docs/findings.md tells.
     """
 
@@ -44,35 +46,40 @@ class Foresight(Policy):
     express_u: float = setting(1.5, 0.0, 1e6, "a light one goes where it waits at most so many u")
     start_u: float = setting(0.8, 0.0, 1e6, "a heavy one goes where at most so many u are open")
     ageing: float = setting(0.1, 1e-3, 1e6, "seconds of cost that a second of waiting makes up for")
-    leave: float = setting(0.3, 0.0, 1e6, "price of leaving a cache: its owner's return")
+    leave: float = setting(0.7, 0.0, 1e6, "price of leaving a cache: its owner's return")
+    beside: float = setting(
+        0.3, 0.0, 1e6, "price of answering beside what is left of a heavy prompt: slices slow answers"
+    )
     harm: float = setting(0.05, 0.0, 1e6, "price of a second of prefill beside a running decode")
+    evict: float = setting(
+        0.3, 0.0, 1e6, "price of computing where most was computed lately: it drives out what returns"
+    )
     overflow_u: float = setting(1.0, 0.0, 1e6, "price in u of more open prompts than the KV cache holds")
 
     def rule(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> Ruling:
         eligible = in_turn(view.eligible(), view.turn)
-        curves = view.curves
+        curves, now = view.curves, view.now
         unit = _usual_s(view)
         own = [
             curves.get(one.prefilling.hardware, DEFAULT_CURVE).cost_s(one.new_tokens, one.cached_tokens)
             for one in eligible
         ]
         least = min(own)
+        filled = [_filled(one, now) for one in eligible]
+        emptiest = min(filled)
         scores: dict[str, float] = {}
         best, best_score, best_at = eligible[0], math.inf, 0
         for at, (one, cost) in enumerate(zip(eligible, own, strict=True)):
-            work = one.prefilling
-            score = cost + self.leave * (cost - least)
+            score = cost + self.leave * (cost - least) + self.evict * cost * (filled[at] - emptiest)
             if one.num_requests:
-                if work.queue:
-                    score += _ahead(work, curves.get(work.hardware, DEFAULT_CURVE), one.new_tokens, view.now)[1]
-                score += self.harm * cost * max(one.num_requests - len(work.queue), 0)
-                if 0 < one.kv_capacity_tokens < one.ongoing_tokens + request.input_tokens:
+                score += self._load(request, one, cost, curves.get(one.prefilling.hardware, DEFAULT_CURVE), now)
+                if 0 < one.kv_capacity_tokens < _open_tokens(request, one):
                     score += self.overflow_u * unit
             scores[one.instance_id] = score
             if score < best_score:
                 best, best_score, best_at = one, score, at
         curve = curves.get(best.prefilling.hardware, DEFAULT_CURVE)
-        backlog, wait = _ahead(best.prefilling, curve, best.new_tokens, view.now)
+        backlog, wait = _ahead(best.prefilling, curve, best.new_tokens, now)
         figures = {"usual_s": unit, "wait_s": wait, "prefill_s": own[best_at]}
         if not unit or (least <= self.light_u * unit and (wait <= self.express_u * unit or wait < 0.5 * backlog)):
             return structs.replace(serve(best, EXPRESS, scores), figures=figures)
@@ -87,6 +94,17 @@ class Foresight(Policy):
         """The same, holding nobody."""
         return replace(self, express_u=EAGER_U, start_u=EAGER_U)
 
+    def _load(self, request: PlacementRequest, one: Candidate, cost: float, curve: CostCurve, now: float) -> float:
+        """What a busy instance's other requests add to its score, in s."""
+        work = one.prefilling
+        added = self.harm * cost * max(one.num_requests - work.requests, 0)
+        if work.queue:
+            added += _ahead(work, curve, one.new_tokens, now)[1]
+        if work.rests:
+            rests = [curve.cost_s(left, there) for who, left, there in work.rests if who != request.request_id]
+            added += self.beside * sum(rests)
+        return added
+
     def _slice(self, request: PlacementRequest, one: Candidate, curve: CostCurve, unit: float) -> int:
         """How many tokens of the prompt are to be there after the next slice; 0: all that is left goes at once."""
         if not self.slice_u or one.prefilling.chunk_limit:
@@ -98,6 +116,17 @@ class Foresight(Policy):
         block = one.prefilling.block_size
         end = one.cached_tokens + max(int(tokens) // block, 1) * block
         return end if end <= request.sliceable_tokens and end < request.input_tokens else 0
+
+
+def _filled(one: Candidate, now: float) -> float:
+    """Tokens that were lately computed on an instance, relative to what its KV cache holds; 0 where that is unknown."""
+    return one.prefilling.lately(now) / one.kv_capacity_tokens if one.kv_capacity_tokens else 0.0
+
+
+def _open_tokens(request: PlacementRequest, one: Candidate) -> int:
+    """Prompt tokens of all that would be open on an instance, this request counted once."""
+    there = any(who == request.request_id for who, *_ in one.prefilling.rests)
+    return one.ongoing_tokens + (0 if there else request.input_tokens)
 
 
 def _usual_s(view: FleetView) -> float:
