@@ -22,7 +22,7 @@ from lab.console import make_console, make_progress
 from lab.draws import Arrivals
 from lab.engine_events import EngineConfig
 from lab.experiments import Cell, Trial, Workload, run_cells
-from lab.findings_text import render
+from lab.findings_text import BASE, OURS, render
 from lab.floor import FLOOR
 from lab.measures import Measures
 from lab.profile import Profile
@@ -74,6 +74,7 @@ ABLATIONS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "without holding": ("foresight", {"start_u": 1e6, "express_u": 1e6}),
     "without the express lane": ("foresight", {"light_u": 0.0}),
     "without a price on leaving a cache": ("foresight", {"leave": 0.0}),
+    "without a price on answers beside slices": ("foresight", {"beside": 0.0}),
     "without a price on harm to decodes": ("foresight", {"harm": 0.0}),
     "without a price on full KV": ("foresight", {"overflow_u": 0.0}),
     "slices half as long": ("foresight", {"slice_u": 0.75}),
@@ -121,6 +122,11 @@ class Planned:
     cell: Cell
 
     @property
+    def tier(self) -> int:
+        """What is run first: the goals' own policies, then the other contenders, then all others."""
+        return 0 if self.policy in (FLOOR, BASE, OURS) else 1 if self.policy in CONTENDERS else 2
+
+    @property
     def key(self) -> str:
         """Everything that a trial depends on, but its seed."""
         asked = self.cell.simulation
@@ -143,7 +149,7 @@ class Planned:
 
 
 def run(settings: FindingsSettings) -> None:
-    """Run what is missing, in rounds of one trial of every cell, and write the document. Ctrl-C: it tells what there is."""
+    """Run what is missing, tier by tier, trial by trial, and write the document. Ctrl-C: of what there is."""
     cells = planned(settings)
     kept = read_kept(settings.results)
     seeds = range(settings.first_seed, settings.first_seed + settings.trials)
@@ -236,11 +242,16 @@ def _run_missing(
 ) -> None:
     have = {(one.cell, one.seed) for one in kept}
     commit = git_commit()
-    rounds = {seed: [one for one in cells if (one.key, seed) not in have] for seed in seeds}
+    # Trials of what matters most before fewer trials of everything, should the time not do.
+    rounds = {
+        (tier, seed): [one for one in cells if one.tier == tier and (one.key, seed) not in have]
+        for tier in sorted({one.tier for one in cells})
+        for seed in seeds
+    }
     settings.results.parent.mkdir(parents=True, exist_ok=True)
     with settings.results.open("ab") as file, make_progress(make_console()) as progress:
         task = progress.add_task("trials", total=sum(map(len, rounds.values())))
-        for seed, missing in rounds.items():
+        for (_, seed), missing in rounds.items():
             by_name = {(one.cell.load, one.cell.policy): one for one in missing}
 
             def ended(trial: Trial, by_name: Mapping[tuple[str, str], Planned] = by_name) -> None:

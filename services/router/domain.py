@@ -1,8 +1,7 @@
-"""What the router thinks in: instances, requests, views, plans and decisions. Immutable values. Pure."""
+"""What the router thinks in: instances, requests, views, plans and decisions. Immutable values, no behaviour. Pure."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
@@ -145,34 +144,23 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
         return f"{self.tenant}/{self.session_id}" if self.session_id else ""
 
 
-# For so long, about, a session's next turn is likely to come.
-LATELY_S = 120.0
-
-
 class Prefilling(msgspec.Struct, frozen=True, gc=False):
     """What an instance has to compute before a new prompt's turn comes.
 
     `queue` are its open prefills in the order of their coming: (tokens left, tokens of the prompt that are there). The first
     moved on for the last time at `moved_at` (s on the view's clock). `rests` are what is still to be placed, here as far as
     anybody knows, of prompts of which a part is computed: (request id, tokens left, tokens that will be there before them).
-    `requests` have no first token yet, paused ones included. `computed` tokens were computed lately: each counted e^(-age /
-    LATELY_S) at `computed_at`. `chunk_limit`: the engine computes no more tokens of one prompt in a step
-    (long_prefill_token_threshold), so that others go on beside it; 0: no such limit is known.
+    `requests` have no first token yet, paused ones included. `chunk_limit`: the engine computes no more tokens of one prompt in a
+    step (long_prefill_token_threshold), so that others go on beside it; 0: no such limit is known.
     """
 
     queue: tuple[tuple[int, int], ...] = ()
     moved_at: float = 0.0
     rests: tuple[tuple[str, int, int], ...] = ()
     requests: int = 0
-    computed: float = 0.0
-    computed_at: float = 0.0
     chunk_limit: int = 0
     block_size: int = 16
     hardware: str = ""
-
-    def lately(self, now: float) -> float:
-        """`computed` as it is at `now`."""
-        return self.computed * math.exp((self.computed_at - now) / LATELY_S) if self.computed else 0.0
 
 
 IDLE = Prefilling()

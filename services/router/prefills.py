@@ -7,12 +7,11 @@ of order, or the engine cuts long prompts and so mixes them, or an earlier owner
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.router.curve import DEFAULT_CURVE, CostCurve, CurveFit, UsualWork, Work
-from services.router.domain import LATELY_S, InstanceInfo
+from services.router.domain import InstanceInfo
 from services.router.reservations import Reservation, Reservations
 
 # Ends that come together were computed in one step of the engine: the later ones took no time of their own.
@@ -31,10 +30,9 @@ class _Watched:
 
 
 class Prefills:
-    """Watches open prefills. Keeps a curve for each pool and kind of hardware, the usual work of each pool, and how much each
-    instance has lately had to compute.
+    """Watches open prefills. Keeps a curve for each pool and kind of hardware, and the usual work of each pool.
 
-    A new owner of a pool learns all anew: what is decided on them is in multiples of the usual work, so a wrong scale cancels
+    A new owner of a pool learns both anew: what is decided on them is in multiples of the usual work, so a wrong scale cancels
     out, and the right one is known after a dozen prefills.
     """
 
@@ -43,7 +41,6 @@ class Prefills:
         self._watched: dict[str, _Watched] = {}
         self._fits: dict[tuple[str, str], CurveFit] = {}
         self._usual: dict[str, UsualWork] = {}
-        self._computed: dict[str, tuple[float, float]] = {}
 
     def curve(self, pool: str, hardware: str) -> CostCurve:
         """What prefills cost on such hardware, as far as known."""
@@ -65,10 +62,6 @@ class Prefills:
         watched = self._watched.get(instance_id)
         return watched.moved_at if watched else 0.0
 
-    def computed(self, instance_id: str) -> tuple[float, float]:
-        """Tokens that an instance has lately been given to compute, each counted e^(-age / LATELY_S), and at what moment."""
-        return self._computed.get(instance_id, (0.0, 0.0))
-
     def came(self, pool: str, new: int, cached: int) -> None:
         """A request was placed where it has so many new tokens after cached ones. Mutates."""
         self._usual.setdefault(pool, UsualWork()).add(new, cached)
@@ -77,9 +70,6 @@ class Prefills:
         """A step was reserved. Mutates."""
         if not reservation.new_tokens:
             return
-        before, at = self.computed(reservation.instance_id)
-        faded = before * math.exp((at - now) / LATELY_S)
-        self._computed[reservation.instance_id] = (faded + reservation.new_tokens, now)
         watched = self._watched.setdefault(reservation.instance_id, _Watched())
         others = [one for one in self._queue(reservation.instance_id) if one != reservation.request_id]
         if not others:
@@ -118,7 +108,6 @@ class Prefills:
     def forget(self, instance_id: str) -> None:
         """The instance is another one now, or gone. Mutates."""
         self._watched.pop(instance_id, None)
-        self._computed.pop(instance_id, None)
 
     def check_invariants(self) -> None:
         """Raise AssertionError when something is watched that is not open."""

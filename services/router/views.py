@@ -129,14 +129,11 @@ class Views:
                 queue.append((one.pending_tokens, one.cached_tokens + one.prefilled_tokens))
             if one.input_tokens > there:
                 rests.append((one.request_id, one.input_tokens - there, there))
-        computed, computed_at = self._prefills.computed(info.instance_id)
         return Prefilling(
             queue=tuple(queue),
             moved_at=self._prefills.moved_at(info.instance_id) if queue else 0.0,
             rests=tuple(rests),
             requests=len(prefilling),
-            computed=computed,
-            computed_at=computed_at,
             chunk_limit=info.prefill_chunk_limit,
             block_size=info.block_size,
             hardware=info.hardware,

@@ -26,15 +26,14 @@ class Foresight(Policy):
     """Least predicted seconds until the first token; heavy prompts in slices, one after another, light ones at once.
 
     C_i = the curve's seconds for the tokens that are new on i; wait_i = those of the prefills open there, rest_i = those of
-    what is to follow the slices computed there, u = those that a request usually takes; filled_i = tokens lately computed there
-    / i's KV. score_i = wait_i + C_i + leave * (C_i - min C) + beside * rest_i + harm * C_i * decodes_i + evict * C_i *
-    (filled_i - min filled) + overflow_u * u where i's KV would not hold all open prompts. The least score is where a request
-    goes. A light one (min C <= light_u * u): when wait_i <= express_u * u, or under half of what is open there (reason
-    `express`). A heavy one: when what is open there takes at most start_u * u. Until then it is held (`held`), those with the
-    least min C / ageing - age first. Of a heavy prompt only the next slice_u * u seconds are placed (`slice`), then the rest is
-    decided anew (`serve`: its last part). Engines that cut long prompts themselves get them whole; a prompt of n tokens waits
-    there, for each prompt before it, min(what is left of it, ceil(n / limit) chunks of it). Scores are seconds; figures tell u,
-    and wait and C where it goes.
+    what is to follow the slices that are computed there, u = those that a request usually takes; idle = the share of instances
+    without prefills. score_i = wait_i + C_i + leave * (C_i - min C) + beside * idle * rest_i + harm * C_i * decodes_i +
+    overflow_u * u where i's KV would not hold all open prompts. The least score is where a request goes. A light one (min C <=
+    light_u * u): when wait_i <= express_u * u, or under half of what is open there (reason `express`). A heavy one: when what
+    is open there takes at most start_u * u. Until then it is held (`held`), those with the least min C / ageing - age first. Of
+    a heavy prompt only the next slice_u * u seconds are placed (`slice`), then the rest is decided anew (`serve`: its last
+    part). Engines that cut long prompts themselves get them whole; a prompt of n tokens waits there, for each prompt before it,
+    min(what is left of it, ceil(n / limit) chunks of it). Scores are seconds; figures tell u, and wait and C where it goes.
     Source: a study of Pointsman's own, of which docs/findings.md tells.
     """
 
@@ -46,7 +45,7 @@ class Foresight(Policy):
     express_u: float = setting(1.5, 0.0, 1e6, "a light one goes where it waits at most so many u")
     start_u: float = setting(0.8, 0.0, 1e6, "a heavy one goes where at most so many u are open")
     ageing: float = setting(0.1, 1e-3, 1e6, "seconds of cost that a second of waiting makes up for")
-    leave: float = setting(0.7, 0.0, 1e6, "price of leaving a cache: its owner's return")
+    leave: float = setting(0.3, 0.0, 1e6, "price of leaving a cache: its owner's return")
     beside: float = setting(
         0.3, 0.0, 1e6, "price of answering beside what is left of a heavy prompt: slices slow answers"
     )
@@ -65,14 +64,14 @@ class Foresight(Policy):
             for one in eligible
         ]
         least = min(own)
-        filled = [_filled(one, now) for one in eligible]
-        emptiest = min(filled)
+        idle = sum(not one.prefilling.requests for one in eligible) / len(eligible)
         scores: dict[str, float] = {}
         best, best_score, best_at = eligible[0], math.inf, 0
         for at, (one, cost) in enumerate(zip(eligible, own, strict=True)):
-            score = cost + self.leave * (cost - least) + self.evict * cost * (filled[at] - emptiest)
+            score = cost + self.leave * (cost - least)
             if one.num_requests:
-                score += self._load(request, one, cost, curves.get(one.prefilling.hardware, DEFAULT_CURVE), now)
+                curve = curves.get(one.prefilling.hardware, DEFAULT_CURVE)
+                score += self._load(request, one, cost, curve, now, self.beside * idle)
                 if 0 < one.kv_capacity_tokens < _open_tokens(request, one):
                     score += self.overflow_u * unit
             scores[one.instance_id] = score
@@ -94,15 +93,17 @@ class Foresight(Policy):
         """The same, holding nobody."""
         return replace(self, express_u=EAGER_U, start_u=EAGER_U)
 
-    def _load(self, request: PlacementRequest, one: Candidate, cost: float, curve: CostCurve, now: float) -> float:
-        """What a busy instance's other requests add to its score, in s."""
+    def _load(
+        self, request: PlacementRequest, one: Candidate, cost: float, curve: CostCurve, now: float, beside: float
+    ) -> float:
+        """What a busy instance's other requests add to its score, in s; `beside` is the price of a second of their rests."""
         work = one.prefilling
         added = self.harm * cost * max(one.num_requests - work.requests, 0)
         if work.queue:
             added += _ahead(work, curve, one.new_tokens, now)[1]
-        if work.rests:
+        if work.rests and beside:
             rests = [curve.cost_s(left, there) for who, left, there in work.rests if who != request.request_id]
-            added += self.beside * sum(rests)
+            added += beside * sum(rests)
         return added
 
     def _slice(self, request: PlacementRequest, one: Candidate, curve: CostCurve, unit: float) -> int:
@@ -116,11 +117,6 @@ class Foresight(Policy):
         block = one.prefilling.block_size
         end = one.cached_tokens + max(int(tokens) // block, 1) * block
         return end if end <= request.sliceable_tokens and end < request.input_tokens else 0
-
-
-def _filled(one: Candidate, now: float) -> float:
-    """Tokens that were lately computed on an instance, relative to what its KV cache holds; 0 where that is unknown."""
-    return one.prefilling.lately(now) / one.kv_capacity_tokens if one.kv_capacity_tokens else 0.0
 
 
 def _open_tokens(request: PlacementRequest, one: Candidate) -> int:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import random
 from typing import Any
 
 import pytest
 
 from services.router.curve import CostCurve, Work
-from services.router.domain import LATELY_S, Candidate, FleetView, PlacementRequest, Prefilling, Ruling, StepKind
+from services.router.domain import Candidate, FleetView, PlacementRequest, Prefilling, Ruling, StepKind
 from services.router.policy.foresight import Foresight
 from tests.unit.router.builders import candidate, request
 
@@ -24,7 +23,6 @@ def seen(*candidates: Candidate, now: float = 10.0, curve: CostCurve = CURVE, us
 
 def one(name: str, tokens: int, cached: int = 0, open_tokens: int = 0, decodes: int = 0, **work: Any) -> Candidate:
     queue = ((open_tokens, 0),) if open_tokens else ()
-    capacity = work.pop("capacity", 0)
     requests = len(work.get("queue", queue)) + len(work.get("rests", ()))
     prefilling = Prefilling(**{"queue": queue, "moved_at": 10.0, "requests": requests, **work})
     return candidate(
@@ -32,7 +30,6 @@ def one(name: str, tokens: int, cached: int = 0, open_tokens: int = 0, decodes: 
         new=tokens - cached,
         cached=cached,
         num_requests=requests + decodes,
-        kv_capacity_tokens=capacity,
         prefilling=prefilling,
     )
 
@@ -44,8 +41,8 @@ def rule(tokens: int, *candidates: Candidate, policy: Foresight | None = None, *
 
 def test_scores_are_predicted_seconds() -> None:
     ruling = rule(1_000, one("a", 1_000), one("b", 1_000, cached=800, open_tokens=500, decodes=2))
-    # b: 0.5 s of wait, 0.2 s of its own, 0.05 for each of two decodes beside 0.2 s; a: 1 s, and 0.7 of the 0.8 s more.
-    assert ruling.scores == pytest.approx({"a": 1.0 + 0.7 * 0.8, "b": 0.7 + 0.05 * 0.2 * 2})
+    # b: 0.5 s of wait, 0.2 s of its own, 0.05 for each of two decodes beside 0.2 s; a: 1 s, and 0.3 of the 0.8 s more.
+    assert ruling.scores == pytest.approx({"a": 1.0 + 0.3 * 0.8, "b": 0.7 + 0.05 * 0.2 * 2})
     assert (ruling.steps[0].instance_id, ruling.reason) == ("b", "express")
     assert ruling.figures == pytest.approx({"usual_s": 1.0, "wait_s": 0.5, "prefill_s": 0.2})
 
@@ -119,20 +116,14 @@ def test_behind_an_engine_that_cuts_long_prompts_a_small_one_waits_for_a_chunk()
 
 def test_an_answer_beside_the_rest_of_a_heavy_prompt_has_its_price() -> None:
     paused = one("a", 1_000, rests=(("heavy", 4_000, 3_000), ("other", 1_000, 500)))
-    ruling = rule(1_000, paused, one("b", 1_000, cached=0))
-    assert ruling.scores == pytest.approx({"a": 1.0 + 0.3 * 5.0, "b": 1.0})
+    ruling = rule(1_000, paused, one("b", 1_000))
+    # 5 s are left of others, and half of the instances have no prefill.
+    assert ruling.scores == pytest.approx({"a": 1.0 + 0.3 * 0.5 * 5.0, "b": 1.0})
     assert ruling.steps[0].instance_id == "b"
+    # Where all have one there is nowhere to go: to leave a cache would only be more work for all.
+    assert rule(1_000, paused, one("b", 1_000, open_tokens=100)).scores["a"] == pytest.approx(1.0)
     # What computes a part of its own prompt there is no answer that anything slows.
     assert rule(1_000, one("a", 1_000, rests=(("r", 1_000, 500),))).scores == pytest.approx({"a": 1.0})
-
-
-def test_what_is_computed_drives_out_what_was_computed_before() -> None:
-    # Half of a's KV was computed two minutes ago, a quarter of b's just now.
-    full = one("a", 1_000, capacity=100_000, computed=50_000.0 * math.e, computed_at=10.0 - LATELY_S)
-    ruling = rule(1_000, full, one("b", 1_000, capacity=100_000, computed=25_000.0, computed_at=10.0))
-    assert ruling.scores == pytest.approx({"a": 1.0 + 0.3 * 0.25, "b": 1.0})
-    nothing = one("a", 1_000, cached=1_000, capacity=100_000, computed=1e6, computed_at=10.0)
-    assert rule(1_000, nothing).scores == pytest.approx({"a": 0.0}), "what computes nothing drives out nothing"
 
 
 def test_full_kv_has_its_price() -> None:

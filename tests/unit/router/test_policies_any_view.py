@@ -42,8 +42,6 @@ WORK = st.builds(
         st.tuples(st.sampled_from(("r", "other")), st.integers(1, 200_000), st.integers(0, 200_000)), max_size=2
     ).map(tuple),
     requests=st.integers(0, 5),
-    computed=st.floats(0, 1e7),
-    computed_at=st.floats(0, 60),
     chunk_limit=st.sampled_from((0, 4_096)),
     block_size=st.sampled_from((16, 32)),
     hardware=st.sampled_from(("", "fast")),
