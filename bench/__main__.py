@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.crowd import crowd
-from bench.decide import decide, index
+from bench.decide import decide, foresight, index
 from bench.elastic import elastic
 from bench.figures import Figure
 from bench.gateway import chunks, leaks, requests
@@ -32,7 +32,21 @@ from services.common.logs import configure_logs
 RESULTS = Path(__file__).parent / "results.jsonl"
 BENCHMARKS: dict[str, Callable[[], object]] = {
     one.__name__: one
-    for one in (decide, index, place, storms, takeover, chunks, requests, turns, memory, growth, leaks, simulate)
+    for one in (
+        decide,
+        foresight,
+        index,
+        place,
+        storms,
+        takeover,
+        chunks,
+        requests,
+        turns,
+        memory,
+        growth,
+        leaks,
+        simulate,
+    )
 }
 # Only run when they are named.
 LONG: dict[str, Callable[[], object]] = {one.__name__: one for one in (crowd, elastic, layerwise)}

@@ -14,10 +14,14 @@ from bench.fleet import KEYS_PER_INSTANCE, PROMPT_TOKENS, filled, long_prompt
 from services.common.keys import digest_of
 from services.router import events as ev
 from services.router.domain import PlacementRequest
+from services.router.policy.registry import make_policy
 from services.router.prefix_index import PrefixIndex
 from services.router.sync import Delta, InstanceSync, SnapshotBegin, SnapshotEnd
 
 GOAL_DECIDE_US = 150.0
+GOAL_FORESIGHT_US = 500.0
+# What each instance of a busy fleet is doing: prompts to compute, and answers to give.
+OPEN_PREFILLS, OPEN_DECODES = 3, 8
 GOAL_INDEX_MB = 1_000.0
 GOAL_EVENTS_PER_S = 200_000.0
 ROUNDS = 400
@@ -42,6 +46,36 @@ def decide() -> list[Figure]:
         for name, share in (("", 0.5), ("_p99", 0.99)):
             note = f"{instances} instances, 8,125 keys; CPU, with the reservation; baseline is the goal"
             figures.append(Figure(f"decide_us{name}{suffix}", percentile(times, share), "us", goal, note))
+    return figures
+
+
+def foresight() -> list[Figure]:
+    """CPU per decision of `foresight` on 64 busy instances, light and heavy, with what follows of it: reservation or hold."""
+    keys = array("Q", long_prompt())
+    state = filled(64, keys)
+    names = [f"i{number:04d}" for number in range(64)]
+    for name in names:
+        others = tuple(other for other in names if other != name)
+        for number in range(OPEN_DECODES + OPEN_PREFILLS):
+            busy = PlacementRequest(f"{name} {number}", "m", 20_000, exclude=others)
+            state.handle(ev.PlaceRequested(busy, "g"), 0.0)
+            if number < OPEN_DECODES:
+                state.handle(ev.FirstToken(busy.request_id), 0.0)
+    state.policy = make_policy("foresight")
+    figures = []
+    for case, asked in (("light", keys), ("heavy", array("Q", long_prompt(1)))):
+        times = []
+        for number in range(ROUNDS):
+            request = PlacementRequest(f"r{number}", "m", PROMPT_TOKENS, asked, sliceable_tokens=PROMPT_TOKENS)
+            started = time.process_time()
+            state.handle(ev.PlaceRequested(request, "g"), 1.0)
+            times.append((time.process_time() - started) * 1e6)
+            state.handle(ev.Finished(f"r{number}", "CANCELLED"), 1.0)
+        note = f"64 instances, each with {OPEN_PREFILLS} prefills and {OPEN_DECODES} decodes, 8,125 keys; baseline is the goal"
+        for name, share in (("", 0.5), ("_p99", 0.99)):
+            figures.append(
+                Figure(f"decide_foresight_{case}_us{name}", percentile(times, share), "us", GOAL_FORESIGHT_US, note)
+            )
     return figures
 
 

@@ -56,10 +56,10 @@ LOADS = {
     "knee": Load(1.0),
     "saturated": Load(1.25),
     "slow": Load(0.35, slow=2.5, kv_blocks=17_500),
+    "overloaded": Load(2.5),
 }
 MAIN = ("light", "knee", "saturated")
-# Generated sessions are as heavy as the recorded ones; chats are lighter, and there are more of them.
-RATES = {REAL: 1.0, GENERATED: 1.0, CHAT: 2.5}
+OVERLOADED = "overloaded"
 CHAT_SESSIONS = 1_000
 # Those that were best somewhere, and those that are widely used: run everywhere; all others under the main loads only.
 CONTENDERS = ("unified", "foresight", "lpwl", "lmetric1", "additive", "elastic", "dynamo_kv", "preble")
@@ -123,8 +123,9 @@ class Planned:
 
     @property
     def tier(self) -> int:
-        """What is run first: the goals' own policies, then the other contenders, then all others."""
-        return 0 if self.policy in (FLOOR, BASE, OURS) else 1 if self.policy in CONTENDERS else 2
+        """What is run first: the goals' own policies, then others where there are most of them, then others elsewhere."""
+        own = self.policy in (FLOOR, BASE, OURS) and self.load != OVERLOADED
+        return 0 if own else 1 if self.trace == REAL and self.load in MAIN and not self.threshold else 2
 
     @property
     def key(self) -> str:
@@ -184,7 +185,9 @@ def _planned(settings: FindingsSettings) -> Iterator[Planned]:
         for name, policy in (every if trace == REAL or REAL not in sources else contenders).items():
             for load in MAIN:
                 yield _cell(settings, trace, source, load, 0, name, policy)
-    extra = [("slow", 0), *((load, THRESHOLD) for load in LOADS)]
+    extra = [("slow", 0), *((load, THRESHOLD) for load in LOADS if load != OVERLOADED)]
+    for name in () if settings.quick or CHAT not in sources else (FLOOR, BASE, OURS):
+        yield _cell(settings, CHAT, sources[CHAT], OVERLOADED, 0, name, every[name])
     for trace, source in sources.items():
         if trace == CHAT:
             continue
@@ -217,7 +220,7 @@ def _cell(
 ) -> Planned:
     asked = LOADS[load]
     sessions = CHAT_SESSIONS if trace == CHAT else 0
-    arrivals = Arrivals("trace" if trace == GENERATED else "jitter", rate=asked.rate * RATES[trace])
+    arrivals = Arrivals("trace" if trace == GENERATED else "jitter", rate=asked.rate)
     cell = Cell(
         policy=name,
         load=f"{trace} {load} {threshold}",

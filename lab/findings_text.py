@@ -68,7 +68,7 @@ def render(results: Sequence[Result], loads: Mapping[str, Mapping[str, object]],
     traces = list(dict.fromkeys(place.trace for place in cells))
     for trace in traces:
         main = {place: cell for place, cell in cells.items() if place.trace == trace and not place.threshold}
-        parts += [_table(place, cell) for place, cell in main.items() if place.load != "slow"]
+        parts += [_table(place, cell) for place, cell in main.items() if place.load not in ("slow", "overloaded")]
     first = {place.load: cell for place, cell in cells.items() if place.trace == traces[0] and not place.threshold}
     parts += [_claims({load: cell for load, cell in first.items() if load != "slow"})]
     parts += [_ours(cells), _ablations(first)]
@@ -328,6 +328,19 @@ def _claims(first: Mapping[str, Cell]) -> str:
 
 # ---- foresight ----
 
+LOWEST, CLOSED = "lowest", "closed"
+FORESIGHT_TEXT = """Tuned on: `generated` of seeds 0 to 3, and every second session of `agentic` on four instances, seeds 0 to 3;
+two prices were dropped for what they did on `agentic`, saturated, seeds 7 and 8. Which requests paid in E2E was looked up on
+`agentic`, light, seed 100. The trials here are of other seeds; nothing was tuned on `chat`.
+
+Why it wins: a prompt's seconds are predicted, so an instance that has little to do can be told from one that has few requests;
+heavy prompts go in slices, so what is small waits for a slice and not for a whole prompt; and what waits, waits in the router,
+shortest first, until its own cache is free, instead of in the queue of an engine that was picked too early.
+What it costs: an answer that begins between two slices gets a token per chunk until the heavy prompt is through. Where others
+are idle the score avoids that (without: the ablation); where none is, decodes pay for TTFT, and the heaviest prompts wait for
+everything shorter. What is left to the floor is mostly prefill of what was evicted, which no placement recovers.
+Where engines cut long prompts themselves (threshold), the engine does what slices would, and less is left to win."""
+
 
 def _ours(cells: Mapping[Place, Cell]) -> str:
     lines = [
@@ -336,11 +349,10 @@ def _ours(cells: Mapping[Place, Cell]) -> str:
         "other is the policy with the",
         "lowest mean of those that were run there.",
         "",
-        "| cell | floor | `unified` | best other | `foresight` | closed | goal | lowest | E2E p90 | E2E p99 | TPOT p90 |",
+        "| cell | floor | `unified` | best other | `foresight` | closed | goal | E2E p90 | E2E p99 | TPOT p90 | not met |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    reached = 0
-    rows = 0
+    unmet: list[list[str]] = []
     for place, cell in cells.items():
         ours, base, floor = (_mean(cell, name, TTFT) for name in (OURS, BASE, FLOOR))
         if ours is None or base is None or floor is None or base <= floor:
@@ -348,37 +360,47 @@ def _ours(cells: Mapping[Place, Cell]) -> str:
         others = [name for name in _plain(cell) if name not in (OURS, FLOOR)]
         best = min(others, key=lambda name: _mean(cell, name, TTFT) or float("inf"))
         closed = (base - ours) / (base - floor)
-        goal = None if place.load == "slow" else GOAL_CLOSED_FLAG if place.threshold else GOAL_CLOSED
-        lowest = ours < (_mean(cell, best, TTFT) or 0.0)
-        rows += 1
-        reached += lowest and (goal is None or closed >= goal)
+        goal = None if place.load in ("slow", "overloaded") else GOAL_CLOSED_FLAG if place.threshold else GOAL_CLOSED
+        failed = _unmet(cell, ours < (_mean(cell, best, TTFT) or 0.0), goal is None or closed >= goal)
+        unmet.append(failed)
         tpot, tpot_base = _mean(cell, OURS, TPOT), _mean(cell, BASE, TPOT)
         lines.append(
             f"| {place.trace}, {place.name} | {floor:.2f} | {base:.2f} | `{best}` {_number(_mean(cell, best, TTFT))} | "
             f"{ours:.2f}{_told(_difference(cell, OURS, TTFT))} | {closed:.0%} | {'-' if goal is None else f'{goal:.0%}'} | "
-            f"{'yes' if lowest else 'no'} | {_relative(cell, E2E90)} | {_relative(cell, E2E99)} | "
-            f"{'-' if not tpot or not tpot_base else f'{tpot / tpot_base:.1f} x'} |"
+            f"{_relative(cell, E2E90)} | {_relative(cell, E2E99)} | "
+            f"{'-' if not tpot or not tpot_base else f'{tpot / tpot_base:.1f} x'} | {', '.join(failed) or 'none'} |"
         )
-    if not rows:
+    if not unmet:
         return ""
+    ttft = sum(not {LOWEST, CLOSED} & {*failed} for failed in unmet)
     lines += [
         "",
-        f"TTFT p90 is where it should be (lowest, and the goal where there is one) in {reached} of {rows} "
-        "cells. E2E goals are to be no "
-        f"worse than `unified`, TPOT at most {GOAL_TPOT:g} x.",
+        f"Every goal is met in {sum(not failed for failed in unmet)} of {len(unmet)} cells, those of TTFT p90 in {ttft}.",
+        "The goals: TTFT p90 lowest of all in the mean; so much of the gap closed (slow and overloaded cells have no such goal);",
+        "E2E p90 and p99 not worse than `unified`'s, an interval that holds 0 being no worse; "
+        f"TPOT p90 at most {GOAL_TPOT:g} x.",
         "",
-        "Why it wins: a prompt's seconds are predicted, so an instance that has little to do can be told from "
-        "one that has few requests;",
-        "heavy prompts go in slices, so what is small waits for a slice and not for a whole prompt; and what "
-        "waits, waits in the router,",
-        "shortest first, until its own cache is free, instead of in the queue of an engine that was picked too early.",
-        "What it costs: decodes on an instance meet the next slice sooner than they would have met the next "
-        "prompt, and the heaviest",
-        "prompts wait for everything shorter. What is left to the floor is mostly prefill of what was evicted, "
-        "which no placement recovers.",
-        "Where engines cut long prompts themselves (threshold), the engine does what slices would, and less is left to win.",
+        *FORESIGHT_TEXT.splitlines(),
     ]
     return "\n".join(lines)
+
+
+def _unmet(cell: Cell, lowest: bool, closed: bool) -> list[str]:
+    """The goals that a cell does not meet."""
+    worse = {E2E90: "E2E p90", E2E99: "E2E p99"}
+    tpot, base = _mean(cell, OURS, TPOT), _mean(cell, BASE, TPOT)
+    return [
+        *([] if lowest else [LOWEST]),
+        *([] if closed else [CLOSED]),
+        *(
+            name
+            for metric, name in worse.items()
+            if (found := _difference(cell, OURS, metric)) is not None
+            and found.mean > 0
+            and (found.half_width is None or found.differs)
+        ),
+        *(["TPOT p90"] if tpot and base and tpot > GOAL_TPOT * base else []),
+    ]
 
 
 def _relative(cell: Cell, metric: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import msgspec
 
@@ -33,6 +34,14 @@ class CostCurve(msgspec.Struct, frozen=True, gc=False):
         if new <= 0:
             return 0.0
         return self.base_s + new * (self.token_s + self.pair_s * (2.0 * cached + new))
+
+    def total_s(self, prefills: Iterable[tuple[int, int]]) -> float:
+        """Seconds for several: (new, cached) of each, new tokens above 0."""
+        base, token, pair = self.base_s, self.token_s, self.pair_s
+        total = 0.0
+        for new, cached in prefills:
+            total += base + new * (token + pair * (2.0 * cached + new))
+        return total
 
     def work_s(self, work: Work) -> float:
         """Seconds for so much work."""

@@ -64,11 +64,15 @@ class Foresight(Policy):
             for one in eligible
         ]
         least = min(own)
-        idle = sum(not one.prefilling.requests for one in eligible) / len(eligible)
+        idle = sum([not one.prefilling.requests for one in eligible]) / len(eligible)
         scores: dict[str, float] = {}
-        best, best_score, best_at = eligible[0], math.inf, 0
-        for at, (one, cost) in enumerate(zip(eligible, own, strict=True)):
+        best, best_score, best_cost, second = eligible[0], math.inf, own[0], math.inf
+        # The cheapest first: where the own cost alone is more than the second least score, nothing can be the best or next to it.
+        for at in sorted(range(len(own)), key=own.__getitem__):
+            one, cost = eligible[at], own[at]
             score = cost + self.leave * (cost - least)
+            if score > second:
+                break
             if one.num_requests:
                 curve = curves.get(one.prefilling.hardware, DEFAULT_CURVE)
                 score += self._load(request, one, cost, curve, now, self.beside * idle)
@@ -76,10 +80,12 @@ class Foresight(Policy):
                     score += self.overflow_u * unit
             scores[one.instance_id] = score
             if score < best_score:
-                best, best_score, best_at = one, score, at
+                best, best_score, best_cost, second = one, score, cost, best_score
+            elif score < second:
+                second = score
         curve = curves.get(best.prefilling.hardware, DEFAULT_CURVE)
         backlog, wait = _ahead(best.prefilling, curve, best.new_tokens, now)
-        figures = {"usual_s": unit, "wait_s": wait, "prefill_s": own[best_at]}
+        figures = {"usual_s": unit, "wait_s": wait, "prefill_s": best_cost}
         if not unit or (least <= self.light_u * unit and (wait <= self.express_u * unit or wait < 0.5 * backlog)):
             return structs.replace(serve(best, EXPRESS, scores), figures=figures)
         handicap = least / self.ageing
@@ -100,7 +106,7 @@ class Foresight(Policy):
         work = one.prefilling
         added = self.harm * cost * max(one.num_requests - work.requests, 0)
         if work.queue:
-            added += _ahead(work, curve, one.new_tokens, now)[1]
+            added += _ahead(work, curve, one.new_tokens, now)[1] if work.chunk_limit else _backlog(work, curve, now)
         if work.rests and beside:
             rests = [curve.cost_s(left, there) for who, left, there in work.rests if who != request.request_id]
             added += beside * sum(rests)
@@ -133,15 +139,21 @@ def _usual_s(view: FleetView) -> float:
     return sum(curve.work_s(view.usual) for curve in curves) / len(curves)
 
 
+def _backlog(work: Prefilling, curve: CostCurve, now: float) -> float:
+    """Seconds of prefill open on an instance."""
+    if not work.queue:
+        return 0.0
+    done = min(max(now - work.moved_at, 0.0), MOST_DONE * curve.cost_s(*work.queue[0]))
+    return curve.total_s(work.queue) - done
+
+
 def _ahead(work: Prefilling, curve: CostCurve, new: int, now: float) -> tuple[float, float]:
     """Seconds of prefill open on an instance, and how many of them a prompt of `new` tokens waits for."""
-    if not work.queue:
-        return 0.0, 0.0
+    backlog = _backlog(work, curve, now)
+    if not (limit := work.chunk_limit) or not backlog:
+        return backlog, backlog
     costs = [curve.cost_s(left, there) for left, there in work.queue]
     costs[0] -= min(max(now - work.moved_at, 0.0), MOST_DONE * costs[0])
-    backlog = sum(costs)
-    if not (limit := work.chunk_limit):
-        return backlog, backlog
     rounds = -(-new // limit)
     return backlog, sum(
         min(cost, rounds * curve.cost_s(min(limit, left), there))

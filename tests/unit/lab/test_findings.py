@@ -57,7 +57,8 @@ def test_the_whole_study_has_every_policy_at_three_loads_and_foresight_everywher
     for load in ("light", "knee", "saturated"):
         assert {name for at, name in main if at == load} >= {*POLICIES, "floor"}
     places = {(one.load, one.threshold) for one in cells}
-    assert places == {(load, threshold) for load in LOADS for threshold in (0, 4_096)}
+    loads = LOADS.keys() - {"overloaded"}
+    assert places == {(load, threshold) for load in loads for threshold in (0, 4_096)}
     assert {(one.load, one.threshold) for one in cells if one.policy == "foresight"} == places
     assert len({(one.key, one.load, one.policy) for one in cells}) == len({one.key for one in cells}) == len(cells)
 
@@ -75,10 +76,19 @@ def test_what_is_said_follows_from_the_figures() -> None:
         for seed in (1, 2, 3)
     ]
     text = render(trials, {"knee": msgspec.to_builtins(LOADS["knee"])}, 0, quick=False)
-    assert "| agentic, knee | 4.02 | 8.02 | `lpwl` 6.02 | 4.52 (-3.50 ± 0.00) | 88% | 75% | yes |" in text
-    assert "in 1 of 1 cells" in text
+    assert (
+        "| agentic, knee | 4.02 | 8.02 | `lpwl` 6.02 | 4.52 (-3.50 ± 0.00) | 88% | 75% | = | = | 1.0 x | none |" in text
+    )
+    assert "is met in 1 of 1 cells, those of TTFT p90 in 1." in text
     assert "`sticky` (affinity alone): knee: +0% (=) s, no difference." in text
     assert "missing" not in text
     worse = render([*trials, *(trial("lpwl", "knee", seed, 4.2) for seed in (1, 2, 3))], {}, 7, quick=False)
-    assert "in 0 of 1 cells" in worse
+    assert "| lowest |" in worse
+    assert "is met in 0 of 1 cells, those of TTFT p90 in 0." in worse
     assert "7 of the trials" in worse
+    # Slower answers are told, and only where the interval leaves no doubt.
+    slower = [trial("foresight", "knee", seed, 4.5, e2e_p90_s=5.1 + seed / 100, tpot_p90_s=0.04) for seed in (1, 2, 3)]
+    doubt = [trial("foresight", "knee", seed, 4.5, e2e_p90_s=5.0 + (2 - seed)) for seed in (1, 2, 3)]
+    others = [one for one in trials if one.policy != "foresight"]
+    assert "| E2E p90, TPOT p90 |" in render([*others, *slower], {}, 0, quick=False)
+    assert "| none |" in render([*others, *doubt], {}, 0, quick=False)

@@ -47,6 +47,12 @@ def test_scores_are_predicted_seconds() -> None:
     assert ruling.figures == pytest.approx({"usual_s": 1.0, "wait_s": 0.5, "prefill_s": 0.2})
 
 
+def test_what_costs_more_than_the_second_best_is_not_weighed() -> None:
+    far = [one(name, 10_000, decodes=1) for name in "cd"]
+    ruling = rule(10_000, *far, one("b", 10_000, cached=9_800, open_tokens=500), one("a", 10_000, cached=9_000))
+    assert ruling.scores == pytest.approx({"a": 1.0 + 0.3 * 0.8, "b": 0.7})
+
+
 def test_attention_counts_what_is_cached() -> None:
     curve = CostCurve(0.0, 1e-3, 1e-6)
     ruling = rule(2_000, one("a", 2_000, cached=1_000), curve=curve)
