@@ -75,7 +75,7 @@ ABLATIONS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "without the express lane": ("foresight", {"light_u": 0.0}),
     "without a price on leaving a cache": ("foresight", {"leave": 0.0}),
     "without a price on answers beside slices": ("foresight", {"beside": 0.0}),
-    "without a price on harm to decodes": ("foresight", {"harm": 0.0}),
+    "without a price on harm to decodes": ("foresight", {"harm": 0.0, "crowd": 0.0}),
     "without a price on full KV": ("foresight", {"overflow_u": 0.0}),
     "slices half as long": ("foresight", {"slice_u": 0.75}),
 }

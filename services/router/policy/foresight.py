@@ -27,13 +27,14 @@ class Foresight(Policy):
 
     C_i = the curve's seconds for the tokens that are new on i; wait_i = those of the prefills open there, rest_i = those of
     what is to follow the slices that are computed there, u = those that a request usually takes; idle = the share of instances
-    without prefills. score_i = wait_i + C_i + leave * (C_i - min C) + beside * idle * rest_i + harm * C_i * decodes_i +
-    overflow_u * u where i's KV would not hold all open prompts. The least score is where a request goes. A light one (min C <=
-    light_u * u): when wait_i <= express_u * u, or under half of what is open there (reason `express`). A heavy one: when what
-    is open there takes at most start_u * u. Until then it is held (`held`), those with the least min C / ageing - age first. Of
-    a heavy prompt only the next slice_u * u seconds are placed (`slice`), then the rest is decided anew (`serve`: its last
-    part). Engines that cut long prompts themselves get them whole; a prompt of n tokens waits there, for each prompt before it,
-    min(what is left of it, ceil(n / limit) chunks of it). Scores are seconds; figures tell u, and wait and C where it goes.
+    without prefills. score_i = wait_i + C_i + leave * (C_i - min C) + beside * idle * rest_i + (harm + crowd * (1 - idle)) *
+    C_i * decodes_i + overflow_u * u where i's KV would not hold all open prompts. The least score is where a request goes. A
+    light one (min C <= light_u * u): when wait_i <= express_u * u, or under half of what is open there (reason `express`). A
+    heavy one: when what is open there takes at most start_u * u. Until then it is held (`held`), those with the least min C /
+    ageing - age first. Of a heavy prompt only the next slice_u * u seconds are placed (`slice`), then the rest is decided anew
+    (`serve`: its last part). Engines that cut long prompts themselves get them whole; a prompt of n tokens waits there, for
+    each prompt before it, min(what is left of it, ceil(n / limit) chunks of it). Scores are seconds; figures tell u, and wait
+    and C where it goes.
     Source: a study of Pointsman's own, of which docs/findings.md tells.
     """
 
@@ -50,6 +51,9 @@ class Foresight(Policy):
         0.3, 0.0, 1e6, "price of answering beside what is left of a heavy prompt: slices slow answers"
     )
     harm: float = setting(0.05, 0.0, 1e6, "price of a second of prefill beside a running decode")
+    crowd: float = setting(
+        0.3, 0.0, 1e6, "what is added to it where every instance has prefills: slow answers fill the KV"
+    )
     evict: float = setting(
         0.3, 0.0, 1e6, "price of computing where most was computed lately: it drives out what returns"
     )
@@ -75,7 +79,7 @@ class Foresight(Policy):
                 break
             if one.num_requests:
                 curve = curves.get(one.prefilling.hardware, DEFAULT_CURVE)
-                score += self._load(request, one, cost, curve, now, self.beside * idle)
+                score += self._load(request, one, cost, curve, now, idle)
                 if 0 < one.kv_capacity_tokens < _open_tokens(request, one):
                     score += self.overflow_u * unit
             scores[one.instance_id] = score
@@ -100,16 +104,17 @@ class Foresight(Policy):
         return replace(self, express_u=EAGER_U, start_u=EAGER_U)
 
     def _load(
-        self, request: PlacementRequest, one: Candidate, cost: float, curve: CostCurve, now: float, beside: float
+        self, request: PlacementRequest, one: Candidate, cost: float, curve: CostCurve, now: float, idle: float
     ) -> float:
-        """What a busy instance's other requests add to its score, in s; `beside` is the price of a second of their rests."""
+        """What a busy instance's other requests add to its score, in s."""
         work = one.prefilling
-        added = self.harm * cost * max(one.num_requests - work.requests, 0)
+        harm = self.harm + self.crowd * (1.0 - idle)
+        added = harm * cost * max(one.num_requests - work.requests, 0)
         if work.queue:
             added += _ahead(work, curve, one.new_tokens, now)[1] if work.chunk_limit else _backlog(work, curve, now)
-        if work.rests and beside:
+        if work.rests and idle:
             rests = [curve.cost_s(left, there) for who, left, there in work.rests if who != request.request_id]
-            added += beside * sum(rests)
+            added += self.beside * idle * sum(rests)
         return added
 
     def _slice(self, request: PlacementRequest, one: Candidate, curve: CostCurve, unit: float) -> int:
