@@ -41,8 +41,9 @@ def rule(tokens: int, *candidates: Candidate, policy: Foresight | None = None, *
 
 def test_scores_are_predicted_seconds() -> None:
     ruling = rule(1_000, one("a", 1_000), one("b", 1_000, cached=800, open_tokens=500, decodes=2))
-    # b: 0.5 s of wait, 0.2 s of its own, 0.05 for each of two decodes beside 0.2 s; a: 1 s, and 0.3 of the 0.8 s more.
-    assert ruling.scores == pytest.approx({"a": 1.0 + 0.3 * 0.8, "b": 0.7 + 0.05 * 0.2 * 2})
+    # b: 0.5 s of wait, 0.2 s of its own, 0.05 and for half of the fleet's prefilling 0.15 for each of two decodes beside 0.2 s;
+    # a: 1 s, and 0.3 of the 0.8 s more.
+    assert ruling.scores == pytest.approx({"a": 1.0 + 0.3 * 0.8, "b": 0.7 + 0.2 * 0.2 * 2})
     assert (ruling.steps[0].instance_id, ruling.reason) == ("b", "express")
     assert ruling.figures == pytest.approx({"usual_s": 1.0, "wait_s": 0.5, "prefill_s": 0.2})
 
@@ -132,6 +133,16 @@ def test_an_answer_beside_the_rest_of_a_heavy_prompt_has_its_price() -> None:
     assert rule(1_000, one("a", 1_000, rests=(("r", 1_000, 500),))).scores == pytest.approx({"a": 1.0})
 
 
+def test_crowds_of_decodes_are_left_alone_where_no_instance_is_idle() -> None:
+    crowd = one("a", 1_000, decodes=4)
+    # Nobody prefills: 0.05 for each decode beside 1 s. Half do: 0.3 / 2 more for each.
+    assert rule(1_000, crowd).scores == pytest.approx({"a": 1.0 + 0.05 * 4})
+    ruling = rule(1_000, crowd, one("b", 1_000, open_tokens=2_000))
+    assert ruling.scores == pytest.approx({"a": 1.0 + 0.2 * 4, "b": 3.0})
+    ruling = rule(1_000, one("a", 1_000, open_tokens=100, decodes=4), one("b", 1_000, open_tokens=2_000))
+    assert ruling.scores == pytest.approx({"a": 1.1 + 0.35 * 4, "b": 3.0})
+
+
 def test_full_kv_has_its_price() -> None:
     full = candidate(
         "a", new=100, num_requests=1, ongoing_tokens=950, kv_capacity_tokens=1_000, prefilling=Prefilling()
@@ -140,7 +151,7 @@ def test_full_kv_has_its_price() -> None:
     assert ruling.scores["a"] == pytest.approx(ruling.scores["b"] + 1.0)
     own = Prefilling(rests=(("r", 100, 50),), requests=1)
     its_own = candidate("a", new=100, num_requests=2, ongoing_tokens=950, kv_capacity_tokens=1_000, prefilling=own)
-    assert rule(150, its_own).scores["a"] == pytest.approx(0.1 + 0.05 * 0.1), "what is open is not counted twice"
+    assert rule(150, its_own).scores["a"] == pytest.approx(0.1 + 0.35 * 0.1), "what is open is not counted twice"
 
 
 def test_the_first_request_of_all_is_placed_at_once() -> None:
