@@ -159,15 +159,16 @@ class Stack:
 
 
 @asynccontextmanager
-async def compose_stack(folder: Path, *profiles: str, tls: bool = False) -> AsyncIterator[Stack]:
-    """The services without a profile and those of `profiles`, none started; `tls`: with tls.yaml on top."""
+async def compose_stack(folder: Path, *profiles: str, tls: bool = False, **variables: str) -> AsyncIterator[Stack]:
+    """The services without a profile and those of `profiles`, none started; `tls`: with tls.yaml on top. `variables` are not
+    those of .env.example."""
     example, _ = compose.example_env(FILE.with_name(".env.example").read_text())
     told = yaml.safe_load(FILE.read_text())
     if tls:
         told = compose.merge(told, yaml.safe_load(FILE.with_name("tls.yaml").read_text()))
         made = check_deploy.run(check_deploy.DEPLOY / "make-certificates.sh", folder / "tls")
         assert made.returncode == 0, made.stderr
-    project = compose.interpolate(told, example)
+    project = compose.interpolate(told, example | variables)
     active = {
         name: service
         for name, service in project["services"].items()

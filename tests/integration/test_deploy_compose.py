@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import aiohttp
@@ -11,16 +12,24 @@ import pytest
 
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 from services.common.auth import bearer
+from tests.engine.collector import Collector, collecting
 from tests.integration.deploy_stack import Stack, compose_stack
 
 
 @pytest.fixture
-async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
-    async with compose_stack(tmp_path, "emulated") as stack:
+def collector() -> Iterator[Collector]:
+    with collecting() as collector:
+        yield collector
+
+
+@pytest.fixture
+async def stack(tmp_path: Path, collector: Collector) -> AsyncIterator[Stack]:
+    async with compose_stack(tmp_path, "emulated", OTLP_ENDPOINT="http://otel-collector:4317") as stack:
+        stack.ports["otel-collector", "4317"] = int(collector.url.rpartition(":")[2])
         yield stack
 
 
-async def test_profile_emulated_answers_requests(stack: Stack) -> None:
+async def test_profile_emulated_answers_requests(stack: Stack, collector: Collector) -> None:
     await stack.start_control_plane()
     url = f"{stack.url('gateway', '8080')}/v1"
     key = {"Authorization": f"Bearer {stack.secret('api-keys').partition(':')[2]}"}
@@ -35,6 +44,9 @@ async def test_profile_emulated_answers_requests(stack: Stack) -> None:
             assert "X-Pointsman-Degraded" not in answer.headers
             assert answer.headers["X-Pointsman-Instance"]
             assert answer.headers["X-Pointsman-Decision"]
+    # In batches, every few seconds.
+    while {span.name.partition(" ")[0] for span in collector.spans} != {"gateway", "router"}:  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
 
     router = f"127.0.0.1:{stack.ports['router', '50051']}"
     async with grpc.aio.insecure_channel(router) as channel:
