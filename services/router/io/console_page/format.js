@@ -27,6 +27,9 @@ export function span(s) {
   return `${(s / 86400).toFixed(0)} d`;
 }
 
+/** How long ago something was: tenths of a second at the finest, so that a column of them can be compared. */
+export const age = (s) => (s >= 0 && s < 10 ? `${s.toFixed(1)} s` : span(s));
+
 /** A policy's figure: six digits at most, whatever its size. */
 export function figure(value) {
   if (value === undefined || value === null) return NONE;

@@ -1,7 +1,7 @@
 // The fleet now: sums at the top, one row for each instance.
 
 import { el, setText } from "./dom.js";
-import { bare, count, num, orNone, percent, seconds, span } from "./format.js";
+import { age, bare, count, num, orNone, percent, seconds } from "./format.js";
 import { filterBox, Table } from "./table.js";
 
 export const stateOf = (status) => bare(status.state, "INSTANCE_STATE_");
@@ -53,7 +53,7 @@ const COLUMNS = [
     tone: (s) => (s.circuitOpen ? "bad" : STATE_TONES[stateOf(s)]),
     note: (s) => (s.circuitOpen ? "It failed requests one after another and gets none, or one on trial, until it answers." : ""),
   },
-  { id: "age", title: "Report", unit: "ago", num: true, hint: "Since the agent last said anything", value: (s) => seconds(s.reportAge), text: (s) => span(seconds(s.reportAge)) + (s.stale ? " stale" : ""), tone: aged },
+  { id: "age", title: "Report", unit: "ago", num: true, hint: "Since the agent last said anything", value: (s) => seconds(s.reportAge), text: (s) => age(seconds(s.reportAge)) + (s.stale ? " stale" : ""), tone: aged },
   { id: "open", title: "Open", unit: "req", num: true, hint: "Requests placed and not finished", value: (s) => num(s.numRequests), text: (s) => count(s.numRequests) },
   { id: "pending", title: "To prefill", unit: "tok", num: true, hint: "Prompt tokens placed and not computed yet", value: (s) => num(s.pendingPrefillTokens), text: (s) => count(s.pendingPrefillTokens) },
   { id: "decode", title: "Decoding", unit: "tok", num: true, hint: "Context of the streams past their first token", value: (s) => num(s.ongoingDecodeTokens), text: (s) => count(s.ongoingDecodeTokens) },
@@ -65,8 +65,8 @@ const COLUMNS = [
   { id: "keys", title: "Keys", unit: "× 16 tok", num: true, hint: "Block keys in the router's index, all tiers; believed ones where there are no events", value: keysOf, text: (s) => count(keysOf(s)) },
   { id: "source", title: "Prefix from", value: sourceOf, tone: (s) => (sourceOf(s) === "events" ? "" : "wait"), pill: true, note: (s) => s.prefixReason ?? "" },
   { id: "sessions", title: "Sessions", num: true, value: (s) => num(s.sessions), text: (s) => count(s.sessions) },
-  { id: "model", title: "Model", value: (s) => s.instance.model },
   { id: "incarnation", title: "Incarnation", value: (s) => orNone(s.instance.incarnation) },
+  { id: "model", title: "Model", value: (s) => s.instance.model },
 ];
 
 function keysOf(status) {

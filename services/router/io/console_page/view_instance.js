@@ -1,7 +1,7 @@
 // One instance: all that the router knows of it, its latest decisions and sessions.
 
 import { el, facts, link, pill } from "./dom.js";
-import { bare, count, num, percent, seconds, span } from "./format.js";
+import { age, bare, count, num, percent, seconds } from "./format.js";
 import { askDrain } from "./operate.js";
 import { Table } from "./table.js";
 import { DECISION_COLUMNS } from "./view_decisions.js";
@@ -40,13 +40,13 @@ export function instanceView(app, id) {
 
 function described(status) {
   const { instance, load } = status;
-  const age = load ? `${span(num(load.sampleAgeMs) / 1000)} old${status.stale ? ", stale: not used in decisions" : ""}` : "none yet";
+  const sampled = load ? `${age(num(load.sampleAgeMs) / 1000)} old${status.stale ? ", stale: not used in decisions" : ""}` : "none yet";
   const transfer = instance.kvTransfer;
   return el(
     "div", { className: "columns" },
     el("div", {}, el("h2", {}, "Now"), facts([
       ["State", el("span", {}, pill(stateOf(status).toLowerCase(), STATE_TONES[stateOf(status)]), status.circuitOpen ? " fails requests: left alone, tried now and then" : "")],
-      ["Agent spoke", `${span(seconds(status.reportAge))} ago`],
+      ["Agent spoke", `${age(seconds(status.reportAge))} ago`],
       ["Open requests", count(status.numRequests)],
       ["To prefill", `${count(status.pendingPrefillTokens)} tok`],
       ["Decoding", `${count(status.ongoingDecodeTokens)} tok`],
@@ -54,7 +54,7 @@ function described(status) {
       ["Sessions owned", count(status.sessions)],
     ])),
     el("div", { "data-tone": status.stale ? "old" : "" }, el("h2", {}, "As the engine reports"), facts([
-      ["Report", age],
+      ["Report", sampled],
       ...(load ? [
         ["Running", `${count(load.running)} req`],
         ["Waiting", `${count(load.waiting)} req`],

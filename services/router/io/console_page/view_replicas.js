@@ -1,7 +1,7 @@
 // The control plane itself: the live routers, who owns which pool, and how the one that serves this page is.
 
 import { el, facts, pill } from "./dom.js";
-import { count, num, orNone, seconds, span } from "./format.js";
+import { age, count, num, orNone, seconds, span } from "./format.js";
 import { Table } from "./table.js";
 
 // Replicas give a sign of life four times in a lease, 1 s by default; the store forgets those silent for a lease.
@@ -21,7 +21,7 @@ export function replicasView(app) {
       { id: "here", title: "", pill: true, value: (r) => (r.routerId === answering.routerId ? "serves this page" : ""), tone: (r) => (r.routerId === answering.routerId ? "wait" : "none"), sortable: false },
       { id: "address", title: "Address", value: (r) => r.address },
       { id: "pools", title: "Owns", value: (r) => orNone(owned(r).join(", ")) },
-      { id: "silent", title: "Sign of life", unit: "ago", num: true, value: (r) => seconds(r.silent), text: (r) => (r.silent === undefined ? "not shared" : span(seconds(r.silent))), tone: (r) => (seconds(r.silent) > QUIET_S ? "old" : "") },
+      { id: "silent", title: "Sign of life", unit: "ago", num: true, value: (r) => seconds(r.silent), text: (r) => (r.silent === undefined ? "not shared" : age(seconds(r.silent))), tone: (r) => (seconds(r.silent) > QUIET_S ? "old" : "") },
     ],
   });
   const owners = new Table({

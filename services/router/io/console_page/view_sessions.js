@@ -1,7 +1,7 @@
 // Sessions and the instances that own them, the lately used first.
 
 import { el, setText } from "./dom.js";
-import { count, num, orNone, seconds, span } from "./format.js";
+import { age, count, num, orNone, seconds, span } from "./format.js";
 import { filterBox, Table } from "./table.js";
 import { instanceHref } from "./view_fleet.js";
 
@@ -10,7 +10,7 @@ export const SESSION_COLUMNS = [
   { id: "tenant", title: "Tenant", value: (s) => orNone(s.tenant) },
   { id: "model", title: "Model", value: (s) => s.model },
   { id: "owner", title: "Owner", value: (s) => s.instanceId, href: (s) => instanceHref(s.instanceId) },
-  { id: "idle", title: "Last placed", unit: "ago", num: true, value: (s) => seconds(s.idle), text: (s) => span(seconds(s.idle)) },
+  { id: "idle", title: "Last placed", unit: "ago", num: true, value: (s) => seconds(s.idle), text: (s) => age(seconds(s.idle)) },
 ];
 
 export function sessionsView(app, query) {

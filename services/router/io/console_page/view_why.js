@@ -1,7 +1,7 @@
 // Why one request went where it did: what was compared, what came of it, and what other policies would have done.
 
 import { el, facts, link, pill, setText } from "./dom.js";
-import { bare, count, figure, moment, num, percent, seconds, signed, span } from "./format.js";
+import { age, bare, count, figure, moment, num, percent, seconds, signed, span } from "./format.js";
 import { Table } from "./table.js";
 import { OUTCOME_TONES, route } from "./view_decisions.js";
 import { instanceHref, sourceOf, STATE_TONES } from "./view_fleet.js";
@@ -163,7 +163,7 @@ function candidateTable(decision, candidates, last) {
       { ...amount("running", "Running", "req"), tone: old },
       { ...amount("waiting", "Waiting", "req"), tone: old },
       { id: "kv", title: "KV used", unit: "%", num: true, value: (c) => num(c.kvUsage), text: (c) => percent(num(c.kvUsage)), share: (c) => num(c.kvUsage), tone: old },
-      { id: "age", title: "Report", unit: "ago", num: true, value: (c) => seconds(c.reportAge), text: (c) => span(seconds(c.reportAge)) + (c.stale ? " stale" : ""), tone: old },
+      { id: "age", title: "Report", unit: "ago", num: true, value: (c) => seconds(c.reportAge), text: (c) => age(seconds(c.reportAge)) + (c.stale ? " stale" : ""), tone: old },
       { id: "source", title: "Prefix from", value: sourceOf, note: (c) => (num(c.creditedTokens) ? `${count(c.creditedTokens)} tokens credited, not confirmed by events` : "") },
       { id: "state", title: "State", pill: true, value: (c) => bare(c.state, "INSTANCE_STATE_"), text: (c) => bare(c.state, "INSTANCE_STATE_").toLowerCase(), tone: (c) => STATE_TONES[bare(c.state, "INSTANCE_STATE_")] },
       { id: "incarnation", title: "Incarnation", value: (c) => c.incarnation },
