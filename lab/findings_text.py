@@ -87,7 +87,8 @@ def _head(results: Sequence[Result], loads: Mapping[str, Mapping[str, object]], 
         "model on one kind of device, and real traces and generated sessions on top.",
         "",
         f"Trials: {len(results)}, seeds {seeds[0]} to {seeds[-1]} (so at most {len(seeds)} for each cell), at {commits}."
-        + (f" **{missing} of the trials that were planned are missing.**" if missing else ""),
+        + (f" **{missing} of the trials that were planned are missing**, rivals' first of all." if missing else ""),
+        "Where a policy has fewer trials its means are over fewer draws, its differences over those that both have.",
         "All policies of a seed see the same draw. Beside a mean stands the mean of the paired differences to "
         "`unified` and its 95 %",
         "confidence interval (Student's t); `=` is no difference: the interval holds 0. `floor` is no policy "
@@ -134,6 +135,14 @@ def _difference(cell: Cell, policy: str, metric: str, base: str = BASE) -> Estim
     return difference_by_seed(_values(cell, policy, metric), _values(cell, base, metric))
 
 
+def _ratio(cell: Cell, policy: str, metric: str, base: str = BASE) -> float | None:
+    """Mean over mean, of the seeds that both policies have run."""
+    ours, theirs = _values(cell, policy, metric), _values(cell, base, metric)
+    common = ours.keys() & theirs.keys()
+    below = sum(theirs[seed] for seed in common)
+    return sum(ours[seed] for seed in common) / below if below else None
+
+
 def _told(difference: Estimate | None, scale: float = 1.0, digits: int = 2) -> str:
     if difference is None:
         return ""
@@ -152,8 +161,8 @@ def _number(value: float | None, scale: float = 1.0, digits: int = 2) -> str:
 def _table(place: Place, cell: Cell) -> str:
     lines = [
         f"## {place.trace}: {place.name}",
-        "| policy | TTFT p50 s | TTFT p90 s | TTFT p99 s | E2E p90 s | E2E p99 s | TPOT p90 ms | cached | failed |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| policy | TTFT p50 s | TTFT p90 s | TTFT p99 s | E2E p90 s | E2E p99 s | TPOT p90 ms | cached | failed | trials |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for policy in sorted(_plain(cell), key=lambda name: (name != FLOOR, _mean(cell, name, TTFT) or 0.0)):
         row = [f"`{policy}`"]
@@ -171,7 +180,11 @@ def _table(place: Place, cell: Cell) -> str:
                 + (_told(_difference(cell, policy, metric), scale, digits) if policy != FLOOR else "")
             )
         hits = _mean(cell, policy, "hit_ratio")
-        row += ["-" if hits is None else f"{hits:.0%}", _number(_mean(cell, policy, "failed"), 1.0, 0)]
+        row += [
+            "-" if hits is None else f"{hits:.0%}",
+            _number(_mean(cell, policy, "failed"), 1.0, 0),
+            str(len(cell[policy])),
+        ]
         lines.append("| " + " | ".join(row) + " |")
     note = "`foresight`'s cached share counts what its own slices left: it is no hit ratio to compare."
     return "\n".join([*lines, "", note] if OURS in cell else lines)
@@ -189,9 +202,9 @@ Say = Callable[[Mapping[str, Cell]], list[str]]
 def _by_load(first: Mapping[str, Cell], policy: str, base: str = BASE, metric: str = TTFT) -> list[str]:
     said = []
     for load, cell in first.items():
-        difference, mean = _difference(cell, policy, metric, base), _mean(cell, base, metric)
-        if difference is not None and mean:
-            said.append(f"{load}: {difference.mean / mean:+.0%}{_told(difference)} s, {difference.verdict}")
+        difference, ratio = _difference(cell, policy, metric, base), _ratio(cell, policy, metric, base)
+        if difference is not None and ratio is not None:
+            said.append(f"{load}: {ratio - 1:+.0%}{_told(difference)} s, {difference.verdict}")
     return said
 
 
@@ -207,12 +220,10 @@ def _spread(first: Mapping[str, Cell]) -> list[str]:
 def _worst(first: Mapping[str, Cell]) -> list[str]:
     said = []
     for load, cell in first.items():
-        base = _mean(cell, BASE, TTFT)
-        ranked = sorted(_plain(cell), key=lambda name: -(_mean(cell, name, TTFT) or 0.0))[:3]
-        if base:
-            said.append(
-                f"{load}: " + ", ".join(f"`{name}` {(_mean(cell, name, TTFT) or 0) / base:.1f} x" for name in ranked)
-            )
+        ratios = {name: ratio for name in _plain(cell) if (ratio := _ratio(cell, name, TTFT)) is not None}
+        ranked = sorted(ratios, key=lambda name: -ratios[name])[:3]
+        if ranked:
+            said.append(f"{load}: " + ", ".join(f"`{name}` {ratios[name]:.1f} x" for name in ranked))
     return said
 
 
@@ -229,7 +240,7 @@ def _best_peer(first: Mapping[str, Cell]) -> list[str]:
     for load, cell in first.items():
         peers = [name for name in PEERS if name in cell]
         if peers:
-            best = min(peers, key=lambda name: _mean(cell, name, TTFT) or float("inf"))
+            best = min(peers, key=lambda name: _ratio(cell, name, TTFT) or float("inf"))
             said.append(f"{load}: `{best}`{_told(_difference(cell, best, TTFT))} s")
     return said
 
@@ -347,7 +358,7 @@ def _ours(cells: Mapping[Place, Cell]) -> str:
         "## `foresight`",
         "One setting for all loads. Closed is the share of `unified`'s gap to the floor in TTFT p90. The best "
         "other is the policy with the",
-        "lowest mean of those that were run there.",
+        "lowest mean of those that were run there, on the same draws; beside it stands its difference to `foresight`.",
         "",
         "| cell | floor | `unified` | best other | `foresight` | closed | goal | E2E p90 | E2E p99 | TPOT p90 | not met |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
@@ -358,14 +369,14 @@ def _ours(cells: Mapping[Place, Cell]) -> str:
         if ours is None or base is None or floor is None or base <= floor:
             continue
         others = [name for name in _plain(cell) if name not in (OURS, FLOOR)]
-        best = min(others, key=lambda name: _mean(cell, name, TTFT) or float("inf"))
+        best = min(others, key=lambda name: _ratio(cell, name, TTFT, OURS) or float("inf"))
         closed = (base - ours) / (base - floor)
         goal = None if place.load in ("slow", "overloaded") else GOAL_CLOSED_FLAG if place.threshold else GOAL_CLOSED
-        failed = _unmet(cell, ours < (_mean(cell, best, TTFT) or 0.0), goal is None or closed >= goal)
+        failed = _unmet(cell, (_ratio(cell, best, TTFT, OURS) or 0.0) > 1.0, goal is None or closed >= goal)
         unmet.append(failed)
         tpot, tpot_base = _mean(cell, OURS, TPOT), _mean(cell, BASE, TPOT)
         lines.append(
-            f"| {place.trace}, {place.name} | {floor:.2f} | {base:.2f} | `{best}` {_number(_mean(cell, best, TTFT))} | "
+            f"| {place.trace}, {place.name} | {floor:.2f} | {base:.2f} | `{best}`{_told(_difference(cell, best, TTFT, OURS))} | "
             f"{ours:.2f}{_told(_difference(cell, OURS, TTFT))} | {closed:.0%} | {'-' if goal is None else f'{goal:.0%}'} | "
             f"{_relative(cell, E2E90)} | {_relative(cell, E2E99)} | "
             f"{'-' if not tpot or not tpot_base else f'{tpot / tpot_base:.1f} x'} | {', '.join(failed) or 'none'} |"

@@ -77,7 +77,8 @@ def test_what_is_said_follows_from_the_figures() -> None:
     ]
     text = render(trials, {"knee": msgspec.to_builtins(LOADS["knee"])}, 0, quick=False)
     assert (
-        "| agentic, knee | 4.02 | 8.02 | `lpwl` 6.02 | 4.52 (-3.50 ± 0.00) | 88% | 75% | = | = | 1.0 x | none |" in text
+        "| agentic, knee | 4.02 | 8.02 | `lpwl` (+1.50 ± 0.00) | 4.52 (-3.50 ± 0.00) | 88% | 75% | = | = | 1.0 x | none |"
+        in text
     )
     assert "is met in 1 of 1 cells, those of TTFT p90 in 1." in text
     assert "`sticky` (affinity alone): knee: +0% (=) s, no difference." in text
@@ -92,3 +93,22 @@ def test_what_is_said_follows_from_the_figures() -> None:
     others = [one for one in trials if one.policy != "foresight"]
     assert "| E2E p90, TPOT p90 |" in render([*others, *slower], {}, 0, quick=False)
     assert "| none |" in render([*others, *doubt], {}, 0, quick=False)
+
+
+def test_policies_are_compared_on_the_draws_that_both_have() -> None:
+    """One that has run on the easy draw only is not the better for it."""
+    trials = [
+        trial(policy, "knee", seed, ttft * seed)
+        for policy, ttft, seeds in (
+            ("floor", 1.0, (1, 2, 3)),
+            ("unified", 9.0, (1, 2, 3)),
+            ("foresight", 2.0, (1, 2, 3)),
+            ("lpwl", 3.0, (1,)),
+        )
+        for seed in seeds
+    ]
+    text = render(trials, {}, 2, quick=False)
+    assert "| `lpwl` (+1.00) | 4.00 (" in text
+    assert "lowest |" not in text
+    assert "`lpwl`, without the number of requests: knee: -67% (-6.00) s, one trial." in text
+    assert "| 50% | 0 | 1 |" in text
