@@ -22,7 +22,8 @@ from lab.console import make_console, make_progress
 from lab.draws import Arrivals
 from lab.engine_events import EngineConfig
 from lab.experiments import Cell, Trial, Workload, run_cells
-from lab.findings_text import BASE, OURS, render
+from lab.findings_figures import BASE, OURS
+from lab.findings_text import render
 from lab.floor import FLOOR
 from lab.measures import Measures
 from lab.profile import Profile

@@ -5,19 +5,29 @@ Whatever is a figure in the document is computed here; the sentences around say 
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from lab.findings_claims import claims_text
+from lab.findings_figures import (
+    BASE,
+    E2E90,
+    E2E99,
+    OURS,
+    TPOT,
+    TTFT,
+    Cell,
+    difference_of,
+    mean_of,
+    number,
+    plain,
+    ratio_of,
+    told,
+)
 from lab.floor import FLOOR
 from lab.measures import ALL, Measures
-from lab.paired import Estimate, difference_by_seed
 
-BASE = "unified"
-OURS = "foresight"
-TTFT, E2E90, E2E99, TPOT = "ttft_p90_s", "e2e_p90_s", "e2e_p99_s", "tpot_p90_s"
-PEERS = ("dynamo_kv", "sglang_cache_aware", "llmd_default", "aibrix_prefix", "preble")
 GOAL_CLOSED, GOAL_CLOSED_FLAG, GOAL_TPOT = 0.75, 0.5, 1.8
 
 
@@ -38,10 +48,6 @@ class Result(Protocol):
     def commit(self) -> str: ...
     @property
     def measures(self) -> Measures: ...
-
-
-# policy -> seed -> metric -> value, of all requests.
-Cell = Mapping[str, Mapping[int, Mapping[str, float]]]
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ def render(results: Sequence[Result], loads: Mapping[str, Mapping[str, object]],
         main = {place: cell for place, cell in cells.items() if place.trace == trace and not place.threshold}
         parts += [_table(place, cell) for place, cell in main.items() if place.load not in ("slow", "overloaded")]
     first = {place.load: cell for place, cell in cells.items() if place.trace == traces[0] and not place.threshold}
-    parts += [_claims({load: cell for load, cell in first.items() if load != "slow"})]
+    parts += [claims_text({load: cell for load, cell in first.items() if load != "slow"})]
     parts += [_ours(cells), _ablations(first)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -120,51 +126,13 @@ def _head(results: Sequence[Result], loads: Mapping[str, Mapping[str, object]], 
 # ---- tables ----
 
 
-def _values(cell: Cell, policy: str, metric: str) -> dict[int, float]:
-    return {seed: found[metric] for seed, found in cell.get(policy, {}).items() if metric in found}
-
-
-def _mean(cell: Cell, policy: str, metric: str) -> float | None:
-    values = list(_values(cell, policy, metric).values())
-    return statistics.fmean(values) if values else None
-
-
-def _difference(cell: Cell, policy: str, metric: str, base: str = BASE) -> Estimate | None:
-    if policy == base:
-        return None
-    return difference_by_seed(_values(cell, policy, metric), _values(cell, base, metric))
-
-
-def _ratio(cell: Cell, policy: str, metric: str, base: str = BASE) -> float | None:
-    """Mean over mean, of the seeds that both policies have run."""
-    ours, theirs = _values(cell, policy, metric), _values(cell, base, metric)
-    common = ours.keys() & theirs.keys()
-    below = sum(theirs[seed] for seed in common)
-    return sum(ours[seed] for seed in common) / below if below else None
-
-
-def _told(difference: Estimate | None, scale: float = 1.0, digits: int = 2) -> str:
-    if difference is None:
-        return ""
-    sign = f"{difference.mean * scale:+.{digits}f}"
-    if difference.half_width is None:
-        return f" ({sign})"
-    if not difference.differs:
-        return " (=)"
-    return f" ({sign} ± {difference.half_width * scale:.{digits}f})"
-
-
-def _number(value: float | None, scale: float = 1.0, digits: int = 2) -> str:
-    return "-" if value is None else f"{value * scale:,.{digits}f}"
-
-
 def _table(place: Place, cell: Cell) -> str:
     lines = [
         f"## {place.trace}: {place.name}",
         "| policy | TTFT p50 s | TTFT p90 s | TTFT p99 s | E2E p90 s | E2E p99 s | TPOT p90 ms | cached | failed | trials |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for policy in sorted(_plain(cell), key=lambda name: (name != FLOOR, _mean(cell, name, TTFT) or 0.0)):
+    for policy in sorted(plain(cell), key=lambda name: (name != FLOOR, mean_of(cell, name, TTFT) or 0.0)):
         row = [f"`{policy}`"]
         for metric, scale, digits in (
             ("ttft_p50_s", 1.0, 2),
@@ -174,15 +142,15 @@ def _table(place: Place, cell: Cell) -> str:
             (E2E99, 1.0, 1),
             (TPOT, 1e3, 0),
         ):
-            mean = _mean(cell, policy, metric)
+            mean = mean_of(cell, policy, metric)
             row.append(
-                _number(mean, scale, digits)
-                + (_told(_difference(cell, policy, metric), scale, digits) if policy != FLOOR else "")
+                number(mean, scale, digits)
+                + (told(difference_of(cell, policy, metric), scale, digits) if policy != FLOOR else "")
             )
-        hits = _mean(cell, policy, "hit_ratio")
+        hits = mean_of(cell, policy, "hit_ratio")
         row += [
             "-" if hits is None else f"{hits:.0%}",
-            _number(_mean(cell, policy, "failed"), 1.0, 0),
+            number(mean_of(cell, policy, "failed"), 1.0, 0),
             str(len(cell[policy])),
         ]
         lines.append("| " + " | ".join(row) + " |")
@@ -190,167 +158,27 @@ def _table(place: Place, cell: Cell) -> str:
     return "\n".join([*lines, "", note] if OURS in cell else lines)
 
 
-def _plain(cell: Cell) -> list[str]:
-    return [name for name in cell if not name.startswith(f"{OURS} ")]
-
-
-# ---- what others claim ----
-
-Say = Callable[[Mapping[str, Cell]], list[str]]
-
-
-def _by_load(first: Mapping[str, Cell], policy: str, base: str = BASE, metric: str = TTFT) -> list[str]:
-    said = []
-    for load, cell in first.items():
-        difference, ratio = _difference(cell, policy, metric, base), _ratio(cell, policy, metric, base)
-        if difference is not None and ratio is not None:
-            said.append(f"{load}: {ratio - 1:+.0%}{_told(difference)} s, {difference.verdict}")
-    return said
-
-
-def _spread(first: Mapping[str, Cell]) -> list[str]:
-    said = []
-    for load, cell in first.items():
-        values = list(_values(cell, BASE, TTFT).values())
-        if len(values) > 1:
-            said.append(f"{load}: ±{statistics.stdev(values) / statistics.fmean(values):.0%}")
-    return said
-
-
-def _worst(first: Mapping[str, Cell]) -> list[str]:
-    said = []
-    for load, cell in first.items():
-        ratios = {name: ratio for name in _plain(cell) if (ratio := _ratio(cell, name, TTFT)) is not None}
-        ranked = sorted(ratios, key=lambda name: -ratios[name])[:3]
-        if ranked:
-            said.append(f"{load}: " + ", ".join(f"`{name}` {ratios[name]:.1f} x" for name in ranked))
-    return said
-
-
-def _shares(policy: str) -> Say:
-    def say(first: Mapping[str, Cell]) -> list[str]:
-        found = [(load, _mean(cell, policy, "offloads")) for load, cell in first.items()]
-        return [f"{load}: {share:.1%} of all answers" for load, share in found if share is not None]
-
-    return say
-
-
-def _best_peer(first: Mapping[str, Cell]) -> list[str]:
-    said = []
-    for load, cell in first.items():
-        peers = [name for name in PEERS if name in cell]
-        if peers:
-            best = min(peers, key=lambda name: _ratio(cell, name, TTFT) or float("inf"))
-            said.append(f"{load}: `{best}`{_told(_difference(cell, best, TTFT))} s")
-    return said
-
-
-def _against(policy: str, base: str = BASE, metric: str = TTFT) -> Say:
-    return lambda first: _by_load(first, policy, base, metric)
-
-
-CLAIMS: Sequence[tuple[str, Sequence[tuple[str, Say]], str]] = (
-    (
-        "One run proves nothing: it differs by 7 % from the next.",
-        (("Standard deviation of `unified`'s TTFT p90 over the draws", _spread),),
-        "Here the draws move when sessions start, which a repetition on one cluster does not; within a draw "
-        "the lab repeats itself to "
-        "the bit. Differences are therefore taken draw by draw.",
-    ),
-    (
-        "`unified` with factor 1.3 and decode weight 0.01 (A + B') is better than with 2.0 and 0.",
-        (("The first setting's TTFT p90 against the default's", _against("unified (of 2.0, dw 0)")),),
-        "The stricter gate leaves an owner sooner. That pays where owners are really crowded; where they are "
-        "not, it only costs cache.",
-    ),
-    (
-        "Both affinity and load are needed: policies that see one of them lose.",
-        (
-            ("`sticky` (affinity alone)", _against("sticky")),
-            ("`least_requests` (load alone)", _against("least_requests")),
-            ("The three worst, as multiples of `unified`", _worst),
-        ),
-        "Spreading a session over the fleet computes its context again on every instance, and the copies evict "
-        "each other; most of a "
-        "blind policy's time is prefill that had been done already.",
-    ),
-    (
-        "Without affinity, `lmetric` falls behind `unified`.",
-        (
-            ("`lmetric`", _against("lmetric")),
-            ("`lmetric1`, its published form", _against("lmetric1")),
-            ("`lpwl`, without the number of requests", _against("lpwl")),
-        ),
-        "`lmetric` multiplies by the number of requests, so an idle instance scores 0 whatever it would have "
-        "to compute. The published "
-        "form adds one and does not. `lpwl` needs no gate at all: exact knowledge of what is new on each "
-        "instance is affinity enough.",
-    ),
-    (
-        "Elastic offload: most HEAVY requests at low load, almost none when saturated.",
-        (
-            ("`elastic` (cost) offloads", _shares("elastic")),
-            ("`elastic` (heuristic) offloads", _shares("elastic (heuristic)")),
-        ),
-        "The cost decider spares only decodes: it offloads where the cache's owner decodes while another "
-        "instance has nothing open. When "
-        "all is idle there is nothing to spare, and when all is busy nobody to take it, so its share need not "
-        "fall from the start.",
-    ),
-    (
-        "Offload and migration pay queue, prefill, transfer and a second start; they rarely win.",
-        (
-            ("`adaptive_offload` (always)", _against("adaptive_offload")),
-            ("`elastic`", _against("elastic")),
-            ("`elastic`, TPOT p90", _against("elastic", metric=TPOT)),
-            ("`migrate`", _against("migrate")),
-            ("`migrate` (cache_rich)", _against("migrate (cache_rich)")),
-        ),
-        "An offloaded prefix is held twice, and what it evicts is computed again later. Always to offload "
-        "shows that price in full; a "
-        "policy that seldom does is hard to tell from `unified`.",
-    ),
-    (
-        "Other routers' scores, given our exact knowledge, against `unified`.",
-        (("The best of them by TTFT p90", _best_peer), *((f"`{name}`", _against(name)) for name in PEERS)),
-        "They are compared by their scores alone: at home they also work with older and rougher knowledge. "
-        "Those that weigh the tokens "
-        "still to be prefilled come near `lpwl`; those that look at a cache first and at load only beyond a "
-        "threshold leave queues "
-        "standing behind long prompts.",
-    ),
-)
-
-NOT_TRIED = """Not reproduced here: that counters only scraped once a second cost a router 20 to 48 % of its TTFT p90 (Pointsman
-counts what it places itself, so none of its policies lives on scraped counters alone), and that a cold prefill multiplies
-the TPOT of decodes beside it (that is the engine model's assumption, not its result)."""
-
-
-def _claims(first: Mapping[str, Cell]) -> str:
-    lines = ["## What is claimed, and what the lab says"]
-    for claim, asked, why in CLAIMS:
-        said = [(label, say(first)) for label, say in asked]
-        if any(found for _, found in said):
-            lines += ["", f"**{claim}**", ""]
-            lines += [f"- {label}: {'; '.join(found)}." for label, found in said if found]
-            lines += ["", why]
-    return "\n".join([*lines, "", NOT_TRIED])
-
-
 # ---- foresight ----
 
 LOWEST, CLOSED = "lowest", "closed"
-FORESIGHT_TEXT = """Tuned on: `generated` of seeds 0 to 3, and every second session of `agentic` on four instances, seeds 0 to 3;
-two prices were dropped for what they did on `agentic`, saturated, seeds 7 and 8. Which requests paid in E2E was looked up on
-`agentic`, light, seed 100. The trials here are of other seeds; nothing was tuned on `chat`.
+FORESIGHT_TEXT = """Tuned on: `generated`, seeds 0 to 3, at up to 1.7 times as recorded; every second session of `agentic` on four
+instances, seeds 0 to 3; and all of `agentic`, saturated, seeds 7 and 8. That the first form answered slowly was seen on
+`agentic`, light, seed 100, and that it was weak under overload on trials of seeds 100 to 103; both were mended on the draws named
+first. No number was chosen by trials of this page, and none by `chat`.
 
 Why it wins: a prompt's seconds are predicted, so an instance that has little to do can be told from one that has few requests;
 heavy prompts go in slices, so what is small waits for a slice and not for a whole prompt; and what waits, waits in the router,
 shortest first, until its own cache is free, instead of in the queue of an engine that was picked too early.
 What it costs: an answer that begins between two slices gets a token per chunk until the heavy prompt is through. Where others
-are idle the score avoids that (without: the ablation); where none is, decodes pay for TTFT, and the heaviest prompts wait for
-everything shorter. What is left to the floor is mostly prefill of what was evicted, which no placement recovers.
-Where engines cut long prompts themselves (threshold), the engine does what slices would, and less is left to win."""
+are idle the score avoids that (without it: the ablation); where none is, decodes pay for TTFT, and the heaviest prompts wait for
+everything shorter. A fleet that is asked for more than it can do is another matter: what is computed of a sliced prompt may be
+evicted before its next slice, the express lane goes on admitting, and answers end later than under a policy that lets all wait.
+What is left to the floor is mostly prefill of what was evicted, which no placement recovers.
+Where engines cut long prompts themselves (threshold), the engine does what slices would, and less is left to win.
+
+Tried and dropped: a price on computing where much was computed lately (5 % more of the gap at light load, and evictions that feed
+on themselves when saturated); pauses for decodes between slices (E2E p90 lower by a tenth, TTFT p90 higher); no slices where the
+KV is nearly full (overloaded, fewer tokens computed twice, and all the waiting back)."""
 
 
 def _ours(cells: Mapping[Place, Cell]) -> str:
@@ -365,19 +193,19 @@ def _ours(cells: Mapping[Place, Cell]) -> str:
     ]
     unmet: list[list[str]] = []
     for place, cell in cells.items():
-        ours, base, floor = (_mean(cell, name, TTFT) for name in (OURS, BASE, FLOOR))
+        ours, base, floor = (mean_of(cell, name, TTFT) for name in (OURS, BASE, FLOOR))
         if ours is None or base is None or floor is None or base <= floor:
             continue
-        others = [name for name in _plain(cell) if name not in (OURS, FLOOR)]
-        best = min(others, key=lambda name: _ratio(cell, name, TTFT, OURS) or float("inf"))
+        others = [name for name in plain(cell) if name not in (OURS, FLOOR)]
+        best = min(others, key=lambda name: ratio_of(cell, name, TTFT, OURS) or float("inf"))
         closed = (base - ours) / (base - floor)
         goal = None if place.load in ("slow", "overloaded") else GOAL_CLOSED_FLAG if place.threshold else GOAL_CLOSED
-        failed = _unmet(cell, (_ratio(cell, best, TTFT, OURS) or 0.0) > 1.0, goal is None or closed >= goal)
+        failed = _unmet(cell, (ratio_of(cell, best, TTFT, OURS) or 0.0) > 1.0, goal is None or closed >= goal)
         unmet.append(failed)
-        tpot, tpot_base = _mean(cell, OURS, TPOT), _mean(cell, BASE, TPOT)
+        tpot, tpot_base = mean_of(cell, OURS, TPOT), mean_of(cell, BASE, TPOT)
         lines.append(
-            f"| {place.trace}, {place.name} | {floor:.2f} | {base:.2f} | `{best}`{_told(_difference(cell, best, TTFT, OURS))} | "
-            f"{ours:.2f}{_told(_difference(cell, OURS, TTFT))} | {closed:.0%} | {'-' if goal is None else f'{goal:.0%}'} | "
+            f"| {place.trace}, {place.name} | {floor:.2f} | {base:.2f} | `{best}`{told(difference_of(cell, best, TTFT, OURS))} | "
+            f"{ours:.2f}{told(difference_of(cell, OURS, TTFT))} | {closed:.0%} | {'-' if goal is None else f'{goal:.0%}'} | "
             f"{_relative(cell, E2E90)} | {_relative(cell, E2E99)} | "
             f"{'-' if not tpot or not tpot_base else f'{tpot / tpot_base:.1f} x'} | {', '.join(failed) or 'none'} |"
         )
@@ -399,14 +227,14 @@ def _ours(cells: Mapping[Place, Cell]) -> str:
 def _unmet(cell: Cell, lowest: bool, closed: bool) -> list[str]:
     """The goals that a cell does not meet."""
     worse = {E2E90: "E2E p90", E2E99: "E2E p99"}
-    tpot, base = _mean(cell, OURS, TPOT), _mean(cell, BASE, TPOT)
+    tpot, base = mean_of(cell, OURS, TPOT), mean_of(cell, BASE, TPOT)
     return [
         *([] if lowest else [LOWEST]),
         *([] if closed else [CLOSED]),
         *(
             name
             for metric, name in worse.items()
-            if (found := _difference(cell, OURS, metric)) is not None
+            if (found := difference_of(cell, OURS, metric)) is not None
             and found.mean > 0
             and (found.half_width is None or found.differs)
         ),
@@ -415,7 +243,7 @@ def _unmet(cell: Cell, lowest: bool, closed: bool) -> list[str]:
 
 
 def _relative(cell: Cell, metric: str) -> str:
-    difference, base = _difference(cell, OURS, metric), _mean(cell, BASE, metric)
+    difference, base = difference_of(cell, OURS, metric), mean_of(cell, BASE, metric)
     if difference is None or not base:
         return "-"
     return "=" if difference.verdict == "no difference" else f"{difference.mean / base:+.0%}"
@@ -437,7 +265,7 @@ def _ablations(first: Mapping[str, Cell]) -> str:
         row = [name.removeprefix(f"{OURS} ") if name != OURS else "as it is"]
         for load in loads:
             for metric in (TTFT, E2E90):
-                mean = _mean(first[load], name, metric)
-                row.append(_number(mean) + _told(_difference(first[load], name, metric, OURS)))
+                mean = mean_of(first[load], name, metric)
+                row.append(number(mean) + told(difference_of(first[load], name, metric, OURS)))
         lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines)

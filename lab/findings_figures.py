@@ -1,0 +1,63 @@
+"""What the trials of a study come to, policy by policy: means, paired differences, and how they are written. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+
+from lab.paired import Estimate, difference_by_seed
+
+BASE = "unified"
+OURS = "foresight"
+TTFT, E2E90, E2E99, TPOT = "ttft_p90_s", "e2e_p90_s", "e2e_p99_s", "tpot_p90_s"
+
+# policy -> seed -> metric -> value, of all requests.
+Cell = Mapping[str, Mapping[int, Mapping[str, float]]]
+
+
+def values_of(cell: Cell, policy: str, metric: str) -> dict[int, float]:
+    """By seed."""
+    return {seed: found[metric] for seed, found in cell.get(policy, {}).items() if metric in found}
+
+
+def mean_of(cell: Cell, policy: str, metric: str) -> float | None:
+    """Over all seeds; None without any."""
+    values = list(values_of(cell, policy, metric).values())
+    return statistics.fmean(values) if values else None
+
+
+def difference_of(cell: Cell, policy: str, metric: str, base: str = BASE) -> Estimate | None:
+    """The paired difference to `base`; None for `base` itself, and without common seeds."""
+    if policy == base:
+        return None
+    return difference_by_seed(values_of(cell, policy, metric), values_of(cell, base, metric))
+
+
+def ratio_of(cell: Cell, policy: str, metric: str, base: str = BASE) -> float | None:
+    """Mean over mean, of the seeds that both policies have run."""
+    ours, theirs = values_of(cell, policy, metric), values_of(cell, base, metric)
+    common = ours.keys() & theirs.keys()
+    below = sum(theirs[seed] for seed in common)
+    return sum(ours[seed] for seed in common) / below if below else None
+
+
+def told(difference: Estimate | None, scale: float = 1.0, digits: int = 2) -> str:
+    """As it stands in brackets beside a mean: `=` for no difference."""
+    if difference is None:
+        return ""
+    sign = f"{difference.mean * scale:+.{digits}f}"
+    if difference.half_width is None:
+        return f" ({sign})"
+    if not difference.differs:
+        return " (=)"
+    return f" ({sign} ± {difference.half_width * scale:.{digits}f})"
+
+
+def number(value: float | None, scale: float = 1.0, digits: int = 2) -> str:
+    """With `digits` digits, or a dash."""
+    return "-" if value is None else f"{value * scale:,.{digits}f}"
+
+
+def plain(cell: Cell) -> list[str]:
+    """The policies of a cell, without the ablations of ours."""
+    return [name for name in cell if not name.startswith(f"{OURS} ")]
