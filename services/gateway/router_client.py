@@ -225,11 +225,14 @@ class RouterClient:
         return found
 
     def _report(self, one: _Request, message: placement_pb2.SessionRequest) -> None:
-        session = self._route(one.request.model, one.session) or one.session
+        session = None
+        if self._owners.owner(self._owners.pool_of(one.request.model)) is not None:
+            session = self._route(one.request.model) or one.session
         if session is not None:
             session.send(message, REPORT_WITHIN_S)
             return
-        # Reports made while a first session is being opened wait behind its hello.
+        # Whichever router has the request: to the others it says nothing. While a first session is being opened it waits behind
+        # its hello.
         for dialled in self._sessions.values():
             dialled.send(message, REPORT_WITHIN_S)
 

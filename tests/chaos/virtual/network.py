@@ -43,9 +43,16 @@ class Node:
         """The same on a loop that does not run yet."""
         before = _node.set(self)
         try:
-            return loop.create_task(work)
+            task = loop.create_task(work)
+            task.add_done_callback(self._ended)
+            return task
         finally:
             _node.reset(before)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        # Nothing that a node is told to do ends by a fault, whether somebody waits for it or not.
+        if self.alive and not task.cancelled() and (error := task.exception()) is not None:
+            task.get_loop().call_exception_handler({"message": f"a fault in {self.name}", "exception": error})
 
 
 def track_tasks(loop: asyncio.AbstractEventLoop) -> None:
@@ -248,6 +255,9 @@ class _Context:
 
     async def write(self, message: Any) -> None:
         self._down.put(message.SerializeToString())
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
 
     async def abort(self, code: grpc.StatusCode, details: str = "") -> None:
         raise _Aborted(_Ended(code, details))
