@@ -27,8 +27,9 @@ from tests.engine.direct_offloads import Offload, post, session
 from tests.engine.processes import until
 from tests.engine.servers import ENGINE_PYTHON, LAYERWISE, MOONCAKE, Engine, EngineSpec, make_model, running_engines
 
-TOKENS = {"2k": 2_000, "4k": 4_000, "8k": 8_000}
-ROUNDS = 5
+# A block has hardly any bytes: its tail is what asking, answering and D's own step take.
+TOKENS = {"block": 32, "2k": 2_000, "4k": 4_000, "8k": 8_000}
+ROUNDS = 7
 STREAMS = 16
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -42,16 +43,19 @@ class Run:
 
 
 async def layerwise() -> list[Figure]:
-    """Tails of three lengths with the receiver asked first, idle and beside decoding streams, and with it asked last."""
+    """The handshake; tails of several lengths with the receiver asked first, idle and beside decoding streams, and with it asked
+    last; P's CPU time."""
     if not ENGINE_PYTHON.exists():
         raise SystemExit(f"{ENGINE_PYTHON} is missing: `make env-engine` makes it")
     with tempfile.TemporaryDirectory() as folder, _pairs(Path(folder)) as (upstream, pushing, ids):
         rng = random.Random(3)
 
-        async def turns(http: aiohttp.ClientSession, tokens: int, lead_s: float) -> tuple[list[Run], list[Run]]:
+        async def turns(
+            http: aiohttp.ClientSession, tokens: int, lead_s: float, rounds: int = ROUNDS
+        ) -> tuple[list[Run], list[Run]]:
             """Both pairs of engines in turn, so that what the machine does meanwhile meets both."""
             runs: tuple[list[Run], list[Run]] = ([], [])
-            for _ in range(ROUNDS):
+            for _ in range(rounds):
                 for pair, found in ((upstream, runs[0]), (pushing, runs[1])):
                     prompt = [rng.choice(ids) for _ in range(tokens)]
                     found.append(await _offload(http, pair, prompt, lead_s))
@@ -59,8 +63,12 @@ async def layerwise() -> list[Figure]:
 
         figures: list[Figure] = []
         async with session() as http:
-            for pair in (upstream, pushing):
-                await _offload(http, pair, [rng.choice(ids) for _ in range(300)], 0.0)
+            # An engine learns of the other once, and opens its connections.
+            first, again = await turns(http, 300, 0.0, rounds=1), await turns(http, 300, 0.0, rounds=1)
+            after_s, layered_s = (one[0].tail_s - two[0].tail_s for one, two in zip(first, again, strict=True))
+            figures.append(
+                Figure("layerwise_handshake_s", layered_s, "s", after_s, "by which the first offload's tail is longer")
+            )
             for name, tokens in TOKENS.items():
                 after, layered = await turns(http, tokens, 0.0)
                 figures += [
