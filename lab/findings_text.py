@@ -171,8 +171,9 @@ heavy prompts go in slices, so what is small waits for a slice and not for a who
 shortest first, until its own cache is free, instead of in the queue of an engine that was picked too early.
 What it costs: an answer that begins between two slices gets a token per chunk until the heavy prompt is through. Where others
 are idle the score avoids that (without it: the ablation); where none is, decodes pay for TTFT, and the heaviest prompts wait for
-everything shorter. A fleet that is asked for more than it can do is another matter: what is computed of a sliced prompt may be
-evicted before its next slice, the express lane goes on admitting, and answers end later than under a policy that lets all wait.
+everything shorter. Under overload what is computed of a sliced prompt may be evicted before its next slice, and answers beside
+slices hold their KV for longer, which evicts more. Decodes are therefore left alone the more, the more instances have prefills;
+at the knee that price costs a part of the gap.
 What is left to the floor is mostly prefill of what was evicted, which no placement recovers.
 Where engines cut long prompts themselves (threshold), the engine does what slices would, and less is left to win.
 
