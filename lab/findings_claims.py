@@ -99,8 +99,8 @@ CLAIMS: Sequence[tuple[str, Sequence[tuple[str, Say]], str]] = (
         ),
         "`lmetric` multiplies by the number of requests, so an idle instance scores 0 whatever it would have "
         "to compute. The published "
-        "form adds one and does not. `lpwl` needs no gate at all: exact knowledge of what is new on each "
-        "instance is affinity enough.",
+        "form adds one and does not. `lpwl` needs no gate while caches are ample: exact knowledge of what is new on each "
+        "instance is affinity enough. Saturated, every leaving of a cache evicts another one.",
     ),
     (
         "Elastic offload: most HEAVY requests at low load, almost none when saturated.",
