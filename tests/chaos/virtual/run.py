@@ -48,6 +48,7 @@ def run(seed: int) -> Run:
             result.failure = result.failure or f"logged: {entry}"
         raise structlog.DropEvent
 
+    logging_before = structlog.get_config()
     structlog.configure(processors=[note], cache_logger_on_first_use=False)
     with virtual_clocks(loop):
         try:
@@ -56,6 +57,7 @@ def run(seed: int) -> Run:
             result.failure = result.failure or f"{type(error).__name__}: {error}"
         finally:
             loop.end()
+            structlog.configure(**logging_before)
     return result
 
 
