@@ -54,9 +54,6 @@ class Foresight(Policy):
     crowd: float = setting(
         0.3, 0.0, 1e6, "what is added to it where every instance has prefills: slow answers fill the KV"
     )
-    evict: float = setting(
-        0.3, 0.0, 1e6, "price of computing where most was computed lately: it drives out what returns"
-    )
     overflow_u: float = setting(1.0, 0.0, 1e6, "price in u of more open prompts than the KV cache holds")
 
     def rule(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> Ruling:
@@ -111,7 +108,7 @@ class Foresight(Policy):
         harm = self.harm + self.crowd * (1.0 - idle)
         added = harm * cost * max(one.num_requests - work.requests, 0)
         if work.queue:
-            added += _ahead(work, curve, one.new_tokens, now)[1] if work.chunk_limit else _backlog(work, curve, now)
+            added += _ahead(work, curve, one.new_tokens, now)[1]
         if work.rests and idle:
             rests = [curve.cost_s(left, there) for who, left, there in work.rests if who != request.request_id]
             added += self.beside * idle * sum(rests)
