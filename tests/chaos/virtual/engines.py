@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -29,7 +28,8 @@ LOAD_S, EVENTS_S, SAVE_S = 0.5, 0.02, 2.0
 class Engine:
     """One engine process after another under one address."""
 
-    def __init__(self, instance_id: str, model: str) -> None:
+    def __init__(self, instance_id: str, model: str, network: Network) -> None:
+        self._network = network
         self.instance_id, self.model, self.url = instance_id, model, f"http://{instance_id}"
         self.node = Node(instance_id)
         self.lives = 0
@@ -46,6 +46,15 @@ class Engine:
         self.log = []
         self.cache = OrderedDict()
         self.running = 0
+
+    @property
+    def up(self) -> bool:
+        """Whether it runs."""
+        return self.node.alive
+
+    def kill(self) -> None:
+        """Go at once."""
+        self._network.kill(self.node)
 
     @property
     def incarnation(self) -> str:
@@ -166,7 +175,6 @@ class Agent:
     def __init__(self, name: str, network: Network, engines: list[Engine], routers: list[str]) -> None:
         self._name, self._network, self._engines, self._routers = name, network, engines, routers
         self._disk: dict[str, tuple[State, int]] = {}
-        self._lives = itertools.count(1)
         self.node = Node(name)
 
     def start(self) -> None:
@@ -174,6 +182,15 @@ class Agent:
         self.node = Node(self._name)
         for engine in self._engines:
             self.node.spawn(self._watch(engine))
+
+    @property
+    def up(self) -> bool:
+        """Whether it runs."""
+        return self.node.alive
+
+    def kill(self) -> None:
+        """Go at once."""
+        self._network.kill(self.node)
 
     async def _watch(self, engine: Engine) -> None:
         known = False

@@ -13,20 +13,24 @@ from tests.chaos.virtual.world import World
 Fault = Callable[[World, float], str]
 
 
-def _router_dies(world: World, for_s: float) -> str:
-    address = world.rng.choice(sorted(world.routers))
-    one = world.routers[address]
-    if one.router is None:
-        return f"{address} is dead already"
-    one.kill()
-    asyncio.get_running_loop().call_later(for_s, one.start)
-    return f"{address} dies"
+def _dies(group: str) -> Fault:
+    def die(world: World, for_s: float) -> str:
+        ones: dict[str, Any] = vars(world)[group]
+        name = world.rng.choice(sorted(ones))
+        one = ones[name]
+        if not one.up:
+            return f"{name} is dead already"
+        one.kill()
+        asyncio.get_running_loop().call_later(for_s, one.start)
+        return f"{name} dies"
+
+    return die
 
 
 def _router_stops(world: World, for_s: float) -> str:
     address = world.rng.choice(sorted(world.routers))
     one = world.routers[address]
-    if one.router is None:
+    if not one.up:
         return f"{address} is dead already"
 
     async def roll() -> None:
@@ -36,36 +40,6 @@ def _router_stops(world: World, for_s: float) -> str:
 
     world.chores.append(asyncio.create_task(roll()))
     return f"{address} stops in order"
-
-
-def _gateway_dies(world: World, for_s: float) -> str:
-    name = world.rng.choice(sorted(world.gateways))
-    one = world.gateways[name]
-    if one.client is None:
-        return f"{name} is dead already"
-    one.kill()
-    asyncio.get_running_loop().call_later(for_s, one.start)
-    return f"{name} dies"
-
-
-def _agent_dies(world: World, for_s: float) -> str:
-    name = world.rng.choice(sorted(world.agents))
-    one = world.agents[name]
-    if not one.node.alive:
-        return f"{name} is dead already"
-    world.network.kill(one.node)
-    asyncio.get_running_loop().call_later(for_s, one.start)
-    return f"{name} dies"
-
-
-def _engine_dies(world: World, for_s: float) -> str:
-    name = world.rng.choice(sorted(world.engines))
-    one = world.engines[name]
-    if not one.node.alive:
-        return f"{name} is dead already"
-    world.network.kill(one.node)
-    asyncio.get_running_loop().call_later(for_s, one.start)
-    return f"{name} dies"
 
 
 def _cut(ones: str, others: str) -> Fault:
@@ -97,11 +71,11 @@ def _redis_forgets(world: World, for_s: float) -> str:
 
 
 FAULTS: tuple[Fault, ...] = (
-    _router_dies,
+    _dies("routers"),
     _router_stops,
-    _gateway_dies,
-    _agent_dies,
-    _engine_dies,
+    _dies("gateways"),
+    _dies("agents"),
+    _dies("engines"),
     _cut("gateways", "routers"),
     _cut("agents", "routers"),
     _cut("gateways", "engines"),

@@ -20,8 +20,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         self.now = 1_000.0
-        self._jumping = _Jump(self)
-        super().__init__(self._jumping)
+        super().__init__(_Jump(self))
 
     def time(self) -> float:
         """The moment."""

@@ -192,7 +192,7 @@ class Call:
         """In words."""
         return self._status.details if self._status is not None else ""
 
-    def lose(self, *, at_once: bool = True) -> None:
+    def lose(self) -> None:
         """Neither end hears of the other any more, and each of them is told so."""
         self._network.calls.pop(self, None)
         lost = _Ended(grpc.StatusCode.UNAVAILABLE, "connection lost")

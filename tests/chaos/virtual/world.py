@@ -123,6 +123,11 @@ class RouterNode:
         await asyncio.sleep(0.3)
         self.kill()
 
+    @property
+    def up(self) -> bool:
+        """Whether it runs, and is not about to stop."""
+        return self.router is not None
+
     def kill(self) -> None:
         """Go at once."""
         self.router = None
@@ -165,6 +170,11 @@ class GatewayNode:
             tell_placement=True,
         )
         await client.start()
+
+    @property
+    def up(self) -> bool:
+        """Whether it runs."""
+        return self.client is not None
 
     def kill(self) -> None:
         """Go at once; whoever waits for an answer sees the connection break."""
@@ -234,7 +244,9 @@ class World:
         self.network = Network(rng)
         self.redis = virtual_store.VirtualRedis()
         self.policy = rng.choice(POLICIES)
-        self.engines = {name: Engine(name, MODELS[at % 2]) for at, name in enumerate(("e0:1", "e1:1", "e2:1", "e3:1"))}
+        self.engines = {
+            name: Engine(name, MODELS[at % 2], self.network) for at, name in enumerate(("e0:1", "e1:1", "e2:1", "e3:1"))
+        }
         self.routers = {address: RouterNode(self, address) for address in ROUTERS}
         self.gateways = {name: GatewayNode(self, name) for name in ("g0", "g1")}
         engines = list(self.engines.values())
