@@ -350,7 +350,8 @@ class RouterClient:
         one = self._requests.get(request_id)
         if one is None or one.session is not session:
             # The client left meanwhile, or it was asked again elsewhere: whoever placed it here is to know that nobody comes.
-            if isinstance(step, placement_pb2.Placement):
+            # A later step reserves nothing that the request's own end does not give back.
+            if isinstance(step, placement_pb2.Placement) and step.step.index == 0:
                 session.send(placement_pb2.SessionRequest(finished=_not_taken(request_id)), REPORT_WITHIN_S)
             return
         if one.answer is None or one.answer.done():

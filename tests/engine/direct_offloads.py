@@ -22,7 +22,9 @@ Prompt = str | list[int]
 
 @contextlib.asynccontextmanager
 async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(timeout=CLIENT, connector=aiohttp.TCPConnector(limit=0)) as http:
+    # An engine closes a connection that was idle for 5 s: a request sent at that moment would be lost.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(timeout=CLIENT, connector=connector) as http:
         yield http
 
 

@@ -211,6 +211,8 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
         self.placer: Placer = self.first
         self.next_steps: list[placement_pb2.Placement] = []
         self.after_failure: Callable[[placement_pb2.StepDone], placement_pb2.Placement] | None = None
+        self.late = False  # whether the answer to a step's end waits for the request's
+        self._held: list[placement_pb2.Placement] = []
         self.hellos: list[placement_pb2.GatewayHello] = []
         self.places: list[placement_pb2.PlacementRequest] = []
         self.first_tokens: list[str] = []
@@ -270,11 +272,15 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
                 else:
                     answer = self.next_steps.pop(0)
                 answer.request_id = message.step_done.request_id
+                if self.late:
+                    self._held.append(answer)
+                    answer = None
             case "first_token":
                 self.first_tokens.append(message.first_token.request_id)
             case "finished":
                 self.finished.append(message.finished)
                 self.reserved.discard(message.finished.request_id)
+                answer = self._held.pop() if self._held else None
         if isinstance(answer, placement_pb2.Placement):
             await outbox.put(placement_pb2.SessionResponse(placement=answer))
         elif answer is not None:

@@ -41,6 +41,18 @@ async def test_where_both_want_it_both_requests_are_sent_at_once(up: Stack, body
     assert len(up.router.finished) == 1
 
 
+async def test_the_step_after_the_prefill_is_not_given_back_when_it_comes_after_the_end(up: Stack) -> None:
+    offloading(up, decode_first=BOTH)
+    up.router.late = True
+    p_and_d(up)[1].fetches = "wait"
+    asking = asyncio.ensure_future(answered(up, STREAM))
+    await up.router.until(lambda: told(up) == [(0, "")])
+    p_and_d(up)[1].go.set()
+    await asking
+    await answered(up, STREAM | {"messages": [{"role": "user", "content": "another"}]})
+    assert [done.outcome for done in up.router.finished] == [placement_pb2.OUTCOME_OK] * 2
+
+
 @pytest.mark.parametrize("wanted", [(True, False), (False, True)])
 async def test_where_one_does_not_want_it_the_second_request_waits(up: Stack, wanted: tuple[bool, bool]) -> None:
     offloading(up, decode_first=wanted)
