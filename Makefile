@@ -52,10 +52,10 @@ demo: env  ## four emulated engines, the whole control plane, a short agentic re
 	$(BIN)/pointsman demo
 
 test: env env-engine env-aiperf  ## all tests, those on a real vLLM included
-	$(BIN)/pytest
+	$(BIN)/python tools/run_tests.py
 
 test-fast: env env-aiperf  ## the tests that need no real vLLM
-	$(BIN)/pytest --ignore tests/engine
+	$(BIN)/python tools/run_tests.py --ignore tests/engine
 
 bench: env  ## all benchmarks (needs Debian's nginx): a table, and bench/results.jsonl
 	$(BIN)/python -m bench
