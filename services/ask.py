@@ -28,7 +28,7 @@ from services.common.auth import bearer
 from services.common.channel import open_blocking_channel
 from services.common.settings import Tokens
 from services.doctor import Finding, examine
-from services.hindsight import replay, set_policy, what_if
+from services.hindsight import DEFAULT_ROUTER, replay, set_policy, what_if
 from services.router.policy.base import bounds
 from services.router.policy.registry import POLICIES
 
@@ -37,8 +37,10 @@ TIMEOUT_S = 10.0
 RouterFlag = Annotated[str, typer.Option(envvar="POINTSMAN_ROUTER", help="HOST:PORT of a router")]
 GatewayFlag = Annotated[str, typer.Option(envvar="POINTSMAN_GATEWAY", help="base URL of a gateway")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
-ROUTER = "127.0.0.1:50051"
+ROUTER = DEFAULT_ROUTER
 GATEWAY = "http://127.0.0.1:8080"
+# The environment alone tells the key of a client.
+API_KEY = "POINTSMAN_API_KEY"
 
 # Piped into a file or a pager, tables must not be folded to the 80 columns that rich then assumes.
 console = Console(width=None if sys.stdout.isatty() else 180)
@@ -285,7 +287,7 @@ def _dry_run(gateway: str, prompt: Path, model: str, session: str) -> fleet_pb2.
 
 def _http(url: str, body: bytes | None = None, headers: dict[str, str] | None = None) -> Any:
     request = urllib.request.Request(url, data=body, headers=headers or {})
-    if key := os.environ.get("POINTSMAN_API_KEY"):
+    if key := os.environ.get(API_KEY):
         request.add_header("Authorization", f"Bearer {key}")
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:

@@ -65,6 +65,12 @@ def _ask() -> None:
     add_ask_commands(app)
 
 
+def _settings() -> None:
+    from services.settings_page import settings
+
+    app.command("settings")(settings)
+
+
 GROUPS: dict[Callable[[], None], tuple[str, ...]] = {
     _up: ("up",),
     _router: ("router",),
@@ -72,6 +78,7 @@ GROUPS: dict[Callable[[], None], tuple[str, ...]] = {
     _gateway: ("gateway",),
     _lab: ("demo", "emulate", "replay", "simulate", "compare", "findings", "profile", "calibrate", "analyze", "trace"),
     _ask: ("instances", "decisions", "explain", "policies", "drain", "doctor", "what-if", "set-policy"),
+    _settings: ("settings",),
 }
 
 

@@ -19,6 +19,7 @@ from services.router.policy.base import SettingError
 from services.router.replay import decide_again, differences, inputs_digest
 
 TIMEOUT_S = 60.0
+DEFAULT_ROUTER = "127.0.0.1:50051"
 SHOWN = 50
 
 
@@ -59,7 +60,7 @@ def what_if(
     decision_id: Annotated[str, typer.Argument(help="a decision or request id; empty for the newest, see --last")] = "",
     last: Annotated[int, typer.Option(min=1, max=1000, help="decide the newest N again")] = 1,
     settings: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE of a policy setting")] = None,
-    router: Annotated[str, typer.Option(envvar="POINTSMAN_ROUTER", help="HOST:PORT of a router")] = "127.0.0.1:50051",
+    router: Annotated[str, typer.Option(envvar="POINTSMAN_ROUTER", help="HOST:PORT of a router")] = DEFAULT_ROUTER,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of lines")] = False,
 ) -> None:
     """Where past requests would have gone under another policy, on what the router saw then."""
@@ -98,7 +99,7 @@ def set_policy(
 ) -> None:
     """Change the policy of each router named, without losing anything; tells the policy in force with all its settings."""
     request = fleet_pb2.SetPolicyRequest(policy=_policy(policy, settings))
-    for one in router or ["127.0.0.1:50051"]:
+    for one in router or [DEFAULT_ROUTER]:
         answer = _call(one, lambda fleet, **with_: fleet.SetPolicy(request, **with_))
         told = json_format.MessageToDict(answer.policy.settings)
         typer.echo(f"{one}: {answer.policy.name}" + "".join(f" {name}={told[name]}" for name in sorted(told)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import structlog
-from pydantic import SecretStr
+from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from services.gateway.limits import Limits
@@ -35,11 +35,13 @@ ANYONE = Client(DEFAULT_TENANT)
 
 
 class KeysFromEnvironment(BaseSettings):
-    """POINTSMAN_GATEWAY_API_KEYS: lines as in a keys file, separated by line ends or semicolons. No flag: all can see flags."""
+    """POINTSMAN_GATEWAY_API_KEYS: lines as in a keys file, separated by line ends or semicolons."""
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_GATEWAY_")
 
-    api_keys: SecretStr | None = None
+    api_keys: SecretStr | None = Field(
+        None, description="lines as in api_keys_file, separated by line ends or semicolons; no flag: all can see flags"
+    )
 
     def lines(self) -> list[str] | None:
         """The lines, None when the variable is not set."""
