@@ -1,13 +1,15 @@
-"""The flags with which deploy/ starts vLLM are flags that this vLLM has."""
+"""The flags with which deploy/ and the pages start vLLM are flags that this vLLM has."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 
 import yaml
 
+from tests.docs.shell_blocks import BLOCKS
 from tests.engine.servers import ENGINE_PYTHON
 from tools import check_deploy
 from tools.deploycheck import compose, k8s
@@ -43,8 +45,14 @@ def k8s_flags(overlay: str) -> list[str]:
     return [re.sub(r"\$\((\w+)\)", lambda m: env[m[1]], word) for word in engine.spec["args"]]
 
 
-def test_vllm_takes_the_flags_of_deploy() -> None:
-    flags = json.dumps([compose_flags(), k8s_flags("gpu"), k8s_flags("gpu-per-node")])
+def pages_flags() -> list[list[str]]:
+    commands = [shlex.split(command) for block in BLOCKS for command in block.commands]
+    return [words[2:] for words in commands if words[:2] == ["vllm", "serve"]]
+
+
+def test_vllm_takes_the_flags_of_deploy_and_of_the_pages() -> None:
+    pages = pages_flags()
+    flags = json.dumps([compose_flags(), k8s_flags("gpu"), k8s_flags("gpu-per-node"), *pages])
     done = subprocess.run([ENGINE_PYTHON, "-c", PARSE], input=flags, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     parsed = json.loads(done.stdout.rpartition("parsed ")[2])
@@ -52,4 +60,6 @@ def test_vllm_takes_the_flags_of_deploy() -> None:
         [True, "tcp://*:5558", True],
         [True, "ipc:///run/kv/replay", True],
         [True, "tcp://*:5558", True],
+        *[[True, "tcp://*:5558", True]] * len(pages),
     ]
+    assert pages

@@ -1,8 +1,12 @@
-"""`pointsman up` before emulated engines, and every question people ask it, as commands."""
+"""`pointsman up` before emulated engines, and every question people ask it, as commands: those of the pages, too."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
+import shlex
 import subprocess
 import sys
 import urllib.request
@@ -13,10 +17,21 @@ from pathlib import Path
 import openai
 import pytest
 
+from tests.docs.parsed import command_line
+from tests.docs.shell_blocks import BLOCKS, PAGES, REPOSITORY, Block
 from tests.engine.processes import Process, free_port
 
-REPOSITORY = Path(__file__).parents[2]
 READY_WITHIN_S = 90.0
+# What a page writes for each of these programs, done by what is here. grpcurl's own flags are not checked by this.
+SHIMS = {
+    "pointsman": f'PYTHONPATH={REPOSITORY} exec {sys.executable} -m services.cli "$@"',
+    "grpcurl": """data=()
+while [[ $1 == -* ]]; do
+  case $1 in -plaintext) shift ;; -d) data=(-d "$2"); shift 2 ;; *) echo "grpcurl $1?"; exit 2 ;; esac
+done
+if [ "$2" = list ]; then asked="--list-services http://$1"; else asked="http://$1/$2"; fi
+exec buf curl --protocol grpc --http2-prior-knowledge "${data[@]}" $asked""",
+}
 
 
 def command(*arguments: str) -> list[str]:
@@ -30,8 +45,11 @@ class Fleet:
     gateway: str
     router: str
     console: str
+    metrics: str
+    agent_metrics: str
     engines: list[str]
     tree: Process
+    log: Path
 
     def ask(self, *arguments: str, status: int = 0) -> str:
         """What a `pointsman` command prints; its exit status must be `status`."""
@@ -51,17 +69,19 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         started.append(
             Process(f"engine{number}", command("emulate", *flags), folder / f"e{number}.log", cwd=REPOSITORY)
         )
-    gateway, router, console = (f"127.0.0.1:{free_port()}" for _ in range(3))
-    flags = ["--listen", gateway, "--router-listen", router, "--router-metrics", "", "--agent-metrics", ""]
-    flags += ["--console", console]
+    gateway, router, console, metrics, agent = (f"127.0.0.1:{free_port()}" for _ in range(5))
+    flags = ["--listen", gateway, "--router-listen", router, "--router-metrics", metrics, "--agent-metrics", agent]
+    flags += ["--console", console, "--state-dir", str(folder / "agent")]
     flags += [part for url in engines for part in ("--engine", url)]
-    up = Process("up", command("up", *flags, "--state-dir", str(folder / "agent")), folder / "up.log", cwd=REPOSITORY)
+    log = folder / "decisions.jsonl"
+    logged = {"POINTSMAN_ROUTER_DECISION_LOG_FILE": str(log)}
+    up = Process("up", command("up", *flags), folder / "up.log", env=logged, cwd=REPOSITORY)
     started.append(up)
     try:
         for process in started:
             process.start()
         up.wait_ready(lambda: "OpenAI API" in up.log.read_text(), within_s=READY_WITHIN_S)
-        yield Fleet(f"http://{gateway}", router, f"http://{console}", engines, up)
+        yield Fleet(f"http://{gateway}", router, f"http://{console}", metrics, agent, engines, up, log)
     finally:
         for process in reversed(started):
             process.stop(within_s=40)
@@ -123,6 +143,100 @@ def test_draining_by_command(fleet: Fleet) -> None:
     name = fleet.engines[0].removeprefix("http://")
     assert "is DRAINING" in fleet.ask("drain", name, "--router", fleet.router)
     assert "is READY" in fleet.ask("drain", name, "--router", fleet.router, "--resume")
+
+
+@pytest.fixture(scope="module")
+def filled_in(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What stands in the pages (as a regular expression) -> what it is here, after some turns of session s1."""
+    decision = instance = ""
+    with openai.OpenAI(base_url=f"{fleet.gateway}/v1", api_key="none", max_retries=0) as client:
+        model = client.models.list().data[0].id
+        for turn in range(3):
+            answer = client.chat.completions.with_raw_response.create(
+                model=model,
+                messages=[{"role": "user", "content": "which way does the train go? " * (40 + turn)}],
+                max_tokens=4,
+                extra_headers={"X-Session-ID": "s1"},
+            )
+            decision, instance = answer.headers["X-Pointsman-Decision"], answer.headers["X-Pointsman-Instance"]
+    prompt = tmp_path_factory.mktemp("pages") / "prompt"
+    prompt.write_text("where would this go " * 30)
+    return {
+        r"127\.0\.0\.1:50051\b": fleet.router,
+        r"127\.0\.0\.1:8080\b": fleet.gateway.removeprefix("http://"),
+        r"127\.0\.0\.1:9100\b": fleet.metrics,
+        r"127\.0\.0\.1:9101\b": fleet.agent_metrics,
+        r"127\.0\.0\.1:9102\b": fleet.console.removeprefix("http://"),
+        r"\bDECISION\b": decision,
+        r"\bINSTANCE\b": instance,
+        r"\bMODEL\b": model,
+        r"\bPROMPT_FILE\b": str(prompt),
+        r"\bDECISION_LOG\b": str(fleet.log),
+    }
+
+
+RUN = [block for block in BLOCKS if not block.marks]
+
+
+@pytest.mark.parametrize("block", RUN, ids=[block.where for block in RUN])
+def test_the_pages_commands_work_as_written(
+    block: Block,
+    fleet: Fleet,
+    filled_in: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = "\n".join(block.commands)
+    for written, here in filled_in.items():
+        text = re.sub(written, lambda _, here=here: here, text)
+    monkeypatch.setenv("POINTSMAN_ROUTER", fleet.router)
+    monkeypatch.setenv("POINTSMAN_GATEWAY", fleet.gateway)
+    monkeypatch.chdir(tmp_path)
+    commands = text.splitlines()
+    try:
+        if all(re.fullmatch(r"pointsman [^|<>$;&]*", one) for one in commands):
+            for one in commands:
+                # A second of imports less than a process of its own.
+                status = 0
+                with contextlib.suppress(SystemExit):
+                    status = command_line().main(shlex.split(one)[1:], prog_name="pointsman", standalone_mode=False)
+                assert not status, f"{one}: {capsys.readouterr()}"
+                assert capsys.readouterr().out.strip(), f"{one}: an empty answer tells nobody anything"
+            return
+        for name, body in SHIMS.items():
+            shim = tmp_path / name
+            shim.write_text(f"#!/bin/bash\n{body}\n")
+            shim.chmod(0o755)
+        path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", text], env={**os.environ, "PATH": path}, capture_output=True, text=True,
+            check=False, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.strip(), "an empty answer tells nobody anything"
+    finally:
+        if "set-policy" in text:
+            fleet.ask("set-policy", "unified", "--router", fleet.router)
+
+
+SHOWN = re.compile(
+    r"^\$ pointsman (instances|decisions|explain)( [^\n]*)?\n(.*?)(?=^\$|^```)", re.DOTALL | re.MULTILINE
+)
+
+
+def test_the_answers_that_the_pages_show_have_todays_columns(fleet: Fleet, filled_in: dict[str, str]) -> None:
+    asked = {"instances": (), "decisions": (), "explain": (filled_in[r"\bDECISION\b"],)}
+    columns = {}
+    for name, arguments in asked.items():
+        lines = fleet.ask(name, *arguments, "--router", fleet.router).splitlines()
+        columns[name] = next(
+            line.split() for line in lines if line.split()[:1] in (["instance"], ["decision"], ["candidate"])
+        )
+    shown = [found for page in PAGES for found in SHOWN.findall(page.read_text()) if "replay" not in found[1]]
+    assert {name for name, *_ in shown} >= {"decisions", "explain"}
+    for name, flags, answer in shown:
+        assert columns[name] in [line.split() for line in answer.splitlines()], f"pointsman {name}{flags}"
 
 
 def test_up_ends_with_the_reason_when_a_part_cannot_start(fleet: Fleet, tmp_path: Path) -> None:

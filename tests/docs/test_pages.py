@@ -1,0 +1,135 @@
+"""What README.md and docs/ name is there: files, tests, settings, policies, and the commands that cannot be run here."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from google.protobuf import json_format
+from pydantic_settings import BaseSettings
+
+from pointsman.router.v1 import fleet_pb2
+from services import cli, settings_page
+from services.router.policy.registry import POLICIES
+from tests.docs import parsed
+from tests.docs.shell_blocks import BLOCKS, MARKS, PAGES, REPOSITORY, Block
+
+DOCS = REPOSITORY / "docs"
+RULES = REPOSITORY / "deploy/telemetry/rules"
+ids = [str(page.relative_to(REPOSITORY)) for page in PAGES]
+marked = [block for block in BLOCKS if block.marks]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    local = {link.partition("#")[0] for link in links if "://" not in link} - {""}
+    assert [link for link in local if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_the_tests_that_are_named_exist(page: Path) -> None:
+    named = set(re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text()))
+    assert [f"{file}::{test}" for file, test in sorted(named) if not _has(REPOSITORY / file, test)] == []
+
+
+def _has(file: Path, test: str) -> bool:
+    if not file.is_file():
+        return False
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return not test or any(isinstance(one, kinds) and one.name == test for one in ast.parse(file.read_text()).body)
+
+
+def test_each_row_of_the_failure_table_names_a_test() -> None:
+    text = (DOCS / "operating.md").read_text()
+    table = text.partition("## When something fails")[2].partition("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) > 10
+    assert [row for row in rows if not re.search(r"`tests/[\w/]+\.py::test_\w+`", row)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_messages_that_are_shown_are_messages(page: Path) -> None:
+    for shown in re.findall(r"^```json\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        json_format.Parse(shown, fleet_pb2.GetDecisionResponse())
+
+
+def test_the_names_of_messages_types_and_alerts_exist() -> None:
+    files = [*(REPOSITORY / "protos").rglob("*.proto"), *(REPOSITORY / "services").rglob("*.py"), *RULES.iterdir()]
+    code = "\n".join(file.read_text() for file in files)
+    for page in set(DOCS.glob("*.md")) - {DOCS / "findings.md"}:
+        named = set(re.findall(r"`([A-Z][a-z]+[A-Z]?\w+)`", page.read_text()))
+        assert {one for one in named if not re.search(rf"\b{one}\b", code)} == set(), page
+
+
+def test_every_policy_has_its_row() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", (DOCS / "policies.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(POLICIES)
+
+
+def test_the_settings_are_those_of_the_code() -> None:
+    assert (DOCS / "settings.md").read_text() == settings_page.page(), "pointsman settings > docs/settings.md"
+
+
+def test_the_variables_that_are_named_exist() -> None:
+    parsed.command_line()  # Imports what has settings, the lab's too.
+    known = {
+        f"{kind.model_config['env_prefix']}{name.upper()}"
+        for kind in BaseSettings.__subclasses__()
+        for name in kind.model_fields
+    }
+    known |= set(re.findall(r"`(POINTSMAN_\w+)`", (DOCS / "settings.md").read_text()))
+    for page in PAGES:
+        named = set(re.findall(r"\bPOINTSMAN_[A-Z][A-Z_]*[A-Z]\b", page.read_text()))
+        assert named - known - {"POINTSMAN_COMMAND_NAME"} == set(), page
+
+
+def test_every_variable_that_the_services_read_is_on_the_page() -> None:
+    page = (DOCS / "settings.md").read_text()
+    code = "\n".join(
+        file.read_text() for root in ("services", "connector") for file in (REPOSITORY / root).rglob("*.py")
+    )
+    named = set(re.findall(r"\bPOINTSMAN_[A-Z_]*[A-Z]\b", code)) - {"POINTSMAN_COMMAND_NAME"}
+    assert {name for name in named if name not in page} == set()
+
+
+def test_every_command_belongs_to_a_group() -> None:
+    assert {name for names in cli.GROUPS.values() for name in names} == set(parsed.command_line().commands)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_commands_whose_answers_are_shown_are_understood(page: Path) -> None:
+    shown = re.findall(r"^\$ (pointsman .*)$", page.read_text(), re.MULTILINE)
+    assert [said for command in shown if (said := parsed.problem(command))] == []
+
+
+def test_only_known_marks_are_used() -> None:
+    assert {mark for block in BLOCKS for mark in block.marks} <= MARKS
+
+
+@pytest.mark.parametrize("block", marked, ids=[block.where for block in marked])
+def test_commands_that_need_more_than_a_test_has_are_understood(block: Block) -> None:
+    assert [said for command in block.commands if (said := parsed.problem(command))] == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "pointsman instance",
+        "pointsman instances --rooter a:1",
+        "pointsman simulate --policy",
+        "kubectl -n pointsman scale statefulset/engine --replicas 2",
+        "kubectl -n pointsman rollout stat statefulset/router",
+        "kubectl apply -k deploy/k8s/overlays/huge",
+        "docker compose up -d gatevay",
+        "make trouble",
+        "python -m bench decides",
+        "pytest tests/unit/test_nowhere.py",
+        "deploy/make-money.sh",
+        "poinstman instances",
+    ],
+)
+def test_what_is_wrong_is_found(wrong: str) -> None:
+    assert parsed.problem(wrong)
