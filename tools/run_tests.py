@@ -17,7 +17,7 @@ NICENESS = 15
 
 
 def _pytest(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "pytest", *arguments]
+    return [sys.executable, "-m", "pytest", "--durations=20", "--durations-min=5", *arguments]
 
 
 def _ended(process: subprocess.Popen[bytes]) -> int:
