@@ -16,6 +16,7 @@ import structlog
 from google.protobuf.json_format import MessageToDict
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from services.common.lines import LostLines
 from services.common.settings import Tokens
 from services.common.tls import Tls
 from services.gateway.aside import STORED, Aside
@@ -83,6 +84,7 @@ class Gateway:
         self._understanding = Understanding(self.telemetry, token_cache)
         self._upstream = Upstream(settings)
         self._breakdown = BreakdownLog(settings.breakdown_file)
+        self.telemetry.registry.register(LostLines("gateway", lambda: self._breakdown.lost))
         self._tracer: Tracer | None = None
         self._traces: Traces | None = None
         if settings.otlp_endpoint:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
+from services.common.lines import LineFile
 from services.common.moments import Moments
 
 
@@ -36,13 +36,15 @@ class BreakdownLog:
     """Appends lines to a file; without one it does nothing."""
 
     def __init__(self, file: Path | None) -> None:
-        """Raises OSError for a file that cannot be written."""
-        self._file: IO[bytes] | None = None
-        if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            self._file = file.open("ab", buffering=0)
+        """Raises OSError for a file that cannot be opened."""
+        self._file = LineFile(file) if file is not None else None
         # One offset for all lines: a clock that is set while requests run does not make their parts negative.
         self._offset = time.time() - time.monotonic()
+
+    @property
+    def lost(self) -> int:
+        """Lines that the disk did not take."""
+        return self._file.lost if self._file is not None else 0
 
     @property
     def on(self) -> bool:
@@ -54,9 +56,9 @@ class BreakdownLog:
         return round(self._offset + monotonic, 6) if monotonic else None
 
     def write(self, line: Breakdown) -> None:
-        """Append one."""
+        """Append one, unless the disk is full."""
         if self._file is not None:
-            self._file.write(msgspec.json.encode(line) + b"\n")
+            self._file.append(msgspec.json.encode(line))
 
     def close(self) -> None:
         """Close the file."""

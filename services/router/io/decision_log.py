@@ -8,11 +8,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import msgspec
 from msgspec.structs import replace
 
+from services.common.lines import LineFile
 from services.router.domain import Decision
 from services.router.events import Finished
 from services.router.replay import inputs_digest
@@ -121,10 +121,12 @@ class DecisionLog:
         self._by_id: OrderedDict[str, LoggedDecision] = OrderedDict()
         self._by_request: dict[str, str] = {}
         self._watchers: set[asyncio.Queue[LoggedDecision]] = set()
-        self._file: IO[bytes] | None = None
-        if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            self._file = file.open("ab", buffering=0)
+        self._file = LineFile(file) if file is not None else None
+
+    @property
+    def lost(self) -> int:
+        """Lines that the file's disk did not take."""
+        return self._file.lost if self._file is not None else 0
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -203,4 +205,4 @@ class DecisionLog:
 
     def _write(self, line: Line) -> None:
         if self._file is not None:
-            self._file.write(msgspec.json.encode(line) + b"\n")
+            self._file.append(msgspec.json.encode(line))

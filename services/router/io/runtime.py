@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2
+from services.common.lines import LostLines
 from services.common.outbox import Outbox
 from services.router import events as ev
 from services.router.circuit import CircuitSettings
@@ -122,6 +123,7 @@ class Router:
             )
         else:
             self.store = MemoryStore(settings.router_id)
+        self.telemetry.registry.register(LostLines("router", lambda: self.decisions.lost))
         self.telemetry.registry.register(FleetCollector(self.state, lambda: self._warm))
 
     @property
