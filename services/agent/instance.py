@@ -13,6 +13,7 @@ import grpc.aio
 import msgspec
 import structlog
 import zmq.asyncio
+from msgspec.structs import replace
 
 from pointsman.agent.v1 import agent_pb2 as pb
 from services.agent.events import EventFeed, EventSource
@@ -71,7 +72,7 @@ class InstanceWatch:
         self.shadow = Shadow(instance.model, capacity_blocks=capacity_blocks)
         self.feed: EventFeed | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._saving: asyncio.Future[None] | None = None
+        self._saving: asyncio.Future[bool] | None = None
         self._saved: tuple[int, int] | None = None
         self._load: tuple[pb.Load, float] | None = None
         self._log = log.bind(instance=instance.instance_id)
@@ -122,7 +123,7 @@ class InstanceWatch:
             await asyncio.wait([self._saving])
         if self.feed is not None:
             if not goodbye:
-                self._file.save(self._capture(self.feed, clean=True))
+                self._save(self._capture(self.feed, clean=True))
             self.feed.close()
         if goodbye:
             self._log.info("instance_gone", incarnation=self.instance.incarnation, reason=goodbye)
@@ -145,12 +146,9 @@ class InstanceWatch:
         if state is not None:
             self.shadow = revive(state, capacity_blocks=self._capacity_blocks)
             self.instance.incarnation = state.incarnation
-            # From here on routers may hear more than the file knows.
-            state.clean = False
-            await asyncio.to_thread(self._file.save, state)
         elif not self._witnessed:
             # Routers may know this incarnation from an agent whose file is lost; its sequence must not be met again.
-            self.shadow.latest_seq = int(time.time()) << 20
+            self.shadow.latest_seq = int(time.time() * 1e3) << 20
         self.feed = EventFeed(
             self._around.zmq,
             source,
@@ -170,15 +168,18 @@ class InstanceWatch:
         self._changed()
 
     def _restorable(self) -> State | None:
-        """The saved state, if it was this incarnation's. A damaged file is logged and forgotten."""
+        """The saved state, if it was this incarnation's; its file is clean no more. A file that is damaged, or cannot be read or
+        written, is logged and forgotten."""
         try:
             state = self._file.load()
-        except msgspec.MsgspecError as error:
-            self._log.warning("state_damaged", path=str(self._file.path), reason=str(error))
-            return None
-        if state is None or self._witnessed:
-            return None
-        if state.process != self._process or state.model != self.instance.model:
+            if state is None or self._witnessed:
+                return None
+            if state.process != self._process or state.model != self.instance.model:
+                return None
+            # From here on routers may hear more than the file knows.
+            self._file.save(replace(state, clean=False))
+        except (msgspec.MsgspecError, OSError) as error:
+            self._log.warning("state_unusable", path=str(self._file.path), reason=str(error))
             return None
         return state
 
@@ -214,14 +215,19 @@ class InstanceWatch:
             if position == self._saved:
                 continue
             state = self._capture(self.feed, clean=False)
-            self._saving = asyncio.ensure_future(asyncio.to_thread(self._file.save, state))
-            try:
-                await asyncio.shield(self._saving)
-            except OSError as error:
-                self._log.error("state_not_saved", path=str(self._file.path), reason=str(error))
-            else:
+            self._saving = asyncio.ensure_future(asyncio.to_thread(self._save, state))
+            if await asyncio.shield(self._saving):
                 self._saved = position
             cost_s = time.monotonic() - began
+
+    def _save(self, state: State) -> bool:
+        """Whether the disk took it."""
+        try:
+            self._file.save(state)
+        except OSError as error:
+            self._log.error("state_not_saved", path=str(self._file.path), reason=str(error))
+            return False
+        return True
 
     def _capture(self, feed: EventFeed, *, clean: bool) -> State:
         return capture(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -331,6 +332,34 @@ async def test_a_restored_file_is_clean_no_more(engine: FakeEngine, router: Fake
         state = file.load()
         cleans.append(state and state.clean)
     assert cleans == [None, True, False, True]
+
+
+async def test_a_full_disk_costs_what_is_saved_and_not_the_agent(
+    engine: FakeEngine, router: FakeRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A saved state that cannot be marked as used is not used: a later agent would reuse numbers that routers have seen."""
+    name = name_of(engine)
+    await engine.publish(store((1, 2)))
+    async with running(engine.url, [router.address], tmp_path):
+        await until(lambda: router.keys(name) == keys_of((1, 2)), "the first agent")
+
+    def full(self: StateFile, state: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for agent in (2, 3):
+        with monkeypatch.context() as disk:
+            disk.setattr(StateFile, "save", full)
+            await engine.publish(store((1, 2, agent), first=2))
+            async with running(engine.url, [router.address], tmp_path):
+                await until(lambda agent=agent: len(router.streams) == agent, "another agent")
+                known = keys_of(*((1, 2, one) for one in range(2, agent + 1)))
+                await until(lambda known=known: router.keys(name) == known, "all that the engine has cached")
+    await engine.publish(store((1, 2, 4), first=2))
+    async with running(engine.url, [router.address], tmp_path):
+        known |= keys_of((1, 2, 4))
+        await until(lambda: router.keys(name) == known, "an agent with room again, and the first one's state")
+    assert [stream.kinds.count("snapshot_begin") for stream in router.streams] == [1, 1, 1, 1]
+    assert len({stream.hello.instance.incarnation for stream in router.streams}) == 1
 
 
 async def test_an_engine_that_is_not_up_yet_is_waited_for(
