@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -212,27 +211,39 @@ class Engine:
         return int(self.metric("vllm:num_requests_running") + self.metric("vllm:num_requests_waiting"))
 
     def cached_keys(self) -> int:
-        """How many different 16-token pieces of prompt (each with all that precedes it) the prefix cache holds now.
+        """How many different 16-token pieces of prompt (each with all that precedes it) the prefix cache holds now."""
+        return len(held_pieces(self.ask("/kv_event_sources").json()["0"]["replay_endpoint"]))
 
-        Counted from the engine's whole event history, without Pointsman's keys: the tests' oracle for what agents should
-        know. Blocks that differ only in their second half share the pieces of their first. AssertionError when the engine
-        has forgotten the beginning of its history.
-        """
-        endpoint = self.ask("/kv_event_sources").json()["0"]["replay_endpoint"].replace("*", "127.0.0.1")
-        held: Counter[int] = Counter()
-        pieces: dict[int, list[Piece]] = {}
-        for event in _replay(endpoint):
-            match event["type"]:
-                case "BlockStored":
-                    held.update(event["block_hashes"])
-                    _cut(event, pieces)
-                case "BlockRemoved":
-                    held.subtract(event["block_hashes"])
-                case "AllBlocksCleared":
-                    held.clear()
-                case other:
-                    raise AssertionError(f"unknown KV event {other}")
-        return len({piece for block, count in held.items() if count > 0 for piece in pieces[block]})
+
+def held_pieces(replay_endpoint: str) -> set[Piece]:
+    """The 16-token pieces of prompt that the prefix cache of an engine holds now.
+
+    Taken from the engine's whole event history, without Pointsman's keys: the tests' oracle for what agents should know.
+    Blocks that differ only in their second half share the pieces of their first. AssertionError when the engine has forgotten
+    the beginning of its history.
+    """
+    held: Counter[int] = Counter()
+    pieces: dict[int, list[Piece]] = {}
+    for event in _replay(replay_endpoint.replace("*", "127.0.0.1")):
+        match event["type"]:
+            case "BlockStored":
+                held.update(event["block_hashes"])
+                _cut(event, pieces)
+            case "BlockRemoved":
+                held.subtract(event["block_hashes"])
+            case "AllBlocksCleared":
+                held.clear()
+            case other:
+                raise AssertionError(f"unknown KV event {other}")
+    return {piece for block, count in held.items() if count > 0 for piece in pieces[block]}
+
+
+def pieces_of(tokens: Sequence[int]) -> list[Piece]:
+    """The whole pieces of a prompt that is nothing but its tokens."""
+    found: list[Piece] = []
+    for start in range(0, len(tokens) - 15, 16):
+        found.append(_piece(found[-1] if found else b"", None, tokens[start : start + 16]))
+    return found
 
 
 def make_model(folder: Path, *more: Path, maker: str = "model.py") -> Path:
@@ -267,26 +278,33 @@ def _cut(event: dict[str, Any], pieces: dict[int, list[Piece]]) -> None:
         extra = event["extra_keys"][index] if event.get("extra_keys") else None
         pieces[block] = []
         for start in range(index * size, (index + 1) * size, 16):
-            piece = repr((before, extra, event["token_ids"][start : start + 16])).encode()
-            before = hashlib.sha256(piece).digest()
+            before = _piece(before, extra, event["token_ids"][start : start + 16])
             pieces[block].append(before)
 
 
+def _piece(before: Piece, extra: Any, tokens: Sequence[int]) -> Piece:
+    return hashlib.sha256(repr((before, extra, list(tokens))).encode()).digest()
+
+
 def _replay(endpoint: str) -> list[dict[str, Any]]:
-    """All KV events from the engine's start on. The publisher looks at its replay socket ten times a second."""
+    """All KV events from the engine's start on. The publisher looks at its replay socket ten times a second, and drops what it
+    cannot send at once, so what is missing is asked for again."""
     events: list[dict[str, Any]] = []
     expected = 0
-    deadline = time.monotonic() + 60
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
+        socket.rcvhwm = 0
         socket.connect(endpoint)
-        socket.send_multipart([b"", (0).to_bytes(8, "big")])
-        while True:
-            left_ms = int((deadline - time.monotonic()) * 1_000)
-            assert socket.poll(max(left_ms, 0)), f"{endpoint} ended no replay within 60 s"
-            *_, sequence, payload = socket.recv_multipart()
-            if sequence == b"\xff" * 8:
-                return events
-            assert int.from_bytes(sequence, "big") == expected, "the engine forgot a part of its history"
-            expected += 1
-            events += msgspec.msgpack.decode(payload)[1]
+        for _ in range(10):
+            complete = True
+            socket.send_multipart([b"", expected.to_bytes(8, "big")])
+            while socket.poll(6_000):
+                *_, sequence, payload = socket.recv_multipart()
+                if sequence == b"\xff" * 8:
+                    if complete:
+                        return events
+                    break
+                if complete := int.from_bytes(sequence, "big") == expected:
+                    expected += 1
+                    events += msgspec.msgpack.decode(payload)[1]
+    raise AssertionError(f"{endpoint}: the engine forgot a part of its history, or does not tell it")

