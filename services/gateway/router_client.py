@@ -111,7 +111,7 @@ class RouterClient:
         self._sessions: dict[str, RouterSession] = {}
         self._requests: dict[str, _Request] = {}
         self._routes: dict[str, RouterSession] = {}  # model -> the owner's session, while nothing changes
-        self._announced: dict[str, str] = {}  # pool -> router id that knows the pool's open streams
+        self._announced: dict[str, tuple[str, int]] = {}  # pool -> who knows its streams, and since which epoch
         self._lost_at = 0.0
         self._closing = False
         self._ended: set[asyncio.Task[None]] = set()
@@ -311,7 +311,7 @@ class RouterClient:
         self._routes.clear()
         if sum(one.connected for one in self._sessions.values()) == 1:
             self._on_connected(True)
-        for pool, router_id in list(self._announced.items()):
+        for pool, (router_id, _) in list(self._announced.items()):
             if router_id == session.router_id:
                 # A hello has told this router all; what it owns is noted when it says so.
                 del self._announced[pool]
@@ -377,16 +377,17 @@ class RouterClient:
                 self._ended.add(ended)
                 ended.add_done_callback(self._ended.discard)
         for session in self._sessions.values():
+            # A new epoch begins with what was written down, whoever had the pool before.
             taken = {
-                pool.model
+                pool.model: (session.router_id, pool.owner.epoch)
                 for pool in fleet.pools
                 if session.connected
                 and pool.HasField("owner")
                 and pool.owner.router_id == session.router_id
-                and self._announced.get(pool.model) != session.router_id
+                and self._announced.get(pool.model) != (session.router_id, pool.owner.epoch)
             }
             if taken:
-                self._announced.update(dict.fromkeys(taken, session.router_id))
+                self._announced.update(taken)
                 session.send(placement_pb2.SessionRequest(hello=self._hello()))
         self._reroute()
         self._on_fleet(fleet)

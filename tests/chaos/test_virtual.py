@@ -217,3 +217,16 @@ def test_while_no_owner_is_known_the_router_that_was_asked_is_waited_for() -> No
         assert first.asked() == []
 
     virtually(work())
+
+
+def test_an_owner_that_took_its_pool_again_is_told_anew_what_is_open() -> None:
+    """Another one had it in between, and nobody heard: what the owner knows is what was written down by then, ended or not."""
+
+    async def work() -> None:
+        _, first, _ = await two_routers()
+        await first.owner("r0", 3)
+        await asyncio.sleep(0.5)
+        # On the stream's beginning, when it was said to own the pool, and now.
+        assert [one.HasField("hello") for one in first.heard] == [True, True, True]
+
+    virtually(work())
