@@ -21,6 +21,11 @@ class Agenda:
         self._entered += 1
         heapq.heappush(self._due, (moment, self._entered, action))
 
+    @property
+    def moment(self) -> float:
+        """When the next action is due. IndexError when none is."""
+        return self._due[0][0]
+
     def next(self) -> None:
         """Do what is due next, which may enter more. IndexError when nothing is. Mutates."""
         moment, _, action = heapq.heappop(self._due)

@@ -15,11 +15,14 @@ from lab.traces import TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A request whose time has come, the session's turns after it, and the pool that the session asks."""
+    """A request whose time has come, the session's turns after it, and the pool that the session asks. With `more` there may be
+    further turns that nobody knows yet. It must not go to the instances that it `exclude`s."""
 
     request: TraceRequest
     rest: Session
     pool: str
+    more: bool = False
+    exclude: tuple[str, ...] = ()
 
 
 # (turn, now): a client asks.
@@ -61,6 +64,16 @@ class Clients:
         turn = Turn(turns[0], turns[1:], self._pools[self._started % len(self._pools)])
         self._started += 1
         self._agenda.at(self._due(turns[0]), partial(self._begin, turn))
+
+    def enter(self, turn: Turn, moment: float) -> None:
+        """A request that comes at `moment`, whatever became of its session's others. Mutates."""
+        self._in_flight += 1
+        self._agenda.at(moment, partial(self._ask, turn))
+
+    @property
+    def waiting(self) -> bool:
+        """Whether answers are still to come."""
+        return self._in_flight > 0
 
     def answered(self, turn: Turn, now: float) -> None:
         """A turn has ended, however it did: its session goes on, or another one may begin. Mutates."""

@@ -53,8 +53,8 @@ class Prompts:
         self._last = 0
         # A number of its own and the names of a trace's block, by the number of the block before it and its own id; oldest first.
         self._known: OrderedDict[tuple[int, int], tuple[int, Sequence[int]]] = OrderedDict()
-        # By session, between a turn and the next one.
-        self._said: dict[str, _Said] = {}
+        # By session, between a turn and the next one; oldest first.
+        self._said: OrderedDict[str, _Said] = OrderedDict()
 
     def __len__(self) -> int:
         """How many blocks are remembered."""
@@ -93,6 +93,8 @@ class Prompts:
             ends = (*names[at:], *answer)
             before = names[at - 1] if at else 0
             self._said[request.session] = _Said(length, request.output_length, at, before, ends)
+            if self._tokens is not None and len(self._said) * KEY_TOKENS > self._tokens:
+                self._said.popitem(last=False)
         return NamedPrompt(length, names, answer)
 
     def _going_on(self, request: TraceRequest) -> _Said:

@@ -23,9 +23,10 @@ class SimulatedFleet:
     def __init__(self, asked: Simulation, pools: Sequence[str], agenda: Agenda, tell: Tell, hear: Hear) -> None:
         self._asked = asked
         self._tell = tell
+        names = asked.names or [f"i{number}" for number in range(asked.instances)]
         self.instances = {
             name: SimulatedInstance(name, number, EngineModel(asked.engine, asked.profile), agenda, tell, hear)
-            for number, name in enumerate((f"i{number}" for number in range(asked.instances)), 1)
+            for number, name in enumerate(names, 1)
         }
         self.pool_of = {name: pools[number % len(pools)] for number, name in enumerate(self.instances)}
 

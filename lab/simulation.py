@@ -23,9 +23,10 @@ class Simulation:
     """What to simulate. `timing` is "trace" or "think", as in replays; times of the trace are multiplied by `time_scale`. With
     `max_sessions` no more sessions are in flight: further ones wait, from their first turn on, until one has ended (0: no cap).
 
-    `policy` is a name, with `policy_settings`, or a policy itself. `retries` is how often a client that was refused for the
-    moment asks again, each time after the seconds that it was told. With `layerwise` KV is pushed while it is computed. With
-    `answers_return` what a turn generated begins what the session's next prompt has beyond it (`lab.prompts`).
+    The instances have these `names`; by default they are numbered. `policy` is a name, with `policy_settings`, or a policy
+    itself. `retries` is how often a client that was refused for the moment asks again, each time after the seconds that it was
+    told. With `layerwise` KV is pushed while it is computed. With `answers_return` what a turn generated begins what the
+    session's next prompt has beyond it (`lab.prompts`).
 
     Times that pass on the way: a prompt is tokenised at `tokenise_token_s` per token; the way to the router and the way back
     each take `placement_s` / 2 in the mean, and whatever is sent to an engine, a step or a slice, reaches its scheduler after
@@ -41,6 +42,7 @@ class Simulation:
     """
 
     instances: int = 8
+    names: tuple[str, ...] = ()
     policy: str | Policy = "unified"
     policy_settings: Mapping[str, object] = field(default_factory=dict)
     timing: str = "trace"
@@ -69,6 +71,8 @@ class Simulation:
     def __post_init__(self) -> None:
         if self.engine.block_size != KEY_TOKENS:
             raise SimulationError(f"block_size: only engines with block_size {KEY_TOKENS} are simulated")
+        if self.names and len(set(self.names)) != self.instances:
+            raise SimulationError(f"names: {len(set(self.names))} different ones for {self.instances} instances")
         if self.timing not in TIMINGS:
             raise SimulationError(f"timing: {self.timing!r} is not {' or '.join(TIMINGS)}")
         if not 0 <= self.report_loss < 1:

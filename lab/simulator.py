@@ -115,6 +115,16 @@ class Simulator:
 
     def play(self) -> Iterator[RequestRecord]:
         """As run(), with each record as soon as its request has ended; they are not kept."""
+        self._begin()
+        self._clients.start()
+        while not self._clients.done:
+            self._agenda.next()
+            if self._ended:
+                yield from self._ended
+                self._ended.clear()
+
+    def _begin(self) -> None:
+        """All agents and the gateway are there, and time begins."""
         for name in self.routers.states:
             self._greet(name, 0.0)
         self._fleet.report_loads(0.0)
@@ -133,12 +143,6 @@ class Simulator:
         ):
             if moment is not None:
                 self._agenda.at(moment, change)
-        self._clients.start()
-        while not self._clients.done:
-            self._agenda.next()
-            if self._ended:
-                yield from self._ended
-                self._ended.clear()
 
     @property
     def router(self) -> RouterState:
@@ -172,7 +176,7 @@ class Simulator:
     def _arrive(self, turn: Turn, now: float) -> None:
         request = turn.request
         name = f"{request.session}#{request.turn}"
-        prompt = self._prompts.of(request, last=not turn.rest)
+        prompt = self._prompts.of(request, last=not (turn.rest or turn.more))
         placement = PlacementRequest(
             request_id=name,
             model=turn.pool,
@@ -180,6 +184,7 @@ class Simulator:
             keys=prompt.names,
             session_id=request.session,
             max_output_tokens=request.output_length,
+            exclude=turn.exclude,
             sliceable_tokens=prompt.length,
         )
         record = RequestRecord(session=request.session, turn=request.turn, t_send=now)

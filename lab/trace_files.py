@@ -23,7 +23,7 @@ def read_trace(path: Path, trace_format: str = AUTO) -> Iterator[TraceRequest]:
     """
     if trace_format not in (AUTO, *READERS):
         raise TraceError(f"{trace_format}: no format of traces; known are {', '.join((AUTO, *READERS))}")
-    lines = _lines(path)
+    lines = lines_of(path)
     try:
         first = next(lines, None)
         if first is None:
@@ -59,7 +59,8 @@ def save_trace(path: Path, requests: Iterable[TraceRequest]) -> int:
     return written
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file that are not blank, with their numbers, from 1. Raises TraceError while it reads."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             for number, line in enumerate(file, 1):

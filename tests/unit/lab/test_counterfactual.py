@@ -1,0 +1,132 @@
+"""Two fleets alike but for placement, on requests whose outcome is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from lab.counterfactual import Compared, Observed, Totals, Twins
+from lab.engine_events import EngineConfig
+from lab.open_simulator import OpenSimulator
+from lab.simulation import Simulation
+from lab.simulator import Simulator
+from lab.traces import TraceRequest
+from services.router import events as ev
+
+NAMES = ("a:1", "b:1")
+BLOCKS = 100
+
+
+def simulation(policy: str = "unified") -> Simulation:
+    return Simulation(
+        instances=2, names=NAMES, policy=policy, engine=EngineConfig(kv_blocks=8_000, max_model_len=100_000)
+    )
+
+
+def observed(number: int, at_s: float, blocks: range, instance: str = "", **more: object) -> Observed:
+    return Observed(
+        timestamp_ms=1e12 + at_s * 1e3,
+        session_id="s",
+        turn=number,
+        input_length=len(blocks) * 16 + 8,
+        output_length=9,
+        hash_ids=tuple(blocks),
+        block_size=16,
+        request_id=f"r{number}",
+        model="m",
+        instance=instance,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def compare(requests: list[Observed], policy: str = "unified", assumed: str = "round_robin") -> list[Compared]:
+    twins = Twins(simulation(policy), assumed)
+    ended = [one for request in requests for one in twins.tell(request)] + twins.finish()
+    assert twins.open == 0
+    return sorted(ended, key=lambda one: one.request.turn)
+
+
+def test_what_another_placement_would_have_found() -> None:
+    """A session sent to and fro finds nothing on its second instance; where it stays it finds its whole last prompt."""
+    requests = [observed(n, n * 10.0, range(BLOCKS + n), instance=NAMES[n % 2]) for n in range(4)]
+    compared = compare(requests)
+    assert [one.as_recorded.instance for one in compared] == ["a:1", "b:1", "a:1", "b:1"]
+    assert [one.as_recorded.cached_tokens for one in compared] == [0, 0, (BLOCKS + 1) * 16, (BLOCKS + 2) * 16]
+    assert len({one.would_be.instance for one in compared}) == 1
+    # An answer goes on in the begun block of its prompt, and all but its last token is there for the next one.
+    assert [one.would_be.cached_tokens for one in compared] == [0, *((BLOCKS + n) * 16 for n in (1, 2, 3))]
+
+    totals = Totals()
+    for one in compared:
+        totals.add(one)
+    told = totals.summary()
+    assert told["saved_tokens"] == sum(
+        (one.would_be.cached_tokens or 0) - (one.as_recorded.cached_tokens or 0) for one in compared
+    )
+    assert told["placement_known"] == 4
+    assert told["same_instance"] == sum(one.request.instance == one.would_be.instance for one in compared)
+    assert told["as_recorded"]["instances"]["a:1"]["requests"] == 2
+
+
+def test_the_same_placement_finds_the_same() -> None:
+    requests = [observed(n, n * 0.2, range(BLOCKS + n)) for n in range(12)]
+    first = compare(requests)
+    again = compare([observed(n, n * 0.2, range(BLOCKS + n), one.would_be.instance) for n, one in enumerate(first)])
+    for one in again:
+        assert one.as_recorded.cached_tokens == one.would_be.cached_tokens
+        assert one.as_recorded.ttft_s == one.would_be.ttft_s
+
+
+def test_an_unknown_placement_is_assumed() -> None:
+    compared = compare([observed(n, n * 10.0, range(BLOCKS), instance) for n, instance in enumerate(("", "gone:1"))])
+    assert [one.as_recorded.instance for one in compared] == ["a:1", "b:1"]
+
+
+def test_what_the_engines_said_is_compared_with_the_model_of_the_same_placement() -> None:
+    totals = Totals()
+    requests = [
+        observed(0, 0.0, range(BLOCKS), "a:1", cached_tokens=0),
+        observed(1, 9.0, range(BLOCKS), "a:1", cached_tokens=1_000),
+    ]
+    for one in compare([*requests, observed(2, 18.0, range(BLOCKS), "elsewhere:1", cached_tokens=5)]):
+        totals.add(one)
+    said = totals.summary()["engines_said"]
+    assert said == {
+        "requests": 2,
+        "cached_tokens": 1_000,
+        "modelled_tokens": BLOCKS * 16,
+        "hit_ratio": pytest.approx(1_000 / 3_216, abs=1e-6),
+        "modelled_hit_ratio": pytest.approx(1_600 / 3_216, abs=1e-6),
+    }
+
+
+def test_a_request_that_no_engine_could_serve_is_counted_apart() -> None:
+    totals = Totals()
+    for one in compare([observed(0, 0.0, range(7_000)), observed(1, 1.0, range(5))]):
+        totals.add(one)
+    told = totals.summary()
+    assert (told["requests"], told["failed"], told["prompt_tokens"]) == (2, 1, 88)
+
+
+def test_one_that_was_noted_late_comes_when_it_is_told() -> None:
+    compared = compare([observed(0, 5.0, range(9)), observed(1, 2.0, range(9)), observed(2, 6.0, range(9))])
+    assert [one.would_be.t_send for one in compared] == [0.0, 0.0, 1.0]
+
+
+def test_a_simulation_told_one_by_one_is_the_one_told_at_once() -> None:
+    trace = [
+        TraceRequest(timestamp_ms=n * 150.0, session_id=n, turn=1, input_length=3_000 + n, output_length=20,
+                     hash_ids=tuple(range(n % 5 * 1_000, n % 5 * 1_000 + 187)), block_size=16)
+        for n in range(40)
+    ]  # fmt: skip
+    whole = Simulator(trace, simulation()).run()
+    told: list[ev.Decided | ev.Noted | ev.Closed] = []
+    stepwise = OpenSimulator(simulation(), lambda effect, now: told.append(effect))
+    records = []
+    for request in trace:
+        moment = request.timestamp_ms / 1e3
+        records += stepwise.advance(moment)
+        stepwise.ask(request, moment)
+    records += stepwise.finish()
+    assert records == whole
+    assert sum(isinstance(effect, ev.Decided) for effect in told) == len(trace)
+    stepwise.router.check_invariants()
