@@ -15,7 +15,7 @@ import grpc.aio
 
 from services.common.settings import Tokens
 
-ROLES = ("agent", "gateway", "operator")
+ROLES = ("agent", "gateway", "operator", "observer")
 
 # Methods whose full name begins so -> the roles that may call them. The first match counts; none means nobody.
 RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -25,7 +25,7 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("/pointsman.router.v1.PlacementService/", ("gateway", "operator")),
     ("/pointsman.router.v1.FleetService/Drain", ("operator",)),
     ("/pointsman.router.v1.FleetService/SetPolicy", ("operator",)),
-    ("/pointsman.router.v1.FleetService/", ("gateway", "operator")),
+    ("/pointsman.router.v1.FleetService/", ("gateway", "operator", "observer")),
 )
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"

@@ -47,10 +47,15 @@ class Tokens(BaseSettings):
     agent_token: SecretStr = Field(SecretStr(""), description="what agents show to routers")
     gateway_token: SecretStr = Field(SecretStr(""), description="what gateways show to routers")
     operator_token: SecretStr = Field(SecretStr(""), description="what people show to routers")
-    token_dir: Path | None = Field(None, description="folder with files agent, gateway and operator, one token each")
+    observer_token: SecretStr = Field(
+        SecretStr(""), description="what shadows show to routers: they look and ask, no more"
+    )
+    token_dir: Path | None = Field(
+        None, description="folder with files agent, gateway, operator and observer, one token each"
+    )
 
     def of(self, role: str) -> str:
-        """The token of `role` (agent, gateway or operator); a file in token_dir wins over the environment."""
+        """The token of `role` (agent, gateway, operator or observer); a file in token_dir wins over the environment."""
         if self.token_dir is not None and (file := self.token_dir / role).is_file():
             return file.read_text().strip()
         secret: SecretStr = getattr(self, f"{role}_token")

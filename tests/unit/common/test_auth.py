@@ -17,8 +17,9 @@ from services.common.auth import ROLES, TokenInterceptor, bearer, is_loopback, m
 from services.common.channel import SERVER_OPTIONS, open_channel
 from services.common.settings import Tokens
 
-TOKENS = {"agent": "a-token", "gateway": "g-token", "operator": "o-token"}
+TOKENS = {"agent": "a-token", "gateway": "g-token", "operator": "o-token", "observer": "s-token"}
 EVERYBODY = {None, *ROLES}
+LOOKING: set[str | None] = {"gateway", "operator", "observer"}
 FLEET = "/pointsman.router.v1.FleetService/"
 
 # Who may call each method. A method that is added to a proto must be added here.
@@ -27,19 +28,19 @@ ALLOWED: dict[str, set[str | None]] = {
     "/pointsman.router.v1.PlacementService/Session": {"gateway", "operator"},
     "/pointsman.router.v1.PlacementService/Place": {"gateway", "operator"},
     "/pointsman.router.v1.PlacementService/Finish": {"gateway", "operator"},
-    FLEET + "ListInstances": {"gateway", "operator"},
-    FLEET + "GetInstance": {"gateway", "operator"},
+    FLEET + "ListInstances": LOOKING,
+    FLEET + "GetInstance": LOOKING,
     FLEET + "Drain": {"operator"},
     FLEET + "SetPolicy": {"operator"},
-    FLEET + "ListDecisions": {"gateway", "operator"},
-    FLEET + "WatchDecisions": {"gateway", "operator"},
-    FLEET + "GetDecision": {"gateway", "operator"},
-    FLEET + "Explain": {"gateway", "operator"},
-    FLEET + "WhatIf": {"gateway", "operator"},
-    FLEET + "SumUpDecisions": {"gateway", "operator"},
-    FLEET + "ListSessions": {"gateway", "operator"},
-    FLEET + "ListPolicies": {"gateway", "operator"},
-    FLEET + "ListReplicas": {"gateway", "operator"},
+    FLEET + "ListDecisions": LOOKING,
+    FLEET + "WatchDecisions": LOOKING,
+    FLEET + "GetDecision": LOOKING,
+    FLEET + "Explain": LOOKING,
+    FLEET + "WhatIf": LOOKING,
+    FLEET + "SumUpDecisions": LOOKING,
+    FLEET + "ListSessions": LOOKING,
+    FLEET + "ListPolicies": LOOKING,
+    FLEET + "ListReplicas": LOOKING,
     "/grpc.health.v1.Health/Check": set(EVERYBODY),
     "/grpc.health.v1.Health/Watch": set(EVERYBODY),
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": set(EVERYBODY),
@@ -77,6 +78,7 @@ def test_no_role_has_no_name() -> None:
         ("Bearer a-token", "agent"),
         ("bearer o-token", "operator"),
         ("Bearer g-token", "gateway"),
+        ("Bearer s-token", "observer"),
         ("Bearer x-token", None),
         ("Bearer a-toke", None),
         ("Bearer a-token2", None),
@@ -208,10 +210,10 @@ async def test_nobody_and_strangers_are_unauthenticated(door: Door, what: str) -
 @pytest.mark.parametrize(
     ("what", "statuses"),
     [
-        ("report", {"agent": OK, "gateway": DENIED, "operator": DENIED}),
-        ("place", {"agent": DENIED, "gateway": OK, "operator": OK}),
-        ("drain", {"agent": DENIED, "gateway": DENIED, "operator": OK}),
-        ("watch", {"agent": DENIED, "gateway": OK, "operator": OK}),
+        ("report", {"agent": OK, "gateway": DENIED, "operator": DENIED, "observer": DENIED}),
+        ("place", {"agent": DENIED, "gateway": OK, "operator": OK, "observer": DENIED}),
+        ("drain", {"agent": DENIED, "gateway": DENIED, "operator": OK, "observer": DENIED}),
+        ("watch", {"agent": DENIED, "gateway": OK, "operator": OK, "observer": OK}),
     ],
 )
 async def test_each_role_has_its_own_doors(door: Door, what: str, statuses: dict[str, grpc.StatusCode]) -> None:
