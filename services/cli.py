@@ -53,6 +53,12 @@ def _gateway() -> None:
     add_settings_command(app, "gateway", GatewaySettings, run, help_="Run an HTTP gateway.")
 
 
+def _shadow() -> None:
+    from services.shadow.commands import add_shadow_commands
+
+    add_shadow_commands(app)
+
+
 def _lab() -> None:
     from lab.commands import add_lab_commands
 
@@ -76,6 +82,7 @@ GROUPS: dict[Callable[[], None], tuple[str, ...]] = {
     _router: ("router",),
     _agent: ("agent",),
     _gateway: ("gateway",),
+    _shadow: ("shadow",),
     _lab: ("demo", "emulate", "replay", "simulate", "compare", "findings", "profile", "calibrate", "analyze", "trace"),
     _ask: ("instances", "decisions", "explain", "policies", "drain", "doctor", "what-if", "set-policy"),
     _settings: ("settings",),

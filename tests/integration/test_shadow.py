@@ -1,0 +1,277 @@
+"""Shadow mode beside a real nginx: what it says is what the same requests really get, and nobody notices it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import grpc.aio
+import pytest
+from typer.testing import CliRunner
+
+from lab.emulator import Emulated, EmulateSettings, start
+from pointsman.router.v1 import placement_pb2, placement_pb2_grpc
+from services import cli
+from services.common.settings import Tokens
+from services.router.io.main import RouterServer
+from services.router.io.settings import RouterSettings
+from services.shadow.fleet import FleetQuestions, Model
+from tests.engine.processes import Process, free_port
+from tests.integration.router_fixtures import Client, Report
+
+DOCS = Path(__file__).parents[2] / "docs" / "shadow.md"
+MODEL = "pointsman-emulated"
+KV_TOKENS = 64_000
+SESSIONS, TURNS, ANSWER = 10, 5, 24
+# Of what Pointsman would find cached, and of what it then finds: engines that share two cores with clients are not as fast as
+# their model, so that loads differ here and there, and with them placements.
+TOLERANCE = 0.05
+
+
+@dataclass
+class Talk:
+    """What a client got: prompt and cached tokens of every answer."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    answers: int = 0
+
+
+async def converse(url: str, sessions: int = SESSIONS, turns: int = TURNS, salt: str = "") -> Talk:
+    """Conversations that come one after the other, whose turns return the answers before them, over one system prompt."""
+    talk = Talk()
+
+    async def one(number: int) -> None:
+        await asyncio.sleep(number * 0.15)
+        messages = [{"role": "system", "content": f"{salt} You help. " + "Be brief and exact. " * 80}]
+        for turn in range(turns):
+            messages.append(
+                {"role": "user", "content": f"Session {number} turn {turn}: " + "a b c d e f g h " * (20 + number)}
+            )
+            body = {"model": MODEL, "messages": messages, "max_tokens": ANSWER, "ignore_eos": True}
+            async with client.post(f"{url}/v1/chat/completions", json=body) as answer:
+                assert answer.status == 200, await answer.text()
+                told = await answer.json()
+            usage = told["usage"]
+            talk.prompt_tokens += usage["prompt_tokens"]
+            talk.cached_tokens += usage["prompt_tokens_details"]["cached_tokens"]
+            talk.answers += 1
+            messages.append({"role": "assistant", "content": told["choices"][0]["message"]["content"]})
+            await asyncio.sleep(0.1)
+
+    async with aiohttp.ClientSession() as client:
+        await asyncio.gather(*map(one, range(sessions)))
+    return talk
+
+
+@pytest.fixture
+async def engines() -> AsyncIterator[list[Emulated]]:
+    running = [await start(EmulateSettings(port=0, kv_blocks=KV_TOKENS // 16, max_model_len=32_000)) for _ in range(3)]
+    yield running
+    for one in running:
+        await one.stop()
+
+
+class Docs:
+    """The page's blocks, with addresses and files of a test's own."""
+
+    def __init__(self, folder: Path, engines: list[Emulated]) -> None:
+        self.shadow, self.front, self.router = (f"127.0.0.1:{free_port()}" for _ in range(3))
+        self._own = {
+            "127.0.0.1:8080": self.front,
+            "127.0.0.1:8090": self.shadow,
+            "127.0.0.1:50051": self.router,
+            **{f"127.0.0.1:800{n}": one.url.removeprefix("http://") for n, one in enumerate(engines)},
+            "lab/data": str(Path("lab/data").absolute()),
+        }
+        self._folder = folder
+
+    def blocks(self, language: str) -> list[str]:
+        """All blocks of a language."""
+        text = DOCS.read_text()
+        for name, own in self._own.items():
+            assert name in text
+            text = text.replace(name, own)
+        return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+    def commands(self, *beginning: str) -> list[list[str]]:
+        """The words of every `pointsman` command that begins so."""
+        lines = "\n".join(self.blocks("sh")).replace("\\\n", " ").splitlines()
+        words = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("pointsman ")]
+        return [one for one in words if tuple(one[: len(beginning)]) == beginning]
+
+    def process(self, name: str, words: list[str], *more: str) -> Process:
+        """A command's process."""
+        argv = [sys.executable, "-m", "services.cli", *words, *more]
+        return Process(name, argv, self._folder / f"{name}.log", cwd=self._folder)
+
+    def run(self, words: list[str]) -> str:
+        """What a command prints that ends by itself, with status 0."""
+        for register in cli.GROUPS:
+            register()
+        with contextlib.chdir(self._folder):
+            done = CliRunner().invoke(cli.app, words, catch_exceptions=False)
+        assert done.exit_code == 0, (words, done.output)
+        return done.stdout
+
+    def nginx(self) -> Process:
+        """An nginx that has both formats of the log."""
+        log, server = self.blocks("nginx")
+        folder = self._folder
+        server = server.replace("access_log shadow.jsonl", f"access_log {folder}/access.jsonl shadow_bodies; "
+                                f"access_log {folder}/shadow.jsonl")  # fmt: skip
+        paths = "".join(f"{kind}_temp_path {folder};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
+        main = f"daemon off; worker_processes 1; pid {folder}/pid; error_log {folder}/error.log; events {{}}"
+        http = f"http {{ {paths} client_body_buffer_size 1m; {log} {server} }}"
+        (folder / "nginx.conf").write_text(main + http)
+        executable = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/opt/homebrew/bin")
+        assert executable, "Debian's nginx is needed"
+        argv = [executable, "-c", str(folder / "nginx.conf"), "-e", f"{folder}/error.log"]
+        return Process("nginx", argv, folder / "nginx.log")
+
+
+async def answered(url: str, ready: Callable[[dict[str, Any]], bool] = bool, within_s: float = 60.0) -> dict[str, Any]:
+    """The JSON at `url`, once it is `ready`."""
+    told: dict[str, Any] = {}
+    try:
+        async with asyncio.timeout(within_s), aiohttp.ClientSession() as client:
+            while not ready(told):
+                await asyncio.sleep(0.1)
+                with contextlib.suppress(aiohttp.ClientError, ValueError):
+                    async with client.get(url) as answer:
+                        told = await answer.json(content_type=None) if answer.status == 200 else {}
+    except TimeoutError:
+        raise AssertionError(f"{url} is not as it should be: {told}") from None
+    return told
+
+
+async def test_it_says_what_really_comes(engines: list[Emulated], tmp_path: Path) -> None:
+    docs = Docs(tmp_path, engines)
+    (router,), (agent,), (alone, beside_router) = (
+        docs.commands(*words) for words in (("router",), ("agent",), ("shadow", "serve"))
+    )
+    gateway_address = f"127.0.0.1:{free_port()}"
+    shadow, later = docs.process("shadow", beside_router), docs.process("later", alone)
+    others = [
+        docs.nginx(),
+        docs.process("router", router),
+        docs.process("agent", agent, "--state-dir", str(tmp_path / "agent")),
+        docs.process("gateway", ["gateway", "--listen", gateway_address, "--routers", docs.router]),
+    ]
+    report_url, front, gateway = f"http://{docs.shadow}/report", f"http://{docs.front}", f"http://{gateway_address}"
+    try:
+        for one in (*others, shadow):
+            one.start()
+        await answered(report_url, lambda told: bool(told.get("models")))
+        await answered(f"{gateway}/health", lambda told: told.get("status") == "ok")
+        others[-1].stop()
+        as_it_is = await converse(front)
+        assert as_it_is.answers == SESSIONS * TURNS
+        # Nothing but the clients' requests has reached an engine's model.
+        assert sum(one.model.counters.prefix_cache_queries for one in engines) == as_it_is.prompt_tokens
+        now = (await answered(report_url, lambda told: bool(told) and told["now"]["placed"] == as_it_is.answers))["now"]
+        # Facts: what the engines' events told was cached where requests went is what the engines said themselves.
+        assert now["there_tokens"] == pytest.approx(as_it_is.cached_tokens, rel=0.02)
+        assert now["placed_cached_tokens"] > now["there_tokens"]
+        async with aiohttp.ClientSession() as client, client.get(f"http://{docs.shadow}/metrics") as answer:
+            page = await answer.text()
+        assert "pointsman_shadow_prompt_tokens_total" in page
+        assert 'pointsman_shadow_left_out_total{reason="backlog"} 0.0' in page
+        shadow.stop()
+        log, record = ((tmp_path / name).read_bytes() for name in ("access.jsonl", "shadow-record.jsonl"))
+
+        # A shadow that hangs, or is dead, is nobody's concern.
+        later.start()
+        await answered(report_url)
+        os.kill(later.pid, signal.SIGSTOP)
+        assert (await converse(front, 3, 2, "hangs")).answers == 6
+        os.kill(later.pid, signal.SIGCONT)
+        later.kill()
+        assert (await converse(front, 3, 2, "dead")).answers == 6
+
+        # The same conversations through Pointsman.
+        for one in engines:
+            assert one.model.reset_prefix_cache()
+        others[-1].start()
+        await answered(f"{gateway}/health", lambda told: told.get("status") == "ok")
+        really = await converse(gateway)
+    finally:
+        for process in (shadow, later, *others):
+            if process.alive:
+                process.stop()
+    said = {line.partition("  ")[0]: line.split() for line in shadow.log.read_text().splitlines()}
+    (tmp_path / "shadow-record.jsonl").write_bytes(record)
+    (tmp_path / "access.jsonl").write_bytes(log)
+    of_log, *of_record = docs.commands("shadow", "read")
+    found = []
+    for words, live in ((of_log, False), (of_record[-1], True)):
+        printed = await asyncio.to_thread(docs.run, [*words, "--out", "found.json"])
+        found.append(json.loads((tmp_path / "found.json").read_text())["models"][MODEL])
+        told = {line.partition("  ")[0]: line.split() for line in printed.splitlines()}
+        assert f"{as_it_is.prompt_tokens:,}" in told[f"{MODEL}: 50 requests, {as_it_is.prompt_tokens:,} prompt tokens"]
+        if live:  # what the serving shadow said itself
+            assert told["as it was placed"][:5] == said["as it was placed"][:5]
+            assert told["by Pointsman (unified)"][:4] == said["by Pointsman (unified)"][:4]
+    for model in found:
+        assert (model["requests"], model["placement_known"], model["keyed"], model["failed"]) == (50, 50, 50, 0)
+        # The same placement in the model and in the engines; then what it promises, and what really came.
+        assert model["as_recorded"]["cached_tokens"] == pytest.approx(as_it_is.cached_tokens, rel=0.01)
+        assert model["would_be"]["cached_tokens"] == pytest.approx(really.cached_tokens, rel=TOLERANCE)
+        assert model["saved_tokens"] > 0.5 * (really.cached_tokens - as_it_is.cached_tokens)
+    compared = [json.loads(line) for line in (tmp_path / "compared.jsonl").read_text().splitlines()]
+    assert sum(one["as_recorded"]["cached_tokens"] for one in compared) == found[1]["as_recorded"]["cached_tokens"]
+    assert {one["as_recorded"]["instance"] for one in compared} == {one.url.removeprefix("http://") for one in engines}
+    rest = [*of_record[:-1], *docs.commands("trace"), *docs.commands("simulate"), *docs.commands("decisions", "replay")]
+    *printed_rest, replayed = [await asyncio.to_thread(docs.run, words) for words in rest]
+    assert len(printed_rest) == 3
+    assert "50 of 50 decisions are the same" in replayed
+    # No text of a request is in what is recorded.
+    assert all(
+        "brief" not in (tmp_path / name).read_text()
+        for name in ("shadow-record.jsonl", "compared.jsonl", "would-be.jsonl")
+    )
+
+
+async def test_its_token_is_an_observers(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = Tokens(agent_token="A", gateway_token="G", operator_token="O", observer_token="S", token_dir=None)  # type: ignore[arg-type]
+    server = RouterServer(RouterSettings(listen="127.0.0.1:0", metrics_listen=""), tokens)
+    await server.start()
+    told: asyncio.Queue[dict[str, Model]] = asyncio.Queue()
+    monkeypatch.setenv("POINTSMAN_OBSERVER_TOKEN", "S")
+    questions = FleetQuestions(f"127.0.0.1:{server.port}", 0.05, "unified", {})
+    watching = asyncio.create_task(questions.watch(told.put))
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            await Report(Client(channel, "A")).join("10.0.0.1:8000")
+            async with asyncio.timeout(10):
+                while not (models := await told.get()):
+                    pass
+            assert models["m"].engines.names == ("10.0.0.1:8000",)
+            request = placement_pb2.PlacementRequest(request_id="r", model="m", input_tokens=100)
+            now = await questions.ask(request)
+            assert now is not None
+            assert (now.instance, dict(now.cached)) == ("10.0.0.1:8000", {"10.0.0.1:8000": 0})
+            observer = Client(channel, "S")
+            place = placement_pb2_grpc.PlacementServiceStub(channel).Place
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await place(placement_pb2.PlaceRequest(request=request), metadata=observer.metadata)
+            assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert not list(server.router.state.reservations)
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await questions.close()
+        await server.stop()
