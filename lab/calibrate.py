@@ -1,8 +1,9 @@
 """`pointsman calibrate`: the same trace live and simulated, with costs measured on the engines that answer it live.
 
-The engines must be idle and stand behind the gateway that is asked; they should be alike, for simulated ones are. The time of
-their front ends, as it was measured, is simulated as the way to an engine; the gateway's and the router's own is not, nor is what
-client and engines take from each other where they share a machine.
+The engines must be idle and stand behind the gateway that is asked; they should be alike, for simulated ones are. They are
+measured all at once, so that what they take from each other where they share a machine is in the costs of their steps. The time
+of their front ends, as it was measured, is simulated as the way to an engine; the gateway's and the router's own is not, nor is
+what they and the client take from the engines.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import asdict
+from functools import reduce
 from pathlib import Path
 
 import typer
@@ -90,22 +92,23 @@ def run(settings: CalibrateSettings) -> None:
 
 
 async def _profile(settings: CalibrateSettings) -> tuple[Measured, Fit]:
-    """Measure all engines, one after the other, and fit them together."""
-    whole = Measured()
-    fronts = []
-    for url in settings.engines:
-        asked = ProfileSettings(
+    """Measure all engines at once, for that is how they run, and fit them together."""
+    asked = [
+        ProfileSettings(
             url=url,
             seconds=settings.profile_seconds,
             repeats=settings.profile_repeats,
             longest=settings.profile_longest,
             max_num_batched_tokens=settings.max_num_batched_tokens,
         )
-        one = await measure(asked)
-        whole.engine = smaller(whole.engine or one.engine, one.engine)
+        for url in settings.engines
+    ]
+    measured = await asyncio.gather(*map(measure, asked))
+    fronts = [one.front_s for one in measured]
+    whole = Measured(engine=reduce(smaller, (one.engine for one in measured)))
+    for one in measured:
         whole.prefills += one.prefills
         whole.decodes += one.decodes
-        fronts.append(one.front_s)
     whole.front_s = (sum(one for one, _ in fronts) / len(fronts), sum(one for _, one in fronts) / len(fronts))
     found = fit([*whole.prefills, *whole.decodes])
     settings.out.mkdir(parents=True, exist_ok=True)

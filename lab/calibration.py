@@ -34,6 +34,11 @@ class Comparison(msgspec.Struct, frozen=True):
         return self.simulated / self.live - 1
 
 
+class _Kept(msgspec.Struct):
+    live: float
+    simulated: float
+
+
 def of_its_own(requests: Sequence[TraceRequest], number: int) -> list[TraceRequest]:
     """The same trace with sessions and blocks that no other `number` has: nothing that an earlier run left cached is in it."""
     first = number * (1 + max((block for request in requests for block in request.hash_ids), default=0))
@@ -107,6 +112,15 @@ def worst(loads: Sequence[tuple[str, Sequence[Comparison]]]) -> float:
     """The greatest error's size; infinite where one cannot be told."""
     errors = [one.error for _, comparisons in loads for one in comparisons]
     return max((float("inf") if error is None else abs(error) for error in errors), default=0.0)
+
+
+def from_plain(told: dict[str, Any]) -> list[tuple[str, list[Comparison]]]:
+    """What plain() was given. Raises msgspec.ValidationError for anything else."""
+    kept = msgspec.convert(told, dict[str, dict[str, _Kept]])
+    return [
+        (load, [Comparison(metric, one.live, one.simulated) for metric, one in found.items()])
+        for load, found in kept.items()
+    ]
 
 
 def plain(loads: Sequence[tuple[str, Sequence[Comparison]]]) -> dict[str, Any]:

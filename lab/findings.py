@@ -18,6 +18,7 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from lab.bundle import git_commit
+from lab.calibration import Comparison, from_plain
 from lab.console import make_console, make_progress
 from lab.draws import Arrivals
 from lab.engine_events import EngineConfig
@@ -96,6 +97,10 @@ class FindingsSettings(BaseSettings):
     render_only: bool = Field(False, description="run nothing, make the document from what is there")
     processes: int = Field(0, ge=0, description="processes to run trials on; 0 is one for each core")
     results: Path = Field(Path("runs/findings.jsonl"), description="file of the trials; those in it are not run again")
+    calibration: Path = Field(
+        Path("runs/calibration/calibration.json"),
+        description="what `pointsman calibrate` has left; where it is not there, the document says nothing of it",
+    )
     out: Path = Field(Path("docs/findings.md"), description="the document")
 
 
@@ -166,8 +171,13 @@ def run(settings: FindingsSettings) -> None:
         raise typer.Exit(2)
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     told = [msgspec.structs.replace(one, policy=cell.policy) for cell, one in found]
-    settings.out.write_text(render(told, {name: asdict(load) for name, load in LOADS.items()}, missing, settings.quick))
+    loads = {name: asdict(load) for name, load in LOADS.items()}
+    settings.out.write_text(render(told, loads, missing, settings.quick, _calibrated(settings.calibration)))
     typer.echo(f"{settings.out}: of {len(found)} trials, {missing} of those planned are missing")
+
+
+def _calibrated(file: Path) -> list[tuple[str, list[Comparison]]]:
+    return from_plain(msgspec.json.decode(file.read_bytes())["loads"]) if file.exists() else []
 
 
 def planned(settings: FindingsSettings) -> list[Planned]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from lab.calibration import GOAL, Comparison, table, worst
 from lab.findings_claims import claims_text
 from lab.findings_figures import (
     BASE,
@@ -64,8 +65,15 @@ class Place:
         return self.load + (f", threshold {self.threshold}" if self.threshold else "")
 
 
-def render(results: Sequence[Result], loads: Mapping[str, Mapping[str, object]], missing: int, quick: bool) -> str:
-    """The document. `loads` tells what a load's name means; `missing` trials were planned and are not there."""
+def render(
+    results: Sequence[Result],
+    loads: Mapping[str, Mapping[str, object]],
+    missing: int,
+    quick: bool,
+    calibrated: Sequence[tuple[str, Sequence[Comparison]]] = (),
+) -> str:
+    """The document. `loads` tells what a load's name means; `missing` trials were planned and are not there; `calibrated` is what
+    a calibration found."""
     cells: dict[Place, dict[str, dict[int, Mapping[str, float]]]] = {}
     for one in results:
         cell = cells.setdefault(Place(one.trace, one.load, one.threshold), {})
@@ -77,7 +85,7 @@ def render(results: Sequence[Result], loads: Mapping[str, Mapping[str, object]],
         parts += [_table(place, cell) for place, cell in main.items() if place.load not in ("slow", "overloaded")]
     first = {place.load: cell for place, cell in cells.items() if place.trace == traces[0] and not place.threshold}
     parts += [claims_text({load: cell for load, cell in first.items() if load != "slow"})]
-    parts += [_ours(cells), _ablations(first)]
+    parts += [_ours(cells), _ablations(first), _calibration(calibrated)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -272,4 +280,20 @@ def _ablations(first: Mapping[str, Cell]) -> str:
                 mean = mean_of(first[load], name, metric)
                 row.append(number(mean) + told(difference_of(first[load], name, metric, OURS)))
         lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+def _calibration(loads: Sequence[tuple[str, Sequence[Comparison]]]) -> str:
+    if not loads:
+        return ""
+    lines = [
+        "## Is the model true?",
+        "`python -m tests.engine.calibrate`: two real vLLM engines on CPU, a core each, their steps measured while both run;",
+        "then one small agentic trace at several loads, live through gateway and router, and simulated with what was measured.",
+        "Client, gateway and router share the engines' cores, which the simulation does not know.",
+        "",
+        *table(loads).splitlines(),
+        "",
+        f"The greatest error is {worst(loads):.0%}; the goal is {GOAL:.0%}.",
+    ]
     return "\n".join(lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lab.calibration import Comparison, as_tokens, compare_runs, of_its_own, plain, smaller, table, worst
+from lab.calibration import Comparison, as_tokens, compare_runs, from_plain, of_its_own, plain, smaller, table, worst
 from lab.chats import ChatMaker
 from lab.records import RequestRecord
 from lab.text import ChatTokenizer
@@ -51,6 +51,7 @@ def test_what_is_told() -> None:
     assert worst(loads) == pytest.approx(0.25)
     assert "| 1 requests/s | TTFT p50 | 200 ms | 250 ms | +25.0% |" in table(loads)
     assert "| 1 requests/s | cached tokens | 1,000 | 990 | -1.0% |" in table(loads)
+    assert from_plain(plain(loads)) == loads
     assert plain(loads)["2 requests/s"]["cached tokens"] == {"live": 0, "simulated": 0, "error": 0.0}
     assert worst([("x", [Comparison("cached tokens", 0, 5)])]) == float("inf")
     assert "| - |" in table([("x", [Comparison("cached tokens", 0, 5)])])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import msgspec
 import pytest
 import typer
 
+from lab.calibration import Comparison, plain
 from lab.findings import LOADS, FindingsSettings, Kept, planned, read_kept, run
 from lab.findings_text import render
 from services.router.policy.registry import POLICIES
@@ -20,6 +22,7 @@ def settings(tmp_path: Path, **changes: object) -> FindingsSettings:
         "quick": True,
         "processes": 1,
         "results": tmp_path / "trials.jsonl",
+        "calibration": tmp_path / "calibration.json",
         "out": tmp_path / "docs" / "findings.md",
     }
     return FindingsSettings(**(values | changes))  # type: ignore[arg-type]
@@ -44,6 +47,13 @@ def test_a_quick_run_makes_the_document_and_is_not_run_twice(tmp_path: Path, mon
     monkeypatch.setattr("lab.findings.run_cells", lambda *_: pytest.fail("nothing is missing"))
     run(asked)
     assert asked.out.read_text() == text
+
+    loads = plain([("1 requests/s", [Comparison("TTFT p50", 0.2, 0.15)])])
+    asked.calibration.write_text(json.dumps({"loads": loads}))
+    run(settings(tmp_path, render_only=True))
+    more = asked.out.read_text().removeprefix(text)
+    assert "| 1 requests/s | TTFT p50 | 200 ms | 150 ms | -25.0% |" in more
+    assert "The greatest error is 25%; the goal is 15%." in more
 
 
 def test_without_trials_there_is_no_document(tmp_path: Path) -> None:
