@@ -1,7 +1,7 @@
 """The routers of a simulation: one alone, or replicas that share pools as they do through Redis. Pure.
 
 Every replica is a RouterState and hears every report, each on a link of its own. What the owner of a pool wants kept of it (open
-reservations, owners of sessions) is what its next owner begins with; all else went with the one before.
+reservations, owners of sessions, the usual work) is what its next owner begins with; all else went with the one before.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from functools import partial
 
 from lab.link import Link, Tell
 from services.router import events as ev
+from services.router.curve import UsualWork
 from services.router.ownership import preferred
 from services.router.reservations import Reservation
 from services.router.state import RouterState
@@ -26,6 +27,7 @@ class _Kept:
 
     reservations: dict[str, Reservation] = field(default_factory=dict)
     sessions: dict[str, str] = field(default_factory=dict)
+    usual: UsualWork | None = None
 
 
 class Routers:
@@ -76,6 +78,9 @@ class Routers:
                     self._kept[pool].reservations.pop(request_id, None)
                 case ev.OwnerSet(session, instance_id, pool) if pool in self._kept:
                     self._kept[pool].sessions[session] = instance_id
+                case ev.UsualSet(usual, pool):
+                    if pool in self._kept:
+                        self._kept[pool].usual = usual
                 case _:
                     self._do(name, effect, now)
 
@@ -102,5 +107,6 @@ class Routers:
         others = [name for name in self.states if name != self._last.get(pool)] or list(self.states)
         name = self._owner[pool] = preferred(pool, others)
         kept = self._kept[pool]
-        self.tell(name, ev.PoolTaken(pool, tuple(kept.reservations.values()), dict(kept.sessions)), now)
+        reservations = tuple(kept.reservations.values())
+        self.tell(name, ev.PoolTaken(pool, reservations, dict(kept.sessions), kept.usual), now)
         return name

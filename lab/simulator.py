@@ -26,13 +26,13 @@ from lab.prompts import Prompts
 from lab.records import RequestRecord
 from lab.samples import InstanceSample
 from lab.simulated_fleet import SimulatedFleet
+from lab.simulated_ownership import Ownership
 from lab.simulated_routers import Routers
 from lab.simulation import Simulation
 from lab.traces import TraceRequest, by_session
 from services.common.keys import KEY_TOKENS
 from services.router import events as ev
 from services.router.domain import Phase, PlacementRequest, Step, StepKind
-from services.router.ownership import preferred
 from services.router.policy.registry import make_policy
 from services.router.state import RouterState
 
@@ -43,7 +43,7 @@ LOAD_EVERY_S = 1.0
 BOOKMARK_EVERY_S = 5.0
 TICK_EVERY_S = 0.5
 STEP_WITHIN_S = 60.0
-SETTLE_S = 6.0
+RETRIES = 2
 # How much of a trace has names that are remembered, as a multiple of what all caches hold.
 REMEMBERED = 4
 # What clients see of a refusal; 503 for every other one.
@@ -68,6 +68,9 @@ class _Running:
     asked: int = 0
     # It waits for a router's word: on its first step, or on the next one.
     waits: bool = False
+    # How many attempts there were before this one, and whether a step of this one failed.
+    attempts: int = 0
+    failed: bool = False
     drawn: int = 0
     # What the last PREFILL step left on its instance, and how long computing it took, in tokens and s.
     prefilled: int = 0
@@ -102,9 +105,14 @@ class Simulator:
         self._pools = [MODEL] if asked.pools == 1 else [f"{MODEL}-{number}" for number in range(asked.pools)]
         policy = make_policy(asked.policy, asked.policy_settings) if isinstance(asked.policy, str) else asked.policy
         names = ["sim"] if asked.routers == 1 else [f"sim-{number}" for number in range(asked.routers)]
-        self._new_state = partial(RouterState, policy, asked.router, seed=asked.seed, owns_all=len(names) == 1)
-        states = {name: self._new_state(router_id=name) for name in names}
-        self.routers = Routers(states, self._pools, self._link, self._do)
+
+        def new_state(name: str) -> RouterState:
+            return RouterState(policy, asked.router, router_id=name, seed=asked.seed, owns_all=len(names) == 1)
+
+        self.routers = Routers({name: new_state(name) for name in names}, self._pools, self._link, self._do)
+        self._ownership = Ownership(
+            asked, self._pools, self._agenda, self.routers, new_state, self._greet, self._displaced, self._taken
+        )
         sessions = trace if isinstance(trace, Iterator) else iter(_in_order(trace))
         self._clients = Clients(sessions, asked, self._pools, self._agenda, self._arrive)
         self._fleet = SimulatedFleet(asked, self._pools, self._agenda, self.routers.report, self._hear)
@@ -128,21 +136,13 @@ class Simulator:
         for name in self.routers.states:
             self._greet(name, 0.0)
         self._fleet.report_loads(0.0)
-        for pool in self._pools:
-            if not self.routers.owner(pool):
-                self.routers.take(pool, 0.0)
         self._every(TICK_EVERY_S, partial(self.routers.tell_all, ev.Tick()))
         self._every(LOAD_EVERY_S, self._fleet.report_loads)
         if self._on_sample is not None:
             self._every(LOAD_EVERY_S, partial(self._sample, self._on_sample))
         if self._asked.report_loss:
             self._every(BOOKMARK_EVERY_S, self._fleet.report_bookmarks)
-        for moment, change in (
-            (self._asked.owner_dies_s, self._owner_dies),
-            (self._asked.hand_over_s, partial(self._hand_over, self._pools[0])),
-        ):
-            if moment is not None:
-                self._agenda.at(moment, change)
+        self._ownership.begin()
 
     @property
     def router(self) -> RouterState:
@@ -175,7 +175,7 @@ class Simulator:
 
     def _arrive(self, turn: Turn, now: float) -> None:
         request = turn.request
-        name = f"{request.session}#{request.turn}"
+        name = _request_id(turn)
         prompt = self._prompts.of(request, last=not (turn.rest or turn.more))
         placement = PlacementRequest(
             request_id=name,
@@ -231,43 +231,16 @@ class Simulator:
         for hello in self._fleet.hellos():
             self.routers.tell(router, hello, now)
 
-    def _owner_dies(self, now: float) -> None:
-        if name := self.routers.owner(self._pools[0]):
-            pools = self.routers.die(name)
-            for pool in pools:
-                self._displace(pool, now)
-                self._agenda.at(now + self._asked.takeover_s, partial(self._take_over, pool))
-            if self._asked.back_s is not None:
-                self._agenda.at(now + self._asked.back_s, partial(self._back, name))
-
-    def _back(self, name: str, now: float) -> None:
-        """The dead replica is there again. What it decides has other ids than what it decided in its first life."""
-        self.routers.join(name, self._new_state(router_id=f"{name}-again"))
-        self._greet(name, now)
-        self._agenda.at(now + SETTLE_S, partial(self._settled, name))
-
-    def _settled(self, name: str, now: float) -> None:
-        for pool in self._pools:
-            if preferred(pool, self.routers.states) == name and self.routers.owner(pool) != name:
-                self._hand_over(pool, now)
-
-    def _hand_over(self, pool: str, now: float) -> None:
-        if self.routers.owner(pool):
-            self.routers.lose(pool, now)
-            self._displace(pool, now)
-            self._agenda.at(now + self._asked.handing_s, partial(self._take_over, pool))
-
-    def _displace(self, pool: str, now: float) -> None:
+    def _displaced(self, pool: str, now: float) -> None:
         """The pool's owner is gone: what is still to come from it never will, or does not count."""
-        for name, running in list(self._running.items()):
+        for running in list(self._running.values()):
             if running.placement.model == pool and running.waits:
                 running.asked += 1
                 if running.step is not None:
-                    self._go_on_alone(name, running.asked, now)
+                    self._router_lost(running, now)
 
-    def _take_over(self, pool: str, now: float) -> None:
+    def _taken(self, pool: str, heir: str, now: float) -> None:
         """A new owner: the gateway tells it which streams are open, and asks again for what waits."""
-        heir = self.routers.take(pool, now)
         known = self._running.items()
         hello = ev.GatewayHello(
             GATEWAY,
@@ -303,6 +276,11 @@ class Simulator:
         if running is None or running.asked != asked:
             return
         running.waits = False
+        if running.step is not None:
+            # Its owner does not know the plan: it was another's.
+            assert refused.not_now
+            self._router_lost(running, now)
+            return
         if refused.retry_after_s is None or running.refused >= self._asked.retries:
             self._end(refused.request_id, now, HTTP_STATUS.get(refused.code, 503), refused.message)
             return
@@ -369,11 +347,33 @@ class Simulator:
         running = self._running[name]
         running.waits = True
         running.asked += 1
+        running.failed = running.failed or bool(error)
         if not self.routers.owner(running.placement.model):
-            self._go_on_alone(name, running.asked, now)
+            self._router_lost(running, now)
             return
         self._agenda.at(now + STEP_WITHIN_S, partial(self._go_on_alone, name, running.asked))
         self._report(name, ev.StepDone(name, placed.step_index, ok=not error, error=error), now)
+
+    def _router_lost(self, running: _Running, now: float) -> None:
+        """Whoever was to tell the next step is gone, and the plan with it: a new attempt asks the next owner, who finds cached
+        what is computed. As services/gateway/choreography.py does, after an offload or a failure the gateway goes on alone."""
+        before, step = running.placement.request_id, running.step
+        assert step is not None
+        steps = step.decision.ruling.steps
+        for_another = any(one.instance_id != step.step.instance_id for one in steps[step.step_index + 1 :])
+        if running.failed or for_another or running.attempts >= RETRIES:
+            running.waits = True
+            self._go_on_alone(before, running.asked, now)
+            return
+        self._report(before, ev.Finished(before, "CANCELLED", error="its router was lost between two steps"), now)
+        del self._running[before]
+        running.attempts += 1
+        name = f"{_request_id(running.turn)}.{running.attempts}"
+        running.placement = structs.replace(running.placement, request_id=name)
+        running.step, running.asked_at = None, None
+        self._running[name] = running
+        self.asked_again += bool(self.routers.owner(running.placement.model))
+        self._ask(name, now)
 
     def _go_on_alone(self, name: str, asked: int, now: float) -> None:
         """No next step came: one SERVE goes where the prefix is."""
@@ -420,6 +420,11 @@ def _open_stream(running: _Running) -> ev.OpenStream:
     assert running.step is not None
     placement = structs.replace(running.placement, keys=())
     return ev.OpenStream(placement, running.step.step.instance_id, running.phase, running.step.decision.cached_tokens)
+
+
+def _request_id(turn: Turn) -> str:
+    """Of its first attempt."""
+    return f"{turn.request.session}#{turn.request.turn}"
 
 
 def _in_order(requests: Sequence[TraceRequest]) -> list[Session]:

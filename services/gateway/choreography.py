@@ -6,7 +6,9 @@ both instances want it, that request is sent at once with the PREFILL (`ahead`):
 whatever fails then ends both.
 Every wait has a deadline. A PREFILL or a transfer that fails is told to the router, and from then on only a plain SERVE follows;
 a plain SERVE that fails before its first byte is tried again elsewhere (a new attempt with its own id, the failed instance
-excluded). Every attempt that the router may have placed ends in exactly one Finished, however the request ends.
+excluded). Where the router is lost after a part of the prompt is computed, a new attempt asks the next one, which finds that part
+cached; where none comes, one SERVE follows at its instance. Every attempt that the router may have placed ends in exactly one
+Finished, however the request ends.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from services.gateway.moves import (
     StepGiven,
     StepOver,
     TakeUp,
+    Target,
     Tick,
     UpstreamFailed,
 )
@@ -75,6 +78,7 @@ class Choreography:
         self._plain = False  # a step of this attempt failed: only a SERVE without anybody's KV may follow
         self._ahead: StepGiven | None = None  # the step after the PREFILL, sent already
         self._early: UpstreamFailed | PullEnded | None = None  # how that one failed, while the router was asked for it
+        self._begun_at: Target | None = None  # where an attempt that lost its router has computed a part of the prompt
         self._exclude: list[str] = []
         self._attempts = 0
         self._local = False
@@ -204,9 +208,27 @@ class Choreography:
             return []
         if self.phase is Phase.ASKING:
             # Not finished by report: a router that returns is told which requests are open, and drops the rest.
+            if self._begun_at is not None:
+                return self._given(StepGiven(self.attempt_id, self._begun_at, degraded=True), now)
             self._local = True
             return self._ask(now)
-        return self._fall_back(now) if self.phase is Phase.ASKING_NEXT else []
+        if self.phase is not Phase.ASKING_NEXT:
+            return []
+        return self._ask_anew(now) if self._is_between_parts() else self._fall_back(now)
+
+    def _is_between_parts(self) -> bool:
+        """Whether a part of the prompt is computed for the same instance's own use, and nothing else is under way."""
+        assert self.step is not None
+        between = not self._plain and self._ahead is None and self.step.kv_target is None
+        return between and self._attempts < self._limits.retries
+
+    def _ask_anew(self, now: float) -> list[Effect]:
+        """The plan went with its router: the next one is to make another, from what is computed."""
+        assert self.step is not None
+        self._begun_at = self.step.target
+        ended = self._end(Outcome.CANCELLED, "its router was lost between two steps")
+        self._attempts += 1
+        return [*(effect for effect in ended if not isinstance(effect, Abort)), *self._ask(now)]
 
     def _fall_back(self, now: float) -> list[Effect]:
         """No next step came: the one SERVE goes where the prefix is, or where it was to be used."""
@@ -274,6 +296,7 @@ class Choreography:
             # It answers, so it can serve; that it does not, with KV from elsewhere, may be the other side's fault.
             return [Abort(), *self._step_ended(failed.error, now)]
         self._exclude.append(self.step.target.instance_id)
+        self._begun_at = None
         effects = self._end(Outcome.FAILED, failed.error, failed.status)
         if self._attempts >= self._limits.retries:
             return [*effects, Fail(FAILED, "The request failed on every instance that was tried.")]

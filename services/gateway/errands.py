@@ -66,6 +66,7 @@ class Errands:
     def attempt_over(self) -> None:
         """No further step of this attempt follows."""
         self._offload.over()
+        self._sliced = None
 
     def drop(self) -> None:
         """Close the answer that is open."""

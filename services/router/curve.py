@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import ClassVar
 
 import msgspec
 
@@ -133,18 +134,31 @@ class CurveFit:
         return found
 
 
-class UsualWork:
-    """A moving average of the work that requests bring. Kept as work, not as seconds, so that it is right under any curve."""
+class UsualWork(msgspec.Struct, frozen=True, gc=False):
+    """A moving average of the work that `requests` requests brought. Kept as work, not as seconds, so that it is right under any
+    curve."""
 
-    RATE = 0.01
+    RATE: ClassVar[float] = 0.01
+    # A mean of as many times the requests, or that has moved by such a share, is news.
+    NEWS_REQUESTS: ClassVar[float] = 2.0
+    NEWS_MOVED: ClassVar[float] = 0.1
 
-    def __init__(self) -> None:
-        self.work = Work()
-        self._seen = 0
+    work: Work = Work()
+    requests: int = 0
 
-    def add(self, new: int, cached: int) -> None:
-        """A request came, with so many new tokens after cached ones where it was placed. Mutates."""
-        self._seen += 1
-        rate = max(1.0 / self._seen, self.RATE)
+    def after(self, new: int, cached: int) -> UsualWork:
+        """As it is once a request has come with so many new tokens after cached ones where it was placed."""
+        requests = self.requests + 1
+        rate = max(1.0 / requests, self.RATE)
         tokens, pairs = self.work.tokens, self.work.pairs
-        self.work = Work(tokens + rate * (new - tokens), pairs + rate * (new * (2.0 * cached + new) - pairs))
+        work = Work(tokens + rate * (new - tokens), pairs + rate * (new * (2.0 * cached + new) - pairs))
+        return UsualWork(work, requests)
+
+    def is_news(self, told: UsualWork) -> bool:
+        """Whether it says something else than what was `told` last."""
+        if self.requests >= self.NEWS_REQUESTS * told.requests and told.requests < 1.0 / self.RATE:
+            return True
+        return (
+            abs(self.work.tokens - told.work.tokens) > self.NEWS_MOVED * told.work.tokens
+            or abs(self.work.pairs - told.work.pairs) > self.NEWS_MOVED * told.work.pairs
+        )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from services.router.curve import UsualWork
 from services.router.domain import Decision, InstanceInfo, Load, Phase, PlacementRequest, Step
 from services.router.reservations import Reservation
 from services.router.sync import KeyMessage
@@ -143,6 +144,7 @@ class PoolTaken(msgspec.Struct, frozen=True, gc=False):
     pool: str
     reservations: tuple[Reservation, ...]
     affinity: Mapping[str, str]
+    usual: UsualWork | None = None
 
 
 class PoolLost(msgspec.Struct, frozen=True, gc=False):
@@ -279,6 +281,13 @@ class OwnerSet(msgspec.Struct, frozen=True, gc=False):
     pool: str
 
 
+class UsualSet(msgspec.Struct, frozen=True, gc=False):
+    """For the shared store: the work that a pool's requests usually bring has changed."""
+
+    usual: UsualWork
+    pool: str
+
+
 Effect = (
     Welcome
     | Resync
@@ -293,4 +302,5 @@ Effect = (
     | Reserved
     | Released
     | OwnerSet
+    | UsualSet
 )

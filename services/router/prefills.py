@@ -32,8 +32,8 @@ class _Watched:
 class Prefills:
     """Watches open prefills. Keeps a curve for each pool and kind of hardware, and the usual work of each pool.
 
-    A new owner of a pool learns both anew: what is decided on them is in multiples of the usual work, so a wrong scale cancels
-    out, and the right one is known after a dozen prefills.
+    A new owner of a pool learns the curves anew: what is decided on them is in multiples of the usual work, so a wrong scale
+    cancels out, and the right one is known after a dozen prefills. What is usual it takes over.
     """
 
     def __init__(self, reservations: Reservations) -> None:
@@ -41,6 +41,7 @@ class Prefills:
         self._watched: dict[str, _Watched] = {}
         self._fits: dict[tuple[str, str], CurveFit] = {}
         self._usual: dict[str, UsualWork] = {}
+        self._told: dict[str, UsualWork] = {}
 
     def curve(self, pool: str, hardware: str) -> CostCurve:
         """What prefills cost on such hardware, as far as known."""
@@ -62,9 +63,23 @@ class Prefills:
         watched = self._watched.get(instance_id)
         return watched.moved_at if watched else 0.0
 
-    def came(self, pool: str, new: int, cached: int) -> None:
-        """A request was placed where it has so many new tokens after cached ones. Mutates."""
-        self._usual.setdefault(pool, UsualWork()).add(new, cached)
+    def kept(self, pool: str) -> UsualWork | None:
+        """What a later owner of the pool should know of its usual work; None where nothing is known."""
+        return self._usual.get(pool)
+
+    def came(self, pool: str, new: int, cached: int) -> UsualWork | None:
+        """A request was placed where it has so many new tokens after cached ones; what is usual, where that is news. Mutates."""
+        usual = self._usual[pool] = self._usual.get(pool, UsualWork()).after(new, cached)
+        if not usual.is_news(self._told.get(pool, UsualWork())):
+            return None
+        self._told[pool] = usual
+        return usual
+
+    def taken(self, pool: str, usual: UsualWork | None) -> None:
+        """The pool came from another owner, with what it had kept. Mutates."""
+        self._told.pop(pool, None)
+        if usual is not None:
+            self._usual[pool] = self._told[pool] = usual
 
     def opened(self, reservation: Reservation, info: InstanceInfo | None, now: float) -> None:
         """A step was reserved. Mutates."""

@@ -281,7 +281,10 @@ class RouterState:
     def _step_done(self, event: ev.StepDone, now: float) -> list[ev.Effect]:
         reservation = self.reservations.get(event.request_id)
         if reservation is not None and self.plans.decisions.get(event.request_id) is None:
-            # An earlier owner's plan, which went with it: what it has computed is there, and one SERVE finds it.
+            # An earlier owner's plan, which went with it. What it has computed is there.
+            if event.ok:
+                why = "an earlier owner of the pool had planned this request"
+                return [replace(not_now(event.request_id, reservation.pool, why), gateway_id=reservation.gateway_id)]
             request = PlacementRequest(event.request_id, reservation.pool, reservation.input_tokens)
             moved = replace(reservation, step_index=event.step_index + 1)
             self.reservations.put(moved)
@@ -332,7 +335,8 @@ class RouterState:
         else:
             first = decision.view.find(decision.ruling.steps[0].instance_id)
             assert first is not None
-            self.prefills.came(decision.pool, first.new_tokens, first.cached_tokens)
+            if usual := self.prefills.came(decision.pool, first.new_tokens, first.cached_tokens):
+                effects.append(ev.UsualSet(usual, decision.pool))
         effects += self.plans.reserve(decision, index, gateway_id, lease_until, request.keys, now)
         if session := request.session:
             self.affinity.assign(decision.pool, session, decision.next_owner, now)
@@ -386,6 +390,7 @@ class RouterState:
             self.truth.announced(reservation, now)
         for session, owner in event.affinity.items():
             self.affinity.assign(event.pool, session, owner, now)
+        self.prefills.taken(event.pool, event.usual)
         return [*waited, ev.FleetChanged()]
 
     def _forget_pool(self, pool: str) -> None:

@@ -209,7 +209,7 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
     def __init__(self, pools: list[placement_pb2.Pool]) -> None:
         self.pools = pools
         self.placer: Placer = self.first
-        self.next_steps: list[placement_pb2.Placement] = []
+        self.next_steps: list[placement_pb2.Placement | placement_pb2.Refusal] = []
         self.after_failure: Callable[[placement_pb2.StepDone], placement_pb2.Placement] | None = None
         self.late = False  # whether the answer to a step's end waits for the request's
         self._held: list[placement_pb2.Placement] = []

@@ -124,3 +124,30 @@ async def test_a_slice_that_is_not_there_any_more_ends_slicing(up: Stack) -> Non
     assert told(up) == [(0, ""), (1, "an earlier slice is not cached any more")]
     # Whatever the router says then, the answer follows.
     assert [where for where, _, _ in sent(up)] == ["/v1/completions"] * 2 + ["/v1/chat/completions"]
+
+
+async def test_a_router_that_does_not_know_the_plan_is_asked_for_another_one(up: Stack) -> None:
+    """As a new owner of the pool answers: what is computed stays where it is, and the request comes anew."""
+    slicing(up, 128, 256)
+    planned = up.router.placer
+
+    def known_from_the_second_time_on(
+        request: placement_pb2.PlacementRequest,
+    ) -> placement_pb2.Placement | placement_pb2.Refusal:
+        given = planned(request)
+        if len(up.router.places) == 1:
+            up.router.next_steps = [placement_pb2.Refusal(code=14, message="another's plan", not_now=True)]
+        return given
+
+    up.router.placer = known_from_the_second_time_on
+    await ask(up, LONG)
+    ids = up.engines[0].tokenizer.chat(LONG)
+    *slices, (path, _, _) = sent(up)
+    assert [body["prompt"] for _, body, _ in slices] == [ids[:128], ids[:128], ids[:256]]
+    assert path == "/v1/chat/completions"
+    first, second = up.router.places
+    assert (second.request_id, list(second.keys)) == (f"{first.request_id}.1", list(first.keys))
+    assert [(one.request_id, one.outcome) for one in up.router.finished] == [
+        (first.request_id, placement_pb2.OUTCOME_CANCELLED),
+        (second.request_id, placement_pb2.OUTCOME_OK),
+    ]

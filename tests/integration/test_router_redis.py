@@ -22,7 +22,7 @@ async def owns(server: RouterServer) -> None:
     await eventually(check, "the router owns the pool")
 
 
-async def test_a_restarted_router_knows_the_open_requests_and_the_sessions(tmp_path: Path) -> None:
+async def test_a_restarted_router_knows_the_open_requests_the_sessions_and_what_is_usual(tmp_path: Path) -> None:
     with redis_server(tmp_path) as (url, _):
         async with running(redis_url=url) as (server, client):
             await Report(client).join("a")
@@ -38,9 +38,12 @@ async def test_a_restarted_router_knows_the_open_requests_and_the_sessions(tmp_p
                     return set(await store.hkeys("pointsman:{default:m}:open")) == {"open"}
 
             await eventually(kept, "written")
+            usual = server.router.state.prefills.usual("m")
+            assert usual.tokens
         async with running(redis_url=url, gateway_lease_s=30) as (server, client):
             await Report(client).join("a")
             await owns(server)
+            assert server.router.state.prefills.usual("m") == usual
             assert server.router.store.epoch == 2
             status = (await client.instances())["a"]
             assert (status.num_requests, status.ongoing_tokens, status.sessions) == (1, 100, 1)

@@ -44,9 +44,9 @@ redis.call('PEXPIRE', KEYS[1], ARGV[3])
 return {ARGV[1], ARGV[2], epoch, tonumber(redis.call('GET', KEYS[3]) or '0')}
 """
 
-# KEYS: epoch, number of the last change, open reservations, session owners, their expiry. ARGV: epoch, ttl in ms, changes as
-# JSON, the first one's number. Returns 1, or 0 when fenced. An owner numbers its changes without gaps; those applied before are
-# passed over, so a write that timed out is sent again, and a late copy of it undoes nothing that was written since.
+# KEYS: epoch, number of the last change, open reservations, session owners, their expiry, usual work. ARGV: epoch, ttl in ms,
+# changes as JSON, the first one's number. Returns 1, or 0 when fenced. An owner numbers its changes without gaps; those applied
+# before are passed over, so a write that timed out is sent again, and a late copy of it undoes nothing that was written since.
 APPLY = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 local time = redis.call('TIME')
@@ -61,7 +61,8 @@ for _, change in ipairs(cjson.decode(ARGV[3])) do
     elseif change[1] == 'own' then
       redis.call('HSET', KEYS[4], change[2], change[3])
       redis.call('ZADD', KEYS[5], now + tonumber(ARGV[2]), change[2])
-    else redis.call('DEL', KEYS[3], KEYS[4], KEYS[5]) end
+    elseif change[1] == 'usual' then redis.call('HSET', KEYS[6], 'work', change[2])
+    else redis.call('DEL', KEYS[3], KEYS[4], KEYS[5], KEYS[6]) end
   end
 end
 if number > applied then redis.call('SET', KEYS[2], number) end

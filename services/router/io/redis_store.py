@@ -1,9 +1,9 @@
 """Pools shared by several replicas through Redis.
 
 Each pool has one owner, by a lease with an epoch that grows with each change of hands. Redis keeps the pool's materialised state
-(open reservations, owners of sessions) and not the log of changes: only the owner writes it, and a new owner reads it once.
-Every write carries the owner's epoch, so that an owner that slept past its lease is fenced off. A placement is told to the
-gateway when its reservation is kept here, so that whoever takes the pool over knows every placement that was ever told.
+(open reservations, owners of sessions, the usual work) and not the log of changes: only the owner writes it, and a new owner
+reads it once. Every write carries the owner's epoch, so that an owner that slept past its lease is fenced off. A placement is
+told to the gateway when its reservation is kept here, so that whoever takes the pool over knows every placement ever told.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from services.router import events as ev
+from services.router.curve import UsualWork
 from services.router.io import redis_scripts
 from services.router.io.store import Replica, Stored, StoreEffect, StoreEvent
 from services.router.ownership import Owner, Settled, preferred
@@ -42,7 +43,9 @@ class _Pool:
 
     name: str
     lease_key: str
-    state_keys: list[str]  # epoch, number of the last change, open reservations, session owners, their expiry
+    state_keys: list[
+        str
+    ]  # epoch, number of the last change, open reservations, session owners, their expiry, usual work
     epoch: int = 0
     seen: int = 0
     owner: Owner | None = None
@@ -129,7 +132,7 @@ class RedisStore:
             if pool not in self._pools:
                 # The braces keep all keys of a pool on one node of a Redis cluster.
                 key = f"pointsman:{{{self._fleet}:{pool}}}:"
-                names = ("epoch", "number", "open", "affinity", "affinity_expiry")
+                names = ("epoch", "number", "open", "affinity", "affinity_expiry", "usual")
                 self._pools[pool] = _Pool(pool, key + "lease", [key + name for name in names])
                 self._poll_at = 0.0
                 self._wake.set()
@@ -281,13 +284,15 @@ class RedisStore:
         await self._release(keys=[pool.lease_key], args=[self._router_id])
 
     async def _load(self, pool: _Pool) -> ev.PoolTaken:
-        _, _, reservations, affinity, _ = pool.state_keys
+        _, _, reservations, affinity, _, work = pool.state_keys
         opened = await self._redis.hgetall(reservations)
         owners = await self._redis.hgetall(affinity)
+        usual = await self._redis.hgetall(work)
         return ev.PoolTaken(
             pool.name,
             tuple(msgspec.json.decode(value, type=Reservation) for value in opened.values()),
             {str(session): str(owner) for session, owner in owners.items()},
+            msgspec.json.decode(usual["work"], type=UsualWork) if usual else None,
         )
 
     async def _flush(self, pool: _Pool) -> None:
@@ -356,3 +361,5 @@ def _change(effect: StoreEffect) -> list[str]:
             return ["del", request_id]
         case ev.OwnerSet(session, instance_id):
             return ["own", session, instance_id]
+        case ev.UsualSet(usual):
+            return ["usual", msgspec.json.encode(usual).decode()]

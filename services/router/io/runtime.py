@@ -177,7 +177,7 @@ class Router:
         fleet_changed = False
         for effect in effects:
             match effect:
-                case ev.Reserved() | ev.Released() | ev.OwnerSet():
+                case ev.Reserved() | ev.Released() | ev.OwnerSet() | ev.UsualSet():
                     kept.append(effect)
                 case ev.Decided(decision):
                     self.decisions.decided(decision, time.time(), elapsed)
@@ -330,7 +330,9 @@ class Router:
 
     def _snapshot(self, pool: str) -> list[StoreEffect]:
         reserved = [ev.Reserved(reservation) for reservation in self.state.reservations.of_pool(pool)]
-        return [*reserved, *(ev.OwnerSet(*owned, pool) for owned in self.state.affinity.of_pool(pool).items())]
+        owned = [ev.OwnerSet(*owner, pool) for owner in self.state.affinity.of_pool(pool).items()]
+        usual = self.state.prefills.kept(pool)
+        return [*reserved, *owned, *([ev.UsualSet(usual, pool)] if usual else [])]
 
     async def _ticks(self) -> None:
         while True:

@@ -11,7 +11,7 @@ from services.router import events as ev
 from services.router.ownership import Owner
 
 StoreEvent = ev.PoolTaken | ev.PoolLost | ev.StoreState
-StoreEffect = ev.Reserved | ev.Released | ev.OwnerSet
+StoreEffect = ev.Reserved | ev.Released | ev.OwnerSet | ev.UsualSet
 Stored = Callable[[bool], None]
 
 

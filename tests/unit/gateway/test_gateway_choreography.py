@@ -212,6 +212,48 @@ def test_without_a_next_step_the_target_of_a_failed_prefill_serves() -> None:
     assert machine.handle(mv.RouterLost("r"), 2.0) == [mv.Serve(StepGiven("r", B, 1, degraded=True))]
 
 
+SLICE = StepGiven("r", A, prefill_tokens=64)
+LOST = mv.Finished("r", Outcome.CANCELLED, "its router was lost between two steps")
+
+
+def between_slices() -> Choreography:
+    machine = begun()
+    machine.handle(SLICE, 0.0)
+    machine.handle(mv.PrefillEnded(), 1.0)
+    return machine
+
+
+def test_a_router_that_is_lost_between_two_slices_is_followed_by_another_attempt() -> None:
+    machine = between_slices()
+    assert machine.handle(mv.RouterLost("r"), 2.0) == [LOST, mv.Ask("r.1", ())]
+    assert machine.deadline == 12.0
+    # The new owner goes on where the old one ended, in its own way.
+    rest = StepGiven("r.1", A, prefill_tokens=128)
+    assert machine.handle(rest, 3.0) == [mv.Prefill(rest)]
+
+
+def test_without_any_router_what_is_left_of_a_sliced_prompt_goes_where_it_began() -> None:
+    machine = between_slices()
+    machine.handle(mv.RouterLost("r"), 2.0)
+    assert machine.handle(mv.RouterLost("r.1"), 3.0) == [mv.Serve(StepGiven("r.1", A, degraded=True))]
+    # When that instance fails it is left with what it has.
+    assert machine.handle(mv.UpstreamFailed("broke"), 4.0)[-1] == mv.Ask("r.2", ("a",))
+    assert machine.handle(mv.RouterLost("r.2"), 5.0) == [mv.AskLocally("r.2", ("a",))]
+
+
+def test_routers_are_lost_between_two_slices_twice_at_most() -> None:
+    machine = between_slices()
+    for number in (1, 2):
+        machine.handle(mv.RouterLost(machine.attempt_id), 2.0)
+        machine.handle(replace(SLICE, attempt_id=f"r.{number}"), 3.0)
+        machine.handle(mv.PrefillEnded(), 4.0)
+    assert machine.handle(mv.RouterLost("r.2"), 5.0) == [mv.Serve(StepGiven("r.2", A, 1, degraded=True))]
+
+
+def test_after_an_offload_without_its_router_the_instance_that_has_the_prefix_serves() -> None:
+    assert prefilled().handle(mv.RouterLost("r"), 2.0) == [mv.Serve(StepGiven("r", A, 1, degraded=True))]
+
+
 # Both instances want the second request before the first has ended.
 EAGER_A, EAGER_B = Target("a", "http://a", decode_first=True), Target("b", "http://b", 1, decode_first=True)
 EAGER = StepGiven("r", EAGER_A, prefill_tokens=64, kv_target=EAGER_B, deadline_s=50.0, decision_id="d")
@@ -397,12 +439,14 @@ class Conversation(RuleBasedStateMachine):
         self.ended: list[str] = []
         self.plain_only: set[str] = set()
 
-    @initialize(direct=st.booleans(), eager=st.booleans())
-    def begin(self, direct: bool, eager: bool) -> None:
+    @initialize(direct=st.booleans(), first=st.sampled_from([None, EAGER, SLICE]))
+    def begin(self, direct: bool, first: StepGiven | None) -> None:
         self.machine = Choreography("r", LIMITS, direct=direct)
         self.carry_out(self.machine.start(self.now))
-        if eager:
-            self.tell(EAGER)
+        if first is not None:
+            self.tell(first)
+        if first is SLICE:
+            self.helper_ended("")
 
     def tell(self, event: mv.Event) -> None:
         self.carry_out(self.machine.handle(event, self.now))
@@ -448,7 +492,7 @@ class Conversation(RuleBasedStateMachine):
                     self.ended.append(attempt_id)
                     if outcome is Outcome.REJECTED:
                         self.answers.append("rejection")
-                    elif outcome is Outcome.CANCELLED and not self.answers:
+                    elif outcome is Outcome.CANCELLED and not self.answers and self.machine.phase is Phase.DONE:
                         self.answers.append("nobody listens")
                 case mv.Fail():
                     self.answers.append("error")
@@ -500,6 +544,9 @@ class Conversation(RuleBasedStateMachine):
 
     @precondition(lambda self: isinstance(self.upstream, mv.Prefill | mv.Pull))
     @rule(error=st.sampled_from(["", "broke"]))
+    def helper_ends(self, error: str) -> None:
+        self.helper_ended(error)
+
     def helper_ended(self, error: str) -> None:
         pulled = isinstance(self.upstream, mv.Pull)
         self.upstream = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -71,10 +72,21 @@ def test_whatever_is_learned_a_cost_is_a_positive_number(samples: list[tuple[int
 
 
 def test_usual_work_is_a_mean_that_forgets() -> None:
-    usual = UsualWork()
-    usual.add(100, 0)
-    usual.add(300, 1_000)
-    assert usual.work == Work(200.0, (100 * 100 + 300 * 2_300) / 2)
+    usual = UsualWork().after(100, 0).after(300, 1_000)
+    assert usual == UsualWork(Work(200.0, (100 * 100 + 300 * 2_300) / 2), 2)
     for _ in range(1_000):
-        usual.add(50, 0)
+        usual = usual.after(50, 0)
     assert usual.work.tokens == pytest.approx(50, abs=1)
+
+
+def test_usual_work_is_news_when_it_has_moved_or_rests_on_far_more() -> None:
+    usual, told = UsualWork(), [UsualWork()]
+    for tokens in [100] * 1_000 + [200] * 1_000:
+        usual = usual.after(tokens, 0)
+        if usual.is_news(told[-1]):
+            told.append(usual)
+    alike = [one.requests for one in told if one.requests <= 1_000]
+    assert alike == [0, 1, 2, 4, 8, 16, 32, 64, 128]
+    changed = [one.work.pairs for one in told[len(alike) - 1 :]]
+    assert all(1.1 < after / before < 1.2 for before, after in pairwise(changed))
+    assert changed[-1] == pytest.approx(200**2, rel=0.1)

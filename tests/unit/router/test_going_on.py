@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
+from msgspec.structs import replace
 
 from services.router import events as ev
 from services.router.curve import CostCurve
@@ -200,21 +201,35 @@ def test_a_pool_that_comes_back_makes_gateways_end_their_plans() -> None:
     made.check_invariants()
 
 
-def test_a_new_owner_ends_the_plan_of_the_one_before_by_one_serve() -> None:
+def test_a_new_owner_lets_the_request_ask_anew_or_ends_a_failed_plan_by_one_serve() -> None:
     """It knows the request from the store and its gateway, and nothing of slices."""
     made = router()
     kept = Reservation("r", "g", "a", "one-7", 1_030, 256, pool="m")
     made.handle(ev.PoolTaken("m", (kept,), {}), 1.0)
     made.handle(ev.GatewayHello("g", (ev.OpenStream(prompt(), "a", Phase.PREFILL, 0),)), 1.1)
-    for ok in (True, False):
-        answer = placed(made.handle(ev.StepDone("r", 1, ok=ok), 2.0))
-        assert (answer.step.kind, answer.step.instance_id, answer.last) == (StepKind.SERVE, "a", True)
-        assert (answer.gateway_id, answer.decision.ruling.reason) == ("g", "restored")
-        made.plans.decisions.drop("r")
+    [refused] = made.handle(ev.StepDone("r", 1, ok=True), 2.0)
+    assert isinstance(refused, ev.Refused)
+    assert (refused.request_id, refused.not_now, refused.gateway_id) == ("r", True, "g")
+    answer = placed(made.handle(ev.StepDone("r", 1, ok=False), 2.0))
+    assert (answer.step.kind, answer.step.instance_id, answer.last) == (StepKind.SERVE, "a", True)
+    assert (answer.gateway_id, answer.decision.ruling.reason) == ("g", "restored")
     made.handle(ev.FirstToken("r"), 3.0)
     made.handle(ev.Finished("r", "OK"), 4.0)
     made.check_invariants()
     assert len(made.reservations) == 0
+
+
+def test_a_new_owner_goes_on_from_what_is_computed() -> None:
+    made = router()
+    kept = Reservation("r", "g", "a", "one-7", 1_030, 256, pool="m")
+    made.handle(ev.PoolTaken("m", (kept,), {}), 1.0)
+    made.handle(ev.KeysReported(0, "a", Delta(1, 1, list(KEYS[:16]), [])), 1.1)
+    made.handle(ev.StepDone("r", 0, ok=True), 1.2)
+    made.handle(ev.Finished("r", "CANCELLED"), 1.3)
+    again = place(made, replace(prompt(), request_id="r.1"), 1.3)
+    assert isinstance(again, ev.Placed)
+    assert (again.step.kind, again.step.instance_id, again.step.prefix_tokens) == (StepKind.PREFILL, "a", 512)
+    made.check_invariants()
 
 
 # ---- what prefills teach ----

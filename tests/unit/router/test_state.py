@@ -285,14 +285,30 @@ def test_a_new_owner_starts_from_what_the_store_kept() -> None:
     after.check_invariants()
 
 
-def test_a_step_that_an_earlier_owner_gave_is_followed_by_a_serve() -> None:
+def test_a_new_owner_knows_what_is_usual() -> None:
+    before, after = state(), state()
+    told: list[ev.UsualSet] = []
+    for router in (before, after):
+        join(router, "a", 1)
+    for number in range(40):
+        effects = before.handle(ev.PlaceRequested(request(f"r{number}", tokens=100), "g"), 1.0)
+        told += [effect for effect in effects if isinstance(effect, ev.UsualSet)]
+    assert [one.usual.requests for one in told] == [1, 2, 4, 8, 16, 32]
+    after.handle(ev.PoolTaken("m", (), {}, told[-1].usual), 50.0)
+    assert after.prefills.usual("m") == before.prefills.usual("m")
+    # It tells on from there.
+    effects = after.handle(ev.PlaceRequested(request("next", tokens=100), "g"), 51.0)
+    assert not [effect for effect in effects if isinstance(effect, ev.UsualSet)]
+
+
+def test_a_failed_step_that_an_earlier_owner_gave_is_followed_by_a_serve() -> None:
     before, after = state(), state()
     for router in (before, after):
         join(router, "a", 1)
     place(before, request("r", tokens=100, session_id="s"))
     [kept] = before.reservations
     after.handle(ev.PoolTaken("m", (kept,), {}), 50.0)
-    reserved, placed = after.handle(ev.StepDone("r", 2, ok=True), 51.0)
+    reserved, placed = after.handle(ev.StepDone("r", 2, ok=False, error="broke"), 51.0)
     assert isinstance(placed, ev.Placed)
     assert (placed.step_index, placed.step.kind, placed.step.instance_id) == (3, StepKind.SERVE, "a")
     assert placed.last
