@@ -11,7 +11,7 @@ mkdir -p "$1"
 # The folder is closed and its files are readable: Compose mounts them with their owner and mode on the host, and the
 # services run as another user than the one who deploys.
 chmod 700 "$1"
-for name in agent gateway operator redis-password grafana-admin; do
+for name in agent gateway operator observer redis-password grafana-admin; do
   [ -s "$1/$name" ] || head -c 32 /dev/urandom | base64 | tr '+/' '-_' | tr -d '=\n' > "$1/$name"
 done
 # Clients of the gateway: lines TENANT:KEY. Add a line for each tenant.

@@ -129,7 +129,8 @@ def check_compose(file: Path, *above: Path) -> list[str]:
         for name, path in compose.mounted_files(project)
         if not file.parent.joinpath(path).exists() and not path.startswith("./tls/")
     ]
-    return [*missing, *compose.check(parsed, example, made)]
+    optional = "".join(other.read_text() for other in sorted(file.parent.glob("*.yaml")))
+    return [*missing, *compose.check(parsed, example, made, optional)]
 
 
 def check_telemetry(folder: Path, compose_file: Path) -> list[str]:
@@ -173,7 +174,9 @@ def main() -> int:
     compose_file = DEPLOY / "compose/compose.yaml"
     checks[str(compose_file.relative_to(ROOT))] = check_compose(compose_file)
     tls = compose_file.with_name("tls.yaml")
-    checks[str(tls.relative_to(ROOT))] = check_compose(compose_file, tls)
+    offload = compose_file.with_name("offload.yaml")
+    for above in ((tls,), (offload,), (offload, tls)):
+        checks[" and ".join(str(one.relative_to(ROOT)) for one in above)] = check_compose(compose_file, *above)
     checks["deploy/telemetry"] = check_telemetry(DEPLOY / "telemetry", compose_file)
     for file in sorted((DEPLOY / "docker").glob("*Dockerfile")):
         checks[str(file.relative_to(ROOT))] = check_dockerfile(file)

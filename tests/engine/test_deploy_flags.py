@@ -10,7 +10,7 @@ import subprocess
 import yaml
 
 from tests.docs.shell_blocks import BLOCKS
-from tests.engine.servers import ENGINE_PYTHON
+from tests.engine.servers import ENGINE_PYTHON, LAYERWISE
 from tools import check_deploy
 from tools.deploycheck import compose, k8s
 
@@ -24,16 +24,26 @@ for words in json.load(sys.stdin):
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
     validate_parsed_serve_args(args)
     events = args.kv_events_config
-    parsed.append([events.enable_kv_cache_events, events.replay_endpoint, args.enable_prompt_tokens_details])
+    kv = args.kv_transfer_config
+    parsed.append([events.enable_kv_cache_events, events.replay_endpoint, args.enable_prompt_tokens_details,
+        kv and [kv.kv_connector, kv.kv_connector_module_path, kv.kv_role, kv.kv_connector_extra_config["mooncake_protocol"]]])
 print("parsed", json.dumps(parsed))
 """
 
 
-def compose_flags() -> list[str]:
+def compose_flags(*above: str) -> list[str]:
+    """The first instance's, which are all instances'."""
     folder = check_deploy.DEPLOY / "compose"
     variables, _ = compose.example_env((folder / ".env.example").read_text())
-    project = compose.interpolate(yaml.safe_load((folder / "compose.yaml").read_text()), variables)
-    flags: list[str] = project["services"]["vllm"]["command"]
+    parsed = yaml.safe_load((folder / "compose.yaml").read_text())
+    for name in above:
+        parsed = compose.merge(parsed, yaml.safe_load((folder / name).read_text()))
+    services = compose.interpolate(parsed, variables)["services"]
+    words = [[*one["entrypoint"], *one["command"]] for name, one in services.items() if name.startswith("vllm-")]
+    assert len(words) == 8
+    assert all(one == words[0] for one in words)
+    assert words[0][:2] == ["vllm", "serve"]
+    flags: list[str] = words[0][2:]
     return flags
 
 
@@ -52,14 +62,22 @@ def pages_flags() -> list[list[str]]:
 
 def test_vllm_takes_the_flags_of_deploy_and_of_the_pages() -> None:
     pages = pages_flags()
-    flags = json.dumps([compose_flags(), k8s_flags("gpu"), k8s_flags("gpu-per-node"), *pages])
+    flags = json.dumps(
+        [compose_flags(), compose_flags("offload.yaml"), k8s_flags("gpu"), k8s_flags("gpu-per-node"), *pages]
+    )
     done = subprocess.run([ENGINE_PYTHON, "-c", PARSE], input=flags, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     parsed = json.loads(done.stdout.rpartition("parsed ")[2])
     assert parsed == [
-        [True, "tcp://*:5558", True],
-        [True, "ipc:///run/kv/replay", True],
-        [True, "tcp://*:5558", True],
-        *[[True, "tcp://*:5558", True]] * len(pages),
+        [True, "tcp://*:5558", True, None],
+        [
+            True,
+            "tcp://*:5558",
+            True,
+            [LAYERWISE["kv_connector"], LAYERWISE["kv_connector_module_path"], "kv_both", "tcp"],
+        ],
+        [True, "ipc:///run/kv/replay", True, None],
+        [True, "tcp://*:5558", True, None],
+        *[[True, "tcp://*:5558", True, None]] * len(pages),
     ]
     assert pages

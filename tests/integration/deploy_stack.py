@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +55,7 @@ class Stack:
             text = re.sub(rf"(?<![\w.-]){service}:{port}\b", f"127.0.0.1:{here}", text)
             if service == name:
                 text = re.sub(rf"\b(0\.0\.0\.0|127\.0\.0\.1):{port}\b", rf"\g<1>:{here}", text)
+                text = re.sub(rf"(\btcp://\*:|^--port=){port}\b", rf"\g<1>{here}", text)
                 text = str(here) if text == port else text
         return text
 
@@ -159,11 +160,15 @@ class Stack:
 
 
 @asynccontextmanager
-async def compose_stack(folder: Path, *profiles: str, tls: bool = False, **variables: str) -> AsyncIterator[Stack]:
-    """The services without a profile and those of `profiles`, none started; `tls`: with tls.yaml on top. `variables` are not
-    those of .env.example."""
+async def compose_stack(
+    folder: Path, *profiles: str, tls: bool = False, above: Sequence[str] = (), **variables: str
+) -> AsyncIterator[Stack]:
+    """The services without a profile and those of `profiles`, none started; `above`: files on top, `tls`: with tls.yaml
+    on top. `variables` are not those of .env.example."""
     example, _ = compose.example_env(FILE.with_name(".env.example").read_text())
     told = yaml.safe_load(FILE.read_text())
+    for name in above:
+        told = compose.merge(told, yaml.safe_load(FILE.with_name(name).read_text()))
     if tls:
         told = compose.merge(told, yaml.safe_load(FILE.with_name("tls.yaml").read_text()))
         made = check_deploy.run(check_deploy.DEPLOY / "make-certificates.sh", folder / "tls")
@@ -181,6 +186,7 @@ async def compose_stack(folder: Path, *profiles: str, tls: bool = False, **varia
         keys = ("environment", "healthcheck", "ports", "command")
         text = str([service.get(key) for key in keys])
         inside = PORTS.get(name) or set(re.findall(r"(?:0\.0\.0\.0|127\.0\.0\.1):(\d+)", text))
+        inside |= set(re.findall(r"\btcp://\*:(\d+)", text))
         inside |= {str(v) for k, v in service.get("environment", {}).items() if k.endswith("_PORT")}
         for port in sorted(inside):
             here = free_port()

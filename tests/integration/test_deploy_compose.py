@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import aiohttp
 import grpc.aio
 import pytest
 
+from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 from services.common.auth import bearer
 from tests.engine.collector import Collector, collecting
@@ -69,3 +71,46 @@ async def test_profile_emulated_answers_requests(stack: Stack, collector: Collec
         text = log.read_text()
         secrets = [password, *map(stack.secret, ("agent", "gateway", "operator"))]
         assert not any(secret in text for secret in secrets), f"{log.name} shows a secret"
+
+
+# In place of vLLM: an emulated engine that listens where its flags say.
+VLLM = f"""#!{sys.executable}
+import json, os, sys
+given = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[1:] if word.startswith("--") and "=" in word)
+events = json.loads(given["kv-events-config"])
+ports = [events[name].rpartition(":")[2] for name in ("endpoint", "replay_endpoint")]
+kv = json.loads(given["kv-transfer-config"])
+print("devices", os.environ["CUDA_VISIBLE_DEVICES"], "connector", kv["kv_connector"], flush=True)
+os.execlp("pointsman", "pointsman", "emulate", "--port", given["port"], "--kv-events-port", ports[0], "--replay-port", ports[1],
+          "--model", given["served-model-name"], "--max-model-len", given["max-model-len"])
+"""
+
+
+async def test_profile_gpu2_has_an_instance_on_each_gpu_that_passes_kv_on(tmp_path: Path) -> None:
+    async with compose_stack(tmp_path, "gpu2", above=["offload.yaml"], POLICY="elastic") as stack:
+        program = tmp_path / "bin/vllm"
+        program.write_text(VLLM)
+        program.chmod(0o755)
+        assert {name for name in stack.services if "vllm" in name} == {"vllm-0", "vllm-1"}
+        for name in ("redis", "vllm-0", "vllm-1"):
+            await stack.start(name)
+        await stack.until_healthy("redis")
+        await stack.start("router")
+        await stack.until_healthy("router")
+        await stack.start("agent-gpu2")
+        await stack.until_healthy("vllm-0", "vllm-1", "agent-gpu2")
+        for number in range(2):
+            assert f"devices {number} connector LayerwiseMooncakeConnector" in stack.log(f"vllm-{number}")
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{stack.ports['router', '50051']}") as channel:
+            fleet = fleet_pb2_grpc.FleetServiceStub(channel)
+            listed = fleet_pb2.ListInstancesResponse()
+            while [one.state for one in listed.instances] != [fleet_pb2.INSTANCE_STATE_READY] * 2:
+                operator = bearer(stack.secret("operator"))
+                listed = await fleet.ListInstances(fleet_pb2.ListInstancesRequest(), metadata=operator)
+        assert listed.policy.name == "elastic"
+        for status in listed.instances:
+            instance = status.instance
+            assert (instance.model, instance.prefill_chunk_limit) == ("qwen3-coder", 4096)
+            assert instance.prefix_mode == agent_pb2.PREFIX_MODE_EXACT
+            kv = instance.kv_transfer
+            assert (kv.protocol, kv.decode_first) == (agent_pb2.KV_PROTOCOL_MOONCAKE, True)

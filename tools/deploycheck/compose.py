@@ -13,7 +13,7 @@ Object = dict[str, Any]
 # ${NAME}, ${NAME:-default} and so on; $$ is a dollar.
 VARIABLE = re.compile(r"\$(?:(?P<escaped>\$)|\{(?P<name>\w+)(?::?-(?P<default>[^}]*))?\})")
 # Read by Compose itself.
-OWN_VARIABLES = {"COMPOSE_PROFILES"}
+OWN_VARIABLES = {"COMPOSE_PROFILES", "COMPOSE_FILE"}
 # Services without a health check, and why.
 UNPROBED = {"otel-collector": "its image holds nothing that could ask"}
 
@@ -61,10 +61,11 @@ def merge(below: Any, above: Any, key: str = "") -> Any:
     return above
 
 
-def check(raw: Object, example: str, secret_files: set[str]) -> list[str]:
-    """All problems of a compose file. `secret_files` are the names of files that make-secrets.sh makes."""
+def check(raw: Object, example: str, secret_files: set[str], optional: str = "") -> list[str]:
+    """All problems of a compose file. `secret_files` are the names of files that make-secrets.sh makes; variables may also be
+    used in the text of `optional` files alone."""
     variables, problems = example_env(example)
-    problems += _variables(raw, variables)
+    problems += _variables(raw, variables, optional)
     project = interpolate(raw, variables)
     for name, service in project["services"].items():
         problems += _references(name, service, project)
@@ -85,7 +86,7 @@ def check(raw: Object, example: str, secret_files: set[str]) -> list[str]:
     return problems
 
 
-def _variables(raw: Object, example: dict[str, str]) -> Iterator[str]:
+def _variables(raw: Object, example: dict[str, str], optional: str) -> Iterator[str]:
     seen = set()
     for match in VARIABLE.finditer(_text(raw)):
         name = match["name"]
@@ -96,6 +97,7 @@ def _variables(raw: Object, example: dict[str, str]) -> Iterator[str]:
             yield f"variable {name} is not in .env.example"
         elif (match["default"] or "") != example[name]:
             yield f"variable {name}: the default is {match['default'] or ''!r}, .env.example says {example[name]!r}"
+    seen |= {match["name"] for match in VARIABLE.finditer(optional)}
     for name in sorted(set(example) - seen - OWN_VARIABLES):
         yield f".env.example: {name} is used nowhere"
 
@@ -180,6 +182,8 @@ def _told(name: str, service: Object, project: Object) -> list[str]:
             problems.append(f"{name}: {variable}: {host} is no service")
         elif not set(target["networks"]) & set(service["networks"]):
             problems.append(f"{name}: {variable}: {host}:{port} is on no network of this service")
+        elif target.get("profiles") and set(service.get("profiles", [])) - set(target["profiles"]):
+            problems.append(f"{name}: {variable}: {host} is not started by all profiles of this service")
     return problems
 
 

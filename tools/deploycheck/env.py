@@ -21,7 +21,12 @@ MODULES = {
     "emulate": "lab.emulator",
 }
 # Subcommand -> the tokens it must find in POINTSMAN_TOKEN_DIR.
-TOKENS = {"router": ("agent", "gateway", "operator"), "agent": ("agent",), "gateway": ("gateway",), "emulate": ()}
+TOKENS = {
+    "router": ("agent", "gateway", "operator", "observer"),
+    "agent": ("agent",),
+    "gateway": ("gateway",),
+    "emulate": (),
+}
 TOKEN_DIR = "POINTSMAN_TOKEN_DIR"
 # Fields that hold addresses of other services.
 DIALLED = ("routers", "engines", "redis_url")

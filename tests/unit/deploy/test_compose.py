@@ -17,6 +17,7 @@ from tools.deploycheck import compose
 Project = dict[str, Any]
 FILE = check_deploy.DEPLOY / "compose/compose.yaml"
 EXAMPLE = FILE.with_name(".env.example").read_text()
+OFFLOAD = FILE.with_name("offload.yaml").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +35,18 @@ def test_compose_file_is_sound() -> None:
     assert check_deploy.check_compose(FILE) == []
 
 
-def test_compose_file_with_tls_is_sound() -> None:
-    assert check_deploy.check_compose(FILE, FILE.with_name("tls.yaml")) == []
+@pytest.mark.parametrize("names", [["tls.yaml"], ["offload.yaml"], ["offload.yaml", "tls.yaml"]])
+def test_compose_file_with_others_on_top_is_sound(names: list[str]) -> None:
+    assert check_deploy.check_compose(FILE, *map(FILE.with_name, names)) == []
+
+
+def test_each_gpu_profile_starts_as_many_instances_and_one_agent_for_them(project: Project) -> None:
+    for profile, count in (("gpu", 1), ("gpu2", 2), ("gpu4", 4), ("gpu8", 8)):
+        started = {name: one for name, one in project["services"].items() if profile in one.get("profiles", [])}
+        engines = {name: one["environment"]["CUDA_VISIBLE_DEVICES"] for name, one in started.items() if "vllm" in name}
+        assert engines == {f"vllm-{number}": f"${{GPUS_{number}:-{number}}}" for number in range(count)}
+        (agent,) = [one for name, one in started.items() if name.startswith("agent")]
+        assert agent["environment"]["POINTSMAN_AGENT_ENGINES"].count("http://") == count
 
 
 def test_files_are_merged_as_compose_does() -> None:
@@ -91,7 +102,7 @@ def use_latest(project: Project) -> None:
 
 
 def keep_capabilities(project: Project) -> None:
-    del project["services"]["vllm"]["cap_drop"]
+    del project["services"]["vllm-0"]["cap_drop"]
 
 
 def never_restart(project: Project) -> None:
@@ -108,11 +119,16 @@ def publish_everywhere(project: Project) -> None:
 
 def wait_for_another_profile(project: Project) -> None:
     project["services"]["router"].pop("profiles", None)
-    project["services"]["agent-emulated"]["depends_on"]["vllm"] = {"condition": "service_healthy"}
+    project["services"]["agent-emulated"]["depends_on"]["vllm-0"] = {"condition": "service_healthy"}
+
+
+def dial_an_engine_of_another_profile(project: Project) -> None:
+    environment = project["services"]["agent"]["environment"]
+    environment["POINTSMAN_AGENT_ENGINES"] += " http://vllm-1:8000"
 
 
 def add_undocumented_variable(project: Project) -> None:
-    project["services"]["vllm"]["command"].append("--seed=${SEED:-0}")
+    project["services"]["vllm-0"]["command"].append("--seed=${SEED:-0}")
 
 
 def change_a_default(project: Project) -> None:
@@ -131,11 +147,15 @@ def change_a_default(project: Project) -> None:
         (use_unknown_secret, "redis: no secret redis-tls"),
         (name_unmade_secret, "secret api-keys: make-secrets.sh does not make ./secrets/keys"),
         (use_latest, "redis: the image needs a tag other than latest"),
-        (keep_capabilities, "vllm: all capabilities must be dropped"),
+        (keep_capabilities, "vllm-0: all capabilities must be dropped"),
         (never_restart, "redis: no restart policy"),
         (lose_health_check, "gateway: waits for the health of router, which has no health check"),
         (publish_everywhere, "gateway: port 8080:8080 is published on every interface"),
-        (wait_for_another_profile, "agent-emulated: depends on vllm, which not all of its profiles start"),
+        (wait_for_another_profile, "agent-emulated: depends on vllm-0, which not all of its profiles start"),
+        (
+            dial_an_engine_of_another_profile,
+            "agent: POINTSMAN_AGENT_ENGINES: vllm-1 is not started by all profiles of this service",
+        ),
         (add_undocumented_variable, "variable SEED is not in .env.example"),
         (change_a_default, "variable POLICY: the default is 'lpwl', .env.example says 'unified'"),
     ],
@@ -151,7 +171,7 @@ def test_mistake_is_refused(
 
 
 def test_unexplained_and_unused_variables_are_refused(project: Project, secret_files: set[str]) -> None:
-    problems = compose.check(project, EXAMPLE + "\nSPARE=1\n", secret_files)
+    problems = compose.check(project, EXAMPLE + "\nSPARE=1\n", secret_files, OFFLOAD)
     assert problems == [".env.example: SPARE is not explained", ".env.example: SPARE is used nowhere"]
 
 

@@ -202,7 +202,7 @@ def define_twice(objects: Objects) -> None:
         (select_nobody, "Service/redis: its selector matches 0 workloads"),
         (drop_secret, "no Secret tokens-"),
         (ask_for_unknown_key, "has no key admin"),
-        (leave_out_a_token, "StatefulSet/router/router: no token file operator is mounted"),
+        (leave_out_a_token, "StatefulSet/router/router: no token file observer is mounted"),
         (drop_config, "StatefulSet/vllm/vllm: no ConfigMap engine-"),
         (misspell_setting, "`pointsman gateway` does not read POINTSMAN_GATEWAY_DRAIN_SECONDS"),
         (set_bad_value, "StatefulSet/router/router: POINTSMAN_ROUTER_LOG_LEVEL: "),
