@@ -77,7 +77,7 @@ def _share(decisions: list[fleet_pb2.Decision], clients: int) -> Figure:
 @contextlib.contextmanager
 def _plane(folder: Path) -> Iterator[ControlPlane]:
     """A control plane before two engines that pass KV on to each other."""
-    specs = [EngineSpec(name, core=core, kv_transfer=MOONCAKE) for core, name in enumerate(("p", "d"))]
+    specs = [EngineSpec(name, kv_transfer=MOONCAKE) for name in ("p", "d")]
     flags = {"--policy": "elastic", "--policy-settings": json.dumps(SETTINGS)}
     with (
         running_engines(specs, make_model(folder / "model"), folder) as engines,

@@ -1,8 +1,8 @@
 """What an offloaded prompt pays for its transfer, layer by layer and after the prefill, on real engines over Mooncake and TCP.
 
 The tail is the time between P's answer and D's first token. Each figure is the median of pairs of runs that took turns; the
-baseline is the same with vLLM's own connector (its receiver, too, asked first). Two engines on two cores, each bound to one: D's
-first token also waits for D's own step and for the other engine's threads.
+baseline is the same with vLLM's own connector (its receiver, too, asked first). Two engines on two cores: D's first token
+also waits for D's own step and for the other engine's threads.
 """
 
 from __future__ import annotations
@@ -151,20 +151,15 @@ def _pairs(folder: Path) -> Iterator[tuple[list[Engine], list[Engine], list[int]
     model = make_model(folder / "model")
     vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
 
-    def spec(name: str, core: int, kv_transfer: Mapping[str, Any]) -> EngineSpec:
+    def spec(name: str, kv_transfer: Mapping[str, Any]) -> EngineSpec:
         return EngineSpec(
             name,
-            core=core,
             kv_transfer=kv_transfer,
             max_model_len=8_192,
             kv_capacity_tokens=160_000,
             extra_args=("--max-num-batched-tokens", "2048"),
         )
 
-    specs = [
-        spec(f"{role}-{name}", core, kind)
-        for name, kind in (("after", MOONCAKE), ("push", LAYERWISE))
-        for core, role in enumerate("pd")
-    ]
+    specs = [spec(f"{role}-{name}", kind) for name, kind in (("after", MOONCAKE), ("push", LAYERWISE)) for role in "pd"]
     with running_engines(specs, model, folder) as engines:
         yield engines[:2], engines[2:], [number for word, number in vocabulary.items() if word.startswith("Ġ")]

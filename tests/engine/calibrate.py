@@ -20,7 +20,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     model = make_model(folder / "model")
-    specs = [EngineSpec(name, core) for core, name in enumerate(("a", "b"))]
+    specs = [EngineSpec(name) for name in ("a", "b")]
     with running_engines(specs, model, folder) as engines, ControlPlane(engines, folder).running() as plane:
         flags = ["--url", plane.gateway_url, "--router", plane.router_address, "--tokenizer", str(model)]
         flags += [part for engine in engines for part in ("--engines", engine.url)]

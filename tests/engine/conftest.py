@@ -45,8 +45,8 @@ def engines(model_folder: Path, engine_folder: Path) -> Iterator[list[Engine]]:
     more += ("--structured-outputs-config", json.dumps({"backend": "xgrammar", "disable_any_whitespace": True}))
     more += ("--enable-scale-out",)
     specs = (
-        EngineSpec("a", core=0, block_size=32, fixed_event_ports=False, extra_args=more),
-        EngineSpec("b", core=1, block_size=64, kv_capacity_tokens=8_192, extra_args=more),
+        EngineSpec("a", block_size=32, fixed_event_ports=False, extra_args=more),
+        EngineSpec("b", block_size=64, kv_capacity_tokens=8_192, extra_args=more),
     )
     with running_engines(specs, model_folder, engine_folder) as engines:
         yield engines

@@ -57,14 +57,13 @@ Piece = bytes
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What one server is started with. `core` is the CPU core that its threads are bound to.
+    """What one server is started with.
 
     Unless `fixed_event_ports`, the engine chooses the ports of its KV events, new ones at every start. With `kv_transfer`
     (MOONCAKE, LAYERWISE, NIXL) it can pass KV on and take it.
     """
 
     name: str
-    core: int
     block_size: int = 32
     kv_capacity_tokens: int = 32_768
     max_model_len: int = 4_096
@@ -130,7 +129,10 @@ class Engine:
                 "VLLM_NO_USAGE_STATS": "1",
                 "VLLM_HOST_IP": "127.0.0.1",
                 "VLLM_ENABLE_RESPONSES_API_STORE": "1",
-                "VLLM_CPU_OMP_THREADS_BIND": str(spec.core),
+                # Without this a CPU engine does not listen to "uni": its worker is a process of its own, which after each step
+                # looks for the next one without pause, for a second, at a whole core's cost.
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                "OMP_NUM_THREADS": "1",
                 **spec.env,
             },
             log=self.folder / f"engine-{spec.name}.log",

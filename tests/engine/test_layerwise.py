@@ -34,10 +34,9 @@ def trio(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     folder = tmp_path_factory.mktemp("trio")
     site = installed(folder)
 
-    def spec(name: str, core: int, chunk: int, capacity: int) -> EngineSpec:
+    def spec(name: str, chunk: int, capacity: int) -> EngineSpec:
         return EngineSpec(
             name,
-            core=core,
             kv_capacity_tokens=capacity,
             max_model_len=LONGEST + 448,
             extra_args=("--max-num-batched-tokens", str(chunk), "--max-num-seqs", "32"),
@@ -54,7 +53,7 @@ def trio(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             },
         )
 
-    specs = [spec("chunks", 0, 256, 48_000), spec("whole", 1, LONGEST + 448, 48_000), spec("spare", 0, 256, 9_728)]
+    specs = [spec("chunks", 256, 48_000), spec("whole", LONGEST + 448, 48_000), spec("spare", 256, 9_728)]
     with running_engines(specs, model_folder, folder) as engines:
         yield engines
 

@@ -42,7 +42,7 @@ def hybrid_model(folder: Path) -> Path:
 
 def test_a_model_of_two_kv_groups_gets_its_kv_after_the_prefill(model_folder: Path, tmp_path: Path) -> None:
     model = hybrid_model(tmp_path / "hybrid")
-    spec = EngineSpec("hybrid", 0, model=model, kv_transfer=LAYERWISE, extra_args=("--load-format", "dummy"))
+    spec = EngineSpec("hybrid", model=model, kv_transfer=LAYERWISE, extra_args=("--load-format", "dummy"))
     with running_engines([spec], model_folder, tmp_path) as (engine,):
         body = {"model": SERVED_NAME, "prompt": fresh_words(100), "max_tokens": 4}
         assert engine.ask("/v1/completions", body).status == 200

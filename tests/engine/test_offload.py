@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 @pytest.fixture(scope="module")
 def pair(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
     """Two engines that pass KV on to each other, in either direction."""
-    specs = [EngineSpec(name, core=core, kv_transfer=MOONCAKE) for core, name in enumerate(("p", "d"))]
+    specs = [EngineSpec(name, kv_transfer=MOONCAKE) for name in ("p", "d")]
     with running_engines(specs, model_folder, tmp_path_factory.mktemp("pair")) as engines:
         yield engines
 

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 @pytest.fixture(scope="module")
 def pair(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
     """Two engines that fetch KV from each other."""
-    specs = [EngineSpec(name, core=core, kv_transfer=NIXL) for core, name in enumerate(("n1", "n2"))]
+    specs = [EngineSpec(name, kv_transfer=NIXL) for name in ("n1", "n2")]
     with running_engines(specs, model_folder, tmp_path_factory.mktemp("nixl")) as engines:
         yield engines
 

@@ -42,8 +42,8 @@ def pair(model_folder: Path, collector: Collector, tmp_path_factory: pytest.Temp
     make_model(folder / EYES, maker="vision_model.py")
     traced, pooling = ("--otlp-traces-endpoint", collector.url), ("--runner", "pooling", "--convert", "embed")
     specs = (
-        EngineSpec(EYES, 0, BLOCK, served=EYES, model=folder / EYES, extra_args=traced),
-        EngineSpec(VECTORS, 1, BLOCK, served=VECTORS, extra_args=pooling),
+        EngineSpec(EYES, BLOCK, served=EYES, model=folder / EYES, extra_args=traced),
+        EngineSpec(VECTORS, BLOCK, served=VECTORS, extra_args=pooling),
     )
     with running_engines(specs, model_folder, folder) as engines:
         yield engines
