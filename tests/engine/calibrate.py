@@ -1,4 +1,4 @@
-"""Two real engines of one kind, each on a core of its own, a control plane before them, and `pointsman calibrate` over both.
+"""Two real engines of one kind, a control plane before them, and `pointsman calibrate` over both.
 
 `python -m tests.engine.calibrate FOLDER [flags of pointsman calibrate]` takes some ten minutes and says how true the lab's engine
 model is on this machine. Logs, profile, bundles, calibration.json and calibration.md are left in FOLDER.

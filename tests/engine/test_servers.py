@@ -1,0 +1,26 @@
+"""What the other tests take for granted of their engines."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.engine.servers import Engine
+
+
+def names(engine: Engine) -> Iterator[str]:
+    """Of the engine's processes."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
+            if int(rest.split()[2]) == engine.process.pid:
+                yield name
+
+
+def test_an_engines_core_computes_itself(engines: list[Engine]) -> None:
+    """A worker process beside it would look for work without pause after each step, and take a core from the other engine."""
+    for engine in engines:
+        found = list(names(engine))
+        assert any(name.startswith("VLLM::EngineCor") for name in found), found
+        assert not any(name.startswith("VLLM::Worker") for name in found), found
