@@ -13,22 +13,18 @@ import sys
 import textwrap
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import grpc
 import typer
 from google.protobuf import json_format
 from rich.console import Console
 from rich.table import Table
 
-from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2
-from services.common.auth import bearer
-from services.common.channel import open_blocking_channel
-from services.common.settings import Tokens
+from pointsman.router.v1 import fleet_pb2, placement_pb2
 from services.doctor import Finding, examine
-from services.hindsight import DEFAULT_ROUTER, replay, set_policy, what_if
+from services.fleet_call import DEFAULT_ROUTER, call, fail
+from services.hindsight import replay, set_policy, what_if
 from services.router.policy.base import bounds
 from services.router.policy.registry import POLICIES
 
@@ -60,9 +56,7 @@ def add_ask_commands(app: typer.Typer) -> None:
 
 def instances(router: RouterFlag = ROUTER, model: str = "", as_json: JsonFlag = False) -> None:
     """The fleet now: state, load, cached keys and sessions of every instance."""
-    answer = _call(
-        router, lambda fleet, **with_: fleet.ListInstances(fleet_pb2.ListInstancesRequest(model=model), **with_)
-    )
+    answer = call(router, lambda fleet: fleet.ListInstances, fleet_pb2.ListInstancesRequest(model=model), TIMEOUT_S)
     if as_json:
         typer.echo(json_format.MessageToJson(answer, preserving_proto_field_name=True, sort_keys=True))
         return
@@ -126,7 +120,7 @@ def decisions(
         if seconds is not None:
             bound.FromNanoseconds(int(seconds * 1e9))
     request = fleet_pb2.ListDecisionsRequest(filter=wanted, page_size=limit)
-    answer = _call(router, lambda fleet, **with_: fleet.ListDecisions(request, **with_))
+    answer = call(router, lambda fleet: fleet.ListDecisions, request, TIMEOUT_S)
     if as_json:
         typer.echo(json_format.MessageToJson(answer, preserving_proto_field_name=True, sort_keys=True))
         return
@@ -165,9 +159,9 @@ def explain(
         decision = _dry_run(gateway, prompt, model, session)
     elif decision_id:
         request = fleet_pb2.GetDecisionRequest(decision_id=decision_id)
-        decision = _call(router, lambda fleet, **with_: fleet.GetDecision(request, **with_)).decision
+        decision = call(router, lambda fleet: fleet.GetDecision, request, TIMEOUT_S).decision
     else:
-        _fail("give a decision id, or --prompt FILE")
+        fail("give a decision id, or --prompt FILE")
     if as_json:
         typer.echo(json_format.MessageToJson(decision, preserving_proto_field_name=True, sort_keys=True))
     else:
@@ -188,7 +182,7 @@ def drain(
 ) -> None:
     """Stop placing on an instance (or resume); tells how many requests it still has."""
     request = fleet_pb2.DrainRequest(instance_id=instance_id, resume=resume)
-    answer = _call(router, lambda fleet, **with_: fleet.Drain(request, **with_))
+    answer = call(router, lambda fleet: fleet.Drain, request, TIMEOUT_S)
     state = fleet_pb2.InstanceState.Name(answer.instance.state).removeprefix("INSTANCE_STATE_")
     typer.echo(f"{instance_id} is {state}, {answer.instance.num_requests} requests open")
 
@@ -199,7 +193,7 @@ def doctor(
     redis_url: Annotated[str, typer.Option(envvar="POINTSMAN_ROUTER_REDIS_URL", help="check this Redis, too")] = "",
 ) -> None:
     """Check a fleet and say what to change. Exits with 1 when something must be changed."""
-    findings = examine(router, gateway, redis_url, Tokens().of("operator"))
+    findings = examine(router, gateway, redis_url)
     table = _table("", "check", "finding", "what to do")
     marks = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "fail": "[red]FAIL[/red]"}
     for finding in findings:
@@ -275,7 +269,7 @@ def _dry_run(gateway: str, prompt: Path, model: str, session: str) -> fleet_pb2.
     if not model:
         names = [one["id"] for one in _http(f"{gateway}/v1/models")["data"]]
         if len(names) != 1:
-            _fail(f"the gateway serves {', '.join(names) or 'no model'}; choose with --model")
+            fail(f"the gateway serves {', '.join(names) or 'no model'}; choose with --model")
         model = names[0]
     body = json.dumps({"model": model, "prompt": prompt.read_text()}).encode()
     headers = {"Content-Type": "application/json", "X-Pointsman-Dry-Run": "1"}
@@ -293,18 +287,9 @@ def _http(url: str, body: bytes | None = None, headers: dict[str, str] | None = 
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
-        _fail(f"{url} answered {error.code}: {error.read(1_000).decode(errors='replace')}")
+        fail(f"{url} answered {error.code}: {error.read(1_000).decode(errors='replace')}")
     except OSError as error:
-        _fail(f"{url}: {error}")
-
-
-def _call(router: str, method: Callable[..., Any]) -> Any:
-    with open_blocking_channel(router) as channel:
-        fleet = fleet_pb2_grpc.FleetServiceStub(channel)
-        try:
-            return method(fleet, timeout=TIMEOUT_S, metadata=bearer(Tokens().of("operator")))
-        except grpc.RpcError as error:
-            _fail(f"router {router}: {error.code().name}: {error.details()}")
+        fail(f"{url}: {error}")
 
 
 def _table(*columns: str) -> Table:
@@ -312,8 +297,3 @@ def _table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
-
-
-def _fail(message: str) -> Any:
-    typer.echo(f"pointsman: {message}", err=True)
-    sys.exit(1)

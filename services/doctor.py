@@ -16,9 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
-from services.common.auth import bearer
-from services.common.channel import open_blocking_channel
 from services.common.keys import KEY_TOKENS
+from services.fleet_call import dial, operator
 
 TIMEOUT_S = 10.0
 STALE_REPORT_S = 5.0
@@ -39,16 +38,17 @@ class Finding:
     advice: str = ""
 
 
-def examine(router: str, gateway: str, redis_url: str, token: str) -> list[Finding]:
+def examine(router: str, gateway: str, redis_url: str) -> list[Finding]:
     """All findings about the fleet behind a router ("HOST:PORT") and a gateway (base URL). Sends each engine one token's work."""
     findings: list[Finding] = []
-    with open_blocking_channel(router) as channel:
+    with dial(router) as channel:
+        shown = operator()
         try:
             health = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(service="pointsman.router.v1.PlacementService"), timeout=TIMEOUT_S
             )
             fleet = fleet_pb2_grpc.FleetServiceStub(channel).ListInstances(
-                fleet_pb2.ListInstancesRequest(), timeout=TIMEOUT_S, metadata=bearer(token)
+                fleet_pb2.ListInstancesRequest(), timeout=TIMEOUT_S, metadata=shown
             )
         except grpc.RpcError as error:
             code, details = error.code().name, error.details()

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated
 
-import grpc
 import typer
 from google.protobuf import json_format
 
-from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
-from services.common.auth import bearer
-from services.common.channel import open_blocking_channel
-from services.common.settings import Tokens
+from pointsman.router.v1 import fleet_pb2
+from services.fleet_call import DEFAULT_ROUTER, call, fail
 from services.router.io.decision_log import DecidedLine, MalformedLine, read_log
 from services.router.policy.base import SettingError
 from services.router.replay import decide_again, differences, inputs_digest
 
 TIMEOUT_S = 60.0
-DEFAULT_ROUTER = "127.0.0.1:50051"
 SHOWN = 50
 
 
@@ -47,7 +42,7 @@ def replay(
             for difference in found if different <= SHOWN else ():
                 typer.echo(f"{file}, line {number}, {line.decision.decision_id}: {difference}")
     except (MalformedLine, OSError) as error:
-        _fail(str(error))
+        fail(str(error))
     if different > SHOWN:
         typer.echo(f"... and {different - SHOWN} more that differ")
     typer.echo(f"{decided - different} of {decided} decisions are the same when made again")
@@ -65,7 +60,7 @@ def what_if(
 ) -> None:
     """Where past requests would have gone under another policy, on what the router saw then."""
     request = fleet_pb2.WhatIfRequest(decision_id=decision_id, last=last, policy=_policy(policy, settings))
-    answer = _call(router, lambda fleet, **with_: fleet.WhatIf(request, **with_))
+    answer = call(router, lambda fleet: fleet.WhatIf, request, TIMEOUT_S)
     if as_json:
         typer.echo(json_format.MessageToJson(answer, preserving_proto_field_name=True))
         return
@@ -100,7 +95,7 @@ def set_policy(
     """Change the policy of each router named, without losing anything; tells the policy in force with all its settings."""
     request = fleet_pb2.SetPolicyRequest(policy=_policy(policy, settings))
     for one in router or [DEFAULT_ROUTER]:
-        answer = _call(one, lambda fleet, **with_: fleet.SetPolicy(request, **with_))
+        answer = call(one, lambda fleet: fleet.SetPolicy, request, TIMEOUT_S)
         told = json_format.MessageToDict(answer.policy.settings)
         typer.echo(f"{one}: {answer.policy.name}" + "".join(f" {name}={told[name]}" for name in sorted(told)))
 
@@ -111,28 +106,13 @@ def _policy(name: str, settings: list[str] | None) -> fleet_pb2.Policy:
     return wanted
 
 
-def _call(router: str, method: Callable[..., Any]) -> Any:
-    with open_blocking_channel(router) as channel:
-        try:
-            return method(
-                fleet_pb2_grpc.FleetServiceStub(channel), timeout=TIMEOUT_S, metadata=bearer(Tokens().of("operator"))
-            )
-        except grpc.RpcError as error:
-            _fail(f"router {router}: {error.code().name}: {error.details()}")
-
-
 def _setting(text: str) -> tuple[str, float | str | bool]:
     name, equals, value = text.partition("=")
     if not (name and equals):
-        _fail(f"--set {text}: NAME=VALUE is needed")
+        fail(f"--set {text}: NAME=VALUE is needed")
     if value in ("true", "false"):
         return name, value == "true"
     try:
         return name, float(value)
     except ValueError:
         return name, value
-
-
-def _fail(message: str) -> NoReturn:
-    typer.echo(f"pointsman: {message}", err=True)
-    raise typer.Exit(1)

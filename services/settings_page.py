@@ -13,10 +13,11 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
-from services import ask, hindsight
+from services import ask
 from services.agent.settings import AgentSettings
 from services.common.settings import Tokens
 from services.common.tls import Tls
+from services.fleet_call import DEFAULT_ROUTER
 from services.gateway.auth import KeysFromEnvironment
 from services.gateway.settings import GatewaySettings
 from services.router.io.settings import RouterSettings
@@ -82,7 +83,7 @@ def _operators() -> Iterator[str]:
     for name, command in sorted(group.commands.items()):  # type: ignore[attr-defined]
         for one in command.params:
             if one.envvar:
-                default = hindsight.DEFAULT_ROUTER if one.default is None else one.default
+                default = DEFAULT_ROUTER if one.default is None else one.default
                 found.setdefault((one.envvar, one.opts[0], default), []).append(f"`{name}`")
     yield _row(["variable", "flag", "default", "read by"])
     yield _row(["---"] * 4)

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc.aio
 import msgspec
 import structlog
 import zmq.asyncio
@@ -20,6 +19,7 @@ from services.agent.events import EventFeed, EventSource
 from services.agent.persist import State, StateFile, capture, revive
 from services.agent.reporter import Metadata, Reporter
 from services.agent.shadow import Shadow
+from services.common.channel import LastingChannel
 
 log = structlog.get_logger()
 
@@ -31,7 +31,7 @@ SAVE_SHARE = 50
 class Surroundings:
     """What all instances of an agent share."""
 
-    channels: Mapping[str, grpc.aio.Channel]
+    channels: Mapping[str, LastingChannel]
     metadata: Metadata
     zmq: zmq.asyncio.Context
     agent_id: str

@@ -19,7 +19,7 @@ from services.agent.step_loads import receive
 from services.agent.target import parse_target
 from services.agent.watch import EngineWatch
 from services.common.auth import bearer
-from services.common.channel import open_channel
+from services.common.channel import LastingChannel
 from services.common.logs import configure_logs
 from services.common.settings import Tokens
 from services.common.tls import Tls
@@ -42,7 +42,7 @@ async def serve(settings: AgentSettings, stop: asyncio.Event) -> None:
     tokens = Tokens()
     sampler = await asyncio.to_thread(GpuSampler)
     context = zmq.asyncio.Context()
-    channels = {router: open_channel(router) for router in settings.routers}
+    channels = {router: LastingChannel(router) for router in settings.routers}
     around = Surroundings(
         channels=channels,
         metadata=bearer(tokens.of("agent")),
@@ -89,7 +89,7 @@ async def serve(settings: AgentSettings, stop: asyncio.Event) -> None:
         if runner is not None:
             await runner.cleanup()
         for channel in channels.values():
-            await channel.close(None)
+            await channel.close()
         context.term()
         sampler.close()
     for result in results:

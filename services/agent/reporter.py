@@ -16,6 +16,7 @@ from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman.agent.v1 import agent_pb2_grpc
 from services.agent.report import ProtocolError, ReportStream
 from services.agent.shadow import Shadow
+from services.common.channel import LastingChannel
 
 log = structlog.get_logger()
 
@@ -52,7 +53,7 @@ class Reporter:
     def __init__(
         self,
         router: str,
-        channel: grpc.aio.Channel,
+        channel: LastingChannel,
         metadata: Metadata,
         shadow: Shadow,
         instance: pb.Instance,
@@ -65,7 +66,7 @@ class Reporter:
         self.refused = ""
         """What the router answered when it refused the instance; empty otherwise."""
         self.counts = ReporterCounts()
-        self._stub: agent_pb2_grpc.AgentServiceAsyncStub = agent_pb2_grpc.AgentServiceStub(channel)
+        self._stub: agent_pb2_grpc.AgentServiceAsyncStub = agent_pb2_grpc.AgentServiceStub(channel)  # type: ignore[call-overload]
         self._metadata = metadata
         self._shadow = shadow
         self._instance = instance

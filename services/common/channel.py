@@ -6,8 +6,12 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import structlog
 
+from services.common.renewed import Stamps
 from services.common.tls import Tls
+
+log = structlog.get_logger()
 
 # 64 MiB: a snapshot chunk or a prompt's keys stay far below, a mistake does not take the process down.
 MAX_MESSAGE_BYTES = 64 << 20
@@ -44,6 +48,40 @@ def open_channel(address: str) -> grpc.aio.Channel:
     if (credentials := Tls().for_channel()) is not None:
         return grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+class LastingChannel:
+    """Where streams to one router begin, for as long as the process lives: each with the certificates that are in their files
+    then. Stands for a grpc.aio.Channel of a service that has streams only. To be closed."""
+
+    def __init__(self, address: str) -> None:
+        """Raises as open_channel."""
+        self._address = address
+        self._opened: list[grpc.aio.Channel] = []
+        self._stamps: Stamps | None = None
+        self._newest()
+
+    def stream_stream(self, *method: Any, **how: Any) -> Any:
+        """As a channel's; the streams begin on whatever is newest."""
+        return lambda *request, **call: self._newest().stream_stream(*method, **how)(*request, **call)
+
+    async def close(self) -> None:
+        """End all streams."""
+        for channel in self._opened:
+            await channel.close(None)
+
+    def _newest(self) -> grpc.aio.Channel:
+        try:
+            stamps = Tls().stamps()
+            if stamps != self._stamps:
+                # What runs on the older one goes on there until it ends.
+                self._opened.append(open_channel(self._address))
+                self._stamps = stamps
+        except (ValueError, OSError) as error:
+            if not self._opened:
+                raise
+            log.error("the renewed certificates cannot be used; those from before stay", error=str(error))
+        return self._opened[-1]
 
 
 def open_blocking_channel(address: str) -> grpc.Channel:

@@ -1,17 +1,22 @@
-"""TLS on a router's doors, from files: what it shows and asks for, and how others dial it."""
+"""TLS on the services' doors, from files: what is shown and asked for, and how others dial. Certificates are taken when they
+are renewed: whoever opens a connection, or accepts one, looks whether the files have changed."""
 
 from __future__ import annotations
 
 import ssl
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from services.common.renewed import Renewed, Stamps, stamps
+
 
 class Tls(BaseSettings):
-    """Environment POINTSMAN_TLS_*. Nothing set: plain text. Files are PEM, read when a door is opened or dialled."""
+    """Environment POINTSMAN_TLS_*. Nothing set: plain text. Files are PEM, read again when they have changed."""
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_TLS_", env_ignore_empty=True)
 
@@ -25,43 +30,93 @@ class Tls(BaseSettings):
         "clients without a certificate",
     )
 
+    def stamps(self) -> Stamps:
+        """Equal while no file has changed. Raises OSError."""
+        return stamps(self._files())
+
     def for_server(self) -> grpc.ServerCredentials | None:
-        """A router's credentials; None for plain text. Raises ValueError for half of what is needed, OSError for a file that
-        cannot be read."""
-        pair = self._pair()
-        ca = _read(self.ca)
-        if pair is None:
-            if ca is not None:
+        """A router's credentials; None for plain text. Raises ValueError for half of what is needed and for files that are
+        no certificates or keys, OSError for those that cannot be read."""
+        if self._pair() is None:
+            if self.ca is not None:
                 raise ValueError("POINTSMAN_TLS_CA without POINTSMAN_TLS_CERT: a router needs a certificate of its own")
             return None
-        return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
+        renewed = Renewed(self._files(), self._server_certificates)
+        # None from `changed` is gRPC's word for "as before", which its stubs do not know.
+        changed: Callable[[], Any] = renewed.changed
+        return grpc.dynamic_ssl_server_credentials(renewed.now, changed, require_client_authentication=bool(self.ca))
 
     def for_console(self) -> ssl.SSLContext | None:
-        """The same for a router's console: clients show certificates where gRPC asks for them. Raises as `for_server`, and
-        ssl.SSLError (an OSError) for files that are no certificates."""
-        if self.for_server() is None or self.cert is None:
+        """The same for a router's console: clients show certificates where gRPC asks for them. Raises as `for_server`."""
+        if self._pair() is None or self.cert is None:
             return None
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=self.ca)
-        context.load_cert_chain(self.cert, self.key)
-        context.verify_mode = ssl.CERT_REQUIRED if self.ca else ssl.CERT_NONE
-        return context
+        return server_context(self.cert, self.key, self.ca)
 
     def for_channel(self) -> grpc.ChannelCredentials | None:
         """What to dial a router with; None for plain text. Raises as `for_server`."""
         pair = self._pair()
-        if (ca := _read(self.ca)) is None:
+        if self.ca is None:
             if pair is not None:
                 raise ValueError("POINTSMAN_TLS_CERT without POINTSMAN_TLS_CA: whom to trust is not said")
             return None
+        _context(ssl.Purpose.SERVER_AUTH, ca=self.ca)
         key, cert = pair or (None, None)
-        return grpc.ssl_channel_credentials(ca, key, cert)
+        return grpc.ssl_channel_credentials(self.ca.read_bytes(), key, cert)
+
+    def _files(self) -> list[Path]:
+        return [file for file in (self.cert, self.key, self.ca) if file is not None]
 
     def _pair(self) -> tuple[bytes, bytes] | None:
-        key, cert = _read(self.key), _read(self.cert)
-        if (key is None) is not (cert is None):
+        if (self.key is None) is not (self.cert is None):
             raise ValueError("POINTSMAN_TLS_CERT and POINTSMAN_TLS_KEY belong together")
-        return None if key is None or cert is None else (key, cert)
+        if self.key is None or self.cert is None:
+            return None
+        _context(ssl.Purpose.CLIENT_AUTH, self.cert, self.key)
+        return self.key.read_bytes(), self.cert.read_bytes()
+
+    def _server_certificates(self) -> grpc.ServerCertificateConfiguration:
+        pair = self._pair()
+        assert pair is not None
+        ca = None
+        if self.ca is not None:
+            _context(ssl.Purpose.CLIENT_AUTH, ca=self.ca)
+            ca = self.ca.read_bytes()
+        return grpc.ssl_server_certificate_configuration([pair], ca)
 
 
-def _read(file: Path | None) -> bytes | None:
-    return None if file is None else file.read_bytes()
+def server_context(cert: Path, key: Path | None, ca: Path | None, protocols: Sequence[str] = ()) -> ssl.SSLContext:
+    """What a listener meets clients with: `cert`, and with `ca` clients must show a certificate. Each handshake looks whether
+    the files have changed. Raises OSError and ValueError for files that cannot be used."""
+
+    def make() -> ssl.SSLContext:
+        context = _context(ssl.Purpose.CLIENT_AUTH, cert, key, ca)
+        context.verify_mode = ssl.CERT_REQUIRED if ca else ssl.CERT_NONE
+        if protocols:
+            context.set_alpn_protocols(list(protocols))
+        return context
+
+    renewed = Renewed([file for file in (cert, key, ca) if file is not None], make)
+    listening = renewed.now
+
+    def choose(connection: ssl.SSLSocket | ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        renewed.changed()
+        connection.context = renewed.now
+
+    listening.sni_callback = choose
+    return listening
+
+
+def _context(
+    purpose: ssl.Purpose, cert: Path | None = None, key: Path | None = None, ca: Path | None = None
+) -> ssl.SSLContext:
+    """A context of these files. Raises OSError and ValueError that name them: gRPC says nothing of what it cannot use."""
+    files = [file for file in (cert, key, ca) if file is not None]
+    for file in files:
+        file.read_bytes()
+    try:
+        context = ssl.create_default_context(purpose, cafile=ca)
+        if cert is not None:
+            context.load_cert_chain(cert, key)
+    except ssl.SSLError as error:
+        raise ValueError(f"{', '.join(map(str, files))}: {error}") from None
+    return context

@@ -12,6 +12,7 @@ import structlog
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from services.common.renewed import Stamps, stamps
 from services.gateway.limits import Limits
 
 log = structlog.get_logger()
@@ -90,11 +91,11 @@ class ApiKeys:
         """Raises ValueError for a bad line, OSError when `file` cannot be read."""
         self._file = file
         self._fixed = None if lines is None else parse_keys(lines, "POINTSMAN_GATEWAY_API_KEYS")
-        self._seen: tuple[int, int, int] | None = None
+        self._seen: Stamps | None = None
         self._looked_at: float | None = None
         self._clients: Mapping[bytes, Client] = self._fixed or {}
         if file is not None:
-            self._seen = _stamp(file)
+            self._seen = stamps([file])
             self._clients = self._read(file)
 
     @property
@@ -114,7 +115,7 @@ class ApiKeys:
             return False
         self._looked_at = now
         try:
-            stamp = _stamp(self._file)
+            stamp = stamps([self._file])
             if stamp == self._seen:
                 return False
             self._seen = stamp
@@ -145,12 +146,6 @@ class ApiKeys:
         if twice := read.keys() & (self._fixed or {}).keys():
             raise ValueError(f"{file}: {len(twice)} of its keys are in POINTSMAN_GATEWAY_API_KEYS too")
         return {**(self._fixed or {}), **read}
-
-
-def _stamp(file: Path) -> tuple[int, int, int]:
-    """Changes when the file is written, replaced, or its link points elsewhere (as a mounted secret's does)."""
-    found = file.stat()
-    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _digest(key: str) -> bytes:

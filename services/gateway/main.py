@@ -16,6 +16,7 @@ import uvloop
 
 from services.common.auth import is_loopback
 from services.common.logs import configure_logs
+from services.common.tls import server_context
 from services.gateway.app import Gateway
 from services.gateway.http.server import Limits, Server
 from services.gateway.processes import run_processes
@@ -61,15 +62,10 @@ async def serving(settings: GatewaySettings, siblings: Siblings | None = None) -
 
 
 def _tls(settings: GatewaySettings) -> ssl.SSLContext | None:
-    """What clients are met with; None for plain HTTP. Raises OSError for files that cannot be used (ssl.SSLError is one)."""
+    """What clients are met with; None for plain HTTP. Raises OSError and ValueError for files that cannot be used."""
     if settings.tls_cert is None:
         return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=settings.tls_client_ca)
-    context.load_cert_chain(settings.tls_cert, settings.tls_key)
-    if settings.tls_client_ca is not None:
-        context.verify_mode = ssl.CERT_REQUIRED
-    context.set_alpn_protocols(["http/1.1"])
-    return context
+    return server_context(settings.tls_cert, settings.tls_key, settings.tls_client_ca, ["http/1.1"])
 
 
 async def _serve(settings: GatewaySettings, siblings: Siblings | None = None, ready: Connection | None = None) -> None:

@@ -10,8 +10,10 @@ import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import aiohttp
 import grpc
@@ -20,8 +22,10 @@ import pytest
 import redis
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from pointsman.agent.v1 import agent_pb2_grpc
 from pointsman.router.v1 import fleet_pb2
-from services.common.channel import CHANNEL_OPTIONS
+from services.common.auth import bearer
+from services.common.channel import CHANNEL_OPTIONS, LastingChannel
 from services.common.settings import Tokens
 from services.gateway.main import serving
 from services.gateway.settings import GatewaySettings
@@ -108,6 +112,88 @@ async def test_grpc_with_certificates_of_clients(
             assert await knock(address, dials(ours, theirs.sign("operator")), "O") == "UNAVAILABLE"
             # A certificate opens the door, and the token says to what.
             assert await knock(address, dials(ours, ours.sign("agent")), "A") == "PERMISSION_DENIED"
+
+
+def renew(files: Signed, ca: Path, by: Authority, name: str) -> None:
+    """Write what another authority has signed over a certificate, its key and whom it trusts, as a renewal does."""
+    signed = by.sign(name)
+    for old, new in ((files.key, signed.key), (files.cert, signed.cert), (ca, by.ca)):
+        beside = old.with_suffix(".new")
+        beside.write_bytes(new.read_bytes())
+        beside.replace(old)
+
+
+def copied(folder: Path, authority: Authority, name: str) -> tuple[Signed, Path]:
+    """A certificate's files and its authority's, which may be written over."""
+    folder.mkdir()
+    signed = authority.sign(name)
+    for file in (signed.cert, signed.key, authority.ca):
+        (folder / file.name).write_bytes(file.read_bytes())
+    return Signed(folder / signed.cert.name, folder / signed.key.name), folder / authority.ca.name
+
+
+async def test_a_renewed_certificate_is_taken_without_a_restart(
+    ours: Authority, theirs: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_router, ca_at_router = copied(tmp_path / "router", ours, "router")
+    at_agent, ca_at_agent = copied(tmp_path / "agent", ours, "agent")
+    console = f"127.0.0.1:{free_port()}"
+    before, after = dials(ours, ours.sign("operator")), dials(theirs, theirs.sign("operator"))
+
+    async def look(authority: Authority) -> str:
+        tls = trusting(authority, authority.sign("operator"))
+        try:
+            async with aiohttp.ClientSession() as client, client.get(f"https://{console}/", ssl=tls) as answer:
+                return str(answer.status)
+        except aiohttp.ClientError:
+            return "closed"
+
+    async with AsyncExitStack() as stack:
+        with environment(monkeypatch, at_router, ca_at_router):
+            address = await stack.enter_async_context(router(console_listen=console))
+        stack.enter_context(environment(monkeypatch, at_agent, ca_at_agent))
+        lasting = LastingChannel(address)
+        stack.push_async_callback(lasting.close)
+        agent: Any = SimpleNamespace(agents=agent_pb2_grpc.AgentServiceStub(lasting), metadata=bearer("A"))
+        assert await report(agent, "a") == "OK"
+        assert await knock(address, before, "O") == "OK"
+        assert await look(ours) == "200"
+        held = await stack.enter_async_context(grpc.aio.secure_channel(address, before, options=CHANNEL_OPTIONS))
+        operator = Client(held, "O")
+        await operator.instances()
+
+        # A renewal that cannot be used changes nothing.
+        key = at_router.key.read_bytes()
+        at_router.key.write_text("no key")
+        assert await knock(address, before, "O") == "OK"
+        assert await look(ours) == "200"
+        at_router.key.write_bytes(key)
+
+        renew(at_router, ca_at_router, theirs, "router")
+        assert await knock(address, before, "O") == "UNAVAILABLE"
+        assert await knock(address, after, "O") == "OK"
+        assert await look(ours) == "closed"
+        assert await look(theirs) == "200"
+        # What is open stays open, and an agent that has new files comes with them.
+        await operator.instances()
+        renew(at_agent, ca_at_agent, theirs, "agent")
+        assert await report(agent, "b") == "OK"
+        assert len(lasting._opened) == 2
+
+
+async def test_a_gateways_renewed_certificate_is_taken_without_a_restart(
+    ours: Authority, theirs: Authority, tmp_path: Path
+) -> None:
+    shown, ca = copied(tmp_path / "gateway", ours, "gateway")
+    settings = GatewaySettings(
+        listen="127.0.0.1:0", routers=["127.0.0.1:1"], tls_cert=shown.cert, tls_key=shown.key, tls_client_ca=ca
+    )
+    async with serving(settings) as (_, url):
+        assert await status_of(url, trusting(ours, ours.sign("client"))) == 200
+        renew(shown, ca, theirs, "gateway")
+        assert await status_of(url, trusting(theirs, theirs.sign("client"))) == 200
+        assert isinstance(await status_of(url, trusting(theirs, ours.sign("client"))), str)
+        assert isinstance(await status_of(url, trusting(ours, ours.sign("client"))), str)
 
 
 @pytest.mark.parametrize(
