@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import hmac
 import ipaddress
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,6 +27,9 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("/pointsman.router.v1.FleetService/SetPolicy", ("operator",)),
     ("/pointsman.router.v1.FleetService/", ("gateway", "operator", "observer")),
 )
+
+# Begins the words of an agents file that name certificates.
+CERTIFICATE = "cert="
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]"
@@ -52,25 +55,43 @@ def role_of(tokens: Mapping[str, str], authorization: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class BoundToken:
-    """An agent's token that is good for the instances whose ids match one of `patterns` (shell style) only."""
+    """An agent's token that is good for the instances whose ids match one of `patterns` (shell style) only; with `names`, only
+    together with a client's certificate that has one of these names (shell style, too)."""
 
     token: str
     patterns: tuple[str, ...]
+    names: tuple[str, ...] = ()
 
-    def covers(self, instance_id: str) -> bool:
-        """Whether its agent may report this instance."""
-        return any(fnmatch.fnmatchcase(instance_id, pattern) for pattern in self.patterns)
+    def covers(self, instance_id: str, shown: Sequence[str]) -> bool:
+        """Whether its agent, whose certificate has the names `shown`, may report this instance."""
+        return _matches([instance_id], self.patterns) and (not self.names or _matches(shown, self.names))
+
+
+def _matches(texts: Sequence[str], patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(text, pattern) for text in texts for pattern in patterns)
 
 
 def read_bound_tokens(file: Path) -> tuple[BoundToken, ...]:
-    """Lines `TOKEN PATTERN [PATTERN ...]`, # begins a comment. Raises OSError, and ValueError that names the line only."""
+    """Lines `TOKEN PATTERN [PATTERN ...] [cert=NAME ...]`, # begins a comment. Raises OSError, and ValueError that names the line
+    only."""
     bound = []
     for number, line in enumerate(file.read_text().splitlines(), 1):
         if words := line.partition("#")[0].split():
-            if len(words) < 2:
+            names = tuple(word.removeprefix(CERTIFICATE) for word in words[1:] if word.startswith(CERTIFICATE))
+            patterns = tuple(word for word in words[1:] if not word.startswith(CERTIFICATE))
+            if not patterns or not all(names):
                 raise ValueError(f"{file}, line {number}: a token and the instances that it is good for are needed")
-            bound.append(BoundToken(words[0], tuple(words[1:])))
+            bound.append(BoundToken(words[0], patterns, names))
     return tuple(bound)
+
+
+def certificate_names(context: Mapping[str, Iterable[bytes]]) -> tuple[str, ...]:
+    """The names in the certificate that a peer has shown and that was checked (subject alternative names; without any the common
+    name), from gRPC's auth context; none without one."""
+    for kind in ("x509_subject_alternative_name", "x509_common_name"):
+        if names := tuple(name.decode(errors="replace") for name in context.get(kind, ())):
+            return names
+    return ()
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
@@ -91,10 +112,11 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         role = role_of(self._tokens, authorization)
         return "agent" if role is None and self._bound_of(authorization) is not None else role
 
-    def may_report(self, authorization: str, instance_id: str) -> bool:
-        """Whether an agent that shows `authorization` may report this instance: any, but for a bound token."""
+    def may_report(self, authorization: str, names: Sequence[str], instance_id: str) -> bool:
+        """Whether an agent that shows `authorization` and a certificate with `names` may report this instance: any, but for a
+        bound token."""
         bound = self._bound_of(authorization)
-        return bound is None or bound.covers(instance_id)
+        return bound is None or bound.covers(instance_id, names)
 
     def _bound_of(self, authorization: str) -> BoundToken | None:
         found = None

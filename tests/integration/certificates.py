@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,13 +26,14 @@ class Authority:
         self._key = folder / "ca.key"
         _openssl("req", "-x509", *_fresh(self._key), "-out", self.ca, "-days", "2", "-subj", f"/CN={folder.name}")
 
-    def sign(self, name: str) -> Signed:
-        """A certificate for servers and clients on this machine."""
+    def sign(self, name: str, names: Sequence[str] = ()) -> Signed:
+        """A certificate for servers and clients on this machine, or of `names`."""
         cert, key, request = (self._folder / f"{name}.{kind}" for kind in ("pem", "key", "csr"))
-        names = self._folder / "names"
-        names.write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+        file = self._folder / "names"
+        told = [f"DNS:{one}" for one in names] or ["IP:127.0.0.1", "DNS:localhost"]
+        file.write_text(f"subjectAltName={','.join(told)}\n")
         _openssl("req", *_fresh(key), "-out", request, "-subj", f"/CN={name}")
-        signing = ("-CA", self.ca, "-CAkey", self._key, "-CAcreateserial", "-extfile", names)
+        signing = ("-CA", self.ca, "-CAkey", self._key, "-CAcreateserial", "-extfile", file)
         _openssl("x509", "-req", "-in", request, *signing, "-out", cert, "-days", "2")
         return Signed(cert, key)
 

@@ -250,9 +250,33 @@ async def test_an_agent_reports_its_own_instances_only(tmp_path: Path) -> None:
         assert await knock(address, None, "first") == "PERMISSION_DENIED"
 
 
-def test_a_line_without_instances_is_refused_and_its_token_not_shown(tmp_path: Path) -> None:
+async def test_an_agents_token_may_be_bound_to_its_certificate(
+    ours: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "agents"
-    file.write_text("first vllm-0.*\nsecret\n")
+    file.write_text("mine vllm-0.* cert=node-1.* cert=spare\nany vllm-1.*\n")
+    with environment(monkeypatch, ours.sign("router"), ours.ca):
+        async with router(agents_file=file) as address:
+
+            async def outcome(token: str, instance: str, *names: str) -> str:
+                signed = ours.sign(f"agent-of-{'-'.join(names)}", names)
+                async with grpc.aio.secure_channel(address, dials(ours, signed), options=CHANNEL_OPTIONS) as channel:
+                    return await report(Client(channel, token), instance, url=f"http://{instance}")
+
+            assert await outcome("mine", "vllm-0.x:8000", "node-1.cluster") == "OK"
+            assert await outcome("mine", "vllm-0.x:8000", "other", "spare") == "OK"
+            assert await outcome("mine", "vllm-0.x:8000", "node-2.cluster") == "PERMISSION_DENIED"
+            assert await outcome("mine", "vllm-1.x:8000", "node-1.cluster") == "PERMISSION_DENIED"
+            assert await outcome("any", "vllm-1.x:8000", "node-2.cluster") == "OK"
+    # Where no certificates are asked for nobody has a name.
+    async with router(agents_file=file) as address, grpc.aio.insecure_channel(address) as channel:
+        assert await report(Client(channel, "mine"), "vllm-0.x:8000", url="http://vllm-0.x:8000") == "PERMISSION_DENIED"
+
+
+@pytest.mark.parametrize("line", ["secret", "secret cert=node-1", "secret vllm-0.* cert="])
+def test_a_line_without_instances_is_refused_and_its_token_not_shown(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "agents"
+    file.write_text(f"first vllm-0.*\n{line}\n")
     with pytest.raises(ValueError, match="line 2: a token and the instances") as refused:
         RouterServer(RouterSettings(agents_file=file), TOKENS)
     assert "secret" not in str(refused.value)

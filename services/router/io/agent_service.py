@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 from urllib.parse import urlsplit
 
@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 
 from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
+from services.common.auth import certificate_names
 from services.common.channel import END_OF_STREAM
 from services.router import events as ev
 from services.router.io.runtime import AgentStream, Router
@@ -24,8 +25,9 @@ Context: TypeAlias = "grpc.aio.ServicerContext[agent_pb2.ReportRequest, agent_pb
 class AgentService(agent_pb2_grpc.AgentServiceServicer):
     """One stream for each instance."""
 
-    def __init__(self, router: Router, may_report: Callable[[str, str], bool]) -> None:
-        """`may_report`: whether who shows this `authorization` may report the instance with this id, or at this HOST:PORT."""
+    def __init__(self, router: Router, may_report: Callable[[str, Sequence[str], str], bool]) -> None:
+        """`may_report`: whether who shows this `authorization` and a certificate with these names may report the instance with
+        this id, or at this HOST:PORT."""
         self._router = router
         self._may_report = may_report
         self._stream_ids = itertools.count(1)
@@ -90,13 +92,18 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
     def _check_right(self, context: Context, instance: agent_pb2.Instance) -> None:
         """Raise _NotYours unless the agent may report the instance, and have prompts sent where it says."""
         shown = str(dict(context.invocation_metadata() or ()).get("authorization", ""))
+        names = certificate_names(context.auth_context())
         for name in (instance.instance_id, _address(instance.url)):
-            if not self._may_report(shown, name):
+            if not self._may_report(shown, names, name):
                 raise _NotYours(f"this agent may not report {name}")
         bootstrap = _address(instance.kv_transfer.bootstrap_url)
         host = bootstrap.rpartition(":")[0]
         # Its KV is fetched there: from the same host, on a port of its own.
-        if bootstrap and host != _address(instance.url).rpartition(":")[0] and not self._may_report(shown, bootstrap):
+        if (
+            bootstrap
+            and host != _address(instance.url).rpartition(":")[0]
+            and not self._may_report(shown, names, bootstrap)
+        ):
             raise _NotYours(f"this agent may not name {bootstrap} as a place to fetch KV from")
 
     async def _write(self, stream: AgentStream, context: Context) -> ev.RefuseReport | None:

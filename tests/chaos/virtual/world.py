@@ -105,7 +105,8 @@ class RouterNode:
                 PlacementService(router).Session, placement_pb2.SessionRequest.FromString
             ),
             "/pointsman.agent.v1.AgentService/Report": Method(
-                AgentService(router, lambda authorization, instance: True).Report, agent_pb2.ReportRequest.FromString
+                AgentService(router, lambda authorization, names, instance: True).Report,
+                agent_pb2.ReportRequest.FromString,
             ),
         }
         self._world.network.listen(self._address, self.node, services)
