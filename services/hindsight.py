@@ -89,15 +89,19 @@ def set_policy(
     policy: Annotated[str, typer.Argument(help="policy to place by from now on (pointsman policies)")],
     settings: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE; others get their defaults")] = None,
     router: Annotated[
-        list[str] | None, typer.Option(envvar="POINTSMAN_ROUTER", help="HOST:PORT of a router; repeat it for replicas")
+        list[str] | None,
+        typer.Option(envvar="POINTSMAN_ROUTER", help="HOST:PORT of a router; those that share its Redis follow it"),
     ] = None,
 ) -> None:
-    """Change the policy of each router named, without losing anything; tells the policy in force with all its settings."""
+    """Change the policy of a router and of all that share its Redis, those that start later, too, without losing anything; tells
+    the policy in force with all its settings."""
     request = fleet_pb2.SetPolicyRequest(policy=_policy(policy, settings))
     for one in router or [DEFAULT_ROUTER]:
         answer = call(one, lambda fleet: fleet.SetPolicy, request, TIMEOUT_S)
         told = json_format.MessageToDict(answer.policy.settings)
         typer.echo(f"{one}: {answer.policy.name}" + "".join(f" {name}={told[name]}" for name in sorted(told)))
+        if answer.here_alone:
+            typer.echo(f"{one}: its Redis is away, so other routers follow when it is back", err=True)
 
 
 def _policy(name: str, settings: list[str] | None) -> fleet_pb2.Policy:

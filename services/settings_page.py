@@ -15,12 +15,13 @@ from pydantic_settings import BaseSettings
 
 from services import ask
 from services.agent.settings import AgentSettings
-from services.common.settings import Tokens
+from services.common.settings import ARGUMENT, Tokens
 from services.common.tls import Tls
 from services.fleet_call import DEFAULT_ROUTER
 from services.gateway.auth import KeysFromEnvironment
 from services.gateway.settings import GatewaySettings
 from services.router.io.settings import RouterSettings
+from services.shadow.settings import ReadSettings, ServeSettings
 from services.up import UpSettings
 
 INTRODUCTION = """\
@@ -57,6 +58,8 @@ def page() -> str:
     parts += _section(
         "One node", "`pointsman up`; its services read their own variables besides.", UpSettings, flags=True
     )
+    parts += _section("Shadow", "`pointsman shadow serve`.", ServeSettings, flags=True)
+    parts += _section("Shadow: a log", "`pointsman shadow read`.", ReadSettings, flags=True)
     parts += _section("Tokens", "Router, agent, gateway and operators' commands.", Tokens, flags=False)
     parts += _section("TLS between services", "Router, agent, gateway and operators' commands.", Tls, flags=False)
     parts += ["## Operators' commands\n", *_operators(), ENGINES]
@@ -94,6 +97,8 @@ def _operators() -> Iterator[str]:
 
 
 def _flag(name: str, field: FieldInfo) -> str:
+    if field.json_schema_extra == ARGUMENT:
+        return name.upper()
     words = name.replace("_", "-")
     return f"--{words}, --no-{words}" if field.annotation is bool else f"--{words}"
 

@@ -105,6 +105,15 @@ def test_commands_whose_answers_are_shown_are_understood(page: Path) -> None:
     assert [said for command in shown if (said := parsed.problem(command))] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_commands_within_the_text_are_understood(page: Path) -> None:
+    named = set(re.findall(r"`((?:pointsman|python -m bench|make) [^`<>]+)`", page.read_text()))
+    shown = {one for one in named if not re.search(r"\b[A-Z]{2,}\b|\.\.\.", one)}
+    said = [parsed.problem(command) for command in sorted(shown)]
+    # Text may name a command without saying of what.
+    assert [one for one in said if one and "MissingParameter" not in one] == []
+
+
 def test_only_known_marks_are_used() -> None:
     assert {mark for block in BLOCKS for mark in block.marks} <= MARKS
 

@@ -248,7 +248,15 @@ async def test_a_page_says_what_only_another_router_knows() -> None:
     async with browser() as shown:
         replicas = {
             "answering": {"routerId": "one"},
-            "replicas": [{"routerId": "one"}, {"routerId": "two", "silent": "0.1s"}],
+            "replicas": [
+                {"routerId": "one", "policy": {"name": "unified"}},
+                {
+                    "routerId": "two",
+                    "silent": "0.1s",
+                    "policy": {"name": "lmetric"},
+                    "consoleUrl": "http://127.0.0.1:1",
+                },
+            ],
             "pools": [
                 {"model": "m", "owner": {"routerId": "two", "address": "two:1"}},
                 {"model": "n", "owner": {"routerId": "one"}},
@@ -256,7 +264,15 @@ async def test_a_page_says_what_only_another_router_knows() -> None:
         }
         await shown.page.route("**/api/ListReplicas", lambda route: route.fulfill(json=replicas))
         await shown.open("fleet")
-        await expect(shown.page.get_by_text("Placed by another router")).to_contain_text("m by two (two:1)")
+        elsewhere = shown.page.locator("#elsewhere")
+        await expect(elsewhere).to_contain_text("This is what one sees, one router of 2.")
+        await expect(elsewhere).to_contain_text("Placed by another router")
+        await expect(elsewhere).to_contain_text("m by two (two:1)")
+        await expect(elsewhere.get_by_role("link", name="two (two:1)")).to_have_attribute("href", "http://127.0.0.1:1")
+        await expect(elsewhere).to_contain_text("do not place by the same policy")
+        assert await shown.page.evaluate(CONTRAST) == []
+        await elsewhere.get_by_role("link", name="See Replicas").click()
+        await expect(shown.page.get_by_role("table", name="Routers")).to_contain_text("lmetric")
         # Of a decision that another one made, and of an address that was cut short.
         for gone in ("two-1", "cut%2"):
             await shown.open(f"decisions/{gone}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import grpc.aio
 import pytest
+import redis
 import redis.asyncio
 
 from pointsman.router.v1 import placement_pb2
@@ -148,3 +150,21 @@ async def test_a_fleet_name_keeps_fleets_apart(tmp_path: Path) -> None:
             await Report(second).join("a")
             await owns(one)
             await owns(two)
+
+
+async def test_what_another_version_has_written_is_taken_as_far_as_it_can_be_read(tmp_path: Path) -> None:
+    """A newer version's field is passed over, an older one's missing field has its default, and the rest is left out."""
+    older = {"request_id": "older", "gateway_id": "g", "instance_id": "a", "decision_id": "d"}
+    older |= {"input_tokens": 100, "new_tokens": 100, "pool": "m"}
+    kept = {"older": older, "newer": {**older, "request_id": "newer", "colour": "red"}, "other": {"request_id": 7}}
+    with redis_server(tmp_path) as (url, _):
+        with redis.Redis.from_url(url) as client:
+            client.hset("pointsman:{default:m}:open", mapping={name: json.dumps(one) for name, one in kept.items()})
+        async with running(redis_url=url, owner_lease_s=0.5) as (server, agent):
+            await Report(agent).join("a")
+
+            async def taken() -> bool:
+                found = server.router.state.reservations.of_pool("m")
+                return {one.request_id for one in found} == {"older", "newer"}
+
+            await eventually(taken, "what can be read is open")

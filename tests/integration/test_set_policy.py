@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,13 +16,15 @@ import pytest
 from google.protobuf import json_format, struct_pb2
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
+from redis import Redis
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 from services.common.keys import prompt_keys
 from services.router.io.main import RouterServer
+from services.router.io.runtime import About
 from services.router.policy.registry import POLICIES, make_policy
-from tests.integration.router_fixtures import Client, Report, Session, eventually, running
+from tests.integration.router_fixtures import Client, Report, Session, eventually, redis_server, running
 
 KV = agent_pb2.KvTransfer(protocol=agent_pb2.KV_PROTOCOL_NIXL)
 KEYS = prompt_keys(list(range(160)), "m")
@@ -221,6 +224,64 @@ async def test_a_watch_tells_only_what_its_filter_asks_for() -> None:
         await session.place("mine", 160, session_id="s")
         assert (await reader).decision.request_id == "mine"
         watch.cancel()
+
+
+async def test_replicas_share_a_policy_and_keep_it_over_restarts(tmp_path: Path) -> None:
+    async def in_force(client: Client) -> str:
+        return (await client.fleet.ListInstances(fleet_pb2.ListInstancesRequest())).policy.name
+
+    def places_by(client: Client, name: str) -> Any:
+        async def check() -> bool:
+            return await in_force(client) == name
+
+        return check
+
+    with redis_server(tmp_path) as (url, redis):
+        shared = {"redis_url": url, "owner_lease_s": 0.5}
+        async with running(router_id="one", **shared) as (_, one), running(router_id="two", **shared) as (_, two):
+            assert [await in_force(one), await in_force(two)] == ["unified", "unified"]
+            request = fleet_pb2.SetPolicyRequest(policy=policy("elastic", decider="heuristic"))
+            assert not (await one.fleet.SetPolicy(request)).here_alone
+            await eventually(places_by(two, "elastic"), "two follows")
+            assert (await two.fleet.ListInstances(fleet_pb2.ListInstancesRequest())).policy.settings[
+                "decider"
+            ] == "heuristic"
+            # Whoever starts later places by it, too, whatever its own settings say.
+            async with running(router_id="three", policy="sticky", **shared) as (_, three):
+                await eventually(places_by(three, "elastic"), "three follows")
+
+                async def told() -> bool:
+                    listed = (await one.fleet.ListReplicas(fleet_pb2.ListReplicasRequest())).replicas
+                    return {each.router_id: each.policy.name for each in listed} == dict.fromkeys(
+                        ("one", "two", "three"), "elastic"
+                    )
+
+                await eventually(told, "each tells what it places by")
+            redis.kill()
+            alone = await two.fleet.SetPolicy(fleet_pb2.SetPolicyRequest(policy=policy("lmetric")))
+            assert (alone.here_alone, alone.policy.name, await in_force(one)) == (True, "lmetric", "elastic")
+            # An empty Redis returns: what was set last is the fleet's.
+            with redis_server(tmp_path, port=int(url.rpartition(":")[2].partition("/")[0])):
+                await eventually(places_by(one, "lmetric"), "one follows when Redis is back")
+                assert await in_force(two) == "lmetric"
+
+
+async def test_a_policy_that_a_replica_does_not_know_changes_nothing(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as (url, _):
+        with Redis.from_url(url) as client:
+            client.hset("pointsman:{default}:policy", mapping={"version": 3, "policy": '["of the future",{}]'})
+        async with running(router_id="one", redis_url=url, owner_lease_s=0.5) as (server, one):
+
+            async def seen() -> bool:
+                return server.router.store.answered_at is not None
+
+            await eventually(seen, "Redis has answered")
+            assert (await one.fleet.ListInstances(fleet_pb2.ListInstancesRequest())).policy.name == "unified"
+            assert About.read("what another version tells") == About.read("") == About()
+            # What is set here is newer than that.
+            await one.fleet.SetPolicy(fleet_pb2.SetPolicyRequest(policy=policy("sticky")))
+            with Redis.from_url(url, decode_responses=True) as client:
+                assert client.hget("pointsman:{default}:policy", "version") == "4"
 
 
 async def test_the_command_sets_the_policy_and_says_what_is_wrong() -> None:

@@ -15,11 +15,12 @@ import grpc.aio
 
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 from services.router import events as ev
+from services.router.domain import PolicyRef
 from services.router.fleet import InstanceRecord
 from services.router.hindsight import Revision
 from services.router.io.decision_log import DecisionFilter, LoggedDecision
 from services.router.io.errors import abort, refusal_status, setting_status
-from services.router.io.runtime import Router
+from services.router.io.runtime import About, Router
 from services.router.io.wire import gateways, operators
 from services.router.io.wire.times import duration, timestamp
 from services.router.outcomes import Outcomes
@@ -78,9 +79,10 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     async def SetPolicy(  # noqa: N802
         self, request: fleet_pb2.SetPolicyRequest, context: Any
     ) -> fleet_pb2.SetPolicyResponse:
-        """Change the policy; everything else stays."""
-        self._router.state.policy = await self._policy(request.policy, context)
-        return fleet_pb2.SetPolicyResponse(policy=operators.policy_to_wire(self._router.state.policy.ref()))
+        """Change the policy of all replicas; everything else stays."""
+        policy = await self._policy(request.policy, context)
+        everywhere = await self._router.set_policy(policy)
+        return fleet_pb2.SetPolicyResponse(policy=operators.policy_to_wire(policy.ref()), here_alone=not everywhere)
 
     async def ListDecisions(  # noqa: N802
         self, request: fleet_pb2.ListDecisionsRequest, context: Any
@@ -189,7 +191,14 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         answer = fleet_pb2.ListReplicasResponse(answering=self._router_status())
         for one in store.replicas():
             silent = None if one.seen_at is None else duration(now - one.seen_at)
-            answer.replicas.add(router_id=one.router_id, address=one.address, silent=silent)
+            about = About.read(one.about)
+            answer.replicas.add(
+                router_id=one.router_id,
+                address=one.address,
+                silent=silent,
+                policy=operators.policy_to_wire(PolicyRef(*about.policy)) if about.policy else None,
+                console_url=about.console_url,
+            )
         for pool in state.fleet.pools():
             answer.pools.add(
                 model=pool.model,

@@ -99,6 +99,9 @@ class RouterServer:
             await self._start_metrics()
         if self.console is not None:
             await self.console.start()
+            scheme, _, listens = self.console.address.partition("://")
+            host, _, port = listens.rpartition(":")
+            self.router.console_url = self.settings.console_advertise or f"{scheme}://{_reachable(host)}:{port}"
             log.info("the console listens", address=self.console.address)
         log.info("router listens", address=self.settings.listen, router_id=self.settings.router_id)
 

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
-# KEYS: live replicas, their addresses. ARGV: router id, address, time to live in ms.
-# Returns {id, address, ms since its last heartbeat} of each live replica.
+# KEYS: live replicas, their addresses, what they tell of themselves, the fleet's policy. ARGV: router id, address, time to live
+# in ms, what it tells of itself, the version of the policy that it last took from an operator (0: none), that policy.
+# Returns {{id, address, ms since its last heartbeat, what it tells} of each live replica, version, policy}: the newest policy.
 HEARTBEAT = """
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 redis.call('ZADD', KEYS[1], now, ARGV[1])
 redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
+redis.call('HSET', KEYS[3], ARGV[1], ARGV[4])
 for _, dead in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], 0, now - tonumber(ARGV[3]))) do
   redis.call('ZREM', KEYS[1], dead)
   redis.call('HDEL', KEYS[2], dead)
+  redis.call('HDEL', KEYS[3], dead)
+end
+if tonumber(ARGV[5]) > tonumber(redis.call('HGET', KEYS[4], 'version') or '0') then
+  redis.call('HSET', KEYS[4], 'version', ARGV[5], 'policy', ARGV[6])
 end
 local live = {}
 local known = redis.call('ZRANGE', KEYS[1], 0, -1, 'WITHSCORES')
 for i = 1, #known, 2 do
-  table.insert(live, {known[i], redis.call('HGET', KEYS[2], known[i]) or '', math.max(now - tonumber(known[i + 1]), 0)})
+  local id = known[i]
+  local silent = math.max(now - tonumber(known[i + 1]), 0)
+  table.insert(live, {id, redis.call('HGET', KEYS[2], id) or '', silent, redis.call('HGET', KEYS[3], id) or ''})
 end
-return live
+return {live, tonumber(redis.call('HGET', KEYS[4], 'version') or '0'), redis.call('HGET', KEYS[4], 'policy') or ''}
+"""
+
+# KEYS: the fleet's policy. ARGV: the newest version that the caller has seen, the policy. Returns the version that it got.
+SET_POLICY = """
+local version = math.max(tonumber(redis.call('HGET', KEYS[1], 'version') or '0'), tonumber(ARGV[1])) + 1
+redis.call('HSET', KEYS[1], 'version', version, 'policy', ARGV[2])
+return version
 """
 
 # KEYS: lease, epoch, number of the last change. ARGV: router id, address, lease in ms, the caller's own epoch (0: it owns
@@ -76,5 +91,5 @@ return 1
 # KEYS: lease. ARGV: router id.
 RELEASE = "if redis.call('HGET', KEYS[1], 'id') == ARGV[1] then redis.call('DEL', KEYS[1]) end return 1"
 
-# KEYS: live replicas, their addresses. ARGV: router id.
-LEAVE = "redis.call('ZREM', KEYS[1], ARGV[1]) redis.call('HDEL', KEYS[2], ARGV[1]) return 1"
+# KEYS: live replicas, their addresses, what they tell of themselves. ARGV: router id.
+LEAVE = "redis.call('ZREM', KEYS[1], ARGV[1]) for i = 2, 3 do redis.call('HDEL', KEYS[i], ARGV[1]) end return 1"

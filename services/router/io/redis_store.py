@@ -87,8 +87,11 @@ class RedisStore:
         self._apply = self._redis.register_script(redis_scripts.APPLY)
         self._release = self._redis.register_script(redis_scripts.RELEASE)
         self._leave = self._redis.register_script(redis_scripts.LEAVE)
+        self._set_policy = self._redis.register_script(redis_scripts.SET_POLICY)
         self._fleet = fleet
-        self._replica_keys = [f"pointsman:{{{fleet}}}:replicas", f"pointsman:{{{fleet}}}:addresses"]
+        self._replica_keys = [f"pointsman:{{{fleet}}}:{name}" for name in ("replicas", "addresses", "about")]
+        self._policy_key = f"pointsman:{{{fleet}}}:policy"
+        self._policy = (0, "")  # the last that an operator has set, with its version
         self._router_id = router_id
         self._lease_s = lease_s
         self._ttl_ms = int(affinity_ttl_s * 1e3)
@@ -104,6 +107,8 @@ class RedisStore:
         self._replicas: list[Replica] = []
         self.answered_at: float | None = None
         self.address = ""
+        self.about: Callable[[], str] = str
+        self.on_policy: Callable[[str], None] = lambda policy: None
 
     def replicas(self) -> list[Replica]:
         """The live replicas by id, as of Redis' last answer."""
@@ -157,6 +162,21 @@ class RedisStore:
         else:
             known.pending.append(stored)
 
+    async def set_policy(self, policy: str) -> bool:
+        """Give all replicas this policy: each takes it with its next heartbeat. Without Redis it goes there with this replica's
+        first heartbeat on its return, unless an operator has set another one elsewhere as often."""
+        seen, _ = self._policy
+        self._policy = (seen + 1, policy)
+        try:
+            version = int(await self._set_policy(keys=[self._policy_key], args=[seen, policy]))
+        except (redis.exceptions.RedisError, OSError):
+            return False
+        if version >= self._policy[0]:
+            # Anew, for another's may have come in between.
+            self._policy = (version, policy)
+            self.on_policy(policy)
+        return True
+
     async def run(self) -> None:
         """Keep ownership and write changes until cancelled; then give the pools back."""
         loop = asyncio.get_running_loop()
@@ -179,10 +199,14 @@ class RedisStore:
 
     async def _poll(self) -> None:
         self._poll_at = asyncio.get_running_loop().time() + self._lease_s / 4
-        told = await self._heartbeat(
-            keys=self._replica_keys, args=[self._router_id, self.address, int(self._lease_s * 1e3)]
+        told, version, policy = await self._heartbeat(
+            keys=[*self._replica_keys, self._policy_key],
+            args=[self._router_id, self.address, int(self._lease_s * 1e3), self.about(), *self._policy],
         )
         live = self._met(told)
+        if (int(version), policy) != self._policy and int(version) >= self._policy[0]:
+            self._policy = (int(version), policy)
+            self.on_policy(policy)
         came_back, self._degraded = self._degraded, False
         # What happens from here on follows each pool's rewrite, that of the first while the others wait for theirs.
         for pool in list(self._pools.values()):
@@ -203,8 +227,8 @@ class RedisStore:
         self.answered_at = now = asyncio.get_running_loop().time()
         self._replicas = sorted(
             (
-                Replica(str(router_id), str(address), now - int(silent_ms) / 1e3)
-                for router_id, address, silent_ms in told
+                Replica(str(router_id), str(address), now - int(silent_ms) / 1e3, str(about))
+                for router_id, address, silent_ms, about in told
             ),
             key=lambda one: one.router_id,
         )
@@ -290,7 +314,7 @@ class RedisStore:
         usual = await self._redis.hgetall(work)
         return ev.PoolTaken(
             pool.name,
-            tuple(msgspec.json.decode(value, type=Reservation) for value in opened.values()),
+            tuple(one for value in opened.values() if (one := _reservation(value)) is not None),
             {str(session): str(owner) for session, owner in owners.items()},
             msgspec.json.decode(usual["work"], type=UsualWork) if usual else None,
         )
@@ -349,6 +373,15 @@ class RedisStore:
         with contextlib.suppress(redis.exceptions.RedisError, OSError):
             await self._leave(keys=self._replica_keys, args=[self._router_id])
         await self._redis.aclose()
+
+
+def _reservation(value: str | bytes) -> Reservation | None:
+    try:
+        return msgspec.json.decode(value, type=Reservation)
+    except msgspec.MsgspecError as error:
+        # Of a router in another version. Its gateway tells of it anew, if it is still open.
+        log.error("an open reservation in Redis cannot be read", error=str(error))
+        return None
 
 
 def _change(effect: StoreEffect) -> list[str]:

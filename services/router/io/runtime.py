@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
 import structlog
 from msgspec.structs import replace
 
@@ -27,6 +28,7 @@ from services.router.io.store import MemoryStore, Store, StoreEffect
 from services.router.io.telemetry import Telemetry
 from services.router.io.wire import gateways
 from services.router.ownership import Owner
+from services.router.policy.base import Policy, SettingError
 from services.router.policy.registry import make_policy
 from services.router.queue import QueueSettings
 from services.router.saturation import Limits
@@ -38,6 +40,21 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 TICK_S = 0.5
+
+
+class About(msgspec.Struct):
+    """What a replica tells the others of itself: the policy that it places by, and where its console is ("": nowhere)."""
+
+    policy: tuple[str, dict[str, float | bool | str]] | None = None
+    console_url: str = ""
+
+    @classmethod
+    def read(cls, text: str) -> About:
+        """What another replica has told, as far as it can be understood."""
+        try:
+            return msgspec.json.decode(text or "{}", type=cls)
+        except msgspec.MsgspecError:
+            return cls()
 
 
 class AgentStream:
@@ -124,6 +141,9 @@ class Router:
         else:
             self.store = MemoryStore(settings.router_id)
         self.telemetry.registry.register(LostLines("router", lambda: self.decisions.lost))
+        self.store.about = self._about
+        self.store.on_policy = self._policy_told
+        self.console_url = ""
         self.telemetry.registry.register(FleetCollector(self.state, lambda: self._warm))
 
     @property
@@ -160,6 +180,12 @@ class Router:
         """Let all gateways go."""
         for gateway in self.gateways.values():
             gateway.outbox.end()
+
+    async def set_policy(self, policy: Policy) -> bool:
+        """Place by `policy` from now on, here and at all replicas. False when those get it only once the shared store is back."""
+        self.state.policy = policy
+        ref = policy.ref()
+        return await self.store.set_policy(msgspec.json.encode((ref.name, dict(ref.settings))).decode())
 
     async def run(self) -> None:
         """Keep the store and the clock going until cancelled."""
@@ -319,6 +345,22 @@ class Router:
             case ev.RefuseReport():
                 log.warning("refusing an agent's report", reason=effect.reason)
                 stream.replies.put_nowait(effect)
+
+    def _about(self) -> str:
+        ref = self.state.policy.ref()
+        return msgspec.json.encode(About((ref.name, dict(ref.settings)), self.console_url)).decode()
+
+    def _policy_told(self, text: str) -> None:
+        try:
+            name, settings = msgspec.json.decode(text, type=tuple[str, dict[str, float | bool | str]])
+            policy = make_policy(name, settings)
+        except (msgspec.MsgspecError, SettingError) as error:
+            # Of a replica in another version: better two policies than none.
+            log.error("the fleet's policy cannot be taken; this router keeps its own", policy=text, error=str(error))
+            return
+        if policy.ref() != self.state.policy.ref():
+            log.info("the fleet's policy is taken", policy=name)
+            self.state.policy = policy
 
     def _check_warmth(self) -> None:
         warm = not self.state.cold(time.monotonic())

@@ -27,11 +27,15 @@ class RouterSettings(BaseSettings):
     advertise: str = Field("", description="HOST:PORT that gateways reach this very router at; empty: as `listen` says")
     metrics_listen: str = Field("127.0.0.1:9100", description="HOST:PORT of /metrics and /health; empty for none")
     console_listen: str = Field("", description="HOST:PORT of the console, a page for people; empty for none")
+    console_advertise: str = Field(
+        "", description="URL at which people reach this very router's console; empty: as `console_listen` says"
+    )
     console_viewers: int = Field(16, ge=1, description="how many may watch decisions in the console at a time")
     agents_file: Path | None = Field(
         None,
-        description="file with lines TOKEN PATTERN...: tokens of agents that may report only instances whose ids, and the "
-        "addresses that they are called at, match a pattern (vllm-0.*); besides the token of all agents, if there is one",
+        description="file with lines TOKEN PATTERN... [cert=NAME...]: tokens of agents that may report only instances whose ids, "
+        "and the addresses that they are called at, match a pattern (vllm-0.*), and only with a certificate of such a name where "
+        "one is given; besides the token of all agents, if there is one",
     )
     reflection: bool = Field(
         True, description="let anybody who reaches the gRPC port list its services (gRPC reflection)"

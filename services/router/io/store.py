@@ -18,11 +18,12 @@ Stored = Callable[[bool], None]
 @dataclass(frozen=True, slots=True)
 class Replica:
     """A live router of the fleet. `seen_at` is when it last gave a sign of life, in s on the loop's clock; None: nothing is
-    shared."""
+    shared. `about` is what it tells of itself."""
 
     router_id: str
     address: str
     seen_at: float | None
+    about: str = ""
 
 
 class Store(Protocol):
@@ -33,6 +34,12 @@ class Store(Protocol):
 
     address: str
     """What gateways dial to reach this replica, as HOST:PORT; set before run()."""
+
+    about: Callable[[], str]
+    """What this replica tells the others of itself; set before run()."""
+
+    on_policy: Callable[[str], None]
+    """Called with the policy that an operator has set at another replica, or before this one started; set before run()."""
 
     @property
     def epoch(self) -> int:
@@ -61,6 +68,10 @@ class Store(Protocol):
         """Call `stored(True)` once all that was recorded of `pool` so far is kept (or nothing can keep it: degraded), or
         `stored(False)` when another replica took the pool before that."""
 
+    async def set_policy(self, policy: str) -> bool:
+        """Let all replicas have this policy, and those that start later. False when they get it only once the shared store is
+        back."""
+
     async def run(self) -> None:
         """Work until cancelled; then give back what is owned."""
 
@@ -74,11 +85,13 @@ class MemoryStore:
     def __init__(self, router_id: str) -> None:
         self.epoch = 1
         self.address = ""
+        self.about: Callable[[], str] = str
+        self.on_policy: Callable[[str], None] = lambda policy: None
         self._router_id = router_id
 
     def replicas(self) -> list[Replica]:
         """This one."""
-        return [Replica(self._router_id, self.address, None)]
+        return [Replica(self._router_id, self.address, None, self.about())]
 
     def owner(self, pool: str) -> Owner | None:
         """This replica."""
@@ -97,6 +110,10 @@ class MemoryStore:
     def after(self, pool: str, stored: Stored) -> None:
         """At once."""
         stored(True)
+
+    async def set_policy(self, policy: str) -> bool:
+        """There is nobody else."""
+        return True
 
     async def run(self) -> None:
         """Nothing to do."""

@@ -395,6 +395,9 @@ class SetPolicyResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_FIELD_NUMBER: _builtins.int
+    HERE_ALONE_FIELD_NUMBER: _builtins.int
+    here_alone: _builtins.bool
+    """here_alone: the shared store is away, so that other replicas take the policy when it is back."""
     @_builtins.property
     def policy(self) -> Global___Policy:
         """policy in force."""
@@ -403,10 +406,11 @@ class SetPolicyResponse(_message.Message):
         self,
         *,
         policy: Global___Policy | None = ...,
+        here_alone: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["here_alone", b"here_alone", "policy", b"policy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1535,13 +1539,21 @@ class Replica(_message.Message):
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     SILENT_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    CONSOLE_URL_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """router_id of the replica."""
     address: _builtins.str
     """address that gateways dial, as HOST:PORT."""
+    console_url: _builtins.str
+    """console_url is the address of its console; empty when it has none."""
     @_builtins.property
     def silent(self) -> _duration_pb2.Duration:
         """silent since its last sign of life in the shared store; absent where nothing is shared."""
+
+    @_builtins.property
+    def policy(self) -> Global___Policy:
+        """policy that it places by, as of that sign of life; absent when it did not say."""
 
     def __init__(
         self,
@@ -1549,10 +1561,12 @@ class Replica(_message.Message):
         router_id: _builtins.str = ...,
         address: _builtins.str = ...,
         silent: _duration_pb2.Duration | None = ...,
+        policy: Global___Policy | None = ...,
+        console_url: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["silent", b"silent"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy", "silent", b"silent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "router_id", b"router_id", "silent", b"silent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "console_url", b"console_url", "policy", b"policy", "router_id", b"router_id", "silent", b"silent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -128,7 +128,8 @@ class FleetServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SetPolicy(self, request, context):
-        """SetPolicy changes the policy or its settings; reservations and affinity stay. INVALID_ARGUMENT names the field.
+        """SetPolicy changes the policy or its settings; reservations and affinity stay. Replicas that share a store all take it, those
+        that start later, too. INVALID_ARGUMENT names the field.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -40,7 +40,9 @@ class FleetServiceStub:
     Drain: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.DrainRequest, _fleet_pb2.DrainResponse]
     """Drain stops or resumes placing on an instance. NOT_FOUND when unknown."""
     SetPolicy: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.SetPolicyRequest, _fleet_pb2.SetPolicyResponse]
-    """SetPolicy changes the policy or its settings; reservations and affinity stay. INVALID_ARGUMENT names the field."""
+    """SetPolicy changes the policy or its settings; reservations and affinity stay. Replicas that share a store all take it, those
+    that start later, too. INVALID_ARGUMENT names the field.
+    """
     ListDecisions: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListDecisionsRequest, _fleet_pb2.ListDecisionsResponse]
     """ListDecisions tells the newest decisions first."""
     WatchDecisions: _grpc.UnaryStreamMultiCallable[_fleet_pb2.WatchDecisionsRequest, _fleet_pb2.WatchDecisionsResponse]
@@ -74,7 +76,9 @@ class FleetServiceAsyncStub(FleetServiceStub):
     Drain: _aio.UnaryUnaryMultiCallable[_fleet_pb2.DrainRequest, _fleet_pb2.DrainResponse]  # type: ignore[assignment]
     """Drain stops or resumes placing on an instance. NOT_FOUND when unknown."""
     SetPolicy: _aio.UnaryUnaryMultiCallable[_fleet_pb2.SetPolicyRequest, _fleet_pb2.SetPolicyResponse]  # type: ignore[assignment]
-    """SetPolicy changes the policy or its settings; reservations and affinity stay. INVALID_ARGUMENT names the field."""
+    """SetPolicy changes the policy or its settings; reservations and affinity stay. Replicas that share a store all take it, those
+    that start later, too. INVALID_ARGUMENT names the field.
+    """
     ListDecisions: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListDecisionsRequest, _fleet_pb2.ListDecisionsResponse]  # type: ignore[assignment]
     """ListDecisions tells the newest decisions first."""
     WatchDecisions: _aio.UnaryStreamMultiCallable[_fleet_pb2.WatchDecisionsRequest, _fleet_pb2.WatchDecisionsResponse]  # type: ignore[assignment]
@@ -129,7 +133,9 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _fleet_pb2.SetPolicyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.SetPolicyResponse, _abc.Awaitable[_fleet_pb2.SetPolicyResponse]]:
-        """SetPolicy changes the policy or its settings; reservations and affinity stay. INVALID_ARGUMENT names the field."""
+        """SetPolicy changes the policy or its settings; reservations and affinity stay. Replicas that share a store all take it, those
+        that start later, too. INVALID_ARGUMENT names the field.
+        """
 
     @_abc_1.abstractmethod
     def ListDecisions(

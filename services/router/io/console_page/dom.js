@@ -32,6 +32,20 @@ export function link(href, text) {
   return el("a", { href, className: "id" }, text);
 }
 
+/** A router's name and address, with a link to its console where this browser may reach one. */
+export function consoleOf({ routerId, address }, replicas) {
+  const text = `${routerId} (${address})`;
+  const url = replicas.find((one) => one.routerId === routerId)?.consoleUrl ?? "";
+  const local = (host) => /^(localhost|127\..*|\[::1\])$/.test(host);
+  const reachable = /^https?:\/\//.test(url) && (!local(new URL(url).hostname) || local(location.hostname));
+  return reachable ? link(url, text) : text;
+}
+
+/** A policy with its settings, in one line. */
+export function policyText({ name, settings = {} }) {
+  return [name, ...Object.keys(settings).sort().map((key) => `${key}=${settings[key]}`)].join(" ");
+}
+
 export function pill(text, tone) {
   return el("span", { className: "pill", "data-tone": tone }, text);
 }

@@ -1,7 +1,7 @@
 // The page's one state and its clock: who looks, which view is shown, when the router was last heard.
 
 import * as api from "./api.js";
-import { el, say, setText } from "./dom.js";
+import { consoleOf, el, link, policyText, say, setText } from "./dom.js";
 import { Feed } from "./feed.js";
 import { span } from "./format.js";
 import { askToken, askPolicy } from "./operate.js";
@@ -90,13 +90,25 @@ async function poll() {
   }
 }
 
-/** Only a pool's owner knows its open requests, sessions and decisions. */
+/** What one router cannot know: which pools others place for, with the way to their consoles, and whether all place alike. */
 function tellElsewhere() {
-  const { routerId } = app.replicas.answering ?? {};
-  const others = (app.replicas.pools ?? []).filter((pool) => pool.owner && pool.owner.routerId !== routerId);
-  const whose = others.map((pool) => `${pool.model} by ${pool.owner.routerId} (${pool.owner.address})`).join(", ");
-  setText(at("elsewhere"), whose && `Placed by another router, which alone knows the requests, sessions and decisions: ${whose}.`);
-  at("elsewhere").hidden = !whose;
+  const { answering = {}, replicas = [], pools = [] } = app.replicas;
+  const others = pools.filter((pool) => pool.owner && pool.owner.routerId !== answering.routerId);
+  const policies = new Set(replicas.filter((one) => one.policy).map((one) => policyText(one.policy)));
+  const said = [];
+  if (replicas.length > 1) said.push(`This is what ${answering.routerId} sees, one router of ${replicas.length}. `);
+  if (others.length) {
+    said.push("Placed by another router, which alone knows the requests, sessions and decisions: ");
+    others.forEach((pool, number) => said.push(number ? ", " : "", `${pool.model} by `, consoleOf(pool.owner, replicas)));
+    said.push(". ");
+  }
+  if (policies.size > 1) said.push("The routers do not place by the same policy. ", link("#/replicas", "See Replicas"), ".");
+  const whole = said.map((one) => one.outerHTML ?? one).join("");
+  if (at("elsewhere").dataset.told !== whole) {
+    at("elsewhere").dataset.told = whole;
+    at("elsewhere").replaceChildren(...said);
+  }
+  at("elsewhere").hidden = !said.length;
 }
 
 /** How old what is shown is: told every second, and loudly once it is too old. */

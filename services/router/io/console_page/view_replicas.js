@@ -1,6 +1,6 @@
 // The control plane itself: the live routers, who owns which pool, and how the one that serves this page is.
 
-import { el, facts, pill } from "./dom.js";
+import { el, facts, pill, policyText } from "./dom.js";
 import { age, count, num, orNone, seconds, span } from "./format.js";
 import { Table } from "./table.js";
 
@@ -10,6 +10,7 @@ const QUIET_S = 1;
 export function replicasView(app) {
   let pools = [];
   let answering = {};
+  let ours = null;
   const owned = (replica) => pools.filter((pool) => pool.owner?.routerId === replica.routerId).map((pool) => pool.model);
   const routers = new Table({
     label: "Routers",
@@ -20,6 +21,7 @@ export function replicasView(app) {
       { id: "router", title: "Router", value: (r) => r.routerId },
       { id: "here", title: "", pill: true, value: (r) => (r.routerId === answering.routerId ? "serves this page" : ""), tone: (r) => (r.routerId === answering.routerId ? "wait" : "none"), sortable: false },
       { id: "address", title: "Address", value: (r) => r.address },
+      { id: "policy", title: "Policy", value: (r) => r.policy?.name ?? "not told", hint: "Red where it is not that of the router that serves this page", text: (r) => (r.policy ? r.policy.name : "not told"), pill: true, tone: (r) => (r.policy && ours && policyText(r.policy) !== policyText(ours) ? "bad" : "none") },
       { id: "pools", title: "Owns", value: (r) => orNone(owned(r).join(", ")) },
       { id: "silent", title: "Sign of life", unit: "ago", num: true, value: (r) => seconds(r.silent), text: (r) => (r.silent === undefined ? "not shared" : age(seconds(r.silent))), tone: (r) => (seconds(r.silent) > QUIET_S ? "old" : "") },
     ],
@@ -45,6 +47,7 @@ export function replicasView(app) {
     if (!answer) return;
     pools = answer.pools ?? [];
     answering = answer.answering ?? {};
+    ours = (answer.replicas ?? []).find((one) => one.routerId === answering.routerId)?.policy;
     routers.update(answer.replicas ?? []);
     owners.update(pools);
     own.replaceChildren(health(answering));
