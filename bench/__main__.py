@@ -1,7 +1,8 @@
 """Run the benchmarks: all, or those named.
 
 `python -m bench growth`, for one: 260,000 requests, which take three to four minutes; the others take a minute or less each.
-`crowd` takes an hour, `elastic` and `layerwise` minutes, most of them until real engines are up: only run when they are named.
+`crowd` takes an hour, `soak` half of one, `elastic` and `layerwise` minutes, most of them until real engines are up: only run
+when they are named.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from bench.layerwise import layerwise
 from bench.memory import growth, memory
 from bench.place import place
 from bench.simulate import simulate
+from bench.soak import soak
 from bench.takeover import storms, takeover
 from bench.turns import turns
 from services.common.logs import configure_logs
@@ -49,7 +51,7 @@ BENCHMARKS: dict[str, Callable[[], object]] = {
     )
 }
 # Only run when they are named.
-LONG: dict[str, Callable[[], object]] = {one.__name__: one for one in (crowd, elastic, layerwise)}
+LONG: dict[str, Callable[[], object]] = {one.__name__: one for one in (crowd, elastic, layerwise, soak)}
 
 
 def main() -> None:

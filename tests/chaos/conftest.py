@@ -16,7 +16,10 @@ from tests.chaos.trouble import told  # noqa: E402
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
     """All processes, running."""
-    up = Fleet(tmp_path_factory.mktemp("fleet"))
+    folder = tmp_path_factory.mktemp("fleet")
+    # {name}: of the router
+    router, gateway = folder / "decisions-{name}.jsonl", folder / "breakdown.jsonl"
+    up = Fleet(folder, router={"decision_log_file": router}, gateway={"breakdown_file": gateway})
     try:
         await up.start()
         yield up

@@ -29,7 +29,7 @@ from tests.chaos.replay import Replay
 from tests.engine.processes import Process, free_port
 from tests.engine.servers import held_pieces, pieces_of
 
-MODEL = "pointsman-emulated"
+MODEL = "m"
 BLOCK = 16
 ENGINES = {"e0": "a0", "e1": "a0", "e2": "a1"}
 ROUTERS = ("r0", "r1")
@@ -43,17 +43,18 @@ LINKS = [
 
 
 class Fleet:
-    """The processes by name ("redis", "r0", "r1", "gateway", "a0", "a1", "e0", "e1", "e2") and the links by who dials whom."""
+    """The processes by name ("redis", "r0", "r1", "gateway", "a0", "a1", "e0", "e1", "e2") and the links by who dials whom;
+    none where it is not `linked`. `more`: flags of services ("router", "gateway", "emulate") beside what all need."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, linked: bool = True, **more: dict[str, Any]) -> None:
         self.folder = folder
         self.ports = {name: free_port() for name in ("redis", *ROUTERS, "gateway", *ENGINES)}
-        self.links = {pair: Link(self.ports[pair[1]]) for pair in LINKS}
+        self.links = {pair: Link(self.ports[pair[1]]) for pair in LINKS} if linked else {}
         self.parts: dict[str, Process] = {}
+        self._more = more
         self.gateway_url = f"http://127.0.0.1:{self.ports['gateway']}"
         self.ledger = folder / "ledger"
         self.replay = Replay(self.gateway_url, MODEL, self.ledger)
-        self.decision_log, self.breakdown_log = folder / "decisions-{}.jsonl", folder / "breakdown.jsonl"
         self._read: dict[str, int] = {}
 
     # ---- processes ----
@@ -69,26 +70,26 @@ class Fleet:
         argv = ["env", "--ignore-signal=XFSZ", executable, *flags]
         self.parts["redis"] = Process("redis", argv, self.folder / "redis.log")
         for name in ENGINES:
-            emulate = f"--port {self.ports[name]} --kv-blocks 4000 --max-model-len 32000 --log-level warning".split()
-            argv = [sys.executable, "-m", "tests.chaos.engine", str(self.ledger), *emulate]
+            flags = {"port": self.ports[name], "model": MODEL, "max_model_len": 32_000, "kv_blocks": 4_000}
+            flags |= self._more.get("emulate", {})
+            argv = [sys.executable, "-m", "tests.chaos.engine", str(self.ledger), *_words(flags)]
             self.parts[name] = Process(name, argv, self.folder / f"{name}.log")
         for name in ROUTERS:
             self._service(
                 name,
                 "router",
                 listen=f"127.0.0.1:{self.ports[name]}",
-                advertise=self.links["gateway", name].address,
+                advertise=self.address("gateway", name),
                 metrics_listen="",
-                redis_url=f"redis://{self.links[name, 'redis'].address}/0",
-                decision_log_file=str(self.decision_log).format(name),
+                redis_url=f"redis://{self.address(name, 'redis')}/0",
             )
         for agent in sorted(set(ENGINES.values())):
             engines = [
-                f"http://127.0.0.1:{self.ports[name]}?advertise=http://{self.links['gateway', name].address}"
+                f"http://127.0.0.1:{self.ports[name]}?advertise=http://{self.address('gateway', name)}"
                 for name, at in ENGINES.items()
                 if at == agent
             ]
-            routers = [self.links["agents", name].address for name in ROUTERS]
+            routers = [self.address("agents", name) for name in ROUTERS]
             state = self.folder / f"state-{agent}"
             self._service(
                 agent, "agent", engines=engines, routers=routers, state_dir=state, metrics_listen="", save_interval_s=1
@@ -97,21 +98,23 @@ class Fleet:
             "gateway",
             "gateway",
             listen=f"127.0.0.1:{self.ports['gateway']}",
-            routers=[self.links["gateway", name].address for name in ROUTERS],
+            routers=[self.address("gateway", name) for name in ROUTERS],
             processes=2,
             gateway_id="gw",
-            breakdown_file=self.breakdown_log,
         )
         for part in self.parts.values():
             part.start()
         await self.well(START_S)
 
     def _service(self, name: str, service: str, **flags: Any) -> None:
-        argv = [sys.executable, "-m", "services.cli", service, "--log-level", "warning"]
-        for flag, value in flags.items():
-            for one in value if isinstance(value, list) else [value]:
-                argv += [f"--{flag.replace('_', '-')}", str(one)]
+        flags |= {flag: str(value).format(name=name) for flag, value in self._more.get(service, {}).items()}
+        argv = [sys.executable, "-m", "services.cli", service, *_words(flags)]
         self.parts[name] = Process(name, argv, self.folder / f"{name}.log")
+
+    def address(self, one: str, other: str) -> str:
+        """Where one part dials another."""
+        link = self.links.get((one, other))
+        return link.address if link is not None else f"127.0.0.1:{self.ports[other]}"
 
     async def stop(self) -> None:
         """End all at once."""
@@ -178,7 +181,7 @@ class Fleet:
         async with self.router(name) as stub:
             stub_any: Any = stub
             answer = await stub_any.ListInstances(fleet_pb2.ListInstancesRequest(), timeout=ASK_S)
-        names = {self.links["gateway", engine].address: engine for engine in ENGINES}
+        names = {self.address("gateway", engine): engine for engine in ENGINES}
         return {names[one.instance.instance_id]: one for one in answer.instances}
 
     async def owner(self) -> str:
@@ -192,7 +195,7 @@ class Fleet:
         return next(name for name in ROUTERS if name != owner)
 
     def _owner_of(self, pool: fleet_pb2.PoolStatus) -> str:
-        return next((name for name in ROUTERS if self.links["gateway", name].address == pool.owner.address), "")
+        return next((name for name in ROUTERS if self.address("gateway", name) == pool.owner.address), "")
 
     async def incarnations(self, engine: str) -> set[str]:
         """What the routers call the engine's present life."""
@@ -227,10 +230,14 @@ class Fleet:
         """Until every part is there and knows the others, load or no load."""
         await self._until(self._unwell, within_s)
 
-    async def at_rest(self) -> None:
-        """Until nothing is open anywhere and both routers know what the engines have cached. No load may be running."""
+    async def idle(self) -> None:
+        """Until nothing is open anywhere. No load may be running."""
         await self._until(self._unwell, WELL_S)
         await self._until(self._still_open, WELL_S)
+
+    async def at_rest(self) -> None:
+        """Until, besides, both routers know what the engines have cached."""
+        await self.idle()
         await self._until(self._untrue, WELL_S)
 
     async def _until(self, trouble: Callable[[], Awaitable[str]], within_s: float) -> None:
@@ -323,7 +330,7 @@ class Fleet:
         async with self.router(router) as stub:
             stub_any: Any = stub
             answer = await stub_any.Explain(fleet_pb2.ExplainRequest(request=asked), timeout=ASK_S)
-        names = {self.links["gateway", engine].address: engine for engine in ENGINES}
+        names = {self.address("gateway", engine): engine for engine in ENGINES}
         return {names[one.instance_id]: one.cached_tokens for one in answer.decision.candidates}
 
     # ---- logs ----
@@ -342,3 +349,11 @@ class Fleet:
                 self._read[name] = len(text)
                 found += [f"{name}: {one}" for one in re.findall(r"Traceback \(most recent[^\0]{0,2000}", new)]
         return found
+
+
+def _words(flags: dict[str, Any]) -> list[str]:
+    words = ["--log-level", "warning"]
+    for flag, value in flags.items():
+        for one in value if isinstance(value, list) else [value]:
+            words += [f"--{flag.replace('_', '-')}", str(one)]
+    return words

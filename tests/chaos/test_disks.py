@@ -38,7 +38,7 @@ async def stands_still(path: Path, read: Callable[[Path], object]) -> None:
 
 async def test_the_disk_of_a_routers_logs_is_full(fleet: Fleet) -> None:
     owner = await fleet.owner()
-    log = Path(str(fleet.decision_log).format(owner))
+    log = fleet.folder / f"decisions-{owner}.jsonl"
     async with trouble(fleet, "disk of the routers' logs full"):
         for name in ROUTERS:
             fleet.disk(name, full=True)
@@ -54,12 +54,13 @@ async def test_the_disk_of_the_gateways_logs_is_full(fleet: Fleet) -> None:
         for line in path.read_text().splitlines():
             json.loads(line)
 
+    log = fleet.folder / "breakdown.jsonl"
     async with trouble(fleet, "disk of the gateway's logs full"):
         fleet.disk("gateway", full=True)
-        await stands_still(fleet.breakdown_log, read)
+        await stands_still(log, read)
         fleet.disk("gateway", full=False)
-        await grows(fleet.breakdown_log)
-    read(fleet.breakdown_log)
+        await grows(log)
+    read(log)
 
 
 async def test_the_disk_of_an_agents_state_is_full_and_the_agent_is_restarted(fleet: Fleet) -> None:

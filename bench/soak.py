@@ -1,0 +1,65 @@
+"""A fleet of processes under 200,000 requests at full speed: what each process has grown by, and that nothing is left open."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from statistics import linear_regression
+
+from bench import stack
+from bench.figures import Figure
+from bench.load import MIX
+from tests.chaos.fleet import Fleet
+
+REQUESTS = 200_000
+ROUND = 5_000
+# Of the requests. Until then what is bounded fills up: tokens, sessions, decisions, the engines' caches.
+WARM_UP = 0.4
+CONNECTIONS = 32
+PROMPTS = 10_000
+LOAD = {"connections": CONNECTIONS, "chunks": 3, "prompt": 200, "prompts": PROMPTS, "mix": True}
+CACHE_MB = 16
+
+
+async def soak() -> list[Figure]:
+    """soak_growth_mb_100k of each process: the slope of its resident memory. Half an hour on two cores."""
+    return await run(REQUESTS, ROUND)
+
+
+async def run(requests: int, by: int) -> list[Figure]:
+    """The same for `requests`, of which `by` come between two looks. Raises AssertionError when anything is left open at the end
+    and RuntimeError when a request failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        fleet = Fleet(
+            Path(folder),
+            linked=False,
+            router={"log_level": "error"},
+            gateway={"log_level": "error", "token_cache_mb": CACHE_MB},
+            emulate={"speedup": 1_000},
+        )
+        try:
+            await fleet.start()
+            began = time.monotonic()
+            pids = {name: part.pid for name, part in fleet.parts.items() if name != "gateway"}
+            pids |= {f"gateway-{at}": pid for at, pid in enumerate(fleet.gateway_processes())}
+            mb: dict[str, list[float]] = {name: [] for name in pids}
+            for number in range(requests // by):
+                await stack.load(fleet.ports["gateway"], requests=by, seed=number, **LOAD)
+                for name, pid in pids.items():
+                    mb[name].append(stack.rss_mb(pid))
+            took_s = time.monotonic() - began
+            await fleet.idle()
+        finally:
+            await fleet.stop()
+    kinds = ", ".join(f"{share:.0%} {kind}" for kind, share in MIX.items())
+    what = f"{requests:,} requests ({kinds}), {requests / took_s:,.0f} a second"
+    return [_figure(name, values, by, what) for name, values in sorted(mb.items())]
+
+
+def _figure(name: str, mb: list[float], by: int, what: str) -> Figure:
+    first = int(WARM_UP * len(mb))
+    late = mb[first:]
+    slope = linear_regression(range(len(late)), late).slope * 100_000 / by
+    note = f"{mb[0]:.0f}, {late[0]:.0f}, {late[-1]:.0f} MB after {by:,}, {(first + 1) * by:,} and all of {what}; goal 0"
+    return Figure(f"soak_growth_mb_100k_{name.replace('-', '_')}", slope, "MB", None, note)

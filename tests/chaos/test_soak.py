@@ -1,0 +1,17 @@
+"""The soak of bench/soak.py, in short."""
+
+from __future__ import annotations
+
+from bench import soak
+
+REQUESTS, BY = 5_000, 500
+
+
+async def test_many_requests_leave_nothing_open_and_little_behind() -> None:
+    """What fills up for good is still filling up here: the figures of `python -m bench soak` tell more."""
+    figures = await soak.run(REQUESTS, BY)
+    assert {figure.metric.removeprefix("soak_growth_mb_100k_") for figure in figures} == {
+        *("redis", "r0", "r1", "a0", "a1", "e0", "e1", "e2", "gateway_0", "gateway_1")
+    }
+    grown = {figure.metric: figure.value * REQUESTS / 100_000 for figure in figures}
+    assert max(grown.values()) < 25, grown
