@@ -12,6 +12,7 @@ import asyncio
 import json
 import random
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -58,6 +59,7 @@ class Run:
     asked: int = 0
     answered: int = 0
     failed: int = 0
+    failures: Counter[str] = field(default_factory=Counter)  # by the head's first line, or "" without one
     received: int = 0
     reads: int = 0
     first_s: list[float] = field(default_factory=list)
@@ -95,10 +97,12 @@ class Run:
         await asyncio.sleep(after_s)
         await asyncio.get_running_loop().create_connection(lambda: Client(self), *self.url)
 
-    def note(self, *, ok: bool) -> None:
-        """One request is over."""
+    def note(self, *, ok: bool, head: str = "") -> None:
+        """One request is over; `head` is its answer's first line."""
         self.answered += ok
         self.failed += not ok
+        if not ok:
+            self.failures[head] += 1
         if self.answered + self.failed == self.requests:
             self.done.set()
 
@@ -143,6 +147,7 @@ class Client(asyncio.Protocol):
             self._first = False
             run.first_s.append(time.perf_counter() - self._sent)
             head = data[:end].lower()
+            self._status = head.partition(b"\r\n")[0].decode("latin-1")
             self._ok = head.startswith(b"http/1.1 400" if self._kind == "wrong" else b"http/1.1 200")
             if self._kind == "leave":
                 self._leave()
@@ -159,13 +164,13 @@ class Client(asyncio.Protocol):
             over = self._tail.endswith(b"0\r\n\r\n")
         if over:
             self._waits = False
-            run.note(ok=self._ok)
+            run.note(ok=self._ok, head=self._status)
             self._ask()
 
     def _leave(self) -> None:
         self._waits = False
         self._transport.abort()
-        self._run.note(ok=self._ok)
+        self._run.note(ok=self._ok, head=self._status)
         coming = asyncio.get_running_loop().create_task(self._run.connect())
         self._run.coming.add(coming)
         coming.add_done_callback(self._run.coming.discard)
@@ -185,6 +190,7 @@ async def _go(run: Run, connections: int, group: int, spread_s: float) -> dict[s
     return {
         "answered": run.answered,
         "failed": run.failed,
+        "failures": run.failures,
         "chunks": run.received,
         "reads": run.reads,
         "wall_s": time.perf_counter() - began,
