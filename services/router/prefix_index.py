@@ -7,6 +7,7 @@ once several have gathered, so that a fleet that resyncs at once is not scanned 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from itertools import repeat
 
@@ -161,9 +162,11 @@ class PrefixIndex:
         assert len(self._mask_of) <= self.max_keys
         assert set(self._count) == set(self._bit_of) == set(self._owner_of.values())
         assert not self._retired & set(self._owner_of)
+        keys_with = Counter(self._mask_of.values())
         for owner, count in self._count.items():
-            assert count == len(self.keys_of(owner)), owner
-        assert all(self._mask_of.values())
+            bit = self._bit_of[owner]
+            assert count == sum(keys for mask, keys in keys_with.items() if mask & bit), owner
+        assert 0 not in keys_with
 
     def _bit(self, owner: str) -> int:
         bit = self._bit_of.get(owner)

@@ -6,6 +6,7 @@ import asyncio
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Coroutine
 from typing import Any
 from unittest import mock
@@ -19,8 +20,8 @@ from services.gateway.router_client import RouterClient
 from services.router import events as ev
 from services.router.io import redis_store
 from services.router.reservations import Reservation
-from tests.chaos.virtual.loop import VirtualLoop, virtual_clocks
-from tests.chaos.virtual.network import Channel, Method, Network, Node, track_tasks
+from tests.chaos.virtual.loop import EPOCH, VirtualLoop, virtual_clocks
+from tests.chaos.virtual.network import Channel, Method, Network, Node, owner_of, track_tasks, wrong_s
 from tests.chaos.virtual.run import run
 from tests.chaos.virtual.store import Client, VirtualRedis
 
@@ -29,9 +30,9 @@ SEEDS = 200
 
 def virtually(work: Coroutine[Any, Any, None]) -> None:
     """Run `work` in virtual time."""
-    loop = VirtualLoop()
+    loop = VirtualLoop(owner_of)
     track_tasks(loop)
-    with virtual_clocks(loop):
+    with virtual_clocks(loop, wrong_s):
         try:
             loop.run_until_complete(Node("test").spawn_on(loop, work))
         finally:
@@ -71,6 +72,29 @@ def test_a_run_that_leaves_something_behind_fails(monkeypatch: pytest.MonkeyPatc
     """Ends of requests that never reach a router are reservations that stay."""
     monkeypatch.setattr(RouterClient, "finished", lambda self, finished: self._requests.pop(finished.request_id, None))
     assert "reservations" in run(0).failure
+
+
+def test_a_process_that_stops_goes_on_later_with_what_was_due() -> None:
+    """And each has a wall clock of its own."""
+    ran: list[tuple[float, float]] = []
+
+    async def work() -> None:
+        loop, network, node = asyncio.get_running_loop(), Network(random.Random(1)), Node("n")
+
+        async def tick() -> None:
+            while True:
+                ran.append((loop.time() - 1_000.0, time.time() - EPOCH - loop.time()))
+                await asyncio.sleep(1.0)
+
+        node.spawn(tick())
+        await asyncio.sleep(1.5)
+        node.clock_s = -60.0
+        network.stop(node, 3.0)
+        await asyncio.sleep(4.5)
+        network.kill(node)
+
+    virtually(work())
+    assert ran == [(0.0, 0.0), (1.0, 0.0), (4.5, -60.0), (5.5, -60.0)]
 
 
 def test_what_ends_while_the_store_comes_back_is_not_kept_for_ever() -> None:

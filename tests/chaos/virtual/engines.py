@@ -1,10 +1,10 @@
-"""Engines with a prefix cache that evicts, and the way to them over HTTP; agents that report them."""
+"""Engines with a prefix cache that evicts, which can pass KV on; agents that report them."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import OrderedDict
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -15,25 +15,31 @@ from services.agent.persist import State, capture, revive
 from services.agent.reporter import Reporter
 from services.agent.shadow import Shadow
 from services.common.keys import KEY_TOKENS, extend_keys, root_key
-from services.gateway.http.message import Headers
-from services.gateway.moves import Target
-from services.gateway.upstream import UpstreamError
-from tests.chaos.virtual.network import Channel, Network, Node, here
+from services.gateway.kv_transfer import NO_MODEL
+from tests.chaos.virtual.network import Channel, Network, Node
 
 CAPACITY_BLOCKS = 48
 TOKEN_S, OUTPUT_S = 4e-4, 0.02
+TRANSFER_S, TRANSFER_TOKEN_S, FETCH_WITHIN_S = 0.005, 1e-5, 4.0
 LOAD_S, EVENTS_S, SAVE_S = 0.5, 0.02, 2.0
 
 
 class Engine:
     """One engine process after another under one address."""
 
-    def __init__(self, instance_id: str, model: str, network: Network) -> None:
+    def __init__(self, instance_id: str, model: str, network: Network, *, decode_first: bool) -> None:
         self._network = network
+        self.decode_first = decode_first
         self.instance_id, self.model, self.url = instance_id, model, f"http://{instance_id}"
         self.node = Node(instance_id)
         self.lives = 0
+        self.peers: list[Engine] = []
+        """All engines."""
+        self.kept: set[str] = set()
+        """Transfers whose KV is kept until it is fetched."""
         self.log: list[Event] = []
+        self.news = asyncio.Event()
+        """Set when there is something new to be told of it."""
         self.cache: OrderedDict[int, None] = OrderedDict()
         self.running = 0
         self.queries = self.hits = self.generated = 0
@@ -44,6 +50,8 @@ class Engine:
         self.node = Node(self.instance_id)
         self.lives += 1
         self.log = []
+        self.kept = set()
+        self.news.set()
         self.cache = OrderedDict()
         self.running = 0
 
@@ -65,27 +73,77 @@ class Engine:
         """What is cached: an engine names its blocks otherwise."""
         return {name ^ 1 for name in self.cache}
 
-    async def complete(self, tokens: list[int], output: int) -> dict[str, int]:
-        """Compute a prompt and an answer; its usage."""
-        names = [key ^ 1 for key in extend_keys(root_key(self.model), tokens)]
-        cached = 0
-        for name in names[: (len(tokens) - 1) // KEY_TOKENS]:
-            if name not in self.cache:
-                break
-            cached += 1
+    async def serve(self, path: str, body: bytes, reply: Any) -> None:
+        """Answer one request: a completion, whole or streamed, or Mooncake's /query."""
+        if path == "/query":
+            _whole(reply, 200, {"0": {"engine_id": self.incarnation}})
+            return
+        asked = msgspec.json.decode(body)
+        transfer = asked.get("kv_transfer_params") or {}
+        if asked["model"] == NO_MODEL:
+            if (source := self._engine_of(transfer)) is not None:
+                source.kept.discard(transfer["transfer_id"])
+            _whole(reply, 404, {"error": {"message": "no such model", "code": 404}})
+            return
         self.running += 1
         life = self.lives
         try:
-            await asyncio.sleep((len(tokens) - cached * KEY_TOKENS) * TOKEN_S * max(self.running, 1))
-            self._store(tokens, names)
-            await asyncio.sleep(output * OUTPUT_S)
+            await self._answer(asked, transfer, reply)
         finally:
             if life == self.lives:
                 self.running -= 1
+
+    async def _answer(self, asked: dict[str, Any], transfer: dict[str, Any], reply: Any) -> None:
+        tokens, output = asked["prompt"], asked["max_tokens"]
+        names = [key ^ 1 for key in extend_keys(root_key(self.model), tokens)]
+        whole = (len(tokens) - 1) // KEY_TOKENS
+        cached = next((at for at, name in enumerate(names[:whole]) if name not in self.cache), whole)
+        if transfer.get("do_remote_prefill"):
+            if not await self._fetch(transfer, len(tokens)):
+                _whole(reply, 500, {"error": {"message": "the KV did not come", "code": 500}})
+                return
+            cached = whole
+        await asyncio.sleep((len(tokens) - cached * KEY_TOKENS) * TOKEN_S * max(self.running, 1))
+        self._store(tokens, names)
+        if transfer.get("do_remote_decode"):
+            self.kept.add(transfer["transfer_id"])
+        if asked.get("stream"):
+            reply.start(200, "text/event-stream")
+        for at in range(output):
+            await asyncio.sleep(OUTPUT_S)
+            if asked.get("stream"):
+                reply.write(_event({"choices": [_choice("length" if at + 1 == output else None)]}))
         self.queries += len(tokens)
         self.hits += cached * KEY_TOKENS
         self.generated += output
-        return {"prompt_tokens": len(tokens), "completion_tokens": output, "cached_tokens": cached * KEY_TOKENS}
+        usage = {
+            "prompt_tokens": len(tokens),
+            "completion_tokens": output,
+            "prompt_tokens_details": {"cached_tokens": cached * KEY_TOKENS},
+        }
+        if asked.get("stream"):
+            if (asked.get("stream_options") or {}).get("include_usage"):
+                reply.write(_event({"choices": [], "usage": usage}))
+            reply.write(b"data: [DONE]\n\n")
+            reply.end()
+        else:
+            _whole(reply, 200, {"choices": [_choice("length")], "usage": usage})
+
+    async def _fetch(self, transfer: dict[str, Any], tokens: int) -> bool:
+        """Wait for another engine's KV; whether it came."""
+        loop = asyncio.get_running_loop()
+        gives_up = loop.time() + FETCH_WITHIN_S
+        while (source := self._engine_of(transfer)) is not None and loop.time() < gives_up:
+            if transfer["transfer_id"] in source.kept:
+                await asyncio.sleep(TRANSFER_S + tokens * TRANSFER_TOKEN_S)
+                source.kept.discard(transfer["transfer_id"])
+                return source.node.alive
+            await asyncio.sleep(0.02)
+        return False
+
+    def _engine_of(self, transfer: dict[str, Any]) -> Engine | None:
+        """Who keeps the KV of a transfer, if it still runs."""
+        return next((one for one in self.peers if one.up and one.incarnation == transfer.get("remote_engine_id")), None)
 
     def _store(self, tokens: list[int], names: list[int]) -> None:
         first = next((at for at, name in enumerate(names) if name not in self.cache), len(names))
@@ -97,6 +155,7 @@ class Engine:
         gone += [self.cache.popitem(last=False)[0] for _ in range(len(self.cache) - CAPACITY_BLOCKS)]
         if gone:
             self.log.append(BlockRemoved(block_hashes=list(gone), medium="GPU"))
+        self.news.set()
         if first < len(names):
             self.log.append(
                 BlockStored(
@@ -109,64 +168,18 @@ class Engine:
             )
 
 
-class Answer:
-    """An answer's head and body."""
-
-    def __init__(self, status: int, body: bytes) -> None:
-        self.status, self.body = status, body
-        self.media_type = "application/json"
-        self.headers = Headers()
-
-    def close(self) -> None:
-        """Nothing to close: whoever gives up cancels."""
+def _choice(finish_reason: str | None) -> dict[str, Any]:
+    return {"index": 0, "text": "x", "finish_reason": finish_reason}
 
 
-class Upstream:
-    """A gateway's way to the engines."""
+def _event(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode({"id": "x", "object": "text_completion", **chunk}) + b"\n\n"
 
-    def __init__(self, network: Network, engines: Mapping[str, Engine]) -> None:
-        self._network = network
-        self._engines = {engine.url: engine for engine in engines.values()}
-        self._gateway = here()
 
-    async def post(self, target: Target, path: str, payload: bytes, headers: Mapping[str, str]) -> Answer:
-        """Send a completion. Raises UpstreamError."""
-        engine = self._engines.get(target.url)
-        if engine is None:
-            raise UpstreamError("nobody knows where the instance is", sent=False)
-        await self._way(engine)
-        if not engine.node.alive:
-            raise UpstreamError("connection refused", sent=False)
-        asked = msgspec.json.decode(payload)
-        run = engine.node.spawn(engine.complete(asked["prompt"], asked["max_tokens"]))
-        try:
-            usage = await asyncio.shield(run)
-        except asyncio.CancelledError:
-            if run.cancelled():
-                raise UpstreamError("connection lost") from None
-            run.cancel()
-            raise
-        await self._way(engine)
-        told: dict[str, Any] = {
-            "choices": [{"index": 0, "text": "x", "finish_reason": "length"}],
-            "usage": usage | {"prompt_tokens_details": {"cached_tokens": usage["cached_tokens"]}},
-        }
-        return Answer(200, msgspec.json.encode(told))
-
-    async def read_all(self, answer: Answer) -> bytes:
-        """The body."""
-        return answer.body
-
-    async def whole(self, target: Target, path: str, payload: bytes, headers: Mapping[str, str]) -> bytes:
-        """The body of a 200 answer. Raises UpstreamError."""
-        return (await self.post(target, path, payload, headers)).body
-
-    async def _way(self, engine: Engine) -> None:
-        while True:
-            await asyncio.sleep(self._network.delay_s())
-            if not self._network.is_cut(self._gateway.name, engine.instance_id):
-                return
-            await asyncio.sleep(0.05)
+def _whole(reply: Any, status: int, body: dict[str, Any]) -> None:
+    reply.start(status, "application/json")
+    reply.write(msgspec.json.encode(body))
+    reply.end()
 
 
 class Agent:
@@ -230,6 +243,9 @@ class _Watched:
             kv_capacity_tokens=CAPACITY_BLOCKS * KEY_TOKENS,
             max_model_len=4_096,
             prefix_mode=pb.PREFIX_MODE_EXACT,
+            kv_transfer=pb.KvTransfer(
+                protocol=pb.KV_PROTOCOL_MOONCAKE, bootstrap_url=engine.url, decode_first=engine.decode_first
+            ),
         )
         reporters = [
             Reporter(router, Channel(network, router), (), self.shadow, instance, self._agent, 1.0)  # type: ignore[arg-type]
@@ -247,7 +263,11 @@ class _Watched:
             if loop.time() >= save_at:
                 save_at = loop.time() + SAVE_S
                 self._save()
-            await asyncio.sleep(EVENTS_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(min(load_at, save_at)):
+                    await engine.news.wait()
+                    await asyncio.sleep(EVENTS_S)
+            engine.news.clear()
         await asyncio.gather(*(reporter.stop("another one began") for reporter in reporters))
 
     def _apply(self) -> bool:

@@ -27,7 +27,35 @@ def _dies(group: str) -> Fault:
     return die
 
 
-def _router_stops(world: World, for_s: float) -> str:
+def _stops(group: str) -> Fault:
+    def stop(world: World, for_s: float) -> str:
+        name = world.rng.choice(sorted(vars(world)[group]))
+        world.network.stop(vars(world)[group][name].node, for_s)
+        return f"{name} stops"
+
+    return stop
+
+
+def _clock_jumps(group: str) -> Fault:
+    def jump(world: World, for_s: float) -> str:
+        one = vars(world)[group][world.rng.choice(sorted(vars(world)[group]))]
+        one.node.clock_s = world.rng.choice((world.rng.uniform(-5.0, 5.0), world.rng.uniform(-3_600.0, 3_600.0)))
+        return f"the clock of {one.node.name} is {one.node.clock_s:+.3f} s off"
+
+    return jump
+
+
+def _redis_clock_jumps(world: World, for_s: float) -> str:
+    world.redis.clock_s += world.rng.choice((world.rng.uniform(-2.0, 2.0), world.rng.uniform(0.0, 3_600.0)))
+    return f"the clock of redis is {world.redis.clock_s:+.3f} s off"
+
+
+def _redis_stops(world: World, for_s: float) -> str:
+    world.redis.stopped_until = asyncio.get_running_loop().time() + for_s
+    return "redis stops"
+
+
+def _router_ends(world: World, for_s: float) -> str:
     address = world.rng.choice(sorted(world.routers))
     one = world.routers[address]
     if not one.up:
@@ -72,7 +100,7 @@ def _redis_forgets(world: World, for_s: float) -> str:
 
 FAULTS: tuple[Fault, ...] = (
     _dies("routers"),
-    _router_stops,
+    _router_ends,
     _dies("gateways"),
     _dies("agents"),
     _dies("engines"),
@@ -83,4 +111,13 @@ FAULTS: tuple[Fault, ...] = (
     _redis_down,
     _redis_flaky,
     _redis_forgets,
+    _redis_stops,
+    _redis_clock_jumps,
+    _stops("routers"),
+    _stops("gateways"),
+    _stops("agents"),
+    _stops("engines"),
+    _clock_jumps("routers"),
+    _clock_jumps("gateways"),
+    _clock_jumps("agents"),
 )

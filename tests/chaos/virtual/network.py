@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Callable, Coroutine
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,17 +14,31 @@ import grpc
 import grpc.aio
 
 from services.common.channel import END_OF_STREAM
+from tests.chaos.virtual.loop import VirtualLoop
 
 # How long a cut lasts before keepalive ends what crosses it, and how often a message is late, and by how much, in s.
 KEEPALIVE_S = 8.0
 LATE, LATE_S = 0.02, 0.3
 
 _node: ContextVar[Node] = ContextVar("node")
+# Where packets are that are on their way: whoever sent them may stop meanwhile.
+ETHER = Context()
 
 
 def here() -> Node:
     """The node whose code is running."""
     return _node.get()
+
+
+def owner_of(context: Context) -> Node | None:
+    """The node whose code runs in a context."""
+    return context.get(_node)
+
+
+def wrong_s() -> float:
+    """By how much the clock of the node whose code is running is wrong, in s."""
+    node = _node.get(None)
+    return node.clock_s if node is not None else 0.0
 
 
 class Node:
@@ -33,6 +47,8 @@ class Node:
     def __init__(self, name: str) -> None:
         self.name = name
         self.alive = True
+        self.clock_s = 0.0
+        """By how much its wall clock is wrong."""
         self.tasks: dict[asyncio.Task[Any], None] = {}  # in the order of their coming
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -44,12 +60,12 @@ class Node:
         before = _node.set(self)
         try:
             task = loop.create_task(work)
-            task.add_done_callback(self._ended)
+            task.add_done_callback(self._done)
             return task
         finally:
             _node.reset(before)
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _done(self, task: asyncio.Task[Any]) -> None:
         # Nothing that a node is told to do ends by a fault, whether somebody waits for it or not.
         if self.alive and not task.cancelled() and (error := task.exception()) is not None:
             task.get_loop().call_exception_handler({"message": f"a fault in {self.name}", "exception": error})
@@ -69,35 +85,35 @@ def track_tasks(loop: asyncio.AbstractEventLoop) -> None:
 
 
 @dataclass(slots=True)
-class _Ended:
+class Ended:
     """The last thing in a pipe: the other side is done (OK), or the stream broke."""
 
     code: grpc.StatusCode = grpc.StatusCode.OK
     details: str = ""
 
 
-class _Pipe:
+class Pipe:
     """One direction of a stream."""
 
     def __init__(self, network: Network, sender: Node, receiver: Node) -> None:
         self._network = network
         self.sender, self.receiver = sender, receiver
         self._latest = 0.0
-        self.held: list[bytes | _Ended] = []
-        self._there: deque[bytes | _Ended] = deque()
+        self.held: list[bytes | Ended] = []
+        self._there: deque[bytes | Ended] = deque()
         self._waiting: asyncio.Future[None] | None = None
         self._closed = False
 
-    def put(self, item: bytes | _Ended) -> None:
+    def put(self, item: bytes | Ended) -> None:
         """Send; what a dead node sends goes nowhere."""
         if self._closed or not self.sender.alive:
             return
         loop = asyncio.get_running_loop()
         # Timers of one moment come in any order.
         self._latest = max(self._latest + 1e-6, loop.time() + self._network.delay_s())
-        loop.call_at(self._latest, self._arrive, item)
+        loop.call_at(self._latest, self._arrive, item, context=ETHER)
 
-    def end(self, ended: _Ended) -> None:
+    def end(self, ended: Ended) -> None:
         """Nothing that is still on its way arrives."""
         if not self._closed:
             self._closed = True
@@ -110,14 +126,14 @@ class _Pipe:
         for item in held:
             self._arrive(item)
 
-    async def get(self) -> bytes | _Ended:
+    async def get(self) -> bytes | Ended:
         """The next item; the end again and again."""
         while not self._there:
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
-        return self._there[0] if isinstance(self._there[0], _Ended) else self._there.popleft()
+        return self._there[0] if isinstance(self._there[0], Ended) else self._there.popleft()
 
-    def _arrive(self, item: bytes | _Ended) -> None:
+    def _arrive(self, item: bytes | Ended) -> None:
         if self._closed:
             return
         if self._network.is_cut(self.sender.name, self.receiver.name) or self.held:
@@ -125,7 +141,7 @@ class _Pipe:
         else:
             self._give(item)
 
-    def _give(self, item: bytes | _Ended) -> None:
+    def _give(self, item: bytes | Ended) -> None:
         self._there.append(item)
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
@@ -142,22 +158,24 @@ class Method:
 class Call:
     """A client's end of one stream, with the shape of grpc.aio's."""
 
+    keeps_alive = True
+
     def __init__(self, network: Network, client: Node, address: str, path: str, serialise: Any, parse: Any) -> None:
         self._network = network
         self._serialise, self._parse = serialise, parse
-        self._status: _Ended | None = None
+        self._status: Ended | None = None
         self.client, self.server = client, network.at(address)
-        self._up = self._down = _Pipe(network, client, self.server)
+        self._up = self._down = Pipe(network, client, self.server)
         self._handler: asyncio.Task[None] | None = None
         if client.alive:
-            self._up, self._down = _Pipe(network, client, self.server), _Pipe(network, self.server, client)
+            self._up, self._down = Pipe(network, client, self.server), Pipe(network, self.server, client)
             network.calls[self] = None
-            asyncio.get_running_loop().call_later(network.delay_s(), self._connect, address, path)
+            asyncio.get_running_loop().call_later(network.delay_s(), self._connect, address, path, context=ETHER)
 
     async def read(self) -> Any:
         """The next message, or the mark of the end. Raises AioRpcError."""
         item = await self._down.get()
-        if isinstance(item, _Ended):
+        if isinstance(item, Ended):
             self._status = self._status or item
             if self._status.code is grpc.StatusCode.OK:
                 return END_OF_STREAM
@@ -172,16 +190,16 @@ class Call:
 
     async def done_writing(self) -> None:
         """Nothing follows."""
-        self._up.put(_Ended())
+        self._up.put(Ended())
 
     def cancel(self) -> bool:
         """Give the stream up."""
         if self._status is not None:
             return False
-        self._status = _Ended(grpc.StatusCode.CANCELLED, "cancelled")
+        self._status = Ended(grpc.StatusCode.CANCELLED, "cancelled")
         self._down.end(self._status)
         if self.client.alive:
-            asyncio.get_running_loop().call_later(self._network.delay_s(), self._leave)
+            asyncio.get_running_loop().call_later(self._network.delay_s(), self._leave, context=ETHER)
         return True
 
     async def code(self) -> grpc.StatusCode:
@@ -195,7 +213,7 @@ class Call:
     def lose(self) -> None:
         """Neither end hears of the other any more, and each of them is told so."""
         self._network.calls.pop(self, None)
-        lost = _Ended(grpc.StatusCode.UNAVAILABLE, "connection lost")
+        lost = Ended(grpc.StatusCode.UNAVAILABLE, "connection lost")
         if self.client.alive:
             self._down.end(lost)
             self._status = self._status or lost
@@ -210,7 +228,7 @@ class Call:
         self._network.calls.pop(self, None)
         if self._handler is not None:
             self._handler.cancel()
-        self._up.end(_Ended(grpc.StatusCode.CANCELLED))
+        self._up.end(Ended(grpc.StatusCode.CANCELLED))
 
     def _connect(self, address: str, path: str) -> None:
         if self._status is not None:
@@ -219,12 +237,12 @@ class Call:
         if method is None or not self.server.alive:
             self.lose()
         elif self._network.is_cut(self.client.name, self.server.name):
-            asyncio.get_running_loop().call_later(0.5, self._connect, address, path)
+            asyncio.get_running_loop().call_later(0.5, self._connect, address, path, context=ETHER)
         else:
             self._handler = self.server.spawn(self._serve(method))
 
     async def _serve(self, method: Method) -> None:
-        ended = _Ended()
+        ended = Ended()
         try:
             await method.run(None, _Context(self._up, self._down, method.parse))
         except _Aborted as aborted:
@@ -238,7 +256,7 @@ class Call:
 
 
 class _Aborted(Exception):
-    def __init__(self, status: _Ended) -> None:
+    def __init__(self, status: Ended) -> None:
         super().__init__(status.details)
         self.status = status
 
@@ -246,12 +264,12 @@ class _Aborted(Exception):
 class _Context:
     """A server's end of one stream."""
 
-    def __init__(self, up: _Pipe, down: _Pipe, parse: Callable[[bytes], Any]) -> None:
+    def __init__(self, up: Pipe, down: Pipe, parse: Callable[[bytes], Any]) -> None:
         self._up, self._down, self._parse = up, down, parse
 
     async def read(self) -> Any:
         item = await self._up.get()
-        return END_OF_STREAM if isinstance(item, _Ended) else self._parse(item)
+        return END_OF_STREAM if isinstance(item, Ended) else self._parse(item)
 
     async def write(self, message: Any) -> None:
         self._down.put(message.SerializeToString())
@@ -264,7 +282,7 @@ class _Context:
         return {}
 
     async def abort(self, code: grpc.StatusCode, details: str = "") -> None:
-        raise _Aborted(_Ended(code, details))
+        raise _Aborted(Ended(code, details))
 
 
 class Channel:
@@ -302,7 +320,7 @@ class Network:
     """Who listens where, the streams that are open, and which pairs of nodes cannot reach each other."""
 
     rng: random.Random
-    calls: dict[Call, None] = field(default_factory=dict)
+    calls: dict[Any, None] = field(default_factory=dict)  # and connections over HTTP
     _nodes: dict[str, Node] = field(default_factory=dict)
     _methods: dict[str, dict[str, Method]] = field(default_factory=dict)
     _cuts: dict[frozenset[str], int] = field(default_factory=dict)
@@ -340,8 +358,25 @@ class Network:
             loop.call_later(KEEPALIVE_S, self._lose, pair)
         loop.call_later(for_s, self._heal, pair)
 
+    def stop(self, node: Node, for_s: float) -> None:
+        """The node does nothing for so long, and goes on then with what has come meanwhile. Others take its connections for
+        dead when they have had no answer on them for the time of a keepalive."""
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        loop.stop_owner(node)
+        if for_s > KEEPALIVE_S:
+            loop.call_later(KEEPALIVE_S, self._forsake, node, context=ETHER)
+        loop.call_later(for_s, loop.go_on, node, context=ETHER)
+
+    def _forsake(self, node: Node) -> None:
+        for call in [call for call in self.calls if call.keeps_alive and node in (call.client, call.server)]:
+            call.lose()
+
     def kill(self, node: Node) -> None:
         """The node is gone at once; those that it spoke with notice it when a packet of theirs is answered by nobody."""
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        loop.go_on(node)
         node.alive = False
         for call in [call for call in self.calls if node in (call.client, call.server)]:
             asyncio.get_running_loop().call_later(self.delay_s(), call.lose)
@@ -357,4 +392,5 @@ class Network:
 
     def _lose(self, pair: frozenset[str]) -> None:
         for call in [call for call in self.calls if {call.client.name, call.server.name} == pair]:
-            call.lose()
+            if call.keeps_alive:
+                call.lose()

@@ -11,14 +11,14 @@ import structlog
 
 from tests.chaos.virtual.faults import FAULTS
 from tests.chaos.virtual.loop import VirtualLoop, virtual_clocks
-from tests.chaos.virtual.network import track_tasks
-from tests.chaos.virtual.world import Broken, World
+from tests.chaos.virtual.network import owner_of, track_tasks, wrong_s
+from tests.chaos.virtual.world import BROKEN_OFF, NONE, Broken, World
 
 # In s of virtual time.
 START_S, TROUBLE_S, EVERY_S, LONGEST_S, RECOVER_S, REST_S = 6.0, 20.0, 1.5, 10.0, 8.0, 16.0
 
-# Of answers in bad times; 0: the client left, or its gateway died. Every error is one after which clients try again.
-STATUSES = {0, 200, 429, 502, 503}
+# Of answers in bad times. Every error is one after which clients try again.
+STATUSES = {NONE, BROKEN_OFF, 200, 429, 502, 503}
 
 
 @dataclass
@@ -35,7 +35,7 @@ def run(seed: int) -> Run:
     """Run one seed; never raises for what it finds."""
     result = Run(seed)
     random.seed(seed)
-    loop = VirtualLoop()
+    loop = VirtualLoop(owner_of)
     track_tasks(loop)
 
     def fault(_: object, context: dict[str, Any]) -> None:
@@ -50,7 +50,7 @@ def run(seed: int) -> Run:
 
     logging_before = structlog.get_config()
     structlog.configure(processors=[note], cache_logger_on_first_use=False)
-    with virtual_clocks(loop):
+    with virtual_clocks(loop, wrong_s):
         try:
             loop.run_until_complete(_live(random.Random(seed), result))
         except Exception as error:  # whatever it is, it is this seed's finding

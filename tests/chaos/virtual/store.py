@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import lupa
 import redis.exceptions
 
-from tests.chaos.virtual.network import Network, here
+from tests.chaos.virtual.loop import EPOCH
+from tests.chaos.virtual.network import ETHER, Network, here
 
 NAME = "redis"
 # Of commands in bad times: the reply comes too late, and half of these are carried out only after that.
@@ -24,6 +24,9 @@ class VirtualRedis:
     def __init__(self) -> None:
         self.down = False
         self.flaky = False
+        self.stopped_until = 0.0
+        self.clock_s = 0.0
+        """By how much its wall clock is wrong."""
         self._values: dict[str, Any] = {}
         self._expiry: dict[str, float] = {}
         self._scripts: dict[str, Callable[[Any, Any], Any]] = {}
@@ -60,7 +63,7 @@ class VirtualRedis:
         return int(value) if isinstance(value, float) else value
 
     def _live(self, key: str) -> Any:
-        if key in self._expiry and time.time() * 1e3 >= self._expiry[key]:
+        if key in self._expiry and self._now() * 1e3 >= self._expiry[key]:
             self._values.pop(key, None)
             del self._expiry[key]
         return self._values.get(key)
@@ -69,8 +72,11 @@ class VirtualRedis:
         args = [str(int(one)) if isinstance(one, float) and one.is_integer() else str(one) for one in raw]
         return getattr(self, f"_{command.lower()}")(*args)
 
+    def _now(self) -> float:
+        return EPOCH + asyncio.get_running_loop().time() + self.clock_s
+
     def _time(self) -> Any:
-        now = time.time()
+        now = self._now()
         return self._table([str(int(now)), str(int(now % 1 * 1e6))])
 
     def _get(self, key: str) -> str | None:
@@ -101,7 +107,7 @@ class VirtualRedis:
         return len(names)
 
     def _pexpire(self, key: str, ms: str) -> int:
-        self._expiry[key] = time.time() * 1e3 + float(ms)
+        self._expiry[key] = self._now() * 1e3 + float(ms)
         return 1
 
     def _zadd(self, key: str, score: str, name: str) -> int:
@@ -155,10 +161,15 @@ class Client:
             raise redis.exceptions.TimeoutError("timed out")
         if self._store.flaky and rng.random() < LOST_REPLIES:
             late = rng.random() < 0.5
-            loop.call_later(rng.uniform(0.0, 2.0) if late else 0.0, self._late, command)
+            loop.call_later(rng.uniform(0.0, 2.0) if late else 0.0, self._late, command, context=ETHER)
             await asyncio.sleep(self._timeout_s)
             raise redis.exceptions.TimeoutError("timed out")
         await asyncio.sleep(self._network.delay_s())
+        if (wait_s := self._store.stopped_until - loop.time()) > self._timeout_s:
+            loop.call_later(wait_s, self._late, command, context=ETHER)
+            await asyncio.sleep(self._timeout_s)
+            raise redis.exceptions.TimeoutError("timed out")
+        await asyncio.sleep(max(wait_s, 0.0))
         if not self._node.alive or self._store.down:
             raise redis.exceptions.ConnectionError("connection lost")
         answer = command()

@@ -39,7 +39,8 @@ from services.router.io.placement_service import PlacementService
 from services.router.io.runtime import Router
 from services.router.io.settings import RouterSettings
 from tests.chaos.virtual import store as virtual_store
-from tests.chaos.virtual.engines import Agent, Engine, Upstream
+from tests.chaos.virtual.engines import Agent, Engine
+from tests.chaos.virtual.http import Outgoing, upstream
 from tests.chaos.virtual.network import Channel, Method, Network, Node
 
 MODELS = ("m", "n")
@@ -48,11 +49,14 @@ LEASE_S = 1.0
 DEADLINES = Deadlines(place_s=10.0, prefill_s=6.0, first_byte_s=6.0, transfer_s=6.0, retries=2)
 # Whatever happens, a request is over by then: three attempts, each of them a placement, the slices of a prompt and the answer.
 ANSWERED_WITHIN_S = 150.0
-POLICIES = ("unified", "foresight", "lmetric", "round_robin")
-# So that a fleet this small slices, and holds.
+POLICIES = ("unified", "foresight", "lmetric", "round_robin", "elastic")
+# So that a fleet this small slices, holds, and offloads.
 SETTINGS: dict[str, dict[str, float | bool | str]] = {
-    "foresight": {"slice_u": 0.5, "slice_min_tokens": 64.0, "light_u": 0.5}
+    "foresight": {"slice_u": 0.5, "slice_min_tokens": 64.0, "light_u": 0.5},
+    "elastic": {"heavy_new_tokens": 32.0, "throughput": 500.0},
 }
+# Of an answer that was broken off, and of one that nobody waits for.
+BROKEN_OFF, NONE = 1, 0
 
 
 class Broken(AssertionError):
@@ -156,13 +160,13 @@ class GatewayNode:
         client = self.client = RouterClient(
             ROUTERS, self.name, "", 2.0, on_fleet=self._fleet, on_connected=lambda _: None
         )
-        upstream: Any = Upstream(self._world.network, self._world.engines)
+        up = upstream(self._world.network, self._world.engines)
         pools: Any = SimpleNamespace(counted=lambda *_: None)
         self._tools = Tools(
             router=client,
-            upstream=upstream,
-            bootstraps=Bootstraps(upstream),
-            releases=Releases(upstream, lambda _: None),
+            upstream=up,
+            bootstraps=Bootstraps(up),
+            releases=Releases(up, lambda _: None),
             pools=pools,
             telemetry=Telemetry(TokenCache(1 << 20)),
             limits=DEADLINES,
@@ -190,7 +194,7 @@ class GatewayNode:
         rng = self._world.rng
         self._sent += 1
         model, tokens, session = self._world.prompt()
-        work = self.node.spawn(self._answer(f"{self.name}-{self._sent}", model, tokens, session, rng.randint(1, 20)))
+        work = self.node.spawn(self._answer(f"{self.name}-{self._sent}", model, tokens, session, rng.randint(1, 40)))
         loop = asyncio.get_running_loop()
         began = loop.time()
         done, _ = await asyncio.wait([work], timeout=leaves_after_s or ANSWERED_WITHIN_S)
@@ -205,7 +209,8 @@ class GatewayNode:
         tools = self._tools
         if tools is None or model not in self._states:
             return 503
-        body = msgspec.json.encode({"model": model, "prompt": tokens, "max_tokens": output})
+        stream = self._world.rng.random() < 0.5
+        body = msgspec.json.encode({"model": model, "prompt": tokens, "max_tokens": output, "stream": stream})
         placement = placement_pb2.PlacementRequest(
             request_id=request_id,
             model=model,
@@ -215,7 +220,7 @@ class GatewayNode:
             sliceable_tokens=len(tokens),
         )
         set_keys(placement, array("Q", prompt_keys(tokens, model)))
-        outgoing: Any = SimpleNamespace(begun=False, abort=lambda: None, end=lambda: None)
+        outgoing: Any = Outgoing()
         job = Job(
             request_id=request_id,
             call=parse(Kind.COMPLETION, body),
@@ -233,8 +238,7 @@ class GatewayNode:
             answer = await Conductor(tools, job, request).run()
         except DialectError as error:
             return error.status
-        assert answer is not None
-        return answer.status
+        return answer.status if answer is not None else _streamed(request_id, outgoing, output)
 
 
 class World:
@@ -245,9 +249,13 @@ class World:
         self.network = Network(rng)
         self.redis = virtual_store.VirtualRedis()
         self.policy = rng.choice(POLICIES)
+        decode_first = rng.random() < 0.5
         self.engines = {
-            name: Engine(name, MODELS[at % 2], self.network) for at, name in enumerate(("e0:1", "e1:1", "e2:1", "e3:1"))
+            name: Engine(name, MODELS[at % 2], self.network, decode_first=decode_first)
+            for at, name in enumerate(("e0:1", "e1:1", "e2:1", "e3:1"))
         }
+        for one in self.engines.values():
+            one.peers = list(self.engines.values())
         self.routers = {address: RouterNode(self, address) for address in ROUTERS}
         self.gateways = {name: GatewayNode(self, name) for name in ("g0", "g1")}
         engines = list(self.engines.values())
@@ -328,6 +336,18 @@ class World:
             _equal(
                 state.index.count(engine.instance_id), len(engine.cache), f"blocks of {engine.instance_id} at {name}"
             )
+
+
+def _streamed(request_id: str, outgoing: Outgoing, output: int) -> int:
+    """200 for a stream that is whole, BROKEN_OFF for one that told of its failure. Raises Broken for any other."""
+    events = outgoing.body.decode().split("\n\n")[:-1]
+    tokens, done = sum('"text"' in event for event in events), events.count("data: [DONE]")
+    failed = [event for event in events if '"error"' in event]
+    if outgoing.aborted or (failed and outgoing.ended):
+        return BROKEN_OFF
+    if failed or not outgoing.ended or (tokens, done, events[-1]) != (output, 1, "data: [DONE]"):
+        raise Broken(f"{request_id} got {tokens} tokens of {output}: {events[-2:]}")
+    return 200
 
 
 def _equal(found: object, wanted: object, what: str) -> None:
