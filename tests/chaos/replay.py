@@ -7,9 +7,8 @@ import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -21,8 +20,7 @@ from lab.text import ChatTokenizer
 from lab.traces import TraceRequest, by_session
 
 DEADLINE_S = 30.0
-CLIENTS = 6
-TOKEN_SCALE = 1 / 8
+TRACE = generate(120, 60.0, 5, replace(SMALL, output_tokens=400))
 # Answers after which clients try again: nobody took the request, or an instance failed.
 PROPER_ERRORS = {429, 502, 503}
 
@@ -41,18 +39,20 @@ class Asked:
 
 
 class Replay:
-    """The agents. `asked` is what was asked since begin()."""
+    """The agents, who speak in `words`. `asked` is what was asked since begin(). Of emulated engines the answers are `known`; of
+    others only their lengths."""
 
-    def __init__(self, url: str, model: str, ledger: Path) -> None:
+    def __init__(
+        self, url: str, model: str, words: Sequence[str], *, scale: float, clients: int, known: bool = True
+    ) -> None:
         self.asked: list[Asked] = []
         self.prompts: dict[str, list[int]] = {}
-        """The tokens of each session's newest prompt."""
-        self._url, self._model, self._ledger = url, model, ledger
+        """The tokens of each session's newest prompt, where answers are known."""
+        self._url, self._model, self._count, self._known = url, model, clients, known
         self._tokenizer = ChatTokenizer()
         self._texts = dict(zip(self._tokenizer.word_ids, self._tokenizer.words, strict=True))
-        trace = generate(120, 60.0, 5, replace(SMALL, output_tokens=400))
-        self._chats = ChatMaker(trace, self._tokenizer.words, TOKEN_SCALE)
-        self._sessions: Iterator[list[TraceRequest]] = itertools.cycle(by_session(trace).values())
+        self._chats = ChatMaker(TRACE, words, scale)
+        self._sessions: Iterator[list[TraceRequest]] = itertools.cycle(by_session(TRACE).values())
         self._numbers = itertools.count()
         self._going = False
         self._clients: list[asyncio.Task[None]] = []
@@ -60,9 +60,8 @@ class Replay:
     def begin(self) -> None:
         """Ask from now on."""
         self.asked.clear()
-        self._ledger.write_bytes(b"")
         self._going = True
-        self._clients = [asyncio.create_task(self._client()) for _ in range(CLIENTS)]
+        self._clients = [asyncio.create_task(self._client()) for _ in range(self._count)]
 
     async def end(self) -> None:
         """Ask no more, and wait for the last answers."""
@@ -83,14 +82,6 @@ class Replay:
         """All that is no whole answer."""
         return [one for one in self.asked if one.got != "whole"]
 
-    def generations(self) -> dict[str, Counter[str]]:
-        """How generations ended in engines, by request id."""
-        found: dict[str, Counter[str]] = {}
-        for line in self._ledger.read_text().splitlines():
-            request_id, _, end = line.partition(" ")
-            found.setdefault(request_id, Counter())[end] += 1
-        return found
-
     async def _client(self) -> None:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as http:
             while self._going:
@@ -103,7 +94,7 @@ class Replay:
         messages = self._chats.messages(turn)
         length = self._chats.tokens(turn.output_length)
         number = next(self._numbers)
-        wanted = await asyncio.to_thread(self._answer_to, turn.session, messages, length)
+        wanted = await asyncio.to_thread(self._answer_to, turn.session, messages, length) if self._known else None
         body = {
             "model": self._model,
             "messages": messages,
@@ -129,7 +120,7 @@ class Replay:
         return "".join(self._texts[content.append()] for _ in range(length))
 
     async def _ask(
-        self, http: aiohttp.ClientSession, one: Asked, body: dict[str, Any], headers: dict[str, str], wanted: str
+        self, http: aiohttp.ClientSession, one: Asked, body: dict[str, Any], headers: dict[str, str], wanted: str | None
     ) -> None:
         status = 0
         try:
@@ -146,27 +137,29 @@ class Replay:
         elif status != 200:
             one.got, one.why = "wrong", f"{status}: {text}"
         else:
-            one.got, one.why = _read_stream(text, wanted) if body["stream"] else _read_whole(text, wanted)
+            told = json.loads(text) if not body["stream"] else text
+            one.got, one.why = _read(told, body["max_tokens"], wanted)
 
 
 def _whole(body: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name != "stream_options"}
 
 
-def _read_whole(text: str, wanted: str) -> tuple[str, str]:
-    choice = json.loads(text)["choices"][0]
-    told = (choice["message"]["content"], choice["finish_reason"])
-    return ("whole", "") if told == (wanted, "length") else ("wrong", text)
-
-
-def _read_stream(text: str, wanted: str) -> tuple[str, str]:
-    """What a stream that came to its end is; the client hears of its failure by an event, with or without [DONE]."""
-    events = [event.removeprefix("data: ") for event in text.split("\n\n") if event]
-    chunks = [json.loads(event) for event in events if event != "[DONE]"]
-    if errors := [chunk["error"]["message"] for chunk in chunks if "error" in chunk]:
-        return "broken", errors[0]
-    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
-    said = "".join(choice["delta"].get("content") or "" for choice in choices)
-    reasons = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
-    right = said == wanted and reasons == ["length"] and events.count("[DONE]") == 1 and events[-1] == "[DONE]"
-    return ("whole", "") if right else ("wrong", f"{reasons} {said!r}, not {wanted!r}")
+def _read(told: Any, length: int, wanted: str | None) -> tuple[str, str]:
+    """What an answer that came to its end is. A client hears of a stream's failure by an event, with or without [DONE]."""
+    if not isinstance(told, str):
+        choice = told["choices"][0]
+        said, reasons, usages, ends = choice["message"]["content"], [choice["finish_reason"]], [told["usage"]], True
+    else:
+        events = [event.removeprefix("data: ") for event in told.split("\n\n") if event]
+        chunks = [json.loads(event) for event in events if event != "[DONE]"]
+        if errors := [chunk["error"]["message"] for chunk in chunks if "error" in chunk]:
+            return "broken", errors[0]
+        choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+        said = "".join(choice["delta"].get("content") or "" for choice in choices)
+        reasons = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+        usages = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
+        ends = events.count("[DONE]") == 1 and events[-1] == "[DONE]"
+    lengths = [usage["completion_tokens"] for usage in usages]
+    right = ends and reasons == ["length"] and lengths == [length] and wanted in (None, said)
+    return ("whole", "") if right else ("wrong", f"{reasons} {lengths} {said!r}, not {wanted!r}")
