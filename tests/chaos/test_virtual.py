@@ -143,6 +143,50 @@ def test_what_ends_while_the_store_comes_back_is_not_kept_for_ever() -> None:
     virtually(work())
 
 
+def test_a_clock_of_redis_that_is_set_back_keeps_no_dead_router_alive() -> None:
+    """Its pools are taken over, and nothing is handed to it, though all that it wrote seems to be of the future."""
+
+    async def work() -> None:
+        network, redis = Network(random.Random(1)), VirtualRedis()
+        nodes = {name: Node(name) for name in ("one", "two")}
+        stores: dict[str, redis_store.RedisStore] = {}
+
+        def from_url(url: str, *, socket_timeout: float, **_: Any) -> Client:
+            return Client(network, redis, socket_timeout)
+
+        async def serve(name: str) -> None:
+            with mock.patch.object(redis_store.redis.asyncio.Redis, "from_url", from_url):
+                stores[name] = redis_store.RedisStore(
+                    "redis://redis",
+                    router_id=name,
+                    fleet="f",
+                    lease_s=1.0,
+                    settle_s=9.0,
+                    affinity_ttl_s=60.0,
+                    on_event=lambda event: None,
+                    on_owners=lambda: None,
+                    snapshot=lambda pool: [],
+                )
+            stores[name].want(["m"])
+            await stores[name].run()
+
+        for name, node in nodes.items():
+            node.spawn(serve(name))
+        await asyncio.sleep(5.0)
+        owner = stores["one"].owner("m")
+        assert owner is not None
+        other = stores["two" if owner.router_id == "one" else "one"]
+        network.kill(nodes[owner.router_id])
+        redis.clock_s = -3_600.0
+        await asyncio.sleep(5.0)
+        taken = other.owner("m")
+        assert taken is not None
+        assert taken.router_id != owner.router_id
+        assert [one.router_id for one in other.replicas()] == [taken.router_id]
+
+    virtually(work())
+
+
 class ScriptedRouter:
     """Tells what it is told to, and remembers what it hears."""
 

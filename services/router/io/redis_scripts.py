@@ -4,18 +4,23 @@ from __future__ import annotations
 
 # KEYS: live replicas, their addresses, what they tell of themselves, the fleet's policy. ARGV: router id, address, time to live
 # in ms, what it tells of itself, the version of the policy that it last took from an operator (0: none), that policy.
-# Returns {{id, address, ms since its last heartbeat, what it tells} of each live replica, version, policy}: the newest policy.
+# Returns {{id, address, ms since its last heartbeat, what it tells} of each live replica, version, policy}: the newest policy. A
+# replica whose heartbeat is of the future gave it before the clock was set back; if it lives it gives another at once.
 HEARTBEAT = """
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 redis.call('ZADD', KEYS[1], now, ARGV[1])
 redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
 redis.call('HSET', KEYS[3], ARGV[1], ARGV[4])
-for _, dead in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], 0, now - tonumber(ARGV[3]))) do
-  redis.call('ZREM', KEYS[1], dead)
-  redis.call('HDEL', KEYS[2], dead)
-  redis.call('HDEL', KEYS[3], dead)
+local function forget(least, most)
+  for _, dead in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], least, most)) do
+    redis.call('ZREM', KEYS[1], dead)
+    redis.call('HDEL', KEYS[2], dead)
+    redis.call('HDEL', KEYS[3], dead)
+  end
 end
+forget(0, now - tonumber(ARGV[3]))
+forget(now + tonumber(ARGV[3]), '+inf')
 if tonumber(ARGV[5]) > tonumber(redis.call('HGET', KEYS[4], 'version') or '0') then
   redis.call('HSET', KEYS[4], 'version', ARGV[5], 'policy', ARGV[6])
 end
@@ -44,7 +49,11 @@ return version
 ACQUIRE = """
 local owner = redis.call('HGET', KEYS[1], 'id')
 local epoch = tonumber(redis.call('GET', KEYS[2]) or '0')
-if owner and owner ~= ARGV[1] then return {owner, redis.call('HGET', KEYS[1], 'address'), epoch, 0} end
+if owner and owner ~= ARGV[1] then
+  -- A lease that lasts longer than leases do was given before the clock was set back.
+  if redis.call('PTTL', KEYS[1]) > 2 * tonumber(ARGV[3]) then redis.call('PEXPIRE', KEYS[1], ARGV[3]) end
+  return {owner, redis.call('HGET', KEYS[1], 'address'), epoch, 0}
+end
 local own, seen, take = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 if not owner and (take == 0 or (take == 1 and epoch < seen)) then return {'', '', epoch, 0} end
 if own > 0 and own >= seen and own >= epoch then

@@ -46,7 +46,7 @@ def _clock_jumps(group: str) -> Fault:
 
 
 def _redis_clock_jumps(world: World, for_s: float) -> str:
-    world.redis.clock_s += world.rng.choice((world.rng.uniform(-2.0, 2.0), world.rng.uniform(0.0, 3_600.0)))
+    world.redis.clock_s = world.rng.choice((world.rng.uniform(-5.0, 5.0), world.rng.uniform(-3_600.0, 3_600.0)))
     return f"the clock of redis is {world.redis.clock_s:+.3f} s off"
 
 

@@ -110,6 +110,9 @@ class VirtualRedis:
         self._expiry[key] = self._now() * 1e3 + float(ms)
         return 1
 
+    def _pttl(self, key: str) -> float:
+        return self._expiry[key] - self._now() * 1e3 if self._live(key) and key in self._expiry else -1.0
+
     def _zadd(self, key: str, score: str, name: str) -> int:
         self._values.setdefault(key, {})[name] = float(score)
         return 1
