@@ -129,6 +129,7 @@ class Fleet:
 
     async def mend(self) -> None:
         """Undo what an earlier test may have left."""
+        self.ledger.write_bytes(b"")
         for link in self.links.values():
             link.mend()
         for name, part in self.parts.items():
@@ -201,15 +202,16 @@ class Fleet:
         return next((name for name in ROUTERS if self.address("gateway", name) == pool.owner.address), "")
 
     async def incarnations(self, engine: str) -> set[str]:
-        """What the routers call the engine's present life."""
-        return {(await self.instances(name))[engine].instance.incarnation for name in ROUTERS}
+        """What the routers call the engine's present life; empty where one knows of none."""
+        known = [(await self.instances(name)).get(engine) for name in ROUTERS]
+        return {one.instance.incarnation if one is not None else "" for one in known}
 
     async def reborn(self, engine: str, before: set[str]) -> None:
         """Until both routers know the engine's new life."""
 
         async def trouble() -> str:
             now = await self.incarnations(engine)
-            return "" if len(now) == 1 and not now & before else f"{engine} is {now}"
+            return "" if len(now) == 1 and not now & {"", *before} else f"{engine} is {now}"
 
         await self._until(trouble, WELL_S)
 
