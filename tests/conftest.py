@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+
+import pytest
 from hypothesis import settings
 
 # An example's time is no property of the code: a machine that stalls would fail it.
 settings.register_profile("pointsman", deadline=None)
 settings.load_profile("pointsman")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How long a fleet took to recover from each fault, where faults were tested."""
+    trouble = sys.modules.get("tests.chaos.trouble")
+    if trouble is not None and (rows := trouble.told()):
+        terminalreporter.section("recovery from faults")
+        for row in rows:
+            terminalreporter.write_line(row)

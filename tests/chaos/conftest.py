@@ -1,4 +1,4 @@
-"""One fleet of processes for all tests of this folder, and what came of each fault, told at the end."""
+"""One fleet of processes for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest_asyncio
 pytest.register_assert_rewrite("tests.chaos.fleet", "tests.chaos.trouble")
 
 from tests.chaos.fleet import Fleet  # noqa: E402
-from tests.chaos.trouble import told  # noqa: E402
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
@@ -25,11 +24,3 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
         yield up
     finally:
         await up.stop()
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The table of the operating guide."""
-    if rows := told():
-        terminalreporter.section("recovery from faults")
-        for row in rows:
-            terminalreporter.write_line(row)

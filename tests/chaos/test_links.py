@@ -15,7 +15,7 @@ from tests.chaos.trouble import trouble
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package")]
 
-CUT_S, BROKEN_S, SLOW_S, DELAY_S = 3.0, 2.0, 2.0, 0.2
+CUT_S, BROKEN_S, SLOW_S, DELAY_S = 2.5, 1.5, 1.5, 0.2
 # Longer than a session's keepalive, and than a gateway waits for a router.
 LONG_S = 10.0
 

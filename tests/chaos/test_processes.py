@@ -17,7 +17,7 @@ from tests.chaos.trouble import trouble
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package")]
 
-AWAY_S, STOPPED_S = 0.5, 3.0
+AWAY_S, STOPPED_S = 0.5, 2.5
 
 
 async def killed(fleet: Fleet, name: str) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from tests.chaos.replay import Replay
 
-BEFORE, AFTER = 15, 15  # whole answers
+BEFORE, AFTER = 8, 8  # whole answers
 _rows: list[tuple[str, ...]] = []
 _HEAD = ("fault", "lasted", "answers", "others", "slowest", "served after", "well after")
 
