@@ -36,6 +36,8 @@ class Connection:
     async def _read(self) -> None:
         while not isinstance(item := await self._down.get(), Ended):
             status, piece = msgspec.msgpack.decode(item)
+            if self.head.cancelled():
+                continue  # nobody waits any more
             if status:
                 self.answer.status = status
                 self.answer.headers.add("Content-Type", piece.decode())
