@@ -105,7 +105,7 @@ async def engine(interval_ms: float, model: str = "") -> AsyncIterator[Served]:
         yield Served(port, (child.pid,))
 
 
-async def load(port: int, *, may_fail: bool = False, **flags: object) -> dict[str, Any]:
+async def load(port: int, may_fail: bool = False, /, **flags: object) -> dict[str, Any]:
     """Run the load client to its end; what it printed. Raises RuntimeError when a request failed, unless it `may_fail`."""
     given = [part for name, value in flags.items() for part in (f"--{name}", *([] if value is True else [str(value)]))]
     child = await asyncio.create_subprocess_exec(
