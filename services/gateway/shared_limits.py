@@ -33,7 +33,7 @@ class SharedBooks:
         self._map: mmap.mmap | None = None
         with self._locked():
             if not os.fstat(self._fd).st_size:
-                os.ftruncate(self._fd, self._size * _ROOM)
+                os.posix_fallocate(self._fd, 0, self._size * _ROOM)
             data = self._mapped()
             for at in range(0, len(data), self._size):
                 own = at + self._size - self._flights.size + number * 8
@@ -48,7 +48,7 @@ class SharedBooks:
             while at < len(data) and data[at : at + _KEY_BYTES] not in (key, bytes(_KEY_BYTES)):
                 at += self._size
             if at == len(data):
-                os.ftruncate(self._fd, at + self._size * _ROOM)
+                os.posix_fallocate(self._fd, at, self._size * _ROOM)
                 data = self._mapped()
             if data[at : at + _KEY_BYTES] != key:
                 unused = Bucket()

@@ -116,3 +116,13 @@ def test_a_key_is_a_digest(file: Path) -> None:
         with pytest.raises(ValueError, match="digest"):
             books.book(bad)
     books.close()
+
+
+def test_the_disk_has_given_all_that_is_mapped(file: Path) -> None:
+    """What is written where a full disk has none to give would end the process by SIGBUS."""
+    books = SharedBooks(file, 0, 2)
+    for name in range(200):
+        books.book(digest(name))
+        told = file.stat()
+        assert told.st_blocks * 512 >= told.st_size
+    books.close()
