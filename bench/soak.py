@@ -21,6 +21,8 @@ CONNECTIONS = 32
 PROMPTS = 10_000
 LOAD = {"connections": CONNECTIONS, "chunks": 3, "prompt": 200, "prompts": PROMPTS, "mix": True}
 CACHE_MB = 16
+# Answers after which clients try again: what a machine that is too busy may give.
+TRY_AGAIN = ("http/1.1 429", "http/1.1 502", "http/1.1 503")
 
 
 async def soak() -> list[Figure]:
@@ -30,7 +32,7 @@ async def soak() -> list[Figure]:
 
 async def run(requests: int, by: int) -> list[Figure]:
     """The same for `requests`, of which `by` come between two looks. Raises AssertionError when anything is left open at the
-    end."""
+    end, and RuntimeError when a request failed for good."""
     with tempfile.TemporaryDirectory() as folder:
         fleet = Fleet(
             Path(folder),
@@ -52,6 +54,8 @@ async def run(requests: int, by: int) -> list[Figure]:
                 for name, pid in pids.items():
                     mb[name].append(stack.rss_mb(pid))
             took_s = time.monotonic() - began
+            if wrong := {head: count for head, count in failures.items() if not head.startswith(TRY_AGAIN)}:
+                raise RuntimeError(f"requests failed: {wrong}")
             await fleet.idle()
         finally:
             await fleet.stop()

@@ -13,6 +13,5 @@ async def test_many_requests_leave_nothing_open_and_little_behind() -> None:
     assert {figure.metric.removeprefix("soak_growth_mb_100k_") for figure in figures} == {
         *("redis", "r0", "r1", "a0", "a1", "e0", "e1", "e2", "gateway_0", "gateway_1")
     }
-    assert all("none failed" in figure.note for figure in figures), figures[0].note
     grown = {figure.metric: figure.value * REQUESTS / 100_000 for figure in figures}
     assert max(grown.values()) < 25, grown
