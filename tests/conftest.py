@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 import pytest
+import structlog
 from hypothesis import settings
 
 # An example's time is no property of the code: a machine that stalls would fail it.
@@ -19,3 +21,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("recovery from faults")
         for row in rows:
             terminalreporter.write_line(row)
+
+
+@pytest.fixture(autouse=True)
+def log_as_before() -> Iterator[None]:
+    """A command that runs inside a test sends the log to what is its stderr then: the next test's lines shall not go there."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)

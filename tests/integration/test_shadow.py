@@ -109,7 +109,7 @@ class Docs:
 
     def commands(self, *beginning: str) -> list[list[str]]:
         """The words of every `pointsman` command that begins so."""
-        lines = "\n".join(self.blocks("sh")).replace("\\\n", " ").splitlines()
+        lines = "\n".join(self.blocks("sh shadow")).replace("\\\n", " ").splitlines()
         words = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("pointsman ")]
         return [one for one in words if tuple(one[: len(beginning)]) == beginning]
 
