@@ -1,8 +1,9 @@
 """The shell blocks of README.md and docs/: the words after ```sh say what a command needs that a test has not.
 
-Unmarked blocks are run on a fleet of emulated engines (tests/integration/test_command_line.py). Those marked `gpu` (vLLM), `cluster`
-(Kubernetes, Docker) or `long` (minutes of work) are parsed, command by command, by what would parse them (parsed.py), and so are
-those that need a router of another make in front (`shadow`), which tests/integration/test_shadow.py also runs.
+Unmarked blocks are run on a fleet of emulated engines (tests/integration/test_command_line.py). Those marked `gpu` (vLLM),
+`cluster` (Kubernetes, Docker) or `long` (minutes of work) are parsed, command by command, by what would parse them
+(parsed.py), and so are those that need a router of another make in front (`shadow`), which
+tests/integration/test_shadow.py also runs.
 """
 
 from __future__ import annotations
