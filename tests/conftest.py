@@ -9,6 +9,12 @@ import pytest
 import structlog
 from hypothesis import settings
 
+# Their assertions say what they compared. Here, since whichever folder comes first may import another's.
+pytest.register_assert_rewrite(
+    *(f"tests.engine.{name}" for name in ("faulty", "offloading", "servers", "stack", "talk")),
+    *(f"tests.chaos.{name}" for name in ("fleet", "trouble")),
+)
+
 # An example's time is no property of the code: a machine that stalls would fail it.
 settings.register_profile("pointsman", deadline=None)
 settings.load_profile("pointsman")

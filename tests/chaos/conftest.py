@@ -7,9 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-pytest.register_assert_rewrite("tests.chaos.fleet", "tests.chaos.trouble")
-
-from tests.chaos.fleet import Fleet  # noqa: E402
+from tests.chaos.fleet import Fleet
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")

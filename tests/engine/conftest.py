@@ -9,12 +9,8 @@ from pathlib import Path
 import openai
 import pytest
 
-pytest.register_assert_rewrite(
-    "tests.engine.faulty", "tests.engine.offloading", "tests.engine.servers", "tests.engine.stack", "tests.engine.talk"
-)
-
-from tests.engine.servers import ADAPTER, ENGINE_PYTHON, Engine, EngineSpec, make_model, running_engines  # noqa: E402
-from tests.engine.stack import ControlPlane  # noqa: E402
+from tests.engine.servers import ADAPTER, ENGINE_PYTHON, Engine, EngineSpec, make_model, running_engines
+from tests.engine.stack import ControlPlane
 
 
 @pytest.fixture(scope="session")
