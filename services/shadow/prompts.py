@@ -14,7 +14,6 @@ from services.gateway.dialects import DialectError, Kind, Rules, parse
 from services.gateway.http.message import Headers, Request
 from services.gateway.limits import NO_LIMITS, Grant
 from services.gateway.pools import Exactness, PoolState
-from services.gateway.sessions import bounded_id
 from services.gateway.telemetry import Telemetry
 from services.gateway.token_cache import TokenCache
 from services.gateway.tokens import ModelTokenizer, locate
@@ -98,7 +97,7 @@ class Reader:
             raise NotUnderstood("invalid", str(error)) from None
         placement = job.placement
         asked = Asked(
-            request_id=bounded_id(headers.get("X-Request-ID") or secrets.token_hex(16)),
+            request_id=headers.get("X-Request-ID") or secrets.token_hex(16),
             at=at,
             model=state.pool.model,
             session=placement.session_id,

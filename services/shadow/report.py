@@ -32,7 +32,8 @@ def print_report(console: Console, summary: Mapping[str, Any], policy: str, assu
 def _print_model(console: Console, model: str, found: Mapping[str, Any], policy: str, assumed: str) -> None:
     answered = found["requests"] - found["failed"]
     console.print(
-        f"[bold]{model}[/bold]: {found['requests']:,} requests, {found['prompt_tokens']:,} prompt tokens"
+        f"[bold]{model}[/bold], {len(found['engines'])} engines: {found['requests']:,} requests, "
+        f"{found['prompt_tokens']:,} prompt tokens"
         + (f"; {found['failed']:,} that the model could not serve are in no other figure" if found["failed"] else ""),
         highlight=False,
     )

@@ -29,7 +29,7 @@ from services.shadow.prompts import NotUnderstood, Reader
 from services.shadow.report import print_report, summary_of
 from services.shadow.settings import ServeSettings
 from services.shadow.study import Engines, Study
-from services.shadow.telemetry import LEFT_OUT, Telemetry
+from services.shadow.telemetry import Telemetry
 
 log = structlog.get_logger()
 
@@ -59,6 +59,8 @@ class Shadow:
         for model in settings.tokenizer_map():
             if settings.instances:
                 self._study.add_engines(model, Engines(tuple(settings.instances)))
+        # The engines that a router told of last, by model.
+        self._told: dict[str, tuple[str, ...]] = {}
         self._asked_now: dict[str, Now] = {}
         # The log has requests of its own, which are known at their ends only.
         self._from_log = False
@@ -66,23 +68,26 @@ class Shadow:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Compare until `stop`; then what is still open is taken as it is."""
-        tasks = [self._understand(), self._compare()]
+        tasks = [self._understand()]
         if self._settings.access_log is not None:
             tasks.append(self._follow(self._settings.access_log))
         if self._questions is not None:
             tasks.append(self._questions.watch(self._learn))
         running = [asyncio.create_task(task) for task in tasks]
-        ended = asyncio.create_task(stop.wait())
+        # It ends by itself: a step of the study that is under way must be over before the last one.
+        comparing = asyncio.create_task(self._compare(stop))
+        stopping = asyncio.create_task(stop.wait())
         try:
-            # None of them ends by itself: a fault in one is the shadow's end, and the traffic's no concern.
-            await asyncio.wait([ended, *running], return_when=asyncio.FIRST_COMPLETED)
-            for task in running:
+            # None of the others does: a fault in one is the shadow's end, and the traffic's no concern.
+            await asyncio.wait([stopping, comparing, *running], return_when=asyncio.FIRST_COMPLETED)
+            for task in (comparing, *running):
                 if task.done():
                     task.result()
         finally:
-            for task in (ended, *running, *self._tasks):
+            stop.set()
+            for task in (stopping, *running, *self._tasks):
                 task.cancel()
-            await asyncio.gather(ended, *running, *self._tasks, return_exceptions=True)
+            await asyncio.gather(comparing, stopping, *running, *self._tasks, return_exceptions=True)
             if self._questions is not None:
                 await self._questions.close()
         await asyncio.to_thread(self._observe, list(self._book.due(math.inf, math.inf)))
@@ -90,12 +95,7 @@ class Shadow:
 
     def summary(self) -> dict[str, Any]:
         """All figures as JSON."""
-        left_out = {
-            reason: int(self.telemetry.left_out.labels(reason)._value.get())
-            for reason in LEFT_OUT
-            if reason != "failed"
-        }
-        summary = summary_of(self._study.summaries(), left_out | {"failed": self._book.failed})
+        summary = summary_of(self._study.summaries(), self.telemetry.counts_left_out())
         summary["waiting"] = len(self._book) + self._study.open
         if self._questions is not None:
             summary["now"] = self._questions.summary()
@@ -161,22 +161,31 @@ class Shadow:
                     await asyncio.to_thread(self._reader.learn, name, source, model.served_names, model.lora_names)
                 except TokenizerMissing as missing:
                     self._reader.learn_without_tokens(name, model.served_names, str(missing))
-            if not self._study.engines_of(name):
-                engines = model.engines
-                names = tuple(self._settings.instances) or engines.names
-                self._study.add_engines(name, Engines(names, engines.kv_tokens, engines.max_model_len))
+            engines = model.engines
+            names = tuple(self._settings.instances) or engines.names
+            if names == self._study.engines_of(name):
+                continue
+            self._study.add_engines(name, Engines(names, engines.kv_tokens, engines.max_model_len))
+            if self._study.engines_of(name) == names:
                 log.info("engines", model=name, instances=len(names))
+            elif self._told.get(name) != names:
+                log.warning("engines came or went: the modelled fleets stay as they are", model=name)
+            self._told[name] = names
 
-    async def _compare(self) -> None:
-        while True:
+    async def _compare(self, stop: asyncio.Event) -> None:
+        while not stop.is_set():
             now = time.time()
             complete = now - self._settings.window_s if self._from_log else self._backlog.read_until
+            failed = self._book.failed
             due = list(self._book.due(now, complete))
+            self.telemetry.left_out.labels("failed").inc(self._book.failed - failed)
             if due:
                 await asyncio.to_thread(self._observe, due)
                 self.telemetry.behind.set(time.time() - due[-1].timestamp_ms / 1e3)
             self.telemetry.waiting.set(len(self._book))
-            await asyncio.sleep(LOOK_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await stop.wait()
 
     def _observe(self, due: list[Observed]) -> None:
         for request in due:

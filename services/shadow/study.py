@@ -18,6 +18,7 @@ from lab.simulation import Simulation
 from services.common.keys import KEY_TOKENS
 from services.router import events as ev
 from services.router.io.decision_log import DecisionLog
+from services.router.policy.registry import make_policy
 from services.shadow.settings import ModelSettings
 
 # The cache of `pointsman simulate`'s engines.
@@ -38,7 +39,10 @@ class Study:
     another thread than the rest."""
 
     def __init__(self, settings: ModelSettings, on_compared: Callable[[Compared], None] | None = None) -> None:
-        """Raises ValueError for a profile that cannot be read, OSError for files that cannot be written."""
+        """Raises ValueError for a profile that cannot be read and a policy that does not exist, OSError for files that cannot be
+        written."""
+        make_policy(settings.policy, settings.policy_map())
+        make_policy(settings.assumed, {})
         self._settings = settings
         self._profile = load_profile(settings.profile) if settings.profile else Profile()
         self._on_compared = on_compared
@@ -51,7 +55,10 @@ class Study:
         self._lock = threading.Lock()
 
     def add_engines(self, model: str, engines: Engines) -> None:
-        """The engines that serve a model, told once. Raises ValueError for settings that do not go together. Mutates."""
+        """The engines that serve a model; others than before are taken as long as no request of it was observed. Raises
+        ValueError for settings that do not go together. Mutates."""
+        if model in self._begin_s:
+            return
         settings = self._settings
         kv_tokens = settings.kv_tokens or engines.kv_tokens or KV_TOKENS
         simulation = Simulation(
@@ -69,8 +76,9 @@ class Study:
             ),
             profile=self._profile,
         )
-        self._twins[model] = Twins(simulation, settings.assumed, self._tell_decisions(model))
+        twins = Twins(simulation, settings.assumed, self._tell_decisions(model))
         with self._lock:
+            self._twins[model] = twins
             self._totals[model] = Totals()
 
     def engines_of(self, model: str) -> tuple[str, ...]:
@@ -86,7 +94,10 @@ class Study:
     def summaries(self) -> dict[str, dict[str, Any]]:
         """The figures of each model (Totals.summary)."""
         with self._lock:
-            return {model: totals.summary() for model, totals in self._totals.items()}
+            return {
+                model: {"engines": list(self._twins[model].names)} | totals.summary()
+                for model, totals in self._totals.items()
+            }
 
     def observe(self, request: Observed) -> None:
         """The next request. KeyError for a model whose engines were not told. Mutates."""

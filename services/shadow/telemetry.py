@@ -7,8 +7,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from lab.counterfactual import Compared
 
 _SECONDS = (0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
-# Why a request is in no figure.
-LEFT_OUT = ("backlog", "invalid", "model", "path", "failed", "fault")
+# Why a request is in no figure: it came too fast, could not be understood (its body, model or path), the other router failed it,
+# no modelled engine could serve it, or the shadow has a fault.
+LEFT_OUT = ("backlog", "invalid", "model", "path", "failed", "unserved", "fault")
 
 
 class Telemetry:
@@ -48,10 +49,15 @@ class Telemetry:
         self.waiting = Gauge(f"{name}waiting_requests", "Requests whose end is awaited", registry=of)
         self.behind = Gauge(f"{name}behind_seconds", "How far the modelled fleets are behind the clock", registry=of)
 
+    def counts_left_out(self) -> dict[str, int]:
+        """How many requests are in no figure, by reason."""
+        name = "pointsman_shadow_left_out_total"
+        return {reason: int(self.registry.get_sample_value(name, {"reason": reason}) or 0) for reason in LEFT_OUT}
+
     def compared(self, one: Compared) -> None:
         """Count a request that ended in both fleets."""
         if not (one.as_recorded.ok and one.would_be.ok):
-            self.left_out.labels("failed").inc()
+            self.left_out.labels("unserved").inc()
             return
         request = one.request
         self.requests.labels(str(bool(request.instance)).lower()).inc()

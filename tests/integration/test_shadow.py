@@ -11,6 +11,7 @@ import shlex
 import shutil
 import signal
 import sys
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +21,9 @@ import aiohttp
 import grpc
 import grpc.aio
 import pytest
-from typer.testing import CliRunner
 
 from lab.emulator import Emulated, EmulateSettings, start
 from pointsman.router.v1 import placement_pb2, placement_pb2_grpc
-from services import cli
 from services.common.settings import Tokens
 from services.router.io.main import RouterServer
 from services.router.io.settings import RouterSettings
@@ -118,14 +117,13 @@ class Docs:
         argv = [sys.executable, "-m", "services.cli", *words, *more]
         return Process(name, argv, self._folder / f"{name}.log", cwd=self._folder)
 
-    def run(self, words: list[str]) -> str:
+    async def run(self, words: list[str]) -> str:
         """What a command prints that ends by itself, with status 0."""
-        for register in cli.GROUPS:
-            register()
-        with contextlib.chdir(self._folder):
-            done = CliRunner().invoke(cli.app, words, catch_exceptions=False)
-        assert done.exit_code == 0, (words, done.output)
-        return done.stdout
+        argv = [sys.executable, "-m", "services.cli", *words]
+        child = await asyncio.create_subprocess_exec(*argv, cwd=self._folder, stdout=PIPE, stderr=PIPE)
+        out, err = await child.communicate()
+        assert child.returncode == 0, (words, err.decode())
+        return out.decode()
 
     def nginx(self) -> Process:
         """An nginx that has both formats of the log."""
@@ -169,15 +167,13 @@ async def test_it_says_what_really_comes(engines: list[Emulated], tmp_path: Path
         docs.nginx(),
         docs.process("router", router),
         docs.process("agent", agent, "--state-dir", str(tmp_path / "agent")),
-        docs.process("gateway", ["gateway", "--listen", gateway_address, "--routers", docs.router]),
     ]
+    pointsman = docs.process("gateway", ["gateway", "--listen", gateway_address, "--routers", docs.router])
     report_url, front, gateway = f"http://{docs.shadow}/report", f"http://{docs.front}", f"http://{gateway_address}"
     try:
-        for one in (*others, shadow):
+        for one in (shadow, *others):
             one.start()
-        await answered(report_url, lambda told: bool(told.get("models")))
-        await answered(f"{gateway}/health", lambda told: told.get("status") == "ok")
-        others[-1].stop()
+        await answered(report_url, lambda told: len(told.get("models", {}).get(MODEL, {}).get("engines", ())) == 3)
         as_it_is = await converse(front)
         assert as_it_is.answers == SESSIONS * TURNS
         # Nothing but the clients' requests has reached an engine's model.
@@ -195,6 +191,7 @@ async def test_it_says_what_really_comes(engines: list[Emulated], tmp_path: Path
 
         # A shadow that hangs, or is dead, is nobody's concern.
         later.start()
+        pointsman.start()
         await answered(report_url)
         os.kill(later.pid, signal.SIGSTOP)
         assert (await converse(front, 3, 2, "hangs")).answers == 6
@@ -205,26 +202,31 @@ async def test_it_says_what_really_comes(engines: list[Emulated], tmp_path: Path
         # The same conversations through Pointsman.
         for one in engines:
             assert one.model.reset_prefix_cache()
-        others[-1].start()
         await answered(f"{gateway}/health", lambda told: told.get("status") == "ok")
         really = await converse(gateway)
     finally:
-        for process in (shadow, later, *others):
+        for process in (shadow, later, pointsman, *others):
             if process.alive:
                 process.stop()
     said = {line.partition("  ")[0]: line.split() for line in shadow.log.read_text().splitlines()}
     (tmp_path / "shadow-record.jsonl").write_bytes(record)
     (tmp_path / "access.jsonl").write_bytes(log)
     of_log, *of_record = docs.commands("shadow", "read")
-    found = []
-    for words, live in ((of_log, False), (of_record[-1], True)):
-        printed = await asyncio.to_thread(docs.run, [*words, "--out", "found.json"])
-        found.append(json.loads((tmp_path / "found.json").read_text())["models"][MODEL])
-        told = {line.partition("  ")[0]: line.split() for line in printed.splitlines()}
-        assert f"{as_it_is.prompt_tokens:,}" in told[f"{MODEL}: 50 requests, {as_it_is.prompt_tokens:,} prompt tokens"]
-        if live:  # what the serving shadow said itself
-            assert told["as it was placed"][:5] == said["as it was placed"][:5]
-            assert told["by Pointsman (unified)"][:4] == said["by Pointsman (unified)"][:4]
+    first = [of_log, *of_record, *docs.commands("trace"), *docs.commands("simulate")]
+    # Each by itself, and at once; the first and the one that writes what the last reads tell their figures, too.
+    told_by = {id(of_log): "log.json", id(of_record[-1]): "record.json"}
+    printed = await asyncio.gather(
+        *(docs.run([*words, *(["--out", told_by[id(words)]] if id(words) in told_by else [])]) for words in first)
+    )
+    assert len(printed) == 5
+    (replay,) = docs.commands("decisions", "replay")
+    assert "50 of 50 decisions are the same" in await docs.run(replay)
+    told = {line.partition("  ")[0]: line.split() for line in printed[len(of_record)].splitlines()}
+    assert f"{MODEL}, 3 engines: 50 requests, {as_it_is.prompt_tokens:,} prompt tokens" in told
+    # What the serving shadow said itself.
+    assert told["as it was placed"][:5] == said["as it was placed"][:5]
+    assert told["by Pointsman (unified)"][:4] == said["by Pointsman (unified)"][:4]
+    found = [json.loads((tmp_path / name).read_text())["models"][MODEL] for name in ("log.json", "record.json")]
     for model in found:
         assert (model["requests"], model["placement_known"], model["keyed"], model["failed"]) == (50, 50, 50, 0)
         # The same placement in the model and in the engines; then what it promises, and what really came.
@@ -234,10 +236,6 @@ async def test_it_says_what_really_comes(engines: list[Emulated], tmp_path: Path
     compared = [json.loads(line) for line in (tmp_path / "compared.jsonl").read_text().splitlines()]
     assert sum(one["as_recorded"]["cached_tokens"] for one in compared) == found[1]["as_recorded"]["cached_tokens"]
     assert {one["as_recorded"]["instance"] for one in compared} == {one.url.removeprefix("http://") for one in engines}
-    rest = [*of_record[:-1], *docs.commands("trace"), *docs.commands("simulate"), *docs.commands("decisions", "replay")]
-    *printed_rest, replayed = [await asyncio.to_thread(docs.run, words) for words in rest]
-    assert len(printed_rest) == 3
-    assert "50 of 50 decisions are the same" in replayed
     # No text of a request is in what is recorded.
     assert all(
         "brief" not in (tmp_path / name).read_text()

@@ -83,19 +83,20 @@ def test_an_unknown_placement_is_assumed() -> None:
 
 def test_what_the_engines_said_is_compared_with_the_model_of_the_same_placement() -> None:
     totals = Totals()
+    went = (("a:1", 0), ("a:1", 1_000), ("b:1", 0), ("elsewhere:1", 5))
     requests = [
-        observed(0, 0.0, range(BLOCKS), "a:1", cached_tokens=0),
-        observed(1, 9.0, range(BLOCKS), "a:1", cached_tokens=1_000),
+        observed(number, number * 9.0, range(BLOCKS), instance, cached_tokens=said)
+        for number, (instance, said) in enumerate(went)
     ]
-    for one in compare([*requests, observed(2, 18.0, range(BLOCKS), "elsewhere:1", cached_tokens=5)]):
+    for one in compare(requests):
         totals.add(one)
     said = totals.summary()["engines_said"]
     assert said == {
-        "requests": 2,
+        "requests": 3,
         "cached_tokens": 1_000,
         "modelled_tokens": BLOCKS * 16,
-        "hit_ratio": pytest.approx(1_000 / 3_216, abs=1e-6),
-        "modelled_hit_ratio": pytest.approx(1_600 / 3_216, abs=1e-6),
+        "hit_ratio": pytest.approx(1_000 / 4_824, abs=1e-6),
+        "modelled_hit_ratio": pytest.approx(1_600 / 4_824, abs=1e-6),
     }
 
 
