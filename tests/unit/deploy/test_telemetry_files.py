@@ -26,7 +26,7 @@ def test_telemetry_is_sound(folder: Path) -> None:
     [
         ("prometheus.yaml", "router:9100", "route:9100", "pointsman-router: route is no service"),
         ("prometheus.yaml", "agent:9101", "agent:9100", "pointsman-agent: agent does not listen on 9100"),
-        ("prometheus.yaml", "agent:9101", "vllm:8000", "pointsman-agent: vllm:8000 is on no network of prometheus"),
+        ("prometheus.yaml", "agent:9101", "vllm-0:8000", "pointsman-agent: vllm-0:8000 is on no network of prometheus"),
         ("prometheus.yaml", "honor_labels", "honour_labels", "honour_labels"),
         ("rules/pointsman.yaml", "expr: up{", "expr: up{{", "pointsman.yaml"),
         ("rules/pointsman.yaml", "{{ $labels.replica }}", "{{ .labels.replica }", "pointsman.yaml"),
