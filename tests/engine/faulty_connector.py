@@ -93,6 +93,7 @@ class FaultyWorker(LayerwiseWorker):
                 "finished_sending": len(self.finished_sending_reqs),
                 "awaited": len(self._awaited),
                 "told": len(self._told),
+                "latest": len(self._latest),
                 "finished_recving": len(self.finished_recving_reqs),
                 "failed_recving": self._failed_recv_reqs.qsize() + self._invalid_block_ids.qsize(),
                 "bootstrap_queries": len(self._pending_bootstrap_queries),

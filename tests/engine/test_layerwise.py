@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.engine.direct_offloads import Offload, Refused, alone, session
+from tests.engine.direct_offloads import OUTPUT, Offload, Refused, alone, post, session
 from tests.engine.faulty import FAULTY, WITHIN_S, assert_nothing_left, faulty, installed, told
 from tests.engine.offloading import assert_offloaded, assert_tie, in_step, offloading, stopped
 from tests.engine.processes import until
@@ -24,23 +24,24 @@ from tests.engine.talk import complete, fresh_words
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 # How long these engines keep KV that nobody fetches, and wait for a prompt that does not come.
-EXPIRES_S = 20
+EXPIRES_S = 15
 LONGEST = 8_000
 
 
 @pytest.fixture(scope="module")
 def trio(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
-    """One that computes prompts in chunks of 256 tokens, one in one piece, and a small one."""
+    """One that computes prompts in chunks of 256 tokens, one in one piece, and a small one, which begins prompts that it has too
+    few blocks for and computes itself what does not come."""
     folder = tmp_path_factory.mktemp("trio")
     site = installed(folder)
 
-    def spec(name: str, chunk: int, capacity: int) -> EngineSpec:
+    def spec(name: str, chunk: int, capacity: int, *more: str, **transfer: str) -> EngineSpec:
         return EngineSpec(
             name,
             kv_capacity_tokens=capacity,
             max_model_len=LONGEST + 448,
-            extra_args=("--max-num-batched-tokens", str(chunk), "--max-num-seqs", "32"),
-            kv_transfer=FAULTY,
+            extra_args=("--max-num-batched-tokens", str(chunk), "--max-num-seqs", "32", *more),
+            kv_transfer={**FAULTY, **transfer},
             env={
                 "PYTHONPATH": str(site),
                 "POINTSMAN_FAULTS": str(folder / name),
@@ -53,7 +54,11 @@ def trio(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             },
         )
 
-    specs = [spec("chunks", 256, 48_000), spec("whole", LONGEST + 448, 48_000), spec("spare", 256, 9_728)]
+    specs = [
+        spec("chunks", 256, 48_000),
+        spec("whole", LONGEST + 448, 48_000),
+        spec("spare", 256, 9_728, "--no-scheduler-reserve-full-isl", kv_load_failure_policy="recompute"),
+    ]
     with running_engines(specs, model_folder, folder) as engines:
         yield engines
 
@@ -184,6 +189,27 @@ def test_a_preempted_prefill_is_sent_anew(trio: list[Engine]) -> None:
     nothing_left(p, d)
 
 
+def test_a_prefill_without_blocks_begins_anew(trio: list[Engine]) -> None:
+    """Two answers leave it less than it takes; it gets there when they are over."""
+    d, _, p = trio
+    before = p.metric("vllm:num_preemptions_total")
+
+    async def ask(http: aiohttp.ClientSession) -> tuple[str, str]:
+        others = [
+            asyncio.create_task(post(http, p, {"prompt": fresh_words(3_300), "max_tokens": 150})) for _ in range(2)
+        ]
+        await asyncio.to_thread(until, lambda: p.running() == 2, within_s=WITHIN_S, what="two answers under way")
+        prompt = fresh_words(3_200)
+        answer = await Offload(http, p, d, prompt).answer()
+        await asyncio.gather(*others)
+        return prompt, answer
+
+    answer = run(ask)
+    assert p.metric("vllm:num_preemptions_total") > before
+    assert_right([d], [answer])
+    nothing_left(p, d)
+
+
 # ---- faults ----
 
 
@@ -219,7 +245,7 @@ def test_500_aborts_leave_nothing_behind(trio: list[Engine]) -> None:
         async def one() -> None:
             async with gate:
                 p, d = rng.sample((chunks, whole), 2)
-                offload = Offload(http, p, d, fresh_words(round(1_500 ** rng.random())), output=rng.choice((1, 64)))
+                offload = Offload(http, p, d, fresh_words(round(1_500 ** rng.random())), output=rng.choice((1, 24)))
                 both = [asyncio.create_task(half) for half in (offload.decode(), offload.prefill())]
                 # One, the other, or both are given up; one that is not has its end from the engines.
                 for half in rng.choice((both, both[:1], both[1:])):
@@ -319,6 +345,31 @@ def test_p_stands_still_in_the_middle(trio: list[Engine]) -> None:
 
     with faulty(p, slow_s=0.5):
         run(ask)
+    nothing_left(p, d)
+
+
+def test_p_stands_still_for_too_long(trio: list[Engine]) -> None:
+    """D computes the prompt itself in the end. When P goes on, it leaves alone what D has put in those blocks since."""
+    p, other, d = trio
+
+    async def plain(http: aiohttp.ClientSession, prompt: str) -> tuple[str, str]:
+        return prompt, (await post(http, d, {"prompt": prompt, "max_tokens": OUTPUT}))["choices"][0]["text"]
+
+    async def ask(http: aiohttp.ClientSession) -> list[tuple[str, str]]:
+        prompt, prefill, text = await in_the_middle(http, p, d)
+        with stopped(p):
+            answers = [(prompt, await asyncio.wait_for(text, WITHIN_S))]
+            since = [fresh_words(3_000) for _ in range(3)]
+            answers += [await plain(http, one) for one in since]
+        await asyncio.wait_for(prefill, WITHIN_S)
+        await asyncio.to_thread(nothing_left, p)
+        return answers + [await plain(http, one) for one in reversed(since)]
+
+    before = told(p)["pushes"]
+    with faulty(p, slow_s=0.5):
+        answers = run(ask)
+    assert told(p)["pushes"] - before <= 2
+    assert_right([other], answers)
     nothing_left(p, d)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import Any
 from urllib.parse import urlsplit
 
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
     MooncakeConnectorMetadata,
@@ -16,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 )
 from vllm.logger import init_logger
 
-from pointsman_connector.layerwise.sender import LayerwiseSender
+from pointsman_connector.layerwise.sender import WRITE_S, LayerwiseSender
 
 logger = init_logger(__name__)
 
@@ -63,19 +64,31 @@ class LayerwiseWorker(LayerwiseSender):
         self._arrived.set()
 
     async def receive_kv_from_single_worker(self, worker_addr: str, pull_metas: dict[str, PullReqMeta]) -> None:
-        """Wait for the sender's answer, or for its end: a process that is gone answers nobody, and upstream would wait on."""
+        """Wait for the sender's answer, or for its end: a process that is gone answers nobody, and upstream would wait on. One
+        that is stopped may go on: until its own time is over, nothing else may use the blocks."""
         answer = asyncio.create_task(super().receive_kv_from_single_worker(worker_addr, pull_metas))
         told = self._told[answer] = set()
         death = asyncio.create_task(_death(worker_addr))
         try:
-            await asyncio.wait({answer, death}, return_when=asyncio.FIRST_COMPLETED)
-            reason = "the sender said nothing of it" if answer.done() else f"the sender at {worker_addr} is gone"
+            over: set[asyncio.Task[None]] = set()
+            heard = -1
+            while not over and heard < len(told):
+                heard = len(told)
+                over, _ = await asyncio.wait({answer, death}, timeout=patience_s(), return_when=asyncio.FIRST_COMPLETED)
+            reason = "the sender said nothing of it"
+            if death in over:
+                reason = f"the sender at {worker_addr} is gone"
             # A sender that gave a prompt up at the wrong moment ends the conversation without a word about it.
             self._handle_failed_recv(pull_metas, [one for one in pull_metas if one not in told], reason)
         finally:
             answer.cancel()
             death.cancel()
             del self._told[answer]
+
+
+def patience_s() -> float:
+    """How long to wait for a word of the sender: it may begin a last write one write after its own time is over."""
+    return envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT + 2 * WRITE_S
 
 
 async def _death(worker_addr: str) -> None:

@@ -7,6 +7,7 @@ Whatever was not pushed, or failed, is written by vLLM's own transfer when the p
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ logger = init_logger(__name__)
 
 # The receiver is told that it waited in vain after the abort timeout; no write may still be under way then.
 LAST_WRITE_SHARE = 0.9
+# After so long the transport gives a write up.
+WRITE_S = float(os.environ.get("MC_TRANSFER_TIMEOUT", "30"))
 
 Params = tuple[list[int], list[int], list[int], list[str], str | None]
 
@@ -93,6 +96,8 @@ class LayerwiseSender(MooncakeConnectorWorker):
         self._may_free: set[str] = set()
         self._gone: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        # When a conversation's receivers may have given up: seconds of the loop's clock, which runs on in a stopped process.
+        self._latest: dict[asyncio.Task[Any] | None, float] = {}
         # A blocking event lets the thread that waits for it sleep.
         self._mark = marker(partial(torch.cuda.Event, blocking=True) if torch.cuda.is_available() else None)
         super().__init__(*args, **kwargs)
@@ -161,6 +166,8 @@ class LayerwiseSender(MooncakeConnectorWorker):
             self._spawn(self._serve(identity, sock, message))
 
     async def _serve(self, identity: bytes, sock: zmq.asyncio.Socket, message: bytes) -> None:
+        conversation = asyncio.current_task()
+        self._latest[conversation] = self._patience_ends()
         try:
             meta = self._xfer_meta_decoder.decode(message)
             self._meet(meta)
@@ -170,6 +177,12 @@ class LayerwiseSender(MooncakeConnectorWorker):
             logger.exception("Could not serve a receiver of KV")
             refusal = MooncakeXferResponse(status=MooncakeXferResponseStatus.ERROR, err_msg=str(error))
             await sock.send_multipart((identity, self._encoder.encode(refusal)))
+        finally:
+            del self._latest[conversation]
+
+    def _patience_ends(self) -> float:
+        """When receivers of whom was heard now must not be written to any more. They wait for one write longer."""
+        return self.sender_loop.time() + envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT + WRITE_S
 
     def _meet(self, meta: MooncakeXferMetadata) -> None:
         """Start to push to the receivers that come while their prompt is computed. Upstream refuses those that do not fit."""
@@ -235,7 +248,12 @@ class LayerwiseSender(MooncakeConnectorWorker):
                 status = 0
                 if src:
                     status = await self.sender_loop.run_in_executor(
-                        self._sender_executor, self._write, fence, receiver.session, src, dst, lengths
+                        self._sender_executor,
+                        partial(self._write, fence, receiver.last_write.when()),
+                        receiver.session,
+                        src,
+                        dst,
+                        lengths,
                     )
                 if status != 0 or transfer.transfer_id in self._gone:
                     receiver.delivery.broke()
@@ -249,9 +267,14 @@ class LayerwiseSender(MooncakeConnectorWorker):
         finally:
             receiver.idle.set()
 
-    def _write(self, fence: Fence | None, session: str, src: list[int], dst: list[int], lengths: list[int]) -> int:
+    def _write(
+        self, fence: Fence | None, latest: float, session: str, src: list[int], dst: list[int], lengths: list[int]
+    ) -> int:
         if fence is not None:
             fence()
+        # A process that was stopped goes on here, whatever the loop's timers say.
+        if self.sender_loop.time() > latest:
+            return -1
         return self._send_blocks(session, src, dst, lengths)
 
     async def _pointers(
@@ -292,7 +315,7 @@ class LayerwiseSender(MooncakeConnectorWorker):
     ) -> Params:
         """What is still to be written for receivers whose prompt is done: nothing for those who have it."""
         session = session_of(agent_meta)
-        rest, never = [], []
+        rest, never, late = [], [], []
         for request_id, send_meta in ready_reqs:
             transfer = self._transfers.get(send_meta.transfer_id)
             receiver = transfer.receivers.get((session, request_id)) if transfer is not None else None
@@ -308,14 +331,19 @@ class LayerwiseSender(MooncakeConnectorWorker):
                 if transfer.aborted_at is not None:
                     never.append(request_id)
                     continue
+            if self.sender_loop.time() > self._latest[asyncio.current_task()]:
+                late.append(request_id)
+                continue
             rest.append((request_id, send_meta))
             if receiver is not None:
                 self.xfer_stats.record_fallback()
         src, dst, lengths, errors, message = await super()._build_transfer_params(
             rest, agent_meta, local_regions, remote_regions
         )
-        if never:
-            return src, dst, lengths, [*errors, *never], message or "the prefill was given up"
+        self._latest[asyncio.current_task()] = self._patience_ends()
+        if never or late:
+            reason = "the prefill was given up" if never else "the receiver has given up"
+            return src, dst, lengths, [*errors, *never, *late], message or reason
         return src, dst, lengths, errors, message
 
     def _part(self, meta: MooncakeXferMetadata) -> None:
