@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from msgspec import structs
@@ -18,7 +18,6 @@ from xxhash import xxh3_64_intdigest
 
 from lab.agenda import Action, Agenda
 from lab.clients import Clients, Turn
-from lab.content import NamedPrompt
 from lab.draws import Session
 from lab.engine_events import EngineRequest, Finished, FirstToken, KvAwaited
 from lab.link import Link, Tell
@@ -27,6 +26,7 @@ from lab.records import RequestRecord
 from lab.samples import InstanceSample
 from lab.simulated_fleet import SimulatedFleet
 from lab.simulated_ownership import Ownership
+from lab.simulated_request import SimulatedRequest, engine_id, request_id
 from lab.simulated_routers import Routers
 from lab.simulation import Simulation
 from lab.traces import TraceRequest, by_session
@@ -50,31 +50,6 @@ REMEMBERED = 4
 HTTP_STATUS = {"RESOURCE_EXHAUSTED": 429, "NOT_FOUND": 404}
 # The reason of a SERVE that a gateway takes by itself, because no router told it the next step.
 ROUTER_AWAY = "router_away"
-
-
-@dataclass(eq=False)
-class _Running:
-    """A request from its arrival to its end. `step` is the last step that was given, None before the first."""
-
-    turn: Turn
-    record: RequestRecord
-    prompt: NamedPrompt
-    placement: PlacementRequest
-    refused: int = 0
-    step: ev.Placed | None = None
-    phase: Phase = Phase.PREFILL
-    # When a router was first asked, and how often one was: what an earlier one still answers is void.
-    asked_at: float | None = None
-    asked: int = 0
-    # It waits for a router's word: on its first step, or on the next one.
-    waits: bool = False
-    # How many attempts there were before this one, and whether a step of this one failed.
-    attempts: int = 0
-    failed: bool = False
-    drawn: int = 0
-    # What the last PREFILL step left on its instance, and how long computing it took, in tokens and s.
-    prefilled: int = 0
-    prefill_s: float = 0.0
 
 
 class Simulator:
@@ -101,7 +76,7 @@ class Simulator:
         # Several times what all caches hold: a block that was not asked for meanwhile is in none of them.
         held = asked.instances * asked.engine.kv_blocks * KEY_TOKENS
         self._prompts = Prompts(REMEMBERED * held, answers_return=asked.answers_return)
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, SimulatedRequest] = {}
         self._pools = [MODEL] if asked.pools == 1 else [f"{MODEL}-{number}" for number in range(asked.pools)]
         policy = make_policy(asked.policy, asked.policy_settings) if isinstance(asked.policy, str) else asked.policy
         names = ["sim"] if asked.routers == 1 else [f"sim-{number}" for number in range(asked.routers)]
@@ -175,7 +150,7 @@ class Simulator:
 
     def _arrive(self, turn: Turn, now: float) -> None:
         request = turn.request
-        name = _request_id(turn)
+        name = request_id(turn)
         prompt = self._prompts.of(request, last=not (turn.rest or turn.more))
         placement = PlacementRequest(
             request_id=name,
@@ -188,7 +163,7 @@ class Simulator:
             sliceable_tokens=prompt.length,
         )
         record = RequestRecord(session=request.session, turn=request.turn, t_send=now)
-        running = self._running[name] = _Running(turn, record, prompt, placement)
+        running = self._running[name] = SimulatedRequest(turn, record, prompt, placement)
         tokenised = now + self._asked.tokenise_token_s * prompt.length
         self._agenda.at(tokenised + self._way_s(running), partial(self._ask, name))
 
@@ -199,7 +174,7 @@ class Simulator:
         self._ended.append(running.record)
         self._clients.answered(running.turn, now)
 
-    def _draw_s(self, running: _Running, mean_s: float) -> float:
+    def _draw_s(self, running: SimulatedRequest, mean_s: float) -> float:
         """A time with that mean, exponentially distributed; the same for the same draw of a request under one seed."""
         if not mean_s:
             return 0.0
@@ -207,7 +182,7 @@ class Simulator:
         drawn = xxh3_64_intdigest(f"{self._asked.seed} {running.placement.request_id} {running.drawn}".encode())
         return -mean_s * math.log((drawn + 1) / 2**64)
 
-    def _way_s(self, running: _Running) -> float:
+    def _way_s(self, running: SimulatedRequest) -> float:
         """Seconds that a word to or from the router takes this time."""
         return self._draw_s(running, self._asked.placement_s / 2)
 
@@ -244,7 +219,7 @@ class Simulator:
         known = self._running.items()
         hello = ev.GatewayHello(
             GATEWAY,
-            tuple(_open_stream(running) for _, running in known if running.step is not None),
+            tuple(running.open_stream() for _, running in known if running.step is not None),
             frozenset(name for name, running in known if running.step is None and running.waits),
             frozenset(self._fleet.instances),
         )
@@ -309,11 +284,11 @@ class Simulator:
                 # What is generated after a part of a prompt is no part of it.
                 names = prompt.names[: tokens // KEY_TOKENS]
                 prompt = replace(prompt, length=tokens, names=names, answer=self._prompts.fresh())
-            self._send(placed, EngineRequest(_engine_id(placed), prompt, 1), now)
+            self._send(placed, EngineRequest(engine_id(placed), prompt, 1), now)
         else:
             self._serve(placed, now)
 
-    def _transfer_s(self, running: _Running, missing: int) -> float:
+    def _transfer_s(self, running: SimulatedRequest, missing: int) -> float:
         """Seconds until `missing` tokens' KV that a PREFILL left elsewhere is where there are blocks for it now."""
         return self._asked.profile.transfer_tail_s(missing, running.prefill_s if self._asked.layerwise else 0.0)
 
@@ -322,7 +297,7 @@ class Simulator:
         running.record.instance = placed.step.instance_id
         remote = running.prefilled if placed.step.kv_source else 0
         output = running.turn.request.output_length
-        self._send(placed, EngineRequest(_engine_id(placed), running.prompt, output, remote_tokens=remote), now)
+        self._send(placed, EngineRequest(engine_id(placed), running.prompt, output, remote_tokens=remote), now)
 
     def _send(self, placed: ev.Placed, request: EngineRequest, now: float) -> None:
         way_s = self._draw_s(self._running[placed.request_id], self._asked.api_s)
@@ -354,7 +329,7 @@ class Simulator:
         self._agenda.at(now + STEP_WITHIN_S, partial(self._go_on_alone, name, running.asked))
         self._report(name, ev.StepDone(name, placed.step_index, ok=not error, error=error), now)
 
-    def _router_lost(self, running: _Running, now: float) -> None:
+    def _router_lost(self, running: SimulatedRequest, now: float) -> None:
         """Whoever was to tell the next step is gone, and the plan with it: a new attempt asks the next owner, who finds cached
         what is computed. As services/gateway/choreography.py does, after an offload or a failure the gateway goes on alone."""
         before, step = running.placement.request_id, running.step
@@ -367,10 +342,8 @@ class Simulator:
             return
         self._report(before, ev.Finished(before, "CANCELLED", error="its router was lost between two steps"), now)
         del self._running[before]
-        running.attempts += 1
-        name = f"{_request_id(running.turn)}.{running.attempts}"
-        running.placement = structs.replace(running.placement, request_id=name)
-        running.step, running.asked_at = None, None
+        running.try_again()
+        name = running.placement.request_id
         self._running[name] = running
         self.asked_again += bool(self.routers.owner(running.placement.model))
         self._ask(name, now)
@@ -416,20 +389,5 @@ class Simulator:
             self._end(name, now, 200)
 
 
-def _open_stream(running: _Running) -> ev.OpenStream:
-    assert running.step is not None
-    placement = structs.replace(running.placement, keys=())
-    return ev.OpenStream(placement, running.step.step.instance_id, running.phase, running.step.decision.cached_tokens)
-
-
-def _request_id(turn: Turn) -> str:
-    """Of its first attempt."""
-    return f"{turn.request.session}#{turn.request.turn}"
-
-
 def _in_order(requests: Sequence[TraceRequest]) -> list[Session]:
     return sorted(by_session(requests).values(), key=lambda turns: turns[0].timestamp_ms)
-
-
-def _engine_id(placed: ev.Placed) -> str:
-    return f"{placed.request_id}/{placed.step_index}"
