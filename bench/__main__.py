@@ -1,8 +1,8 @@
 """Run the benchmarks: all, or those named.
 
 `python -m bench growth`, for one: 260,000 requests, which take three to four minutes; the others take a minute or less each.
-`crowd` takes an hour, `soak` half of one, `elastic` and `layerwise` minutes, most of them until real engines are up: only run
-when they are named.
+`crowd` takes an hour, `soak` half of one, `elastic`, `layerwise` and `layerwise_trace` minutes, most of them until real engines
+are up: only run when they are named.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from bench.elastic import elastic
 from bench.figures import Figure
 from bench.gateway import chunks, leaks, requests
 from bench.layerwise import layerwise
+from bench.layerwise_trace import layerwise_trace
 from bench.memory import growth, memory
 from bench.place import place
 from bench.simulate import simulate
@@ -51,7 +52,9 @@ BENCHMARKS: dict[str, Callable[[], object]] = {
     )
 }
 # Only run when they are named.
-LONG: dict[str, Callable[[], object]] = {one.__name__: one for one in (crowd, elastic, layerwise, soak)}
+LONG: dict[str, Callable[[], object]] = {
+    one.__name__: one for one in (crowd, elastic, layerwise, layerwise_trace, soak)
+}
 
 
 def main() -> None:

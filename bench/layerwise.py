@@ -12,24 +12,35 @@ import contextlib
 import json
 import os
 import random
+import re
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import aiohttp
 
 from bench.figures import Figure
+from lab.paired import paired_difference
 from tests.engine.direct_offloads import Offload, post, session
 from tests.engine.processes import until
-from tests.engine.servers import ENGINE_PYTHON, LAYERWISE, MOONCAKE, Engine, EngineSpec, make_model, running_engines
+from tests.engine.servers import (
+    ENGINE_PYTHON,
+    KV_BYTES_PER_TOKEN,
+    LAYERWISE,
+    MOONCAKE,
+    Engine,
+    EngineSpec,
+    make_model,
+    running_engines,
+)
 
 # A block has hardly any bytes: its tail is what asking, answering and D's own step take.
 TOKENS = {"block": 32, "2k": 2_000, "4k": 4_000, "8k": 8_000}
-ROUNDS = 7
+ROUNDS = {"block": 20, "2k": 16, "4k": 12, "8k": 9}
 STREAMS = 16
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -51,7 +62,7 @@ async def layerwise() -> list[Figure]:
         rng = random.Random(3)
 
         async def turns(
-            http: aiohttp.ClientSession, tokens: int, lead_s: float, rounds: int = ROUNDS
+            http: aiohttp.ClientSession, tokens: int, lead_s: float, rounds: int
         ) -> tuple[list[Run], list[Run]]:
             """Both pairs of engines in turn, so that what the machine does meanwhile meets both."""
             runs: tuple[list[Run], list[Run]] = ([], [])
@@ -60,6 +71,12 @@ async def layerwise() -> list[Figure]:
                     prompt = [rng.choice(ids) for _ in range(tokens)]
                     found.append(await _offload(http, pair, prompt, lead_s))
             return runs
+
+        async def beside_streams(http: aiohttp.ClientSession, pair: list[Engine]) -> list[Run]:
+            """One pair at a time: the other's streams would take its cores."""
+            async with _decoding(http, pair[1], rng, ids):
+                prompts = [[rng.choice(ids) for _ in range(TOKENS["4k"])] for _ in range(ROUNDS["4k"])]
+                return [await _offload(http, pair, prompt, 0.0) for prompt in prompts]
 
         figures: list[Figure] = []
         async with session() as http:
@@ -70,31 +87,47 @@ async def layerwise() -> list[Figure]:
                 Figure("layerwise_handshake_s", layered_s, "s", after_s, "by which the first offload's tail is longer")
             )
             for name, tokens in TOKENS.items():
-                after, layered = await turns(http, tokens, 0.0)
+                after, layered = await turns(http, tokens, 0.0, ROUNDS[name])
                 figures += [
                     _tail(f"layerwise_tail_s_{name}", after, layered, "D asked first; baseline: vLLM's connector"),
-                    Figure(
-                        f"layerwise_p_cpu_s_{name}",
-                        median(run.p_cpu_s for run in layered),
-                        "s",
-                        median(run.p_cpu_s for run in after),
-                        "P's CPU time for the prefill; baseline: vLLM's connector",
-                    ),
+                    _cpu(f"layerwise_p_cpu_s_{name}", after, layered),
                 ]
-            after, layered = await turns(http, TOKENS["4k"], -1.0)
+            after, layered = await turns(http, TOKENS["4k"], -1.0, ROUNDS["4k"])
             figures.append(
                 _tail("layerwise_tail_s_4k_sequential", after, layered, "D asked after P; baseline: the same")
             )
-            async with _decoding(http, upstream[1], rng, ids), _decoding(http, pushing[1], rng, ids):
-                after, layered = await turns(http, TOKENS["4k"], 0.0)
+            after, layered = [await beside_streams(http, pair) for pair in (upstream, pushing)]
             figures.append(
-                _tail("layerwise_tail_s_4k_streams", after, layered, f"{STREAMS} streams decode on each D meanwhile")
+                _tail("layerwise_tail_s_4k_streams", after, layered, f"{STREAMS} streams decode on D meanwhile")
             )
+        megabytes = TOKENS["8k"] * KV_BYTES_PER_TOKEN / 2**20
+        layered_s, after_s = [megabytes * _write_s_per_mb(pair[0]) for pair in (pushing, upstream)]
+        figures.append(
+            Figure(
+                "layerwise_write_s_8k", layered_s, "s", after_s, "writes of so many bytes, by the engines' own count"
+            )
+        )
         return figures
 
 
 def _tail(metric: str, after: list[Run], layered: list[Run], note: str) -> Figure:
     return Figure(metric, median(run.tail_s for run in layered), "s", median(run.tail_s for run in after), note)
+
+
+def _cpu(metric: str, after: list[Run], layered: list[Run]) -> Figure:
+    base = fmean(run.p_cpu_s for run in after)
+    more = paired_difference([run.p_cpu_s for run in layered], [run.p_cpu_s for run in after])
+    assert more.half_width is not None
+    note = f"P's CPU time, mean of {more.trials}: {more.mean / base:+.1%} +- {more.half_width / base:.1%} (95 %)"
+    return Figure(metric, base + more.mean, "s", base, note)
+
+
+def _write_s_per_mb(engine: Engine) -> float:
+    """How long writes to the other took, from what the engine has logged so far."""
+    log = engine.process.log.read_text()
+    found = re.findall(r"transfers=(\d+), Avg xfer time \(ms\)=([\d.]+), .*?Avg MB per transfer=([\d.]+)", log)
+    rows = [tuple(map(float, row)) for row in found]
+    return sum(count * ms for count, ms, _ in rows) / 1e3 / sum(count * mb for count, _, mb in rows)
 
 
 async def _offload(http: aiohttp.ClientSession, pair: list[Engine], prompt: list[int], lead_s: float) -> Run:
