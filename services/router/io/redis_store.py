@@ -191,8 +191,10 @@ class RedisStore:
                     self._failed(error)
                     await asyncio.sleep(self._lease_s / 8)
                     continue
+                # Not wait_for(): before Python 3.12 it loses a cancellation that comes together with the event.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), max(self._poll_at - loop.time(), 0.0))
+                    async with asyncio.timeout_at(max(self._poll_at, loop.time())):
+                        await self._wake.wait()
                 self._wake.clear()
         finally:
             await self._give_back()
