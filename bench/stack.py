@@ -138,7 +138,8 @@ async def held(port: int, streams: int, prompt: int = 1000, group: int = 100) ->
     )
     try:
         assert child.stdout is not None
-        line = await asyncio.wait_for(child.stdout.readline(), 5 * PATIENCE_S)
+        async with asyncio.timeout(5 * PATIENCE_S):
+            line = await child.stdout.readline()
         if line.strip() != b"held":
             raise RuntimeError("the streams did not begin")
         yield

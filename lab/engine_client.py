@@ -171,6 +171,7 @@ async def _listen(socket: zmq.asyncio.Socket, queue: asyncio.Queue[int]) -> None
 async def next_stored(queue: asyncio.Queue[int]) -> int | None:
     """The next step's blocks; None when none comes for a while."""
     try:
-        return await asyncio.wait_for(queue.get(), EVENTS_WITHIN_S)
+        async with asyncio.timeout(EVENTS_WITHIN_S):
+            return await queue.get()
     except TimeoutError:
         return None

@@ -53,7 +53,8 @@ class Transfers:
             raise ApiError(404, f"engine {engine_id} is not here")
         asked_at = time.monotonic()
         try:
-            prefill_s = await asyncio.wait_for(asyncio.shield(self._future(transfer_id)), ABORT_S)
+            async with asyncio.timeout(ABORT_S):
+                prefill_s = await asyncio.shield(self._future(transfer_id))
         except TimeoutError as error:
             raise ApiError(504, "the prefill never came") from error
         finally:

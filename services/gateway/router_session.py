@@ -125,7 +125,8 @@ class RouterSession:
             self.send(placement_pb2.SessionRequest(hello=self._hello()))
             writer = asyncio.create_task(self._write(call, outbox))
             try:
-                first = await asyncio.wait_for(call.read(), WELCOME_S)
+                async with asyncio.timeout(WELCOME_S):
+                    first = await call.read()
                 if first is END_OF_STREAM:
                     return
                 welcome = first.welcome

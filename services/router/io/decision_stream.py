@@ -46,7 +46,8 @@ class Viewer:
         if not self._waiting and not self.dropped:
             self._some.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._some.wait(), within_s)
+                async with asyncio.timeout(within_s):
+                    await self._some.wait()
             if not self._waiting and not self.dropped:
                 return NOTHING
         text = "".join(self._waiting)

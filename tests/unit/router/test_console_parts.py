@@ -69,6 +69,16 @@ async def test_a_viewer_gets_what_waits_and_a_word_when_nothing_does() -> None:
     assert await waiting == "c"
 
 
+async def test_a_viewer_that_leaves_as_news_comes_is_gone() -> None:
+    viewer = Viewer(lambda: None)
+    waiting = asyncio.ensure_future(viewer.next(60.0))
+    await asyncio.sleep(0)
+    viewer.tell("a")
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert waiting.cancelled()
+
+
 async def test_a_slow_viewer_is_dropped_once_its_queue_is_full() -> None:
     dropped: list[bool] = []
     viewer = Viewer(lambda: dropped.append(True))
