@@ -160,6 +160,7 @@ async def test_what_another_version_has_written_is_taken_as_far_as_it_can_be_rea
     with redis_server(tmp_path) as (url, _):
         with redis.Redis.from_url(url) as client:
             client.hset("pointsman:{default:m}:open", mapping={name: json.dumps(one) for name, one in kept.items()})
+            client.hset("pointsman:{default:m}:usual", "work", json.dumps({"work": 7}))
         async with running(redis_url=url, owner_lease_s=0.5) as (server, agent):
             await Report(agent).join("a")
 

@@ -13,6 +13,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 import redis.asyncio
@@ -29,6 +30,8 @@ from services.router.io.store import Replica, Stored, StoreEffect, StoreEvent
 from services.router.ownership import Owner, Settled, preferred
 from services.router.reservations import Reservation
 
+T = TypeVar("T")
+
 log = structlog.get_logger()
 
 # One script call carries at most this many changes, so that none holds Redis up for long.
@@ -43,9 +46,8 @@ class _Pool:
 
     name: str
     lease_key: str
-    state_keys: list[
-        str
-    ]  # epoch, number of the last change, open reservations, session owners, their expiry, usual work
+    # Of the epoch, the last change's number, open reservations, session owners, their expiry, usual work.
+    state_keys: list[str]
     epoch: int = 0
     seen: int = 0
     owner: Owner | None = None
@@ -191,7 +193,6 @@ class RedisStore:
                     self._failed(error)
                     await asyncio.sleep(self._lease_s / 8)
                     continue
-                # Not wait_for(): before Python 3.12 it loses a cancellation that comes together with the event.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(max(self._poll_at, loop.time())):
                         await self._wake.wait()
@@ -316,9 +317,9 @@ class RedisStore:
         usual = await self._redis.hgetall(work)
         return ev.PoolTaken(
             pool.name,
-            tuple(one for value in opened.values() if (one := _reservation(value)) is not None),
+            tuple(one for value in opened.values() if (one := _read(value, Reservation)) is not None),
             {str(session): str(owner) for session, owner in owners.items()},
-            msgspec.json.decode(usual["work"], type=UsualWork) if usual else None,
+            _read(usual["work"], UsualWork) if usual else None,
         )
 
     async def _flush(self, pool: _Pool) -> None:
@@ -377,12 +378,12 @@ class RedisStore:
         await self._redis.aclose()
 
 
-def _reservation(value: str | bytes) -> Reservation | None:
+def _read(value: str | bytes, kind: type[T]) -> T | None:
+    """None for what a router of another version wrote: a gateway tells anew of an open request, and usual work is learned."""
     try:
-        return msgspec.json.decode(value, type=Reservation)
+        return msgspec.json.decode(value, type=kind)
     except msgspec.MsgspecError as error:
-        # Of a router in another version. Its gateway tells of it anew, if it is still open.
-        log.error("an open reservation in Redis cannot be read", error=str(error))
+        log.error("a value in Redis cannot be read", kind=kind.__name__, error=str(error))
         return None
 
 
