@@ -6,12 +6,9 @@ from typing import Any
 
 import grpc
 import grpc.aio
-import structlog
 
-from services.common.renewed import Stamps
+from services.common.renewed import Renewed
 from services.common.tls import Tls
-
-log = structlog.get_logger()
 
 # 64 MiB: a snapshot chunk or a prompt's keys stay far below, a mistake does not take the process down.
 MAX_MESSAGE_BYTES = 64 << 20
@@ -56,10 +53,8 @@ class LastingChannel:
 
     def __init__(self, address: str) -> None:
         """Raises as open_channel."""
-        self._address = address
-        self._opened: list[grpc.aio.Channel] = []
-        self._stamps: Stamps | None = None
-        self._newest()
+        self._channel = Renewed(Tls().files(), lambda: open_channel(address))
+        self._opened = [self._channel.now]
 
     def stream_stream(self, *method: Any, **how: Any) -> Any:
         """As a channel's; the streams begin on whatever is newest."""
@@ -71,17 +66,10 @@ class LastingChannel:
             await channel.close(None)
 
     def _newest(self) -> grpc.aio.Channel:
-        try:
-            stamps = Tls().stamps()
-            if stamps != self._stamps:
-                # What runs on the older one goes on there until it ends.
-                self._opened.append(open_channel(self._address))
-                self._stamps = stamps
-        except (ValueError, OSError) as error:
-            if not self._opened:
-                raise
-            log.error("the renewed certificates cannot be used; those from before stay", error=str(error))
-        return self._opened[-1]
+        if (renewed := self._channel.changed()) is not None:
+            # What runs on the older one goes on there until it ends.
+            self._opened.append(renewed)
+        return self._channel.now
 
 
 def open_blocking_channel(address: str) -> grpc.Channel:

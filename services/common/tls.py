@@ -12,7 +12,7 @@ import grpc
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from services.common.renewed import Renewed, Stamps, stamps
+from services.common.renewed import Renewed
 
 
 class Tls(BaseSettings):
@@ -30,9 +30,9 @@ class Tls(BaseSettings):
         "clients without a certificate",
     )
 
-    def stamps(self) -> Stamps:
-        """Equal while no file has changed. Raises OSError."""
-        return stamps(self._files())
+    def files(self) -> list[Path]:
+        """Those that are set, which may be renewed."""
+        return [file for file in (self.cert, self.key, self.ca) if file is not None]
 
     def for_server(self) -> grpc.ServerCredentials | None:
         """A router's credentials; None for plain text. Raises ValueError for half of what is needed and for files that are
@@ -41,7 +41,7 @@ class Tls(BaseSettings):
             if self.ca is not None:
                 raise ValueError("POINTSMAN_TLS_CA without POINTSMAN_TLS_CERT: a router needs a certificate of its own")
             return None
-        renewed = Renewed(self._files(), self._server_certificates)
+        renewed = Renewed(self.files(), self._server_certificates)
         # None from `changed` is gRPC's word for "as before", which its stubs do not know.
         changed: Callable[[], Any] = renewed.changed
         return grpc.dynamic_ssl_server_credentials(renewed.now, changed, require_client_authentication=bool(self.ca))
@@ -62,9 +62,6 @@ class Tls(BaseSettings):
         _context(ssl.Purpose.SERVER_AUTH, ca=self.ca)
         key, cert = pair or (None, None)
         return grpc.ssl_channel_credentials(self.ca.read_bytes(), key, cert)
-
-    def _files(self) -> list[Path]:
-        return [file for file in (self.cert, self.key, self.ca) if file is not None]
 
     def _pair(self) -> tuple[bytes, bytes] | None:
         if (self.key is None) is not (self.cert is None):
