@@ -33,7 +33,7 @@ TIMEOUT_S = 10.0
 RouterFlag = Annotated[str, typer.Option(envvar="POINTSMAN_ROUTER", help="HOST:PORT of a router")]
 GatewayFlag = Annotated[str, typer.Option(envvar="POINTSMAN_GATEWAY", help="base URL of a gateway")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
-ROUTER = DEFAULT_ROUTER
+
 GATEWAY = "http://127.0.0.1:8080"
 # The environment alone tells the key of a client.
 API_KEY = "POINTSMAN_API_KEY"
@@ -54,7 +54,7 @@ def add_ask_commands(app: typer.Typer) -> None:
     app.add_typer(group, name="decisions")
 
 
-def instances(router: RouterFlag = ROUTER, model: str = "", as_json: JsonFlag = False) -> None:
+def instances(router: RouterFlag = DEFAULT_ROUTER, model: str = "", as_json: JsonFlag = False) -> None:
     """The fleet now: state, load, cached keys and sessions of every instance."""
     answer = call(router, lambda fleet: fleet.ListInstances, fleet_pb2.ListInstancesRequest(model=model), TIMEOUT_S)
     if as_json:
@@ -102,7 +102,7 @@ def _state_of(one: fleet_pb2.InstanceStatus) -> str:
 
 def decisions(
     context: typer.Context,
-    router: RouterFlag = ROUTER,
+    router: RouterFlag = DEFAULT_ROUTER,
     session: str = "",
     instance: str = "",
     route_class: str = "",
@@ -147,7 +147,7 @@ def decisions(
 
 def explain(
     decision_id: Annotated[str, typer.Argument(help="a decision or request id; empty with --prompt")] = "",
-    router: RouterFlag = ROUTER,
+    router: RouterFlag = DEFAULT_ROUTER,
     gateway: GatewayFlag = GATEWAY,
     prompt: Annotated[Path | None, typer.Option(help="file with a prompt: where would it go now?")] = None,
     model: Annotated[str, typer.Option(help="model for --prompt; default: the gateway's only one")] = "",
@@ -178,7 +178,7 @@ def policies() -> None:
 
 
 def drain(
-    instance_id: str, router: RouterFlag = ROUTER, resume: Annotated[bool, typer.Option(help="undo a drain")] = False
+    instance_id: str, router: RouterFlag = DEFAULT_ROUTER, resume: Annotated[bool, typer.Option(help="undo a drain")] = False
 ) -> None:
     """Stop placing on an instance (or resume); tells how many requests it still has."""
     request = fleet_pb2.DrainRequest(instance_id=instance_id, resume=resume)
@@ -188,7 +188,7 @@ def drain(
 
 
 def doctor(
-    router: RouterFlag = ROUTER,
+    router: RouterFlag = DEFAULT_ROUTER,
     gateway: GatewayFlag = GATEWAY,
     redis_url: Annotated[str, typer.Option(envvar="POINTSMAN_ROUTER_REDIS_URL", help="check this Redis, too")] = "",
 ) -> None:

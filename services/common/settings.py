@@ -31,10 +31,26 @@ def _entries(value: object) -> object:
     return [entry for text in texts for entry in text.split()]
 
 
+def _pairs(value: list[str]) -> list[str]:
+    if not all(all(entry.partition("=")[::2]) for entry in value):
+        raise ValueError("each entry is MODEL=PATH, MODEL=HUB_ID or, for an alias, NAME=MODEL")
+    return value
+
+
+def _host_port(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError("HOST:PORT is needed")
+    return value
+
+
 # The one way to write a list: entries with blanks between them, in the environment as in a flag, which may also come several
 # times. (Commas are parts of URLs.)
 Entries = Annotated[list[str], NoDecode, BeforeValidator(_entries)]
 Numbers = Annotated[list[float], NoDecode, BeforeValidator(_entries)]
+# Entries of NAME=VALUE, for `by_name`.
+Pairs = Annotated[Entries, AfterValidator(_pairs)]
+HostPort = Annotated[str, AfterValidator(_host_port)]
 # Where spans go; empty: nowhere.
 OtlpEndpoint = Annotated[str, AfterValidator(_url)]
 
@@ -60,6 +76,11 @@ class Tokens(BaseSettings):
             return file.read_text().strip()
         secret: SecretStr = getattr(self, f"{role}_token")
         return secret.get_secret_value()
+
+
+def by_name(pairs: list[str]) -> dict[str, str]:
+    """Name -> value of a field of Pairs; a value may hold "=" itself."""
+    return dict(entry.split("=", 1) for entry in pairs)
 
 
 def add_settings_command(

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from services.common.settings import Entries, OtlpEndpoint
+from services.common.settings import Entries, HostPort, OtlpEndpoint, Pairs, by_name
 
 
 class GatewaySettings(BaseSettings):
@@ -17,7 +17,7 @@ class GatewaySettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_GATEWAY_")
 
-    listen: str = Field("127.0.0.1:8080", description="HOST:PORT to serve HTTP on; port 0 picks a free one")
+    listen: HostPort = Field("127.0.0.1:8080", description="HOST:PORT to serve HTTP on; port 0 picks a free one")
     tls_cert: Path | None = Field(None, description="certificate chain (PEM): HTTPS instead of HTTP; with tls_key")
     tls_key: Path | None = Field(None, description="private key of tls_cert (PEM)")
     tls_client_ca: Path | None = Field(
@@ -26,11 +26,11 @@ class GatewaySettings(BaseSettings):
     routers: Entries = Field(
         default_factory=lambda: ["127.0.0.1:50051"], description="routers as HOST:PORT, tried in this order"
     )
-    tokenizers: Entries = Field(
+    tokenizers: Pairs = Field(
         default_factory=list,
         description="MODEL=PATH or MODEL=HUB_ID; for other models the engine's own model root is tried",
     )
-    aliases: Entries = Field(
+    aliases: Pairs = Field(
         default_factory=list,
         description="NAME=MODEL: clients may ask for NAME and get MODEL, which answers by its own name",
     )
@@ -96,13 +96,6 @@ class GatewaySettings(BaseSettings):
             raise ValueError("needs at least one router, each as HOST:PORT")
         return value
 
-    @field_validator("tokenizers", "aliases")
-    @classmethod
-    def _pairs(cls, value: list[str]) -> list[str]:
-        if not all(all(entry.partition("=")[::2]) for entry in value):
-            raise ValueError("each entry is MODEL=PATH, MODEL=HUB_ID or, for an alias, NAME=MODEL")
-        return value
-
     @field_validator("aliases")
     @classmethod
     def _one_each(cls, value: list[str]) -> list[str]:
@@ -122,18 +115,10 @@ class GatewaySettings(BaseSettings):
             raise ValueError("max_held_bytes must be at least max_body_bytes")
         return self
 
-    @field_validator("listen")
-    @classmethod
-    def _host_port(cls, value: str) -> str:
-        host, _, port = value.rpartition(":")
-        if not host or not port.isdigit() or int(port) > 65535:
-            raise ValueError("HOST:PORT is needed")
-        return value
-
     def alias_map(self) -> dict[str, str]:
         """Name asked for -> name served."""
-        return dict(entry.split("=", 1) for entry in self.aliases)
+        return by_name(self.aliases)
 
     def tokenizer_paths(self) -> dict[str, str]:
         """Model -> path or hub id, as given by `tokenizers`."""
-        return dict(entry.split("=", 1) for entry in self.tokenizers)
+        return by_name(self.tokenizers)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from services.common.settings import ARGUMENT, Entries
+from services.common.settings import ARGUMENT, Entries, HostPort, Pairs, by_name
 
 
 class ModelSettings(BaseSettings):
@@ -17,11 +17,11 @@ class ModelSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_SHADOW_")
 
-    tokenizers: Entries = Field(
+    tokenizers: Pairs = Field(
         default_factory=list,
         description="MODEL=PATH or MODEL=HUB_ID: whose requests are understood, and by which tokens",
     )
-    aliases: Entries = Field(default_factory=list, description="NAME=MODEL: requests for NAME are MODEL's")
+    aliases: Pairs = Field(default_factory=list, description="NAME=MODEL: requests for NAME are MODEL's")
     instances: Entries = Field(
         default_factory=list,
         description="HOST:PORT of every engine, as the log names upstreams; default: those that the router or the log names",
@@ -58,13 +58,6 @@ class ModelSettings(BaseSettings):
             raise ValueError("a JSON object is needed")
         return value
 
-    @field_validator("tokenizers", "aliases")
-    @classmethod
-    def _pairs(cls, value: list[str]) -> list[str]:
-        if not all(all(entry.partition("=")[::2]) for entry in value):
-            raise ValueError("each entry is MODEL=PATH, MODEL=HUB_ID or, for an alias, NAME=MODEL")
-        return value
-
     def policy_map(self) -> dict[str, Any]:
         """Settings of the policy that would place."""
         settings: dict[str, Any] = json.loads(self.policy_settings)
@@ -72,11 +65,11 @@ class ModelSettings(BaseSettings):
 
     def alias_map(self) -> dict[str, str]:
         """Name asked for -> model."""
-        return dict(entry.split("=", 1) for entry in self.aliases)
+        return by_name(self.aliases)
 
     def tokenizer_map(self) -> dict[str, str]:
         """Model -> path or hub id."""
-        return dict(entry.split("=", 1) for entry in self.tokenizers)
+        return by_name(self.tokenizers)
 
 
 class ReadSettings(ModelSettings):
@@ -94,7 +87,9 @@ class ReadSettings(ModelSettings):
 class ServeSettings(ModelSettings):
     """One shadow beside a router that serves."""
 
-    listen: str = Field("127.0.0.1:8090", description="HOST:PORT for mirrored requests, and for /metrics and /report")
+    listen: HostPort = Field(
+        "127.0.0.1:8090", description="HOST:PORT for mirrored requests, and for /metrics and /report"
+    )
     access_log: Path | None = Field(
         None, description="the router's access log, followed: where requests went and how they ended; by X-Request-ID"
     )
@@ -105,11 +100,3 @@ class ServeSettings(ModelSettings):
     ask_every_s: float = Field(2.0, gt=0, description="how often the router is asked for its instances")
     max_body_bytes: int = Field(32 << 20, gt=0, description="largest request body in bytes")
     report_every_s: float = Field(60.0, ge=0, description="how often the figures are printed; 0: at the end only")
-
-    @field_validator("listen")
-    @classmethod
-    def _host_port(cls, value: str) -> str:
-        host, _, port = value.rpartition(":")
-        if not host or not port.isdigit() or int(port) > 65535:
-            raise ValueError("HOST:PORT is needed")
-        return value
