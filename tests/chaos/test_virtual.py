@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 from unittest import mock
 
@@ -19,6 +19,7 @@ from services.gateway import router_session
 from services.gateway.router_client import RouterClient
 from services.router import events as ev
 from services.router.io import redis_store
+from services.router.io.store import StoreEvent
 from services.router.reservations import Reservation
 from tests.chaos.virtual.loop import EPOCH, VirtualLoop, virtual_clocks
 from tests.chaos.virtual.network import Channel, Method, Network, Node, owner_of, track_tasks, wrong_s
@@ -97,15 +98,39 @@ def test_a_process_that_stops_goes_on_later_with_what_was_due() -> None:
     assert ran == [(0.0, 0.0), (1.0, 0.0), (4.5, -60.0), (5.5, -60.0)]
 
 
+def a_store(
+    network: Network,
+    redis: VirtualRedis,
+    router_id: str,
+    *,
+    on_event: Callable[[StoreEvent], None] = lambda event: None,
+    snapshot: Callable[[str], list[Any]] = lambda pool: [],
+) -> redis_store.RedisStore:
+    """A router's store over that Redis."""
+
+    def from_url(url: str, *, socket_timeout: float, **_: Any) -> Client:
+        return Client(network, redis, socket_timeout)
+
+    with mock.patch.object(redis_store.redis.asyncio.Redis, "from_url", from_url):
+        return redis_store.RedisStore(
+            "redis://redis",
+            router_id=router_id,
+            fleet="f",
+            lease_s=1.0,
+            settle_s=9.0,
+            affinity_ttl_s=60.0,
+            on_event=on_event,
+            on_owners=lambda: None,
+            snapshot=snapshot,
+        )
+
+
 def test_what_ends_while_the_store_comes_back_is_not_kept_for_ever() -> None:
     """One pool is written anew, and before the other is, a request of the first ends."""
 
     async def work() -> None:
         network, redis = Network(random.Random(1)), VirtualRedis()
         open_one = Reservation("x", "g", "e", "d", 10, 10, pool="m")
-
-        def from_url(url: str, *, socket_timeout: float, **_: Any) -> Client:
-            return Client(network, redis, socket_timeout)
 
         def snapshot(pool: str) -> list[Any]:
             if pool != "m":
@@ -114,18 +139,12 @@ def test_what_ends_while_the_store_comes_back_is_not_kept_for_ever() -> None:
             return [ev.Reserved(open_one)]
 
         degraded: list[bool] = []
-        with mock.patch.object(redis_store.redis.asyncio.Redis, "from_url", from_url):
-            store = redis_store.RedisStore(
-                "redis://redis",
-                router_id="r",
-                fleet="f",
-                lease_s=1.0,
-                settle_s=9.0,
-                affinity_ttl_s=60.0,
-                on_event=lambda event: degraded.append(event.degraded) if isinstance(event, ev.StoreState) else None,
-                on_owners=lambda: None,
-                snapshot=snapshot,
-            )
+
+        def on_event(event: StoreEvent) -> None:
+            if isinstance(event, ev.StoreState):
+                degraded.append(event.degraded)
+
+        store = a_store(network, redis, "r", on_event=on_event, snapshot=snapshot)
         store.want(["m", "n"])
         running = asyncio.create_task(store.run())
         await asyncio.sleep(5.0)
@@ -151,22 +170,8 @@ def test_a_clock_of_redis_that_is_set_back_keeps_no_dead_router_alive() -> None:
         nodes = {name: Node(name) for name in ("one", "two")}
         stores: dict[str, redis_store.RedisStore] = {}
 
-        def from_url(url: str, *, socket_timeout: float, **_: Any) -> Client:
-            return Client(network, redis, socket_timeout)
-
         async def serve(name: str) -> None:
-            with mock.patch.object(redis_store.redis.asyncio.Redis, "from_url", from_url):
-                stores[name] = redis_store.RedisStore(
-                    "redis://redis",
-                    router_id=name,
-                    fleet="f",
-                    lease_s=1.0,
-                    settle_s=9.0,
-                    affinity_ttl_s=60.0,
-                    on_event=lambda event: None,
-                    on_owners=lambda: None,
-                    snapshot=lambda pool: [],
-                )
+            stores[name] = a_store(network, redis, name)
             stores[name].want(["m"])
             await stores[name].run()
 
@@ -192,21 +197,7 @@ def test_a_router_told_to_end_as_a_change_wakes_it_leaves_its_pools(later: int) 
     async def work() -> None:
         network, redis = Network(random.Random(1)), VirtualRedis()
 
-        def from_url(url: str, *, socket_timeout: float, **_: Any) -> Client:
-            return Client(network, redis, socket_timeout)
-
-        with mock.patch.object(redis_store.redis.asyncio.Redis, "from_url", from_url):
-            store = redis_store.RedisStore(
-                "redis://redis",
-                router_id="one",
-                fleet="f",
-                lease_s=1.0,
-                settle_s=9.0,
-                affinity_ttl_s=60.0,
-                on_event=lambda event: None,
-                on_owners=lambda: None,
-                snapshot=lambda pool: [],
-            )
+        store = a_store(network, redis, "one")
         store.want(["m"])
         running = asyncio.create_task(store.run())
         await asyncio.sleep(5.1)
