@@ -178,7 +178,9 @@ def policies() -> None:
 
 
 def drain(
-    instance_id: str, router: RouterFlag = DEFAULT_ROUTER, resume: Annotated[bool, typer.Option(help="undo a drain")] = False
+    instance_id: str,
+    router: RouterFlag = DEFAULT_ROUTER,
+    resume: Annotated[bool, typer.Option(help="undo a drain")] = False,
 ) -> None:
     """Stop placing on an instance (or resume); tells how many requests it still has."""
     request = fleet_pb2.DrainRequest(instance_id=instance_id, resume=resume)
