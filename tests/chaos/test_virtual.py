@@ -211,6 +211,46 @@ def test_a_router_told_to_end_as_a_change_wakes_it_leaves_its_pools(later: int) 
     virtually(work())
 
 
+def test_an_owner_that_always_has_something_to_write_keeps_its_pools() -> None:
+    """At full load each write is followed by the next: neither the leases nor another pool's writes wait for the last."""
+
+    async def work() -> None:
+        lost: list[str] = []
+
+        def on_event(event: StoreEvent) -> None:
+            if isinstance(event, ev.PoolLost):
+                lost.append(event.pool)
+
+        store = a_store(Network(random.Random(1)), VirtualRedis(), "one", on_event=on_event)
+        store.want(["m", "n"])
+        running = asyncio.create_task(store.run())
+        await asyncio.sleep(3.0)
+        written: list[bool] = []
+
+        def go_on(kept: bool) -> None:
+            written.append(kept)
+            if kept:
+                store.record([ev.OwnerSet("s", "e", "m")])
+                store.after("m", go_on)
+
+        go_on(True)
+        for _ in range(100):
+            await asyncio.sleep(0.1)
+            assert store.holds("m")
+        other: list[bool] = []
+        store.record([ev.OwnerSet("s", "e", "n")])
+        store.after("n", other.append)
+        await asyncio.sleep(1.0)
+        assert other == [True]
+        assert len(written) > 1_000
+        assert (all(written), lost) == (True, [])
+        running.cancel()
+        await asyncio.wait([running], timeout=5.0)
+        assert (running.cancelled(), lost) == (True, ["m", "n"])
+
+    virtually(work())
+
+
 class ScriptedRouter:
     """Tells what it is told to, and remembers what it hears."""
 

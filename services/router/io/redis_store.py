@@ -300,6 +300,9 @@ class RedisStore:
         """Let the preferred replica, which came later, take the pool: nothing more is placed here, all that was is written."""
         log.info("this router hands a pool over", pool=pool.name, to=heir)
         self._settled.offered(pool.name, heir)
+        await self._leave_pool(pool)
+
+    async def _leave_pool(self, pool: _Pool) -> None:
         self._on_event(ev.PoolLost(pool.name))
         try:
             await self._flush(pool)
@@ -323,14 +326,19 @@ class RedisStore:
         )
 
     async def _flush(self, pool: _Pool) -> None:
-        while pool.pending and pool.epoch and not self._degraded:
-            batch = [pool.pending[index] for index in range(min(len(pool.pending), BATCH))]
+        """Write what is pending by now. What comes meanwhile waits for the next turn, which under a full load it does without
+        end: leases are to be renewed, and other pools' changes written, in between."""
+        left = len(pool.pending)
+        while left and pool.epoch and not self._degraded:
+            batch = [pool.pending[index] for index in range(min(left, BATCH))]
             changes = [item for item in batch if isinstance(item, list)]
             if changes and not await self._apply(
                 keys=pool.state_keys, args=[pool.epoch, self._ttl_ms, msgspec.json.encode(changes), pool.number]
             ):
                 await self._renew(pool, [])
+                left = len(pool.pending)
                 continue
+            left -= len(batch)
             pool.number += len(changes)
             pool.written = pool.number - 1 if changes else pool.written
             for item in batch:
@@ -363,16 +371,10 @@ class RedisStore:
             self._drop_pending(pool, kept=True)
 
     async def _give_back(self) -> None:
-        with contextlib.suppress(redis.exceptions.RedisError, OSError):
-            for pool in self._pools.values():
-                await self._flush(pool)
         for pool in self._pools.values():
             if pool.epoch:
-                pool.epoch, pool.owner = 0, None
-                self._drop_pending(pool, kept=False)
-                self._on_event(ev.PoolLost(pool.name))
                 with contextlib.suppress(redis.exceptions.RedisError, OSError):
-                    await self._release(keys=[pool.lease_key], args=[self._router_id])
+                    await self._leave_pool(pool)
         with contextlib.suppress(redis.exceptions.RedisError, OSError):
             await self._leave(keys=self._replica_keys, args=[self._router_id])
         await self._redis.aclose()
