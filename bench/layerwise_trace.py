@@ -21,6 +21,7 @@ from lab.generate import SMALL, generate
 from lab.records import RequestRecord
 from lab.replay import ReplaySettings, replay
 from lab.trace_files import save_trace
+from tests.engine.faulty import installed
 from tests.engine.servers import LAYERWISE, MOONCAKE, EngineSpec, make_model, running_engines
 from tests.engine.stack import ControlPlane
 
@@ -62,8 +63,9 @@ def layerwise_trace() -> list[Figure]:
         model = make_model(folder / "model")
         trace = folder / "trace.jsonl"
         save_trace(trace, generate(SESSIONS, RATE_PER_S, seed=SEED, shape=SHAPE))
-        after = _run(folder / "after", model, trace, MOONCAKE, "")
-        push = _run(folder / "push", model, trace, LAYERWISE, "&decode-first=1")
+        site = installed(folder)
+        after = _run(folder / "after", model, trace, MOONCAKE, site)
+        push = _run(folder / "push", model, trace, LAYERWISE, site)
     both = sorted(after.moved.keys() & push.moved.keys())
     failed = sum(not one.ok for run in (after, push) for one in run.records.values())
     seen = f"{len(push.records)} requests, moved {len(push.moved)} and {len(after.moved)}, {failed} failed"
@@ -82,10 +84,16 @@ def layerwise_trace() -> list[Figure]:
     ]
 
 
-def _run(folder: Path, model: Path, trace: Path, kv_transfer: Mapping[str, Any], options: str) -> Replayed:
+def _run(folder: Path, model: Path, trace: Path, kv_transfer: Mapping[str, Any], site: Path) -> Replayed:
     folder.mkdir()
     specs = [
-        EngineSpec(one, kv_transfer=kv_transfer, max_model_len=8_192, extra_args=("--max-num-batched-tokens", "1024"))
+        EngineSpec(
+            one,
+            kv_transfer=kv_transfer,
+            max_model_len=8_192,
+            extra_args=("--max-num-batched-tokens", "1024"),
+            env={"PYTHONPATH": str(site)},
+        )
         for one in ("one", "two")
     ]
     log = folder / "moments.jsonl"
@@ -95,7 +103,6 @@ def _run(folder: Path, model: Path, trace: Path, kv_transfer: Mapping[str, Any],
             folder,
             router_flags={"--policy": "migrate", "--policy-settings": json.dumps(SETTINGS)},
             gateway_flags={"--breakdown-file": log},
-            engine_options=options,
         )
         with plane.running():
             os.environ["POINTSMAN_OPERATOR_TOKEN"] = plane.tokens["operator"]

@@ -1,7 +1,8 @@
-"""Each engine step's scheduler statistics, pushed to the node's agent: its load is then as fresh as the step.
+"""What an engine tells the node's agent: on /metrics how it passes KV on, and after each step its scheduler statistics, so that
+its load is as fresh as the step.
 
-vLLM loads `StepLoads` through the entry-point group vllm.stat_logger_plugins. It is silent unless POINTSMAN_AGENT_LOADS names the
-agent's ZMQ address, for example ipc:///run/pointsman/loads or tcp://127.0.0.1:9102.
+vLLM loads `StepLoads` through the entry-point group vllm.stat_logger_plugins. Nothing is pushed unless POINTSMAN_AGENT_LOADS
+names the agent's ZMQ address, for example ipc:///run/pointsman/loads or tcp://127.0.0.1:9102.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats, SchedulerStats
 
+from pointsman_connector.announcement import announce
 from pointsman_connector.loads import Counters, StepLoad
 
 logger = init_logger(__name__)
@@ -29,6 +31,7 @@ class StepLoads(StatLoggerBase):
     """Pushes a StepLoad after each step, never waiting: an agent that is away or behind misses steps, not the latest one."""
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
+        announce(vllm_config)
         self._rank = engine_index
         self._counters = Counters()
         self._process = process_start()

@@ -19,9 +19,9 @@ class AgentSettings(BaseSettings):
     engines: Entries = Field(
         default_factory=list,
         description="base URL of an engine, with options as a query: events, replay, topic (ZMQ; asked from the engine when "
-        "not given), advertise (URL for gateways), gpus (indices on this node), kv (mooncake or nixl: its KV connector), "
-        "bootstrap (base URL of Mooncake's bootstrap server; without it port 8998 of the advertised host), kv-role (both, "
-        "producer or consumer), decode-first (1: its connector gains when both requests of a transfer come at once)",
+        "not given), advertise (URL for gateways), gpus (indices on this node), kv (mooncake or nixl: its KV connector, when "
+        "the engine does not announce it), kv-role (both, producer or consumer), bootstrap (base URL of Mooncake's bootstrap "
+        "server; without it the announced port, or 8998, of the advertised host)",
     )
     routers: Entries = Field(default_factory=list, description="HOST:PORT of each router replica")
     state_dir: Path = Field(Path(".state/agent"), description="folder that survives the agent: shadows of its engines")

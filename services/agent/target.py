@@ -1,7 +1,7 @@
 """An engine's address with its options, as the settings give it. Pure.
 
 `http://127.0.0.1:8000?events=tcp://127.0.0.1:5557&replay=tcp://127.0.0.1:5558&topic=kv&advertise=http://10.0.0.7:8000&gpus=0,1`
-`http://127.0.0.1:8000?kv=mooncake&bootstrap=http://10.0.0.7:8998&kv-role=both&decode-first=1`
+`http://127.0.0.1:8000?kv=mooncake&bootstrap=http://10.0.0.7:8998&kv-role=both`
 `http://127.0.0.1:8000?hardware=h200&long-prefill=4096`
 """
 
@@ -20,26 +20,22 @@ _OPTIONS = frozenset(
         "kv",
         "bootstrap",
         "kv-role",
-        "decode-first",
         "hardware",
         "long-prefill",
     }
 )
 KV_PROTOCOLS = ("mooncake", "nixl")
 KV_ROLES = ("both", "producer", "consumer")
-# VLLM_MOONCAKE_BOOTSTRAP_PORT where nobody set it.
-BOOTSTRAP_PORT = 8998
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
     """What to watch. `url` is where the agent reaches the engine, `advertise` where gateways do, both without a trailing
     slash. `events` and `replay` are ZMQ addresses to connect to, empty to ask the engine. `gpus` are indices on this node,
-    None when not given. `kv` is the protocol of its KV connector (one of KV_PROTOCOLS, empty for none), `bootstrap` the base URL
-    at which gateways and other engines reach its bootstrap server, `kv_role` (one of KV_ROLES) the sides of a transfer that it
-    can be; `decode_first`: it wants both requests of a transfer at once. `hardware` is one word for all engines
-    that are equally fast, `long_prefill` its long_prefill_token_threshold (tokens, 0 for none). A running vLLM tells none
-    of these."""
+    None when not given. `kv` is the protocol of its KV connector (one of KV_PROTOCOLS), `bootstrap` the base URL at which
+    gateways and other engines reach its bootstrap server, both empty when not given; `kv_role` (one of KV_ROLES) is the sides of
+    a transfer that it can be. `hardware` is one word for all engines that are equally fast, `long_prefill` its
+    long_prefill_token_threshold (tokens, 0 for none). A running vLLM tells none of these by itself."""
 
     url: str
     advertise: str
@@ -50,7 +46,6 @@ class Target:
     kv: str = ""
     bootstrap: str = ""
     kv_role: str = "both"
-    decode_first: bool = False
     hardware: str = ""
     long_prefill: int = 0
 
@@ -87,13 +82,11 @@ def parse_target(text: str) -> Target:
     kv = options.get("kv", "")
     if kv and kv not in KV_PROTOCOLS:
         raise ValueError(f"engine {url} has the unknown KV protocol {kv!r} (known: {', '.join(KV_PROTOCOLS)})")
-    if "bootstrap" in options and kv != "mooncake":
-        raise ValueError(f"engine {url} has a bootstrap address without kv=mooncake")
+    if "bootstrap" in options and kv not in ("", "mooncake"):
+        raise ValueError(f"engine {url} has a bootstrap address, which is Mooncake's, with kv={kv}")
     role = options.get("kv-role", "both")
     if role not in KV_ROLES or ("kv-role" in options and not kv):
         raise ValueError(f"engine {url} has the KV role {role!r}: with a KV protocol, one of {', '.join(KV_ROLES)}")
-    if "decode-first" in options and (kv != "mooncake" or options["decode-first"] not in ("0", "1")):
-        raise ValueError(f"engine {url}: decode-first is 0 or 1, and needs kv=mooncake")
     long_prefill = options.get("long-prefill", "0")
     if not (long_prefill.isascii() and long_prefill.isdigit()):
         raise ValueError(f"engine {url}: long-prefill is a number of tokens, not {long_prefill!r}")
@@ -105,9 +98,8 @@ def parse_target(text: str) -> Target:
         topic=options.get("topic", ""),
         gpus=None if gpus is None else tuple(int(index) for index in gpus.split(",") if index),
         kv=kv,
-        bootstrap=_base(text, options.get("bootstrap") or _bootstrap_of(advertise)) if kv == "mooncake" else "",
+        bootstrap=_base(text, options["bootstrap"]) if "bootstrap" in options else "",
         kv_role=role,
-        decode_first=options.get("decode-first") == "1",
         hardware=options.get("hardware", ""),
         long_prefill=int(long_prefill),
     )
@@ -134,11 +126,6 @@ def offset_port(endpoint: str, rank: int) -> str:
 def _port(url: str) -> int:
     parts = urlsplit(url)
     return parts.port or (443 if parts.scheme == "https" else 80)
-
-
-def _bootstrap_of(url: str) -> str:
-    host = urlsplit(url).hostname or ""
-    return f"http://{f'[{host}]' if ':' in host else host}:{BOOTSTRAP_PORT}"
 
 
 def _base(text: str, url: str) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import math
 import socket
 import time
+from collections.abc import Mapping
 
 import structlog
 
@@ -13,6 +14,7 @@ from pointsman.agent.v1 import agent_pb2 as pb
 from services.agent.gpu import GpuSampler
 from services.agent.identity import Identity, Seen, process_name
 from services.agent.instance import InstanceWatch, Surroundings, new_incarnation
+from services.agent.kv_transfer import kv_transfer
 from services.agent.metrics import Sample, Scrape
 from services.agent.probe import EngineProbe, Models, ProbeError, Sources
 from services.agent.step_load import StepLoad
@@ -68,6 +70,7 @@ class EngineWatch:
         self._last_answer = time.monotonic()
         self._last_loads: dict[int, pb.Load] = {}
         self._described_at = 0.0
+        self._announced: Mapping[str, str] = {}
         self._last_step = -math.inf
         self._pushed: dict[int, tuple[StepLoad, float]] = {}
         self._pushing: asyncio.TimerHandle | None = None
@@ -177,21 +180,22 @@ class EngineWatch:
         elif set(self.instances) != set(scrape.ranks):
             await self._stop("its data-parallel ranks changed" if self.instances else "")
             await self._begin(probe, scrape, witnessed=False)
-        elif time.monotonic() - self._described_at >= DESCRIBE_EVERY_S:
-            await self._describe_again(probe)
+        elif scrape.kv_transfer != self._announced or time.monotonic() - self._described_at >= DESCRIBE_EVERY_S:
+            await self._describe_again(probe, scrape)
 
     async def _begin(self, probe: EngineProbe, scrape: Scrape, *, witnessed: bool, same_process: bool = False) -> None:
         ranks = sorted(scrape.ranks)
         models = await probe.models()
         version = await probe.version()
         sources = await probe.sources(ranks)
-        self._described_at = time.monotonic()
+        self._described_at, self._announced = time.monotonic(), scrape.kv_transfer
         process = "" if self._identity.anonymous else self._identity.current
         for rank in ranks:
             sample = scrape.ranks[rank]
             if not sample.cache_config:
                 raise ProbeError("no vllm:cache_config_info in /metrics")
             instance = self._instance(rank if len(ranks) > 1 else None, sample, models, version)
+            self._describe_kv_transfer(instance, scrape, sample)
             instance.incarnation = new_incarnation(process) if same_process else process
             source = sources.by_rank.get(rank)
             if reason := _no_prefix(sample, sources, rank):
@@ -222,25 +226,31 @@ class EngineWatch:
             prefix_mode=pb.PREFIX_MODE_EXACT,
             engine_version=version,
             node=socket.gethostname(),
-            kv_transfer=_kv_transfer(self.target, sample),
             hardware=self.target.hardware,
             prefill_chunk_limit=self.target.long_prefill,
         )
 
-    async def _describe_again(self, probe: EngineProbe) -> None:
+    async def _describe_again(self, probe: EngineProbe, scrape: Scrape) -> None:
         models = await probe.models()
-        self._described_at = time.monotonic()
-        for instance in self.instances.values():
+        self._described_at, self._announced = time.monotonic(), scrape.kv_transfer
+        for rank, instance in self.instances.items():
             before = instance.instance
-            if tuple(before.lora_names) == models.lora_names and tuple(before.served_names) == models.served_names:
-                continue
             after = pb.Instance()
             after.CopyFrom(before)
             # The pool's name stays: it is part of every key.
             after.served_names[:] = models.served_names
             after.lora_names[:] = models.lora_names
-            self._log.info("engine_models_changed", lora_names=models.lora_names)
+            # Of a process that does not tell its start, a restart may have gone unnoticed.
+            self._describe_kv_transfer(after, scrape, scrape.ranks[rank])
+            if after == before:
+                continue
+            self._log.info("engine_changed", lora_names=models.lora_names, passes_kv_on=after.HasField("kv_transfer"))
             instance.describe(after)
+
+    def _describe_kv_transfer(self, instance: pb.Instance, scrape: Scrape, sample: Sample) -> None:
+        instance.ClearField("kv_transfer")
+        if (kv := kv_transfer(self.target, scrape.kv_transfer, sample.cache_config.get("cache_dtype", ""))) is not None:
+            instance.kv_transfer.CopyFrom(kv)
 
     async def _fail(self, reason: str) -> None:
         self.scrape_failures += 1
@@ -270,20 +280,6 @@ class EngineWatch:
         self._last_loads.clear()
         self._pushed.clear()
         await asyncio.gather(*(instance.stop(goodbye) for instance in instances.values()))
-
-
-def _kv_transfer(target: Target, sample: Sample) -> pb.KvTransfer | None:
-    if not target.kv:
-        return None
-    role = pb.KV_ROLE_UNSPECIFIED if target.kv_role == "both" else pb.KvRole.Value(f"KV_ROLE_{target.kv_role.upper()}")
-    return pb.KvTransfer(
-        protocol=pb.KvProtocol.Value(f"KV_PROTOCOL_{target.kv.upper()}"),
-        bootstrap_url=target.bootstrap,
-        role=role,
-        # Blocks of equal size hold equal bytes only where the elements are of one type.
-        layout=sample.cache_config.get("cache_dtype", ""),
-        decode_first=target.decode_first,
-    )
 
 
 def _no_prefix(sample: Sample, sources: Sources, rank: int) -> str:

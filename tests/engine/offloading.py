@@ -30,7 +30,7 @@ OFFLOAD_ALL = ("adaptive_offload", {"heavy_new_tokens": 1})
 _salts = count()
 
 
-def offloading(engines: Sequence[Engine], folder: Path, engine_options: str = "", **more: Any) -> ControlPlane:
+def offloading(engines: Sequence[Engine], folder: Path, **more: Any) -> ControlPlane:
     """A control plane that offloads whatever is not cached. An instance outlives its agent's silence."""
     flags = {
         "--policy": OFFLOAD_ALL[0],
@@ -39,7 +39,7 @@ def offloading(engines: Sequence[Engine], folder: Path, engine_options: str = ""
         "--stale-keys-s": 900,
         "--lost-instance-s": 900,
     }
-    return ControlPlane(engines, folder, router_flags=flags, engine_options=engine_options, **more)
+    return ControlPlane(engines, folder, router_flags=flags, **more)
 
 
 @contextlib.contextmanager

@@ -7,9 +7,10 @@ import secrets
 import shutil
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ class ControlPlane:
     router_flags: Mapping[str, object] = field(default_factory=dict)
     agent_flags: Mapping[str, object] = field(default_factory=dict)
     gateway_flags: Mapping[str, object] = field(default_factory=dict)
-    engine_options: str = ""  # to tell the agent of each engine beside what its own target says
+    target_of: Callable[[Engine], str] = attrgetter("target")  # by which the agent is told of an engine
     redis_port: int = field(default_factory=free_port)
     router_port: int = field(default_factory=free_port)
     gateway_port: int = field(default_factory=free_port)
@@ -82,7 +83,7 @@ class ControlPlane:
                 "--scrape-interval-s": 0.25,
                 **self.agent_flags,
             },
-            *(part for engine in self.engines for part in ("--engines", engine.target + self.engine_options)),
+            *(part for engine in self.engines for part in ("--engines", self.target_of(engine))),
             roles=("agent",),
         )
         self.gateway = self._service(

@@ -268,7 +268,7 @@ def running_plane(trio: list[Engine], tmp_path_factory: pytest.TempPathFactory) 
     """A control plane that offloads between the first two. Its agent looks at /metrics at its start, and hardly after."""
     flags = {"--loads-listen": trio[0].spec.env["POINTSMAN_AGENT_LOADS"], "--scrape-interval-s": 50}
     folder = tmp_path_factory.mktemp("layerwise-plane")
-    with offloading(trio[:2], folder, "&decode-first=1", agent_flags=flags).running() as plane:
+    with offloading(trio[:2], folder, agent_flags=flags).running() as plane:
         yield plane
 
 

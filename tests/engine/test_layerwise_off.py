@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.faulty import installed
 from tests.engine.model import VOCAB, make_config, make_tokenizer, text_config
 from tests.engine.servers import LAYERWISE, SERVED_NAME, EngineSpec, running_engines
 from tests.engine.talk import fresh_words
@@ -42,7 +43,13 @@ def hybrid_model(folder: Path) -> Path:
 
 def test_a_model_of_two_kv_groups_gets_its_kv_after_the_prefill(model_folder: Path, tmp_path: Path) -> None:
     model = hybrid_model(tmp_path / "hybrid")
-    spec = EngineSpec("hybrid", model=model, kv_transfer=LAYERWISE, extra_args=("--load-format", "dummy"))
+    spec = EngineSpec(
+        "hybrid",
+        model=model,
+        kv_transfer=LAYERWISE,
+        extra_args=("--load-format", "dummy"),
+        env={"PYTHONPATH": str(installed(tmp_path))},
+    )
     with running_engines([spec], model_folder, tmp_path) as (engine,):
         body = {"model": SERVED_NAME, "prompt": fresh_words(100), "max_tokens": 4}
         assert engine.ask("/v1/completions", body).status == 200
@@ -50,3 +57,5 @@ def test_a_model_of_two_kv_groups_gets_its_kv_after_the_prefill(model_folder: Pa
             "Layer-wise push is off, KV goes after the prefill: the model has 2 KV cache groups"
             in engine.process.log.read_text()
         )
+        # Agents are told, too: nothing is gained here by asking the receiver first.
+        assert engine.metric("pointsman_kv_transfer_info", protocol="mooncake", layerwise="False") == 1

@@ -16,6 +16,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.engine.announcing import announcing
 from tests.engine.offloading import (
     WITHIN_S,
     assert_offloaded,
@@ -50,12 +51,16 @@ def pair(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="module")
 def planes(pair: list[Engine], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ControlPlane]]:
-    """Two control planes that offload, by how they send the two requests of a transfer."""
-    planes = {
-        "in turn": offloading(pair, tmp_path_factory.mktemp("in-turn")),
-        "at once": offloading(pair, tmp_path_factory.mktemp("at-once"), "&decode-first=1"),
-    }
+    """Two control planes that offload, by how they send the two requests of a transfer: at once where engines announce that they
+    push layer by layer. These ones do not, so it is done for them."""
     with contextlib.ExitStack() as running:
+        targets = {engine.instance_id: running.enter_context(announcing(engine)) for engine in pair}
+        planes = {
+            "in turn": offloading(pair, tmp_path_factory.mktemp("in-turn")),
+            "at once": offloading(
+                pair, tmp_path_factory.mktemp("at-once"), target_of=lambda engine: targets[engine.instance_id]
+            ),
+        }
         for plane in planes.values():
             running.enter_context(plane.running())
         yield planes

@@ -73,16 +73,28 @@ async def test_profile_emulated_answers_requests(stack: Stack, collector: Collec
         assert not any(secret in text for secret in secrets), f"{log.name} shows a secret"
 
 
-# In place of vLLM: an emulated engine that listens where its flags say.
+# In place of vLLM: an emulated engine that listens where its flags say, and announces the connector that they name.
 VLLM = f"""#!{sys.executable}
 import json, os, sys
+from prometheus_client.core import GaugeMetricFamily
+from lab import engine_metrics
+from services import cli
 given = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[1:] if word.startswith("--") and "=" in word)
 events = json.loads(given["kv-events-config"])
 ports = [events[name].rpartition(":")[2] for name in ("endpoint", "replay_endpoint")]
 kv = json.loads(given["kv-transfer-config"])
 print("devices", os.environ["CUDA_VISIBLE_DEVICES"], "connector", kv["kv_connector"], flush=True)
-os.execlp("pointsman", "pointsman", "emulate", "--port", given["port"], "--kv-events-port", ports[0], "--replay-port", ports[1],
-          "--model", given["served-model-name"], "--max-model-len", given["max-model-len"])
+own = engine_metrics.EngineMetrics.collect
+def collect(metrics):
+    yield from own(metrics)
+    told = dict(protocol="mooncake", role=kv["kv_role"], layerwise=str(kv["kv_connector"].startswith("Layerwise")))
+    family = GaugeMetricFamily("pointsman_kv_transfer_info", "as the connector package has it", labels=list(told))
+    family.add_metric(list(told.values()), 1)
+    yield family
+engine_metrics.EngineMetrics.collect = collect
+sys.argv = ["pointsman", "emulate", "--port", given["port"], "--kv-events-port", ports[0], "--replay-port", ports[1],
+            "--model", given["served-model-name"], "--max-model-len", given["max-model-len"]]
+cli.main()
 """
 
 

@@ -20,12 +20,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from pointsman_connector.layerwise import guard
 from pointsman_connector.layerwise.chunks import Chunk, ChunkTracker
 from pointsman_connector.layerwise.receiver import LayerwiseWorker
 from pointsman_connector.layerwise.stats import LayerwiseStats
+from pointsman_connector.layerwise.support import enabled, unsupported_cache, unsupported_engine
 from pointsman_connector.mooncake import AnyDeviceMooncakeConnector, some_device
 
 if TYPE_CHECKING:
@@ -39,14 +39,14 @@ logger = init_logger(__name__)
 class LayerwiseMooncakeConnector(AnyDeviceMooncakeConnector):
     """MooncakeConnector that pushes each layer's KV while the prompt is computed, when its receiver already waits.
 
-    `"layerwise": false` in kv_connector_extra_config, or a model or engine that `unsupported` names: vLLM's own, unchanged.
+    `"layerwise": false` in kv_connector_extra_config, or a model or engine that `support` names: vLLM's own, unchanged.
     """
 
     worker_class: ClassVar[type[LayerwiseWorker]] = LayerwiseWorker
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         self._layerwise = enabled(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        if self._layerwise and (reason := unsupported(vllm_config, kv_cache_config)):
+        if self._layerwise and (reason := unsupported_cache(kv_cache_config) or unsupported_engine(vllm_config)):
             logger.warning("Layer-wise push is off, KV goes after the prefill: %s", reason)
             self._layerwise = False
         if not self._layerwise:
@@ -141,23 +141,3 @@ class LayerwiseScheduler(MooncakeConnectorScheduler):
         """`request` is over; whether its blocks are still needed."""
         self._tracker.forget(request.request_id)
         return super().request_finished(request, block_ids)
-
-
-def enabled(extra_config: dict[str, Any]) -> bool:
-    """Whether the engine's configuration wants layer-wise push: yes unless it says no."""
-    return bool(extra_config.get("layerwise", True))
-
-
-def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """Why layer-wise push cannot serve this model or engine; empty when it can."""
-    groups = kv_cache_config.transfer_groups
-    if len(groups) != 1:
-        return f"the model has {len(groups)} KV cache groups"
-    if not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
-        return f"the model's KV cache is of the kind {type(groups[0].kv_cache_spec).__name__}"
-    if vllm_config.speculative_config is not None:
-        return "speculative decoding is on"
-    parallel = vllm_config.parallel_config
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        return "context parallelism is on"
-    return ""

@@ -65,15 +65,15 @@ def test_addresses_with_options() -> None:
     [
         ("http://h", "", ""),
         ("http://h?kv=nixl", "nixl", ""),
-        ("http://h?kv=mooncake", "mooncake", "http://h:8998"),
-        ("http://127.0.0.1:8000?kv=mooncake&advertise=http://[::2]:8000", "mooncake", "http://[::2]:8998"),
+        ("http://h?kv=mooncake", "mooncake", ""),
+        ("http://h?bootstrap=http://b:1", "", "http://b:1"),
         ("http://h?kv=mooncake&bootstrap=http://b:1/", "mooncake", "http://b:1"),
     ],
 )
 def test_how_an_engine_passes_kv_on(text: str, kv: str, bootstrap: str) -> None:
     target = parse_target(text)
     assert (target.kv, target.bootstrap) == (kv, bootstrap)
-    assert (target.kv_role, target.decode_first) == ("both", False)
+    assert target.kv_role == "both"
 
 
 def test_what_an_engine_computes_with() -> None:
@@ -83,10 +83,8 @@ def test_what_an_engine_computes_with() -> None:
 
 
 def test_what_an_engine_wants_of_a_transfer() -> None:
-    target = parse_target("http://h?kv=mooncake&kv-role=producer&decode-first=1")
-    assert (target.kv_role, target.decode_first) == ("producer", True)
+    assert parse_target("http://h?kv=mooncake&kv-role=producer").kv_role == "producer"
     assert parse_target("http://h?kv=nixl&kv-role=consumer").kv_role == "consumer"
-    assert not parse_target("http://h?kv=mooncake&decode-first=0").decode_first
 
 
 @pytest.mark.parametrize(
@@ -104,8 +102,7 @@ def test_what_an_engine_wants_of_a_transfer() -> None:
         "http://h?kv=mooncake&bootstrap=b:1",
         "http://h?kv=mooncake&kv-role=kv_both",
         "http://h?kv-role=both",
-        "http://h?kv=nixl&decode-first=1",
-        "http://h?kv=mooncake&decode-first=yes",
+        "http://h?kv=mooncake&decode-first=1",
         "http://h?long-prefill=-1",
         "http://h?long-prefill=4k",
     ],

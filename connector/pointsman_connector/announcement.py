@@ -1,0 +1,61 @@
+"""What an engine says of its KV connector on its own /metrics, for as long as it lives: agents read there how it passes KV on."""
+
+from __future__ import annotations
+
+from prometheus_client import Gauge
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
+    MooncakeConnector,
+    get_mooncake_bootstrap_addr,
+)
+
+from pointsman_connector.layerwise.connector import LayerwiseMooncakeConnector
+from pointsman_connector.layerwise.support import enabled, full_attention_only, unsupported_engine
+
+LABELS = ("connector", "protocol", "role", "layerwise", "bootstrap_host", "bootstrap_port")
+
+# Of several API server processes all say the same.
+_INFO = Gauge(
+    "pointsman_kv_transfer_info", "How this engine passes KV on; always 1", LABELS, multiprocess_mode="mostrecent"
+)
+
+
+def announce(vllm_config: VllmConfig) -> None:
+    """Say on /metrics how the engine with this configuration passes KV on; nothing where it does not."""
+    _INFO.clear()
+    if told := announcement(vllm_config):
+        _INFO.labels(**told).set(1)
+
+
+def announcement(vllm_config: VllmConfig) -> dict[str, str]:
+    """The series' labels, LABELS; empty for an engine without a connector, or with one that agents have no word for.
+
+    `layerwise` is "True" where the engine gains when D's request is there before P has computed the prompt. `bootstrap_host` is
+    empty where the bootstrap server is the engine's own: how others reach the engine, it does not know.
+    """
+    config = vllm_config.kv_transfer_config
+    if config is None or config.kv_connector is None:
+        return {}
+    told = {"connector": config.kv_connector, "role": str(config.kv_role), "layerwise": "False"}
+    if config.kv_connector == "NixlConnector":
+        return told | {"protocol": "nixl", "bootstrap_host": "", "bootstrap_port": ""}
+    kind = KVConnectorFactory.get_connector_class(config)
+    if not issubclass(kind, MooncakeConnector):
+        return {}
+    host, port = "", envs.VLLM_MOONCAKE_BOOTSTRAP_PORT
+    if config.get_from_extra_config("bootstrap_server_address", None) is not None:
+        host, port = get_mooncake_bootstrap_addr(vllm_config)
+    layerwise = (
+        issubclass(kind, LayerwiseMooncakeConnector)
+        and enabled(config.kv_connector_extra_config)
+        and not unsupported_engine(vllm_config)
+        and full_attention_only(vllm_config)
+    )
+    return told | {
+        "protocol": "mooncake",
+        "layerwise": str(layerwise),
+        "bootstrap_host": host,
+        "bootstrap_port": str(port),
+    }

@@ -1,0 +1,43 @@
+"""For which engines and models layer-wise push works; for all others KV goes after the prefill. Knows vLLM's objects by their
+shape only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def enabled(extra_config: Mapping[str, Any]) -> bool:
+    """Whether the engine's configuration wants layer-wise push: yes unless it says no."""
+    return bool(extra_config.get("layerwise", True))
+
+
+def unsupported_engine(vllm_config: Any) -> str:
+    """Why an engine of this VllmConfig cannot push layer by layer; empty when it can, as far as its configuration tells."""
+    if vllm_config.speculative_config is not None:
+        return "speculative decoding is on"
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return "context parallelism is on"
+    if parallel.pipeline_parallel_size > 1:
+        return "pipeline parallelism is on"
+    return ""
+
+
+def full_attention_only(vllm_config: Any) -> bool:
+    """Whether the model's KV cache will be one that layer-wise push takes, as far as its configuration tells: an engine's front
+    end never sees the cache itself, by which `unsupported_cache` decides."""
+    model = vllm_config.model_config
+    merged = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
+    return not model.is_hybrid and (merged or model.get_sliding_window() is None)
+
+
+def unsupported_cache(kv_cache_config: Any) -> str:
+    """Why KV of this KVCacheConfig cannot be pushed layer by layer; empty when it can."""
+    groups = kv_cache_config.transfer_groups
+    if len(groups) != 1:
+        return f"the model has {len(groups)} KV cache groups"
+    kind = type(groups[0].kv_cache_spec)
+    if not any(base.__name__ == "FullAttentionSpec" for base in kind.__mro__):
+        return f"the model's KV cache is of the kind {kind.__name__}"
+    return ""

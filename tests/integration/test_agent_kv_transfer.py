@@ -1,0 +1,62 @@
+"""What an engine announces of its KV connector reaches the routers, and never outlives the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import zmq.asyncio
+
+from pointsman.agent.v1 import agent_pb2 as pb
+from tests.integration.agent_fakes import FakeEngine, FakeRouter, running, until
+
+LAYERWISE = {"protocol": "mooncake", "role": "kv_both", "layerwise": "True", "bootstrap_port": "9001"}
+OFF = LAYERWISE | {"layerwise": "False"}
+
+
+@pytest.mark.parametrize("process_start", [1000.0, None])
+@pytest.mark.parametrize("second", [OFF, {}])
+async def test_an_engine_started_anew_is_what_it_announces_now(
+    tmp_path: Path, process_start: float | None, second: dict[str, str]
+) -> None:
+    """Also one of several API server processes, which does not tell its start."""
+    context = zmq.asyncio.Context()
+    engine, router = FakeEngine(context, process_start=process_start), FakeRouter()
+    engine.announced = LAYERWISE
+    await engine.start()
+    await router.start()
+    async with running(engine.url, [router.address], tmp_path):
+        await until(lambda: bool(router.streams and router.streams[-1].loads), "the first life")
+        kv = router.streams[-1].hello.instance.kv_transfer
+        assert (kv.protocol, kv.bootstrap_url, kv.decode_first) == (
+            pb.KV_PROTOCOL_MOONCAKE,
+            "http://127.0.0.1:9001",
+            True,
+        )
+        await engine.stop()
+        engine.announced = second
+        engine.process_start = process_start and process_start + 1.0
+        await engine.start()
+        await until(lambda: not router.streams[-1].hello.instance.kv_transfer.decode_first, "the second life")
+        assert router.streams[-1].hello.instance.HasField("kv_transfer") == bool(second)
+    await engine.stop()
+    await router.stop()
+    context.destroy(linger=0)
+
+
+async def test_an_engine_without_the_package_is_what_the_operator_says(tmp_path: Path) -> None:
+    context = zmq.asyncio.Context()
+    engine, router = FakeEngine(context), FakeRouter()
+    await engine.start()
+    await router.start()
+    async with running(f"{engine.url}?kv=mooncake", [router.address], tmp_path):
+        await until(lambda: bool(router.streams and router.streams[-1].loads), "a load")
+        kv = router.streams[-1].hello.instance.kv_transfer
+        assert (kv.protocol, kv.bootstrap_url, kv.decode_first) == (
+            pb.KV_PROTOCOL_MOONCAKE,
+            "http://127.0.0.1:8998",
+            False,
+        )
+    await engine.stop()
+    await router.stop()
+    context.destroy(linger=0)

@@ -1,0 +1,128 @@
+"""What an engine says on /metrics of its KV connector, from its configuration alone."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY, generate_latest
+
+CONNECTORS = "vllm.distributed.kv_transfer.kv_connector"
+MODULE = "pointsman_connector.announcement"
+
+
+class MooncakeConnector: ...
+
+
+class LayerwiseMooncakeConnector(MooncakeConnector): ...
+
+
+class Derived(LayerwiseMooncakeConnector): ...
+
+
+class OtherConnector: ...
+
+
+KINDS = {kind.__name__: kind for kind in (MooncakeConnector, LayerwiseMooncakeConnector, Derived, OtherConnector)}
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module, with what stands in for vLLM's, which is not installed here."""
+    contents: dict[str, dict[str, Any]] = {
+        "vllm": {"envs": SimpleNamespace(VLLM_MOONCAKE_BOOTSTRAP_PORT=9001)},
+        "vllm.config": {"VllmConfig": object},
+        f"{CONNECTORS}.factory": {
+            "KVConnectorFactory": SimpleNamespace(get_connector_class=lambda config: KINDS[config.kv_connector])
+        },
+        f"{CONNECTORS}.v1.mooncake.mooncake_connector": {
+            "MooncakeConnector": MooncakeConnector,
+            "get_mooncake_bootstrap_addr": lambda config: ("boot", 7),
+        },
+        "pointsman_connector.layerwise.connector": {"LayerwiseMooncakeConnector": LayerwiseMooncakeConnector},
+    }
+    for name, values in contents.items():
+        made = ModuleType(name)
+        vars(made).update(values)
+        monkeypatch.setitem(sys.modules, name, made)
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    module = importlib.import_module(MODULE)
+    yield module
+    REGISTRY.unregister(module._INFO)
+    del sys.modules[MODULE]
+
+
+def config(connector: str | None, *, tp: int = 1, pp: int = 1, window: int | None = None, **extra: Any) -> Any:
+    """What is read of a VllmConfig."""
+    transfer = SimpleNamespace(
+        kv_connector=connector,
+        kv_role="kv_both",
+        kv_connector_extra_config=extra,
+        get_from_extra_config=extra.get,
+    )
+    return SimpleNamespace(
+        kv_transfer_config=transfer,
+        speculative_config=None,
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            pipeline_parallel_size=pp,
+            tensor_parallel_size=tp,
+        ),
+        model_config=SimpleNamespace(is_hybrid=False, get_sliding_window=lambda: window),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+    )
+
+
+LAYERWISE = {
+    "connector": "LayerwiseMooncakeConnector",
+    "protocol": "mooncake",
+    "role": "kv_both",
+    "layerwise": "True",
+    "bootstrap_host": "",
+    "bootstrap_port": "9001",
+}
+
+
+def test_layer_by_layer(module: Any) -> None:
+    assert module.announcement(config("LayerwiseMooncakeConnector")) == LAYERWISE
+    assert module.announcement(config("LayerwiseMooncakeConnector", tp=2)) == LAYERWISE
+    assert module.announcement(config("Derived")) == LAYERWISE | {"connector": "Derived"}
+
+
+def test_after_the_prefill(module: Any) -> None:
+    after = LAYERWISE | {"layerwise": "False"}
+    assert module.announcement(config("LayerwiseMooncakeConnector", layerwise=False)) == after
+    assert module.announcement(config("LayerwiseMooncakeConnector", pp=2)) == after
+    assert module.announcement(config("LayerwiseMooncakeConnector", window=64)) == after
+    assert module.announcement(config("MooncakeConnector")) == after | {"connector": "MooncakeConnector"}
+
+
+def test_where_a_bootstrap_server_of_its_own_is(module: Any) -> None:
+    seen = module.announcement(config("LayerwiseMooncakeConnector", bootstrap_server_address="boot:7"))
+    assert seen == LAYERWISE | {"bootstrap_host": "boot", "bootstrap_port": "7"}
+
+
+def test_other_connectors_and_none(module: Any) -> None:
+    nixl = module.announcement(config("NixlConnector"))
+    assert (nixl["protocol"], nixl["layerwise"]) == ("nixl", "False")
+    assert module.announcement(config("OtherConnector")) == {}
+    assert module.announcement(config(None)) == {}
+    assert module.announcement(SimpleNamespace(kv_transfer_config=None)) == {}
+
+
+def test_the_page_says_what_is_so_now(module: Any) -> None:
+    def page() -> list[str]:
+        text = generate_latest(REGISTRY).decode()
+        return [line for line in text.splitlines() if line.startswith("pointsman_kv_transfer_info{")]
+
+    module.announce(config("LayerwiseMooncakeConnector"))
+    module.announce(config("NixlConnector"))
+    (line,) = page()
+    assert 'protocol="nixl"' in line
+    module.announce(config(None))
+    assert page() == []

@@ -1,0 +1,82 @@
+"""Engines and models for which layer-wise push is off, and what is said of them at their start."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pointsman_connector.layerwise.support import enabled, full_attention_only, unsupported_cache, unsupported_engine
+
+
+class FullAttentionSpec: ...
+
+
+class MLAAttentionSpec(FullAttentionSpec): ...
+
+
+class SlidingWindowSpec: ...
+
+
+def engine(**changes: Any) -> Any:
+    """What is read of a VllmConfig."""
+    parallel: dict[str, Any] = {
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "tensor_parallel_size": 2,
+    }
+    speculative = changes.pop("speculative_config", None)
+    return SimpleNamespace(speculative_config=speculative, parallel_config=SimpleNamespace(**parallel | changes))
+
+
+def model(*, window: int | None = None, hybrid: bool = False, merged: bool = False) -> Any:
+    """What is read of a VllmConfig, of its model."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(is_hybrid=hybrid, get_sliding_window=lambda: window),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=merged),
+    )
+
+
+def cache(*specs: Any) -> Any:
+    """What is read of a KVCacheConfig."""
+    return SimpleNamespace(transfer_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+
+
+def test_it_is_on_unless_the_engine_says_no() -> None:
+    assert enabled({})
+    assert enabled({"layerwise": True})
+    assert not enabled({"layerwise": False})
+
+
+def test_several_workers_share_the_heads() -> None:
+    assert unsupported_engine(engine()) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"speculative_config": SimpleNamespace(method="ngram")}, "speculative decoding is on"),
+        ({"decode_context_parallel_size": 2}, "context parallelism is on"),
+        ({"prefill_context_parallel_size": 2}, "context parallelism is on"),
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism is on"),
+    ],
+)
+def test_engines_whose_kv_goes_after_the_prefill(changes: dict[str, Any], reason: str) -> None:
+    assert unsupported_engine(engine(**changes)) == reason
+
+
+def test_models_whose_kv_goes_after_the_prefill() -> None:
+    assert unsupported_cache(cache(FullAttentionSpec())) == ""
+    assert unsupported_cache(cache(MLAAttentionSpec())) == ""
+    assert unsupported_cache(cache()) == "the model has 0 KV cache groups"
+    assert unsupported_cache(cache(FullAttentionSpec(), SlidingWindowSpec())) == "the model has 2 KV cache groups"
+    assert unsupported_cache(cache(SlidingWindowSpec())) == "the model's KV cache is of the kind SlidingWindowSpec"
+
+
+def test_what_the_front_end_knows_of_the_cache() -> None:
+    assert full_attention_only(model())
+    assert full_attention_only(model(window=64, merged=True))
+    assert not full_attention_only(model(window=64))
+    assert not full_attention_only(model(hybrid=True, merged=True))
