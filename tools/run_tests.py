@@ -30,6 +30,8 @@ def _ended(process: subprocess.Popen[bytes]) -> int:
 
 
 def main(arguments: list[str]) -> int:
+    # Hundreds of processes import the same files, and each would compile them.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     runs: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryFile() as report:
