@@ -2,7 +2,8 @@
 
 Each of `--connections` keeps asking until `--requests` are answered in all: a chat with a new prompt of about `--prompt` bytes.
 Answers are not parsed: an event stream is over with the chunk after [DONE], any other with its Content-Length. With `--mix` the
-requests are of all kinds (MIX), and some clients leave at the first byte and come back on a new connection.
+requests are of all kinds (MIX), and some clients leave at the first byte and come back on a new connection. A connection that
+the server has closed as idle when the next request comes on it is no answer's end: the request goes out again on a new one.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class Run:
     first_s: list[float] = field(default_factory=list)
     done: asyncio.Event = field(default_factory=asyncio.Event)
     coming: set[asyncio.Task[None]] = field(default_factory=set)
+    repeated: int = 0  # requests that met a connection closed as idle
 
     def next_request(self) -> tuple[bytes, str] | None:
         """The bytes of one more request, and its kind; None when all are asked."""
@@ -93,9 +95,15 @@ class Run:
         """That many clients more, evenly over `spread_s`."""
         await asyncio.gather(*(self._connect(number * spread_s / count) for number in range(count)))
 
-    async def _connect(self, after_s: float) -> None:
+    def come_back(self, asked: tuple[bytes, str] | None = None) -> None:
+        """A client more; with what it has `asked` already, where that is to be asked again."""
+        coming = asyncio.get_running_loop().create_task(self._connect(0.0, asked))
+        self.coming.add(coming)
+        coming.add_done_callback(self.coming.discard)
+
+    async def _connect(self, after_s: float, asked: tuple[bytes, str] | None = None) -> None:
         await asyncio.sleep(after_s)
-        await asyncio.get_running_loop().create_connection(lambda: Client(self), *self.url)
+        await asyncio.get_running_loop().create_connection(lambda: Client(self, asked), *self.url)
 
     def note(self, *, ok: bool, head: str = "") -> None:
         """One request is over; `head` is its answer's first line."""
@@ -110,26 +118,34 @@ class Run:
 class Client(asyncio.Protocol):
     """One connection."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, asked: tuple[bytes, str] | None = None) -> None:
         self._run = run
+        self._asked = asked
+        self._served = False
         self._waits = False
         self._tail = b""
         self._left = -1  # bytes of a body with a length
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._ask()
+        self._ask(self._asked or self._run.next_request())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._waits:
-            self._waits = False
+        if not self._waits:
+            return
+        self._waits = False
+        if self._served and self._first and not self._tail:
+            self._run.repeated += 1
+            self._run.come_back(self._asked)
+        else:
             self._run.note(ok=False)
 
-    def _ask(self) -> None:
-        found = self._run.next_request()
-        if found is None:
+    def _ask(self, asked: tuple[bytes, str] | None) -> None:
+        if asked is None:
+            self._transport.close()
             return
-        request, self._kind = found
+        self._asked = asked
+        request, self._kind = asked
         self._sent, self._waits, self._first, self._tail, self._left = time.perf_counter(), True, True, b"", -1
         self._transport.write(request)
 
@@ -163,20 +179,19 @@ class Client(asyncio.Protocol):
             self._tail = (self._tail + data)[-32:]
             over = self._tail.endswith(b"0\r\n\r\n")
         if over:
-            self._waits = False
+            self._waits, self._served = False, True
             run.note(ok=self._ok, head=self._status)
-            self._ask()
+            self._ask(run.next_request())
 
     def _leave(self) -> None:
         self._waits = False
         self._transport.abort()
         self._run.note(ok=self._ok, head=self._status)
-        coming = asyncio.get_running_loop().create_task(self._run.connect())
-        self._run.coming.add(coming)
-        coming.add_done_callback(self._run.coming.discard)
+        self._run.come_back()
 
 
-async def _go(run: Run, connections: int, group: int, spread_s: float) -> dict[str, object]:
+async def go(run: Run, connections: int, group: int, spread_s: float) -> dict[str, object]:
+    """Run to the end; what came of it."""
     began = time.perf_counter()
     for start in range(0, connections, group):
         await run.connect(min(group, connections - start), spread_s)
@@ -191,6 +206,7 @@ async def _go(run: Run, connections: int, group: int, spread_s: float) -> dict[s
         "answered": run.answered,
         "failed": run.failed,
         "failures": run.failures,
+        "repeated": run.repeated,
         "chunks": run.received,
         "reads": run.reads,
         "wall_s": time.perf_counter() - began,
@@ -216,8 +232,8 @@ def main() -> None:
     parser.add_argument("--mix", action="store_true", help="requests of all kinds")
     given = parser.parse_args()
 
-    async def go() -> dict[str, object]:
-        run = Run(
+    async def run() -> dict[str, object]:
+        asking = Run(
             ("127.0.0.1", given.port),
             given.requests,
             given.chunks > 0,
@@ -228,9 +244,9 @@ def main() -> None:
             given.mix,
             given.prompts,
         )
-        return await _go(run, given.connections, given.group, given.spread_ms / 1e3)
+        return await go(asking, given.connections, given.group, given.spread_ms / 1e3)
 
-    print(json.dumps(uvloop.run(go())))
+    print(json.dumps(uvloop.run(run())))
 
 
 if __name__ == "__main__":
