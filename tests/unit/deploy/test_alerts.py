@@ -46,6 +46,8 @@ WELL: dict[str, str] = {
     P + 'router_decide_seconds_bucket{replica="r0",le="+Inf"}': "0+30",
     P + 'router_offloads_total{replica="r0",outcome="OK"}': "0+1",
     P + 'router_offload_fallbacks_total{replica="r0"}': "0",
+    P + 'router_lost_lines_total{replica="r0"}': "2",
+    P + 'gateway_lost_lines_total{replica="g0"}': "0",
     P + 'agent_engine_up{replica="n0",engine="http://a"}': "1",
     P + 'agent_engine_refused{replica="n0",engine="http://a"}': "0",
     P + 'agent_report_connected{replica="n0",instance="a",router="router:50051"}': "1",
@@ -101,6 +103,7 @@ ILL: dict[str, dict[str, str]] = {
     "PointsmanOffloadsFail": {"offload_fallbacks": "0x100 0+1x20"},
     "PointsmanKvReleasesFail": {'outcome="failed"': "0+1"},
     "PointsmanReservationsLeak": {"router_open_requests": "90"},
+    "PointsmanLogLinesLost": {"router_lost_lines": "2x118 3x2"},
 }
 
 
