@@ -46,10 +46,14 @@ LINKS = [
 
 class Fleet:
     """The processes by name ("redis", "r0", "r1", "gateway", "a0", "a1", "e0", "e1", "e2") and the links by who dials whom;
-    none where it is not `linked`. `more`: flags of services ("router", "gateway", "emulate") beside what all need."""
+    none where it is not `linked`. With `clocks`, the library made of clock.c, each part's clock can be set. `more`: flags of
+    services ("router", "gateway", "emulate") beside what all need."""
 
-    def __init__(self, folder: Path, *, linked: bool = True, **more: dict[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, *, linked: bool = True, clocks: Path | None = None, **more: dict[str, Any]
+    ) -> None:
         self.folder = folder
+        self._clocks = clocks
         self.ports = {name: free_port() for name in ("redis", *ROUTERS, "gateway", *ENGINES)}
         self.links = {pair: Link(self.ports[pair[1]]) for pair in LINKS} if linked else {}
         self.parts: dict[str, Process] = {}
@@ -71,12 +75,12 @@ class Fleet:
         flags += ["--appendonly", "yes", "--appendfsync", "everysec", "--maxmemory-policy", "noeviction"]
         # Of a limit on its files' size it is to hear as of a full disk.
         argv = ["env", "--ignore-signal=XFSZ", executable, *flags]
-        self.parts["redis"] = Process("redis", argv, self.folder / "redis.log")
+        self._part("redis", argv)
         for name in ENGINES:
             flags = {"port": self.ports[name], "model": MODEL, "max_model_len": 32_000, "kv_blocks": 4_000}
             flags |= self._more.get("emulate", {})
             argv = [sys.executable, "-m", "tests.chaos.engine", str(self.ledger), *_words(flags)]
-            self.parts[name] = Process(name, argv, self.folder / f"{name}.log")
+            self._part(name, argv)
         for name in ROUTERS:
             self._service(
                 name,
@@ -112,7 +116,21 @@ class Fleet:
     def _service(self, name: str, service: str, **flags: Any) -> None:
         flags |= {flag: str(value).format(name=name) for flag, value in self._more.get(service, {}).items()}
         argv = [sys.executable, "-m", "services.cli", service, *_words(flags)]
-        self.parts[name] = Process(name, argv, self.folder / f"{name}.log")
+        self._part(name, argv)
+
+    def _part(self, name: str, argv: list[str]) -> None:
+        env = {}
+        if self._clocks is not None:
+            env = {"LD_PRELOAD": str(self._clocks), "TEST_CLOCK": str(self.folder / f"{name}.clock")}
+            self.clock(name, 0.0)
+        self.parts[name] = Process(name, argv, self.folder / f"{name}.log", env)
+
+    def clock(self, name: str, wrong_s: float) -> None:
+        """Set a part's wall clock, to be wrong by so many s."""
+        file = self.folder / f"{name}.clock"
+        file.touch()
+        with file.open("r+b") as there:
+            there.write(int(wrong_s * 1e9).to_bytes(8, sys.byteorder, signed=True))
 
     def address(self, one: str, other: str) -> str:
         """Where one part dials another."""
@@ -133,6 +151,8 @@ class Fleet:
         for link in self.links.values():
             link.mend()
         for name, part in self.parts.items():
+            if self._clocks is not None:
+                self.clock(name, 0.0)
             if part.alive:
                 os.killpg(part.pid, signal.SIGCONT)
                 self.disk(name, full=False)
