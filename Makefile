@@ -68,6 +68,7 @@ check: env  ## style, types, layers, protos, deployment files
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
+	BUF=$(BIN)/buf tools/breaking.sh
 	PYTHON=$(BIN)/python tools/protos.sh .state/gen
 	diff -r -x __pycache__ gen/pointsman .state/gen/pointsman
 	$(BIN)/python tools/check_deploy.py
