@@ -34,6 +34,7 @@ from pointsman_connector.layerwise.chunks import Chunk
 from pointsman_connector.layerwise.fence import Fence, marker
 from pointsman_connector.layerwise.progress import Batch, Computed, Delivery
 from pointsman_connector.layerwise.stats import LayerwiseStats
+from pointsman_connector.layerwise.support import unsupported_receiver
 
 logger = init_logger(__name__)
 
@@ -211,10 +212,12 @@ class LayerwiseSender(MooncakeConnectorWorker):
 
     def _fits(self, meta: MooncakeXferMetadata, local: list[TransferRegion], remote: list[TransferRegion]) -> bool:
         """Whether upstream will serve this receiver, too: nothing may be written to one that it refuses."""
+        if reason := unsupported_receiver(meta, tp_size=self.tp_size, pp_size=self.pp_size):
+            logger.warning_once("KV for %s goes after the prefill: %s", meta.remote_hostname, reason)
+            return False
         heads = None if self.use_mla or self.kv_cache_config.has_mamba_layers else self.transfer_topo.total_num_kv_heads
         return (
             meta.remote_tp_rank in self.transfer_topo.handshake_target_ranks(meta.remote_tp_size)
-            and meta.remote_pp_size == self.pp_size
             and _validate_asymmetric_region_lengths(
                 local_regions=local,
                 remote_regions=remote,

@@ -24,6 +24,15 @@ def unsupported_engine(vllm_config: Any) -> str:
     return ""
 
 
+def unsupported_receiver(meta: Any, *, tp_size: int, pp_size: int) -> str:
+    """Why nothing is pushed layer by layer to the sender of a MooncakeXferMetadata by a worker of an engine of this shape; empty
+    when it is. It gets its KV after the prefill."""
+    for kind, theirs, ours in (("tensor", meta.remote_tp_size, tp_size), ("pipeline", meta.remote_pp_size, pp_size)):
+        if theirs != ours:
+            return f"its {kind} parallelism is {theirs}, here it is {ours}"
+    return ""
+
+
 def full_attention_only(vllm_config: Any) -> bool:
     """Whether the model's KV cache will be one that layer-wise push takes, as far as its configuration tells: an engine's front
     end never sees the cache itself, by which `unsupported_cache` decides."""

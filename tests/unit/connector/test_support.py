@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from pointsman_connector.layerwise.support import enabled, full_attention_only, unsupported_cache, unsupported_engine
+from pointsman_connector.layerwise.support import (
+    enabled,
+    full_attention_only,
+    unsupported_cache,
+    unsupported_engine,
+    unsupported_receiver,
+)
 
 
 class FullAttentionSpec: ...
@@ -73,6 +79,15 @@ def test_models_whose_kv_goes_after_the_prefill() -> None:
     assert unsupported_cache(cache()) == "the model has 0 KV cache groups"
     assert unsupported_cache(cache(FullAttentionSpec(), SlidingWindowSpec())) == "the model has 2 KV cache groups"
     assert unsupported_cache(cache(SlidingWindowSpec())) == "the model's KV cache is of the kind SlidingWindowSpec"
+
+
+def test_receivers_whose_kv_goes_after_the_prefill() -> None:
+    def reason(tp: int, pp: int) -> str:
+        return unsupported_receiver(SimpleNamespace(remote_tp_size=tp, remote_pp_size=pp), tp_size=2, pp_size=1)
+
+    assert reason(2, 1) == ""
+    assert reason(1, 1) == "its tensor parallelism is 1, here it is 2"
+    assert reason(2, 2) == "its pipeline parallelism is 2, here it is 1"
 
 
 def test_what_the_front_end_knows_of_the_cache() -> None:
