@@ -182,11 +182,14 @@ def drain(
     router: RouterFlag = DEFAULT_ROUTER,
     resume: Annotated[bool, typer.Option(help="undo a drain")] = False,
 ) -> None:
-    """Stop placing on an instance (or resume); tells how many requests it still has."""
+    """Stop placing on an instance until its engine restarts (or resume), by all routers that share a Redis; tells how many
+    requests it still has."""
     request = fleet_pb2.DrainRequest(instance_id=instance_id, resume=resume)
     answer = call(router, lambda fleet: fleet.Drain, request, TIMEOUT_S)
     state = fleet_pb2.InstanceState.Name(answer.instance.state).removeprefix("INSTANCE_STATE_")
     typer.echo(f"{instance_id} is {state}, {answer.instance.num_requests} requests open")
+    if answer.here_alone:
+        typer.echo("the router's Redis is away, so other routers follow when it is back", err=True)
 
 
 def doctor(

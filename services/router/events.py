@@ -125,11 +125,10 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
 # ---- events: operators and time ----
 
 
-class Drain(msgspec.Struct, frozen=True, gc=False):
-    """An operator stops (or resumes) placements on an instance."""
+class Drained(msgspec.Struct, frozen=True, gc=False):
+    """From now on these instances, each in the incarnation given, get nothing new by operators' orders, and all others may."""
 
-    instance_id: str
-    resume: bool = False
+    incarnations: Mapping[str, str]
 
 
 class StoreState(msgspec.Struct, frozen=True, gc=False):
@@ -169,7 +168,7 @@ Event = (
     | StepDone
     | FirstToken
     | Finished
-    | Drain
+    | Drained
     | StoreState
     | PoolTaken
     | PoolLost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -92,6 +93,7 @@ class Fleet:
         self._pools: dict[str, list[InstanceRecord]] = {}
         self._pool_of: dict[str, str] = {}
         self._members: dict[tuple[str, str], list[InstanceRecord]] = {}
+        self._drained: Mapping[str, str] = {}
 
     def get(self, instance_id: str) -> InstanceRecord | None:
         """One instance."""
@@ -119,7 +121,7 @@ class Fleet:
     def add(self, info: InstanceInfo, stream_id: int, now: float) -> InstanceRecord:
         """Make an instance known, or a new incarnation or stream of it. Mutates.
 
-        A known incarnation keeps its keys, so that its agent may resume; a new one starts empty. A drain outlives both.
+        A known incarnation keeps its keys, so that its agent may resume; a new one starts empty, and ends a drain.
         """
         before = self._records.get(info.instance_id)
         if before is not None and before.info.incarnation == info.incarnation:
@@ -129,10 +131,23 @@ class Fleet:
         else:
             sync = InstanceSync(info.instance_id, self._index)
             sync.reset()
-            record = InstanceRecord(info, sync, stream_id, now, draining=before is not None and before.draining)
+            record = InstanceRecord(info, sync, stream_id, now, draining=self._drains(info))
         self._records[info.instance_id] = record
         self._rebuild()
         return record
+
+    def drain(self, incarnations: Mapping[str, str]) -> bool:
+        """Let these instances, known or not, each in the incarnation given, be the ones that drain; whether that changes any.
+        Mutates."""
+        self._drained = incarnations
+        changed = [record for record in self._records.values() if record.draining is not self._drains(record.info)]
+        for record in changed:
+            record.draining = not record.draining
+            record.sight = None
+        return bool(changed)
+
+    def _drains(self, info: InstanceInfo) -> bool:
+        return self._drained.get(info.instance_id) == info.incarnation
 
     def remove(self, instance_id: str) -> None:
         """Forget an instance and its keys. Mutates."""

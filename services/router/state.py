@@ -164,8 +164,8 @@ class RouterState:
             case ev.Finished():
                 self.holding.cancel(event.request_id)
                 return self.plans.finished(event, now)
-            case ev.Drain():
-                return self._drain(event)
+            case ev.Drained():
+                return [ev.FleetChanged()] if self.fleet.drain(event.incarnations) else []
             case ev.StoreState():
                 self.degraded = event.degraded
                 return []
@@ -368,14 +368,6 @@ class RouterState:
         return self._warm_up.cold(pool, self.fleet, now)
 
     # ---- operators, the store and time ----
-
-    def _drain(self, event: ev.Drain) -> list[ev.Effect]:
-        record = self.fleet.get(event.instance_id)
-        if record is None or record.draining is not event.resume:
-            return []
-        record.draining = not event.resume
-        record.sight = None
-        return [ev.FleetChanged()]
 
     def _pool_taken(self, event: ev.PoolTaken, now: float) -> list[ev.Effect]:
         waited = self.holding.drop_pool(event.pool, f"{event.pool!r} was owned by another router for a moment")

@@ -269,7 +269,9 @@ async def test_replicas_share_a_policy_and_keep_it_over_restarts(tmp_path: Path)
 async def test_a_policy_that_a_replica_does_not_know_changes_nothing(tmp_path: Path) -> None:
     with redis_server(tmp_path) as (url, _):
         with Redis.from_url(url) as client:
-            client.hset("pointsman:{default}:policy", mapping={"version": 3, "policy": '["of the future",{}]'})
+            client.hset(
+                "pointsman:{default}:orders", mapping={"version": 3, "orders": '{"policy":["of the future",{}]}'}
+            )
         async with running(router_id="one", redis_url=url, owner_lease_s=0.5) as (server, one):
 
             async def seen() -> bool:
@@ -281,7 +283,57 @@ async def test_a_policy_that_a_replica_does_not_know_changes_nothing(tmp_path: P
             # What is set here is newer than that.
             await one.fleet.SetPolicy(fleet_pb2.SetPolicyRequest(policy=policy("sticky")))
             with Redis.from_url(url, decode_responses=True) as client:
-                assert client.hget("pointsman:{default}:policy", "version") == "4"
+                assert client.hget("pointsman:{default}:orders", "version") == "4"
+
+
+async def test_a_drain_is_an_order_to_all_replicas_until_the_engine_restarts(tmp_path: Path) -> None:
+    async def states(client: Client) -> dict[str, int]:
+        return {name: one.state for name, one in (await client.instances()).items()}
+
+    def told(client: Client, **wanted: int) -> Any:
+        async def check() -> bool:
+            return await states(client) == wanted
+
+        return check
+
+    async def drain(client: Client, name: str, resume: bool = False) -> fleet_pb2.DrainResponse:
+        request = fleet_pb2.DrainRequest(instance_id=name, resume=resume)
+        answer: fleet_pb2.DrainResponse = await client.fleet.Drain(request)
+        return answer
+
+    ready, draining = fleet_pb2.INSTANCE_STATE_READY, fleet_pb2.INSTANCE_STATE_DRAINING
+    with redis_server(tmp_path) as (url, redis):
+        shared = {"redis_url": url, "owner_lease_s": 0.5}
+        async with running(router_id="one", **shared) as (_, one), running(router_id="two", **shared) as (_, two):
+            for client in (one, two):
+                for name in ("a", "b"):
+                    await Report(client).join(name)
+                await eventually(told(client, a=ready, b=ready), "both instances")
+            # At both replicas at once, of two instances: neither order undoes the other.
+            answers = await asyncio.gather(drain(one, "a"), drain(two, "b"))
+            assert [(one.instance.state, one.here_alone) for one in answers] == [(draining, False)] * 2
+            for client in (one, two):
+                await eventually(told(client, a=draining, b=draining), "both drain at both")
+            assert (await drain(two, "b", resume=True)).instance.state == ready
+            await eventually(told(one, a=draining, b=ready), "one follows")
+            # A replica that starts later knows it before the instance's agent comes, and is told by its first heartbeat.
+            async with running(router_id="three", **shared) as (_, three):
+                await Report(three).join("a")
+                await eventually(told(three, a=draining), "three follows")
+                # The engine restarts: what was ordered of its life before ends with that, at each replica.
+                for client in (one, two, three):
+                    await Report(client).join("a", incarnation="2")
+                await eventually(told(three, a=ready), "a new life")
+                assert (await states(one))["a"] == (await states(two))["a"] == ready
+            redis.kill()
+            alone = await drain(two, "b")
+            assert (alone.here_alone, alone.instance.state) == (True, draining)
+            assert (await states(one))["b"] == ready
+            with redis_server(tmp_path, port=int(url.rpartition(":")[2].partition("/")[0])):
+                await eventually(told(one, a=ready, b=draining), "one follows when Redis is back")
+                with Redis.from_url(url, decode_responses=True) as client:
+                    kept = client.hget("pointsman:{default}:orders", "orders")
+                assert kept == '{"policy":null,"drained":{"b":"1"}}', "of a's life before nothing is kept"
 
 
 async def test_the_command_sets_the_policy_and_says_what_is_wrong() -> None:

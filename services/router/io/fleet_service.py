@@ -71,10 +71,10 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     async def Drain(  # noqa: N802
         self, request: fleet_pb2.DrainRequest, context: Any
     ) -> fleet_pb2.DrainResponse:
-        """Stop or resume placements on an instance."""
+        """Stop or resume placements on an instance, by all replicas."""
         record = await self._instance(request.instance_id, context)
-        self._router.submit(ev.Drain(request.instance_id, request.resume))
-        return fleet_pb2.DrainResponse(instance=self._status(record))
+        everywhere = await self._router.drain(record.info, request.resume)
+        return fleet_pb2.DrainResponse(instance=self._status(record), here_alone=not everywhere)
 
     async def SetPolicy(  # noqa: N802
         self, request: fleet_pb2.SetPolicyRequest, context: Any

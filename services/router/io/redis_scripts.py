@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-# KEYS: live replicas, their addresses, what they tell of themselves, the fleet's policy. ARGV: router id, address, time to live
-# in ms, what it tells of itself, the version of the policy that it last took from an operator (0: none), that policy.
-# Returns {{id, address, ms since its last heartbeat, what it tells} of each live replica, version, policy}: the newest policy. A
+# KEYS: live replicas, their addresses, what they tell of themselves, operators' orders. ARGV: router id, address, time to live
+# in ms, what it tells of itself, the version of the orders that it last took (0: none), those orders.
+# Returns {{id, address, ms since its last heartbeat, what it tells} of each live replica, version, orders}: the newest orders. A
 # replica whose heartbeat is of the future gave it before the clock was set back; if it lives it gives another at once.
 HEARTBEAT = """
 local time = redis.call('TIME')
@@ -22,7 +22,7 @@ end
 forget(0, now - tonumber(ARGV[3]))
 forget(now + tonumber(ARGV[3]), '+inf')
 if tonumber(ARGV[5]) > tonumber(redis.call('HGET', KEYS[4], 'version') or '0') then
-  redis.call('HSET', KEYS[4], 'version', ARGV[5], 'policy', ARGV[6])
+  redis.call('HSET', KEYS[4], 'version', ARGV[5], 'orders', ARGV[6])
 end
 local live = {}
 local known = redis.call('ZRANGE', KEYS[1], 0, -1, 'WITHSCORES')
@@ -31,14 +31,16 @@ for i = 1, #known, 2 do
   local silent = math.max(now - tonumber(known[i + 1]), 0)
   table.insert(live, {id, redis.call('HGET', KEYS[2], id) or '', silent, redis.call('HGET', KEYS[3], id) or ''})
 end
-return {live, tonumber(redis.call('HGET', KEYS[4], 'version') or '0'), redis.call('HGET', KEYS[4], 'policy') or ''}
+return {live, tonumber(redis.call('HGET', KEYS[4], 'version') or '0'), redis.call('HGET', KEYS[4], 'orders') or ''}
 """
 
-# KEYS: the fleet's policy. ARGV: the newest version that the caller has seen, the policy. Returns the version that it got.
-SET_POLICY = """
-local version = math.max(tonumber(redis.call('HGET', KEYS[1], 'version') or '0'), tonumber(ARGV[1])) + 1
-redis.call('HSET', KEYS[1], 'version', version, 'policy', ARGV[2])
-return version
+# KEYS: operators' orders. ARGV: the version of those that the caller has changed, what it made of them. Returns {version,
+# orders} that are kept now: others than the caller's where somebody else has changed them since.
+SET_ORDERS = """
+local version = tonumber(redis.call('HGET', KEYS[1], 'version') or '0')
+if version > tonumber(ARGV[1]) then return {version, redis.call('HGET', KEYS[1], 'orders')} end
+redis.call('HSET', KEYS[1], 'version', ARGV[1] + 1, 'orders', ARGV[2])
+return {ARGV[1] + 1, ARGV[2]}
 """
 
 # KEYS: lease, epoch, number of the last change. ARGV: router id, address, lease in ms, the caller's own epoch (0: it owns

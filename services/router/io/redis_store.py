@@ -89,11 +89,11 @@ class RedisStore:
         self._apply = self._redis.register_script(redis_scripts.APPLY)
         self._release = self._redis.register_script(redis_scripts.RELEASE)
         self._leave = self._redis.register_script(redis_scripts.LEAVE)
-        self._set_policy = self._redis.register_script(redis_scripts.SET_POLICY)
+        self._set_orders = self._redis.register_script(redis_scripts.SET_ORDERS)
         self._fleet = fleet
         self._replica_keys = [f"pointsman:{{{fleet}}}:{name}" for name in ("replicas", "addresses", "about")]
-        self._policy_key = f"pointsman:{{{fleet}}}:policy"
-        self._policy = (0, "")  # the last that an operator has set, with its version
+        self._orders_key = f"pointsman:{{{fleet}}}:orders"
+        self._orders = (0, "")  # the newest that are known, with their version
         self._router_id = router_id
         self._lease_s = lease_s
         self._ttl_ms = int(affinity_ttl_s * 1e3)
@@ -110,7 +110,7 @@ class RedisStore:
         self.answered_at: float | None = None
         self.address = ""
         self.about: Callable[[], str] = str
-        self.on_policy: Callable[[str], None] = lambda policy: None
+        self.on_orders: Callable[[str], None] = lambda orders: None
 
     def replicas(self) -> list[Replica]:
         """The live replicas by id, as of Redis' last answer."""
@@ -164,20 +164,26 @@ class RedisStore:
         else:
             known.pending.append(stored)
 
-    async def set_policy(self, policy: str) -> bool:
-        """Give all replicas this policy: each takes it with its next heartbeat. Without Redis it goes there with this replica's
-        first heartbeat on its return, unless an operator has set another one elsewhere as often."""
-        seen, _ = self._policy
-        self._policy = (seen + 1, policy)
-        try:
-            version = int(await self._set_policy(keys=[self._policy_key], args=[seen, policy]))
-        except (redis.exceptions.RedisError, OSError):
-            return False
-        if version >= self._policy[0]:
-            # Anew, for another's may have come in between.
-            self._policy = (version, policy)
-            self.on_policy(policy)
-        return True
+    async def change_orders(self, change: Callable[[str], str]) -> bool:
+        """Give all replicas what `change` makes of operators' orders: each takes it with its next heartbeat. Without Redis it
+        goes there with this replica's first heartbeat on its return, unless orders were changed elsewhere as often."""
+        while True:
+            seen, orders = self._orders
+            changed = change(orders)
+            try:
+                version, kept = await self._set_orders(keys=[self._orders_key], args=[seen, changed])
+            except (redis.exceptions.RedisError, OSError):
+                seen, orders = self._orders
+                self._take_orders(seen + 1, change(orders))
+                return False
+            self._take_orders(int(version), kept)
+            if (int(version), kept) == (seen + 1, changed):
+                return True
+
+    def _take_orders(self, version: int, orders: str) -> None:
+        if (version, orders) != self._orders and version >= self._orders[0]:
+            self._orders = (version, orders)
+            self.on_orders(orders)
 
     async def run(self) -> None:
         """Keep ownership and write changes until cancelled; then give the pools back."""
@@ -202,14 +208,12 @@ class RedisStore:
 
     async def _poll(self) -> None:
         self._poll_at = asyncio.get_running_loop().time() + self._lease_s / 4
-        told, version, policy = await self._heartbeat(
-            keys=[*self._replica_keys, self._policy_key],
-            args=[self._router_id, self.address, int(self._lease_s * 1e3), self.about(), *self._policy],
+        told, version, orders = await self._heartbeat(
+            keys=[*self._replica_keys, self._orders_key],
+            args=[self._router_id, self.address, int(self._lease_s * 1e3), self.about(), *self._orders],
         )
         live = self._met(told)
-        if (int(version), policy) != self._policy and int(version) >= self._policy[0]:
-            self._policy = (int(version), policy)
-            self.on_policy(policy)
+        self._take_orders(int(version), orders)
         came_back, self._degraded = self._degraded, False
         # What happens from here on follows each pool's rewrite, that of the first while the others wait for theirs.
         for pool in list(self._pools.values()):

@@ -17,7 +17,7 @@ from services.common.lines import LostLines
 from services.common.outbox import Outbox
 from services.router import events as ev
 from services.router.circuit import CircuitSettings
-from services.router.domain import PlacementRequest
+from services.router.domain import InstanceInfo, PlacementRequest
 from services.router.holding import not_now
 from services.router.io.decision_log import DecisionLog
 from services.router.io.fleet_metrics import FleetCollector
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 TICK_S = 0.5
+# An instance that went for good stays on the list of those that drain; of too many the oldest go.
+MAX_DRAINED = 1_000
 
 
 class About(msgspec.Struct):
@@ -55,6 +57,19 @@ class About(msgspec.Struct):
             return msgspec.json.decode(text or "{}", type=cls)
         except msgspec.MsgspecError:
             return cls()
+
+
+class Orders(msgspec.Struct, frozen=True):
+    """What operators have told the fleet: the policy to place by (None: each replica's own), and the instances that are to get
+    nothing new, with the incarnation that this was said of."""
+
+    policy: tuple[str, dict[str, float | bool | str]] | None = None
+    drained: dict[str, str] = {}
+
+    @classmethod
+    def read(cls, text: str) -> Orders:
+        """Orders as the store keeps them. Raises msgspec.MsgspecError."""
+        return msgspec.json.decode(text or "{}", type=cls)
 
 
 class AgentStream:
@@ -142,7 +157,7 @@ class Router:
             self.store = MemoryStore(settings.router_id)
         self.telemetry.registry.register(LostLines("router", lambda: self.decisions.lost))
         self.store.about = self._about
-        self.store.on_policy = self._policy_told
+        self.store.on_orders = self._orders_told
         self.console_url = ""
         self.telemetry.registry.register(FleetCollector(self.state, lambda: self._warm))
 
@@ -183,9 +198,35 @@ class Router:
 
     async def set_policy(self, policy: Policy) -> bool:
         """Place by `policy` from now on, here and at all replicas. False when those get it only once the shared store is back."""
-        self.state.policy = policy
         ref = policy.ref()
-        return await self.store.set_policy(msgspec.json.encode((ref.name, dict(ref.settings))).decode())
+        return await self._order(lambda orders: replace(orders, policy=(ref.name, dict(ref.settings))))
+
+    async def drain(self, info: InstanceInfo, resume: bool) -> bool:
+        """Let the instance get nothing new from any replica while its incarnation lasts, or again. False as for set_policy."""
+
+        def change(orders: Orders) -> Orders:
+            drained = {
+                one: life for one, life in orders.drained.items() if one != info.instance_id and lasts(one, life)
+            }
+            if not resume:
+                drained[info.instance_id] = info.incarnation
+            return replace(orders, drained=dict(list(drained.items())[-MAX_DRAINED:]))
+
+        def lasts(instance_id: str, incarnation: str) -> bool:
+            record = self.state.fleet.get(instance_id)
+            return record is None or record.info.incarnation == incarnation
+
+        return await self._order(change)
+
+    async def _order(self, change: Callable[[Orders], Orders]) -> bool:
+        def changed(text: str) -> str:
+            try:
+                orders = Orders.read(text)
+            except msgspec.MsgspecError:
+                orders = Orders()  # of a replica in another version, and said so in the log when it came
+            return msgspec.json.encode(change(orders)).decode()
+
+        return await self.store.change_orders(changed)
 
     async def run(self) -> None:
         """Keep the store and the clock going until cancelled."""
@@ -350,16 +391,17 @@ class Router:
         ref = self.state.policy.ref()
         return msgspec.json.encode(About((ref.name, dict(ref.settings)), self.console_url)).decode()
 
-    def _policy_told(self, text: str) -> None:
+    def _orders_told(self, text: str) -> None:
         try:
-            name, settings = msgspec.json.decode(text, type=tuple[str, dict[str, float | bool | str]])
-            policy = make_policy(name, settings)
+            orders = Orders.read(text)
+            self.submit(ev.Drained(orders.drained))
+            policy = make_policy(*orders.policy) if orders.policy else self.state.policy
         except (msgspec.MsgspecError, SettingError) as error:
             # Of a replica in another version: better two policies than none.
-            log.error("the fleet's policy cannot be taken; this router keeps its own", policy=text, error=str(error))
+            log.error("the fleet's orders cannot be taken whole", orders=text, error=str(error))
             return
         if policy.ref() != self.state.policy.ref():
-            log.info("the fleet's policy is taken", policy=name)
+            log.info("the fleet's policy is taken", policy=policy.ref().name)
             self.state.policy = policy
 
     def _check_warmth(self) -> None:

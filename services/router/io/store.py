@@ -38,8 +38,8 @@ class Store(Protocol):
     about: Callable[[], str]
     """What this replica tells the others of itself; set before run()."""
 
-    on_policy: Callable[[str], None]
-    """Called with the policy that an operator has set at another replica, or before this one started; set before run()."""
+    on_orders: Callable[[str], None]
+    """Called with the orders that operators have given, at whichever replica, when they change; set before run()."""
 
     @property
     def epoch(self) -> int:
@@ -68,9 +68,9 @@ class Store(Protocol):
         """Call `stored(True)` once all that was recorded of `pool` so far is kept (or nothing can keep it: degraded), or
         `stored(False)` when another replica took the pool before that."""
 
-    async def set_policy(self, policy: str) -> bool:
-        """Let all replicas have this policy, and those that start later. False when they get it only once the shared store is
-        back."""
+    async def change_orders(self, change: Callable[[str], str]) -> bool:
+        """Let all replicas, and those that start later, have what `change` makes of operators' orders ("": none yet); it may be
+        called several times. False when the others get it only once the shared store is back."""
 
     async def run(self) -> None:
         """Work until cancelled; then give back what is owned."""
@@ -86,7 +86,8 @@ class MemoryStore:
         self.epoch = 1
         self.address = ""
         self.about: Callable[[], str] = str
-        self.on_policy: Callable[[str], None] = lambda policy: None
+        self.on_orders: Callable[[str], None] = lambda orders: None
+        self._orders = ""
         self._router_id = router_id
 
     def replicas(self) -> list[Replica]:
@@ -111,8 +112,10 @@ class MemoryStore:
         """At once."""
         stored(True)
 
-    async def set_policy(self, policy: str) -> bool:
+    async def change_orders(self, change: Callable[[str], str]) -> bool:
         """There is nobody else."""
+        self._orders = change(self._orders)
+        self.on_orders(self._orders)
         return True
 
     async def run(self) -> None:

@@ -154,8 +154,7 @@ def test_a_rest_that_nobody_can_take_anew_is_served_where_it_was() -> None:
     made = router()
     answer = place(made, prompt())
     assert isinstance(answer, ev.Placed)
-    for name in "ab":
-        made.handle(ev.Drain(name), 0.5)
+    made.handle(ev.Drained({"a": "1", "b": "1"}), 0.5)
     rest = placed(done(made, 0, 1.0))
     assert (rest.step.kind, rest.step.instance_id, rest.last) == (StepKind.SERVE, answer.step.instance_id, True)
 

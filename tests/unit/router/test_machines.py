@@ -29,6 +29,13 @@ KEYS = st.lists(st.integers(0, 30), max_size=8, unique=True)
 MACHINE = settings(max_examples=60, stateful_step_count=40)
 
 
+def _of_later_step(event: ev.Event, effect: ev.Placed | ev.Refused) -> bool:
+    """Whether it answers the event's StepDone: what follows a step, or that nobody knows the plan that it was of."""
+    if not isinstance(event, ev.StepDone) or effect.request_id != event.request_id:
+        return False
+    return isinstance(effect, ev.Refused) or effect.step_index > 0
+
+
 class IndexMachine(RuleBasedStateMachine):
     """PrefixIndex equals a dict of sets, through drops and sweeps."""
 
@@ -230,8 +237,7 @@ class StateMachine(RuleBasedStateMachine):
                 self.kept[effect.reservation.pool][effect.reservation.request_id] = effect.reservation
             elif isinstance(effect, ev.Released):
                 del self.kept[effect.pool][effect.request_id]
-            later_step = isinstance(event, ev.StepDone) and isinstance(effect, ev.Placed) and effect.step_index
-            if isinstance(effect, ev.Placed | ev.Refused) and not later_step:
+            if isinstance(effect, ev.Placed | ev.Refused) and not _of_later_step(event, effect):
                 assert self.waiting.pop(effect.request_id) == effect.gateway_id
         assert {held.request.request_id: held.gateway_id for held in self.router.holding.queue} == self.waiting
         return effects
@@ -289,9 +295,9 @@ class StateMachine(RuleBasedStateMachine):
         stream = self.stream_of.get(name, 0)
         self.handle(ev.AgentGoodbye(stream, name) if goodbye else ev.AgentLost(stream, name))
 
-    @rule(name=INSTANCES, resume=st.booleans())
-    def drain(self, name: str, resume: bool) -> None:
-        self.handle(ev.Drain(name, resume))
+    @rule(incarnations=st.dictionaries(INSTANCES, st.sampled_from("12")))
+    def drain(self, incarnations: dict[str, str]) -> None:
+        self.handle(ev.Drained(incarnations))
 
     @rule(
         request_id=REQUESTS,

@@ -177,11 +177,11 @@ def test_freed_room_goes_to_the_first_in_order_not_to_the_newest() -> None:
     router, _ = busy()
     ask(router, "long", 0.0, tokens=50_000)
     ask(router, "short", 1.0, tokens=100)
-    router.handle(ev.Drain("a"), 1.0)
+    router.handle(ev.Drained({"a": "1"}), 1.0)
     router.handle(ev.Finished("xa", "OK"), 1.5)
     assert len(router.holding.queue) == 2
     router.views.limits = Limits(2)
-    assert tell(router, ev.Drain("a", resume=True), 2.0) == [("short", "a"), ("long", "a")]
+    assert tell(router, ev.Drained({}), 2.0) == [("short", "a"), ("long", "a")]
 
 
 def test_a_new_request_does_not_overtake_those_that_wait_for_room() -> None:
@@ -348,7 +348,7 @@ def test_a_session_leaves_a_draining_owner_and_its_decision_says_so(policy: str,
     join(router, "c", 3, keys=list(keys))
     [first] = ask(router, "r1", tokens=64, keys=keys, session_id="s")
     assert (first.step.instance_id, first.decision.notes) == ("c", ())
-    router.handle(ev.Drain("c"), 1.0)
+    router.handle(ev.Drained({"c": "1"}), 1.0)
     record = router.fleet.get("c")
     assert record is not None
     assert (record.state, router.reservations.counters("c").num_requests) == (InstanceState.DRAINING, 1)
@@ -376,6 +376,6 @@ def test_a_session_says_which_way_its_owner_was_lost() -> None:
 def test_draining_leaves_held_requests_where_they_are() -> None:
     router, _ = busy("ab")
     ask(router, "r")
-    assert tell(router, ev.Drain("a"), 1.0) == []
+    assert tell(router, ev.Drained({"a": "1"}), 1.0) == []
     assert tell(router, ev.Finished("xa", "OK"), 2.0) == []
     assert tell(router, ev.Finished("xb", "OK"), 3.0) == [("r", "b")]

@@ -43,7 +43,7 @@ def mixed_run(log: DecisionLog, requests: int = 12) -> list[Decision]:
         for open_one in list(router.reservations):
             router.handle(ev.Finished(open_one.request_id, "CANCELLED"), 2.0 + turn)
         router.policy = make_policy(name)
-        router.handle(ev.Drain("d", resume=turn % 2 == 1), 2.0 + turn)
+        router.handle(ev.Drained({} if turn % 2 else {"d": "1"}), 2.0 + turn)
         for number in range(requests):
             asked = request(
                 f"{name}-{number}",

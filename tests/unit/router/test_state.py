@@ -149,15 +149,21 @@ def test_failed_instances_are_avoided_for_that_request() -> None:
     assert isinstance(place(router, request("r2", tokens=1, exclude=("a", "b"))), ev.Refused)
 
 
-def test_a_drained_instance_gets_nothing_even_as_a_new_incarnation() -> None:
+def test_a_drained_instance_gets_nothing_until_its_incarnation_ends() -> None:
+    """Nor when the order came before its agent, or its agent leaves and comes back."""
     router = state()
+    router.handle(ev.Drained({"a": "1"}), 0.0)
     join(router, "a", 1)
-    router.handle(ev.Drain("a"), 0.0)
     assert isinstance(place(router, request(tokens=1)), ev.Refused)
-    join(router, "a", 2, incarnation="2")
+    router.handle(ev.AgentGoodbye(1, "a"), 0.0)
+    join(router, "a", 2)
     assert isinstance(place(router, request("r2", tokens=1)), ev.Refused)
-    router.handle(ev.Drain("a", resume=True), 0.0)
+    join(router, "a", 3, incarnation="2")
     assert isinstance(place(router, request("r3", tokens=1)), ev.Placed)
+    router.handle(ev.Drained({"a": "2"}), 0.0)
+    assert isinstance(place(router, request("r4", tokens=1)), ev.Refused)
+    router.handle(ev.Drained({}), 0.0)
+    assert isinstance(place(router, request("r5", tokens=1)), ev.Placed)
 
 
 @pytest.mark.parametrize(

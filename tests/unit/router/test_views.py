@@ -63,7 +63,7 @@ CHANGES: dict[str, tuple[Callable[[RouterState], object], str, object]] = {
         "excluded",
         "unhealthy",
     ),
-    "drained": (lambda router: router.handle(ev.Drain("a"), 1.0), "excluded", "draining"),
+    "drained": (lambda router: router.handle(ev.Drained({"a": "1"}), 1.0), "excluded", "draining"),
     "lost": (lambda router: router.handle(ev.AgentLost(0, "a"), 1.0), "cached_tokens", 0),
     "a gap in its keys": (
         lambda router: router.handle(ev.KeysReported(0, "a", Delta(7, 1)), 1.0),

@@ -319,6 +319,9 @@ class DrainResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INSTANCE_FIELD_NUMBER: _builtins.int
+    HERE_ALONE_FIELD_NUMBER: _builtins.int
+    here_alone: _builtins.bool
+    """here_alone: the shared store is away, so that other replicas follow when it is back."""
     @_builtins.property
     def instance(self) -> Global___InstanceStatus:
         """instance after the change."""
@@ -327,10 +330,11 @@ class DrainResponse(_message.Message):
         self,
         *,
         instance: Global___InstanceStatus | None = ...,
+        here_alone: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["here_alone", b"here_alone", "instance", b"instance"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

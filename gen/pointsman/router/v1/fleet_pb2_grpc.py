@@ -121,7 +121,8 @@ class FleetServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Drain stops or resumes placing on an instance. NOT_FOUND when unknown.
+        """Drain stops or resumes placing on an instance, while its incarnation lasts. Replicas that share a store all do, those that
+        start later, too. NOT_FOUND when unknown.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

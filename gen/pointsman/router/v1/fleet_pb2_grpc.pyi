@@ -38,7 +38,9 @@ class FleetServiceStub:
     GetInstance: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.GetInstanceRequest, _fleet_pb2.GetInstanceResponse]
     """GetInstance tells one. NOT_FOUND when unknown."""
     Drain: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.DrainRequest, _fleet_pb2.DrainResponse]
-    """Drain stops or resumes placing on an instance. NOT_FOUND when unknown."""
+    """Drain stops or resumes placing on an instance, while its incarnation lasts. Replicas that share a store all do, those that
+    start later, too. NOT_FOUND when unknown.
+    """
     SetPolicy: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.SetPolicyRequest, _fleet_pb2.SetPolicyResponse]
     """SetPolicy changes the policy or its settings; reservations and affinity stay. Replicas that share a store all take it, those
     that start later, too. INVALID_ARGUMENT names the field.
@@ -74,7 +76,9 @@ class FleetServiceAsyncStub(FleetServiceStub):
     GetInstance: _aio.UnaryUnaryMultiCallable[_fleet_pb2.GetInstanceRequest, _fleet_pb2.GetInstanceResponse]  # type: ignore[assignment]
     """GetInstance tells one. NOT_FOUND when unknown."""
     Drain: _aio.UnaryUnaryMultiCallable[_fleet_pb2.DrainRequest, _fleet_pb2.DrainResponse]  # type: ignore[assignment]
-    """Drain stops or resumes placing on an instance. NOT_FOUND when unknown."""
+    """Drain stops or resumes placing on an instance, while its incarnation lasts. Replicas that share a store all do, those that
+    start later, too. NOT_FOUND when unknown.
+    """
     SetPolicy: _aio.UnaryUnaryMultiCallable[_fleet_pb2.SetPolicyRequest, _fleet_pb2.SetPolicyResponse]  # type: ignore[assignment]
     """SetPolicy changes the policy or its settings; reservations and affinity stay. Replicas that share a store all take it, those
     that start later, too. INVALID_ARGUMENT names the field.
@@ -125,7 +129,9 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _fleet_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.DrainResponse, _abc.Awaitable[_fleet_pb2.DrainResponse]]:
-        """Drain stops or resumes placing on an instance. NOT_FOUND when unknown."""
+        """Drain stops or resumes placing on an instance, while its incarnation lasts. Replicas that share a store all do, those that
+        start later, too. NOT_FOUND when unknown.
+        """
 
     @_abc_1.abstractmethod
     def SetPolicy(

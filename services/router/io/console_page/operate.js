@@ -20,10 +20,10 @@ export function askToken(enter) {
 export function askDrain(app, status) {
   const id = status.instance.instanceId;
   const resume = status.state === "INSTANCE_STATE_DRAINING";
-  const text = resume ? "It gets new requests again." : `It gets no new requests; the ${status.numRequests ?? 0} open ones go on to their end.`;
+  const text = resume ? "It gets new requests again." : `It gets no new requests until its engine restarts; the ${status.numRequests ?? 0} open ones go on to their end.`;
   ask(resume ? `Resume ${id}?` : `Drain ${id}?`, [el("p", {}, text)], resume ? "Resume" : "Drain", async () => {
-    await app.call("Drain", { instanceId: id, resume });
-    say(resume ? `${id} takes requests again.` : `${id} is draining.`);
+    const { hereAlone } = await app.call("Drain", { instanceId: id, resume });
+    say((resume ? `${id} takes requests again.` : `${id} is draining.`) + alone(hereAlone));
     await app.refresh();
   });
 }
@@ -45,10 +45,14 @@ export async function askPolicy(app) {
   fill();
   ask("Change the policy", [el("label", {}, "Policy", choose), summary, settings], "Change", async () => {
     const given = Object.fromEntries(inputs.map(({ name, read }) => [name, read()]));
-    await app.call("SetPolicy", { policy: { name: choose.value, settings: given } });
-    say(`The policy is ${choose.value} now.`);
+    const { hereAlone } = await app.call("SetPolicy", { policy: { name: choose.value, settings: given } });
+    say(`The policy is ${choose.value} now.${alone(hereAlone)}`);
     await app.refresh();
   });
+}
+
+function alone(hereAlone) {
+  return hereAlone ? " Other routers follow when Redis is back." : "";
 }
 
 function settingInput({ name, defaultValue, bounds, meaning }, now) {
