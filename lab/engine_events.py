@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lab.block_cache import AllCleared, BlocksRemoved, BlocksStored
 from lab.content import NamedPrompt
@@ -127,8 +127,7 @@ class StepResult:
     awaited: tuple[KvAwaited, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Leap:
+class Leap(NamedTuple):
     """`steps` steps to come in which every running request decodes one token and nothing else happens. The first takes `first_s`,
     each one after it `growth_s` more than the one before. `evicts`: cached blocks have to go for it."""
 

@@ -95,7 +95,8 @@ class Prompts:
             self._said[request.session] = _Said(length, request.output_length, at, before, ends)
             if self._tokens is not None and len(self._said) * KEY_TOKENS > self._tokens:
                 self._said.popitem(last=False)
-        return NamedPrompt(length, names, answer)
+        # Kept with its request for as long as that is told of: a tuple of numbers the garbage collector passes over.
+        return NamedPrompt(length, tuple(names), answer)
 
     def _going_on(self, request: TraceRequest) -> _Said:
         """What the session's last turn left, as far as this one can have it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 from lab.agenda import Agenda
@@ -19,7 +18,8 @@ from services.router.sync import TIER_DEVICE, Bookmark, Delta, KeyMessage, Snaps
 
 # (event, now): a request awaits KV, has its first token, or its end.
 Hear = Callable[[KvAwaited | FirstToken | Finished, float], None]
-
+# What of a step's events is heard at its end.
+ANSWERS = (FirstToken, Finished)
 
 # Steps that evict blocks are not taken together for longer: the router hears of what is gone at their end.
 EVICTING_S = 0.25
@@ -126,7 +126,7 @@ class SimulatedInstance:
         self._agenda.at(now + result.duration_s, partial(self._stepped, result.events))
 
     def _leap_to(self, steps: int, leap: Leap) -> None:
-        self._leap = replace(leap, steps=steps)
+        self._leap = leap = leap._replace(steps=steps)
         self._leaps += 1
         self._agenda.at(self._leapt_at + leap.seconds(steps), partial(self._landed, self._leaps))
 
@@ -144,7 +144,7 @@ class SimulatedInstance:
         self._coming = ()
         self._report_keys(events, now)
         for event in events:
-            if isinstance(event, FirstToken | Finished):
+            if isinstance(event, ANSWERS):
                 self._hear(event, now)
         # A request that arrived at this very moment may have started the next step already.
         if self.model.has_work and not self._busy:

@@ -2,7 +2,8 @@
 progress. Pure.
 
 Keys are chained and engines compute from the front, so for each prompt only the next key that is to come needs to be watched:
-an added key costs one look-up, and a move one more for each block that it passes. Nothing is watched after the first token.
+a report costs one look-up for each of them, and a move one more for each block that it passes. Nothing is watched after the
+first token.
 """
 
 from __future__ import annotations
@@ -99,18 +100,13 @@ class Progress:
         self.unwatch(request_id)
         return self._open.pop(request_id, None)
 
-    def added(self, instance_id: str, keys: Iterable[int], index: PrefixIndex) -> list[OpenPrompt]:
-        """`keys` were added to the instance's copy in `index`: the prompts that moved on. O(keys + blocks moved). Mutates."""
+    def reported(self, instance_id: str, index: PrefixIndex) -> list[OpenPrompt]:
+        """The instance's copy in `index` has grown, or was made anew: the prompts that moved on. O(keys awaited + blocks moved),
+        however many keys came. Mutates."""
         by_key = self._next.get(instance_id)
         if by_key is None:
             return []
-        return self._move(instance_id, by_key.keys() & keys, index)
-
-    def replaced(self, instance_id: str, index: PrefixIndex) -> list[OpenPrompt]:
-        """The instance's copy in `index` was made anew: the prompts that moved on. Mutates."""
-        return self._move(
-            instance_id, [key for key in self._next.get(instance_id, ()) if index.holds(instance_id, key)], index
-        )
+        return self._move(instance_id, by_key, [key for key in by_key if index.holds(instance_id, key)], index)
 
     def removed(self, instance_id: str, index: PrefixIndex) -> None:
         """Keys were removed: note which waiting prompts lost a part of their predicted prefix.
@@ -152,8 +148,9 @@ class Progress:
         for (instance_id, request_id), key in awaited.items():
             assert instance_id not in live or not index.holds(instance_id, key), (instance_id, request_id)
 
-    def _move(self, instance_id: str, keys: Iterable[int], index: PrefixIndex) -> list[OpenPrompt]:
-        by_key = self._next.get(instance_id, {})
+    def _move(
+        self, instance_id: str, by_key: dict[int, list[OpenPrompt]], keys: Iterable[int], index: PrefixIndex
+    ) -> list[OpenPrompt]:
         found = [prompt for key in keys for prompt in by_key.pop(key)]
         if found and not by_key:
             del self._next[instance_id]

@@ -104,10 +104,10 @@ class Truth:
                 self.credit.settle(instance_id, message.added)
                 if removed:
                     self.progress.removed(instance_id, self.index)
-                moved = self.progress.added(instance_id, message.added, self.index)
+                moved = self.progress.reported(instance_id, self.index)
             case SnapshotEnd():
                 record.trust.restore(now)
-                moved = self.progress.replaced(instance_id, self.index)
+                moved = self.progress.reported(instance_id, self.index)
             case _:
                 return
         for prompt in moved:

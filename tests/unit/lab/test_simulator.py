@@ -151,12 +151,13 @@ def test_names_of_answers_are_those_of_the_next_prompt(block_size: int) -> None:
     ids = list(range(10, 10 + 800 // block_size))
     first = make(1, ids[: 200 // block_size], 200, 90)
     second = make(2, ids[: 400 // block_size], 400, 150)
-    assert second.names[: 290 // 16] == [*first.names, *first.answer]
+    assert [*second.names[: 290 // 16]] == [*first.names, *first.answer]
     # Some of an answer that left reasoning out cannot be told from the rest: the prompt alone is gone on from.
     third = make(3, ids[: 500 // block_size], 500, 10)
     assert third.names[: 400 // 16] == second.names
     assert third.names[400 // 16] != second.answer[0]
-    assert make(4, ids[: 510 // block_size], 510, 10).names[: 510 // 16] == [*third.names, *third.answer]
+    fourth = make(4, ids[: 510 // block_size], 510, 10)
+    assert [*fourth.names[: 510 // 16]] == [*third.names, *third.answer]
     assert shared_prefix(make(5, [*ids[:3], 7, 8], 600, 10).names, third.names) == 3 * block_size // 16
 
 
