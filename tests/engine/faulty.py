@@ -40,19 +40,24 @@ def file(engine: Engine, kind: str) -> Path:
 @contextlib.contextmanager
 def faulty(engine: Engine, **faults: float) -> Iterator[None]:
     """Inside the block the engine does wrong what faulty_connector.py says."""
-    file(engine, ".json").write_text(json.dumps(faults))
+    beside = file(engine, ".json.new")
+    beside.write_text(json.dumps(faults))
+    beside.replace(file(engine, ".json"))
+    told(engine)  # By now it has read them.
     try:
         yield
     finally:
         file(engine, ".json").unlink()
+        if engine.process.alive:
+            told(engine)
 
 
-def told(engine: Engine) -> dict[str, Any]:
-    """The report of the engine's worker, of now."""
+def told(engine: Engine, rank: int = 0) -> dict[str, Any]:
+    """The report of one of the engine's workers, of now."""
     now = time.monotonic()
 
     def report() -> dict[str, Any] | None:
-        found: dict[str, Any] = json.loads(file(engine, ".worker.json").read_text())
+        found: dict[str, Any] = json.loads(file(engine, f".worker{rank}.json").read_text())
         return found if found["at"] > now else None
 
     return until(report, within_s=WITHIN_S, what=f"a report of {engine.spec.name}")
@@ -64,7 +69,9 @@ def left(engine: Engine) -> dict[str, float]:
     body = {"model": SERVED_NAME, "prompt": fresh_words(3), "max_tokens": 1}
     assert engine.ask("/v1/completions", body).status == 200
     scheduler = json.loads(file(engine, ".scheduler.json").read_text())
-    kept = {**told(engine)["state"], **scheduler["state"], "kv_usage": engine.metric("vllm:kv_cache_usage_perc")}
+    workers = range(len(list(file(engine, "").parent.glob(f"{engine.spec.name}.worker*.json"))))
+    kept = {f"{name} of {rank}": count for rank in workers for name, count in told(engine, rank)["state"].items()}
+    kept |= scheduler["state"] | {"kv_usage": engine.metric("vllm:kv_cache_usage_perc")}
     return {name: count for name, count in kept.items() if count}
 
 

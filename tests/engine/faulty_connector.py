@@ -1,7 +1,7 @@
 """The layer-wise connector with faults that a test switches on and off, and with a report of all that it keeps for transfers.
 
 An engine loads it by `kv_connector_module_path`. POINTSMAN_FAULTS is a path to which ".json" (the faults; nothing is wrong while
-it is missing), ".worker.json" and ".scheduler.json" (the reports) are added.
+it is missing), ".workerN.json", N being its rank, and ".scheduler.json" (the reports) are added.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -30,7 +31,7 @@ def file(kind: str) -> Path:
 
 def faults() -> dict[str, Any]:
     """What is wrong now. `withhold`: a region that is not written, and said to be; `silent`: a layer that is never said to be
-    computed; `fail`: pushes fail; `slow_s`: each takes so much longer."""
+    computed; `fail`: pushes fail; `slow_s`: each takes so much longer; `expires_s`: in place of the abort timeout."""
     try:
         found: dict[str, Any] = json.loads(file(".json").read_text())
     except FileNotFoundError:
@@ -80,7 +81,9 @@ class FaultyWorker(LayerwiseWorker):
         return -1 if wrong.get("fail") else super()._write(*args)
 
     async def _report(self) -> None:
+        timeout = envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
         while True:
+            envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT = faults().get("expires_s", timeout)
             state = {
                 "transfers": len(self._transfers),
                 "receivers": sum(len(one.receivers) for one in self._transfers.values()),
@@ -98,7 +101,7 @@ class FaultyWorker(LayerwiseWorker):
                 "failed_recving": self._failed_recv_reqs.qsize() + self._invalid_block_ids.qsize(),
                 "bootstrap_queries": len(self._pending_bootstrap_queries),
             }
-            report("worker", state, pushes=self.xfer_stats.pushes, fallbacks=self.xfer_stats.fallbacks)
+            report(f"worker{self.tp_rank}", state, pushes=self.xfer_stats.pushes, fallbacks=self.xfer_stats.fallbacks)
             await asyncio.sleep(REPORT_EVERY_S)
 
 
