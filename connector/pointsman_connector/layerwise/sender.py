@@ -10,7 +10,6 @@ import asyncio
 import os
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -35,6 +34,7 @@ from pointsman_connector.layerwise.fence import Fence, marker
 from pointsman_connector.layerwise.progress import Batch, Computed, Delivery
 from pointsman_connector.layerwise.stats import LayerwiseStats
 from pointsman_connector.layerwise.support import unsupported_receiver
+from pointsman_connector.layerwise.transfer import Receiver, Transfer, session_of
 
 logger = init_logger(__name__)
 
@@ -44,45 +44,6 @@ LAST_WRITE_SHARE = 0.9
 WRITE_S = float(os.environ.get("MC_TRANSFER_TIMEOUT", "30"))
 
 Params = tuple[list[int], list[int], list[int], list[str], str | None]
-
-
-@dataclass
-class Receiver:
-    """An engine's worker that waits for a prompt's KV, and what it said of its memory."""
-
-    delivery: Delivery
-    request_id: str
-    meta: MooncakeXferMetadata
-    blocks: list[int]
-    local_regions: list[TransferRegion]
-    remote_regions: list[TransferRegion]
-    last_write: asyncio.TimerHandle
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def session(self) -> str:
-        """Its address for the transfer engine."""
-        return session_of(self.meta)
-
-
-@dataclass
-class Transfer:
-    """A prompt that is computed here for others. `computed` is None until its first chunk.
-
-    `delivered` is set when all receivers have it, `aborted` when it will never be complete; both wait here for the other side:
-    the scheduler that has not heard of the end, or a receiver that comes late.
-    """
-
-    transfer_id: str
-    request_id: str = ""
-    computed: Computed | None = None
-    receivers: dict[tuple[str, str], Receiver] = field(default_factory=dict)
-    fence: Fence | None = None
-    announced: bool = False
-    delivered: bool = False
-    aborted_at: float | None = None
-    # The scheduler's word is here: the prompt's blocks are kept until it is sent, or it is given up.
-    settled: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class LayerwiseSender(MooncakeConnectorWorker):
@@ -457,8 +418,3 @@ class LayerwiseSender(MooncakeConnectorWorker):
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("Layer-wise push: %s", error, exc_info=error)
-
-
-def session_of(meta: MooncakeXferMetadata) -> str:
-    """A receiver's address for the transfer engine."""
-    return f"{meta.remote_hostname}:{meta.remote_port}"
