@@ -1,0 +1,61 @@
+"""Layer-wise push between engines of two workers each: every rank sends its own heads to its peer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine.direct_offloads import Offload, alone, session
+from tests.engine.faulty import FAULTY, assert_nothing_left, installed, told
+from tests.engine.offloading import EXTERNAL, assert_tie
+from tests.engine.servers import Engine, EngineSpec, running_engines
+from tests.engine.talk import fresh_words
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+TWO_WORKERS = ("--distributed-executor-backend", "mp", "--tensor-parallel-size", "2")
+LENGTHS = (1, 32, 33, 1_000)
+
+
+@pytest.fixture(scope="module")
+def pair(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
+    folder = tmp_path_factory.mktemp("two-workers")
+    site = installed(folder)
+    specs = [
+        EngineSpec(
+            name,
+            kv_transfer=FAULTY,
+            extra_args=(*TWO_WORKERS, "--max-num-batched-tokens", "256"),
+            env={
+                "PYTHONPATH": str(site),
+                "POINTSMAN_FAULTS": str(folder / name),
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                # A part of vLLM that only several workers run is compiled in their first step, eager mode or not: a C++ compiler
+                # for each worker, for minutes where cores are few, and the first receiver gives up before that.
+                "TORCHDYNAMO_DISABLE": "1",
+            },
+        )
+        for name in ("one", "other")
+    ]
+    with running_engines(specs, model_folder, folder) as engines:
+        yield engines
+
+
+async def test_answers_are_those_of_one_engine_alone(pair: list[Engine]) -> None:
+    async with session() as http:
+        for p, d in (pair, reversed(pair)):
+            for length in LENGTHS:
+                prompt = fresh_words(length)
+                seen, right = await Offload(http, p, d, prompt).answer(), await alone(http, d, prompt)
+                if seen != right:
+                    await asyncio.to_thread(assert_tie, d, prompt, right, seen)
+    for engine in pair:
+        # Of a prompt of one token vLLM counts nothing.
+        assert engine.metric("vllm:prompt_tokens_by_source_total", **EXTERNAL) == sum(LENGTHS) - 1
+        for rank in range(2):
+            assert told(engine, rank)["pushes"] > 0
+            assert told(engine, rank)["fallbacks"] == 0
+    await asyncio.to_thread(assert_nothing_left, *pair, within_s=60)
