@@ -30,7 +30,7 @@ SHAPE = replace(SMALL, mean_turns=3.0, output_tokens=400, max_tokens=24_000, blo
 SESSIONS, RATE_PER_S, SEED = 14, 2.0, 4
 SCALE, TIME_SCALE = 1 / 4, 0.2
 # Whatever is new moves to an engine that has no more to do.
-SETTINGS = {"min_new_tokens": 1, "min_load_gap": 0, "target_load_ratio": 1.0}
+SETTINGS = {"min_new_tokens": 1, "min_prefill_decode_busy": 0, "min_load_gap": 0, "target_load_ratio": 1.0}
 
 Key = tuple[str, int]
 
@@ -101,7 +101,11 @@ def _run(folder: Path, model: Path, trace: Path, kv_transfer: Mapping[str, Any],
         plane = ControlPlane(
             engines,
             folder,
-            router_flags={"--policy": "migrate", "--policy-settings": json.dumps(SETTINGS)},
+            router_flags={
+                "--policy": "migrate",
+                "--policy-settings": json.dumps(SETTINGS),
+                "--migration-window-s": 0,
+            },
             gateway_flags={"--breakdown-file": log},
         )
         with plane.running():
