@@ -170,7 +170,12 @@ def run(settings: FindingsSettings) -> None:
         typer.echo(f"pointsman findings: no trials in {settings.results}", err=True)
         raise typer.Exit(2)
     settings.out.parent.mkdir(parents=True, exist_ok=True)
-    told = [msgspec.structs.replace(one, policy=cell.policy) for cell, one in found]
+    # Where it stands is for the plan to say: names of loads and policies may have changed since, what they stand for has not.
+    place = {one.key: number for number, one in enumerate(cells)}
+    told = [
+        msgspec.structs.replace(one, trace=cell.trace, load=cell.load, threshold=cell.threshold, policy=cell.policy)
+        for cell, one in sorted(found, key=lambda pair: place[pair[0].key])
+    ]
     loads = {name: asdict(load) for name, load in LOADS.items()}
     settings.out.write_text(render(told, loads, missing, settings.quick, _calibrated(settings.calibration)))
     typer.echo(f"{settings.out}: of {len(found)} trials, {missing} of those planned are missing")

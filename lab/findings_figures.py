@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from lab.paired import Estimate, difference_by_seed
 
@@ -39,6 +39,12 @@ def ratio_of(cell: Cell, policy: str, metric: str, base: str = BASE) -> float | 
     common = ours.keys() & theirs.keys()
     below = sum(theirs[seed] for seed in common)
     return sum(ours[seed] for seed in common) / below if below else None
+
+
+def on_common_draws(cell: Cell, policies: Sequence[str]) -> Cell:
+    """The cell's trials under the seeds that all of `policies` have run."""
+    common = set.intersection(*(set(cell.get(name, {})) for name in policies))
+    return {name: {seed: found for seed, found in by_seed.items() if seed in common} for name, by_seed in cell.items()}
 
 
 def told(difference: Estimate | None, scale: float = 1.0, digits: int = 2) -> str:
