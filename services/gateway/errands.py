@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from services.gateway.attempt import Attempt
-from services.gateway.dialects import begins_with_error, engine_error
+from services.gateway.dialects import begins_with_error, engine_error, given_up
 from services.gateway.dialects.endings import Ending, usage_of
 from services.gateway.events import EventStream
 from services.gateway.http.exchange import Answer
@@ -25,7 +25,7 @@ from services.gateway.moves import (
 from services.gateway.offload import Offload
 from services.gateway.passage import pass_on
 from services.gateway.placing import target_of
-from services.gateway.upstream import UpstreamError, down_headers
+from services.gateway.upstream import GIVEN_UP, UpstreamError, down_headers
 
 
 class Errands:
@@ -122,8 +122,12 @@ class Errands:
                 # What a failed transfer looks like behind a status of 200.
                 if streamed and step.kv_source is not None and begins_with_error(answer.arrived):
                     raise UpstreamError("the answer began with an error", 500)
+                if streamed and given_up(answer.arrived):
+                    raise UpstreamError(GIVEN_UP, 503)
             if not streamed:
                 body = await upstream.read_all(answer)
+                if given_up(body):
+                    raise UpstreamError(GIVEN_UP, 503)
                 headers = down_headers(answer.headers) | headers
                 if answer.status >= 400:
                     body = engine_error(call.kind.form, answer.status, body)

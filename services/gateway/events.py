@@ -8,7 +8,7 @@ import re
 import msgspec
 
 from services.gateway.answer import Tail
-from services.gateway.dialects import Form, Kind, begins_with_error, engine_event, error_event
+from services.gateway.dialects import CUT_SHORT, Form, Kind, begins_with_error, engine_event, error_event, given_up
 from services.gateway.dialects.endings import Ending
 
 MAX_HELD_BYTES = 64 << 10  # of an event whose end has not come; more goes out as it is
@@ -48,6 +48,7 @@ class EventStream:
             or self.torn
             or chunk[-5:] != b"}\n\n\r\n"
             or chunk.find(b"error") >= 0
+            or chunk.find(b'"abort"') >= 0
             or chunk.find(b'"usage"') >= 0
         ):
             return False
@@ -87,9 +88,7 @@ class EventStream:
 
     def failure(self) -> bytes:
         """The event that ends the stream when its instance has failed."""
-        event = error_event(
-            "The instance failed while it answered.", self._tail.kind.form, "instance_failed", self._next_number()
-        )
+        event = error_event(CUT_SHORT, self._tail.kind.form, "instance_failed", self._next_number())
         return b"\n\n" + event if self.torn else event
 
     def ending(self, more: bytes = b"") -> Ending:
@@ -98,10 +97,10 @@ class EventStream:
 
     def _let_out(self, piece: bytes, torn: bool) -> bytes:
         """`piece` as it may be seen; `torn`: it begins in the middle of an event."""
-        if b"error" in piece:
+        if b"error" in piece or given_up(piece):
             events = _END.split(piece)
             for at in range(2 if torn else 0, len(events), 2):
-                if _TELLS_OF_ERROR.search(events[at]):
+                if _TELLS_OF_ERROR.search(events[at]) or given_up(events[at]):
                     events[at] = engine_event(
                         self._tail.kind.form, events[at], self._next_number(b"".join(events[:at]))
                     )

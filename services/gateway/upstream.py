@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from services.gateway.dialects import given_up
 from services.gateway.http.client import Pool
 from services.gateway.http.exchange import Answer
 from services.gateway.http.exchange import UpstreamError as UpstreamError
@@ -17,6 +18,7 @@ from services.gateway.settings import GatewaySettings
 
 FORWARD_UP = ("Content-Type", "Accept", "traceparent", "tracestate")
 FORWARD_DOWN = ("Content-Type", "Content-Encoding", "Cache-Control", "Retry-After")
+GIVEN_UP = "the instance gave the request up"
 MAX_ERROR_BYTES = 1 << 20
 MAX_ANSWER_BYTES = 256 << 20  # of an answer that is not streamed; the largest are batches of embeddings
 
@@ -66,7 +68,10 @@ class Upstream:
     async def whole(self, target: Target, path: str, payload: bytes, headers: Mapping[str, str]) -> bytes:
         """The body of a 200 answer to one request. Raises UpstreamError; whoever fails or is cancelled in here closes the
         connection, by which the engine notices."""
-        return await self._whole(await self.post(target, path, payload, headers))
+        body = await self._whole(await self.post(target, path, payload, headers))
+        if given_up(body):
+            raise UpstreamError(GIVEN_UP, 503)
+        return body
 
     async def get(self, url: str, path: str) -> bytes:
         """The same of GET `url` + `path`."""

@@ -70,11 +70,15 @@ def make_tokenizer(folder: Path, template: str = CHATML) -> Path:
     return folder
 
 
+GIVEN_UP = b'data: {"choices":[{"index":0,"delta":{"content":""},"finish_reason":"abort"}]}\n\n'
+
+
 @dataclass
 class FakeEngine:
     """An engine that answers a scripted text. `mode` is one of ok, 500, 400, hang, cut (dies mid-stream),
     short (ends a stream without [DONE]), linger (does not end a stream after [DONE]), confess (says after its first word what
-    went wrong inside it, in OpenAI's form as vLLM does on every API)."""
+    went wrong inside it, in OpenAI's form as vLLM does on every API), stopped (gives answers up, as a vLLM told to stop does: a
+    stream at once or, with `hold`, behind its first word)."""
 
     tokenizer: ModelTokenizer
     mode: str = "ok"
@@ -128,7 +132,10 @@ class FakeEngine:
             if kind is Kind.RESPONSES and body.get("previous_response_id", "") not in ("", *self.stored):
                 return web.json_response({"error": {"message": "not found", "code": 404}}, status=404)
             if not body.get("stream"):
-                return web.json_response(script.whole())
+                whole = script.whole()
+                if self.mode == "stopped":
+                    whole["choices"][0]["finish_reason"] = "abort"
+                return web.json_response(whole)
             return await self._stream(request, script)
         except asyncio.CancelledError:
             self.aborted += 1
@@ -142,10 +149,14 @@ class FakeEngine:
         before, words, after = script.events()
         for event in before:
             await answer.write(event)
+        if self.mode == "stopped" and self.hold is None:
+            words = [GIVEN_UP]
         for at, event in enumerate(words):
             await answer.write(event)
             if at == 0 and self.hold is not None:
                 await self.hold.wait()
+            if at == 0 and self.mode == "stopped" and self.hold is not None:
+                words[1:] = [GIVEN_UP]
             if at == 0 and self.mode == "short":
                 return answer
             if at == 0 and self.mode == "confess":

@@ -189,6 +189,38 @@ async def test_an_instance_that_dies_while_it_answers_ends_the_stream_with_an_er
     assert outcomes(up) == [placement_pb2.OUTCOME_FAILED]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_an_instance_gives_up_before_its_first_word_is_answered_by_another(up: Stack, stream: bool) -> None:
+    up.engines[0].mode = "stopped"
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{up.url}/v1/chat/completions", json=CHAT | {"stream": stream}) as answer,
+    ):
+        body = await answer.read()
+    assert answer.headers["X-Pointsman-Instance"] == "i1"
+    assert b"abort" not in body
+    assert b"The " in body
+    await up.router.until(lambda: len(up.router.finished) == 2)
+    assert outcomes(up) == [placement_pb2.OUTCOME_FAILED, placement_pb2.OUTCOME_OK]
+
+
+async def test_a_stream_that_an_instance_gives_up_ends_with_an_error(up: Stack) -> None:
+    up.engines[0].mode, up.engines[0].hold = "stopped", asyncio.Event()
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{up.url}/v1/chat/completions", json=CHAT | {"stream": True}) as answer,
+    ):
+        begun = await answer.content.readany()
+        up.engines[0].hold.set()
+        body = begun + await answer.read()
+    first, error, *_ = body.strip().split(b"\n\n")
+    assert json.loads(first.removeprefix(b"data: "))["choices"][0]["delta"]["content"] == "The "
+    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "instance_failed"
+    assert b"abort" not in body
+    await up.router.until(lambda: len(up.router.finished) == 1)
+    assert outcomes(up) == [placement_pb2.OUTCOME_FAILED]
+
+
 async def test_the_engines_own_refusal_is_passed_on(up: Stack) -> None:
     up.engines[0].mode = "400"
     status, answer, _ = await post(up, "/v1/chat/completions", json=CHAT)

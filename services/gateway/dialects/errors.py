@@ -39,8 +39,10 @@ _ADDRESS = re.compile(
 )
 
 _BEGINS_WITH_ERROR = re.compile(rb'\s*(?:event: ?error|data: ?\{\s*"(?:error"|object": ?"error))')
+_GIVEN_UP = re.compile(rb'"finish_reason":\s?"abort"')
 _TRACE = "Traceback (most recent call last)"
 _REPORTED = "The engine reported an error."
+CUT_SHORT = "The instance failed while it answered."
 
 
 class DialectError(Exception):
@@ -111,6 +113,13 @@ def engine_error(form: Form, status: int, body: bytes) -> bytes:
     return msgspec.json.encode({"error": safe})
 
 
+def given_up(text: bytes) -> bool:
+    """Whether an engine has ended an answer that nobody asked it to end, as vLLM does with all that it computes when it is told
+    to stop. `text`: a body, or a part of a stream, of OpenAI's completions and chats; the other APIs have no word for it. In a
+    model's own words these bytes would be escaped."""
+    return b'"abort"' in text and _GIVEN_UP.search(text) is not None
+
+
 def begins_with_error(stream: bytes) -> bool:
     """Whether the next event of an engine's stream, as far as it has come, tells of a failure."""
     return _BEGINS_WITH_ERROR.match(stream) is not None
@@ -134,6 +143,8 @@ def engine_event(form: Form, event: bytes, sequence_number: int = 0) -> bytes:
         response["error"] = _safe(response["error"], _REPORTED, ("code",))
         kept = [line for line in lines if not line.startswith(b"data:")]
         return b"\n".join([*kept, b"data: " + msgspec.json.encode(found)])
+    if given_up(event):
+        return error_event(CUT_SHORT, form, "instance_failed", sequence_number).rstrip()
     if not (found.get("error") or found.get("type") == "error" or found.get("object") == "error"):
         return event
     safe = _safe(found.get("error") or found, _REPORTED)

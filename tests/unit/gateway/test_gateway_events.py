@@ -137,6 +137,12 @@ def test_a_chunk_does_not_pass_into_the_middle_of_an_event() -> None:
 
 TRACE = 'no KV\nTraceback (most recent call last):\n  File "/srv/secret.py", line 1'
 TOLD = "lost tcp://10.0.0.7:5557 and node-7.cluster.local:8000 " + TRACE
+GAVE_UP = {
+    "message": "The instance failed while it answered.",
+    "type": "server_error",
+    "param": None,
+    "code": "instance_failed",
+}
 SAFE = "lost <address> and <address> no KV"
 
 
@@ -155,6 +161,12 @@ SAFE = "lost <address> and <address> no KV"
             {"object": "error", "message": TOLD, "type": "E", "param": {"at": TRACE}, "code": 400},
             {"error": {"message": SAFE, "type": "E", "param": None, "code": 400}},
         ),
+        (
+            Kind.CHAT,
+            {"choices": [{"index": 0, "delta": {"content": ""}, "finish_reason": "abort", "stop_reason": None}]},
+            {"error": GAVE_UP},
+        ),
+        (Kind.COMPLETION, {"choices": [{"index": 0, "text": "", "finish_reason": "abort"}]}, {"error": GAVE_UP}),
         (
             Kind.CHAT,
             {"error": {"message": TRACE[6:]}},
@@ -213,6 +225,8 @@ def test_an_engines_own_error_says_no_more_than_an_error_body_would(
         b'event: response.created\ndata: {"response":{"error":null,"status":"in_progress"},"type":"response.created"}',
         b'data: {"delta":"error","type":"response.output_text.delta"}',
         b'data: {"error":null,"choices":[]}',
+        b'data: {"choices":[{"delta":{"content":"\\"finish_reason\\":\\"abort\\""},"finish_reason":"stop"}]}',
+        b'data: {"choices":[{"delta":{"content":"abort"},"finish_reason":null}]}',
         b': "error"',
         b'data: ["error"]',
     ],
