@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+import signal
 
 import openai
 import pytest
@@ -89,11 +91,13 @@ def test_a_killed_gateway_leaves_no_load_behind(plane: ControlPlane, client: ope
     assert chat(client, [user("hi")], max_tokens=1).finish_reason == "length"
 
 
-def test_a_killed_engine_is_left_noticed_and_taken_back_empty(
-    plane: ControlPlane, client: openai.OpenAI, engines: list[Engine]
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_an_engine_that_ends_is_left_noticed_and_taken_back_empty(
+    plane: ControlPlane, client: openai.OpenAI, engines: list[Engine], how: signal.Signals
 ) -> None:
+    """Killed, or told to end with all of its processes, as a service manager does it."""
     messages = [user(fresh_words(400))]
-    first = chat(client, messages, session="orphan", max_tokens=50)
+    first = chat(client, messages, session=how.name, max_tokens=50)
     plane.wait_settled()
     victim = next(engine for engine in engines if engine.instance_id == first.instance_id)
     survivor = next(engine for engine in engines if engine is not victim)
@@ -101,19 +105,20 @@ def test_a_killed_engine_is_left_noticed_and_taken_back_empty(
     assert plane.instance(victim).keys > 0
     messages += [assistant(first.text), user(fresh_words(10))]
 
-    with open_chat(client, messages, session="orphan", max_tokens=3_000) as cut:
+    with open_chat(client, messages, session=how.name, max_tokens=3_000) as cut:
         assert cut.instance_id == victim.instance_id
         cut.read(3)
-        victim.process.kill()
+        os.killpg(victim.process.pid, how)
         # The client is told, instead of being left with half an answer that looks whole.
         with pytest.raises(openai.APIError):
             cut.read_all()
     assert plane.finished_decision(cut.decision_id).outcome == "FAILED"
 
     # At once, before anybody may have noticed: the session's next turn is answered elsewhere.
-    rescued = chat(client, messages, session="orphan")
+    rescued = chat(client, messages, session=how.name)
     assert rescued.instance_id == survivor.instance_id
     until(lambda: _away(plane, victim), within_s=60, what="the dead engine noticed")
+    victim.process.stop()
 
     victim.start()
     victim.wait_ready()
@@ -131,11 +136,11 @@ def test_a_killed_engine_is_left_noticed_and_taken_back_empty(
     assert not any(counters(plane.instance(victim)).values())
     with plane.draining(survivor):
         # The very prompt that the old incarnation had cached.
-        back = chat(client, messages, session="orphan-2")
+        back = chat(client, messages, session=f"again-{how.name}")
         assert back.instance_id == victim.instance_id
         assert_agree(plane, back, 0)
         plane.wait_settled()
-        again = chat(client, messages, session="orphan-2")
+        again = chat(client, messages, session=f"again-{how.name}")
     block = victim.spec.block_size
     assert again.usage is not None
     assert_agree(plane, again, (again.usage.prompt_tokens - 1) // block * block)
