@@ -167,9 +167,10 @@ class Conductor:
             assert self._machine.step is not None
             return await self._errands.pass_on(self._attempt, self._headers(self._machine.step))
         except asyncio.CancelledError:
-            # Clients hang up at [DONE], often before the engine's own end is read here: they had the whole answer.
+            # Clients hang up at [DONE], often before the engine's own end is read here: they had the whole answer. So they do
+            # at an error.
             ending = self._errands.ended(self._attempt)
-            if ending.complete:
+            if ending.complete or ending.error:
                 self._handle(mv.AnswerEnded(ending.error))
             raise
 

@@ -116,7 +116,6 @@ async def test_an_engine_stops_for_a_while(fleet: RealFleet) -> None:
 
 
 async def test_an_engine_is_killed_and_starts_again(fleet: RealFleet) -> None:
-    """One that is told to end computes no more but keeps its streams open: whoever reads them waits until it is killed."""
     engine: Engine = fleet.plane.engines[1]
     before = fleet.plane.instance(engine).instance.incarnation
 

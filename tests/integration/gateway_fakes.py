@@ -78,7 +78,7 @@ class FakeEngine:
     """An engine that answers a scripted text. `mode` is one of ok, 500, 400, hang, cut (dies mid-stream),
     short (ends a stream without [DONE]), linger (does not end a stream after [DONE]), confess (says after its first word what
     went wrong inside it, in OpenAI's form as vLLM does on every API), stopped (gives answers up, as a vLLM told to stop does: a
-    stream at once or, with `hold`, behind its first word)."""
+    stream at once or, with `hold`, behind its first word and without an end)."""
 
     tokenizer: ModelTokenizer
     mode: str = "ok"
@@ -156,7 +156,8 @@ class FakeEngine:
             if at == 0 and self.hold is not None:
                 await self.hold.wait()
             if at == 0 and self.mode == "stopped" and self.hold is not None:
-                words[1:] = [GIVEN_UP]
+                await answer.write(GIVEN_UP)
+                await asyncio.sleep(3600)
             if at == 0 and self.mode == "short":
                 return answer
             if at == 0 and self.mode == "confess":
