@@ -72,6 +72,8 @@ _KEPT = (
     "transfer_topo",
     "xfer_stats",
 )
+# What of its transfer engine is called.
+_ENGINE = ("batch_transfer_sync_write", "batch_transfer_async_write", "get_batch_transfer_status")
 
 
 class VllmMoved(RuntimeError):
@@ -95,7 +97,9 @@ def check() -> None:
 
 def check_worker(worker: object) -> None:
     """Raises VllmMoved unless an upstream worker, just made, keeps what is used of it here. It must be one that may send."""
-    if missing := [f"no MooncakeConnectorWorker.{name}" for name in _KEPT if not hasattr(worker, name)]:
+    engine = getattr(worker, "engine", None)
+    missing = [f"no MooncakeConnectorWorker.{name}" for name in _KEPT if not hasattr(worker, name)]
+    if missing := missing + [f"no TransferEngine.{name}" for name in _ENGINE if not hasattr(engine, name)]:
         raise VllmMoved(missing)
 
 

@@ -66,12 +66,15 @@ class Computed:
 class Delivery:
     """One receiver of a prompt: what it has of each region, and whether a write to it is under way.
 
-    `regions[i]` names the layers that region i holds. `wanted` is how many of the prompt's last blocks the receiver lacks; it
-    has the others in its own cache. One write at a time: a later one may overwrite what an earlier one wrote, never the reverse.
+    `regions[i]` names the layers that region i holds, of which a block takes `block_bytes[i]`. `wanted` is how many of the
+    prompt's last blocks the receiver lacks; it has the others in its own cache. One write at a time: a later one may overwrite
+    what an earlier one wrote, never the reverse. Writes of fewer than `least_bytes` wait for more, until all is computed.
     """
 
     regions: Sequence[Collection[str]]
     wanted: int
+    block_bytes: Sequence[int]
+    least_bytes: int = 0
     writing: bool = False
     failed: bool = False
     _sent: list[int] = field(default_factory=list)
@@ -82,7 +85,7 @@ class Delivery:
         if self.writing or self.failed:
             return None
         spans = self._missing(computed)
-        if not spans:
+        if not spans or (not computed.complete and self._bytes(spans) < self.least_bytes):
             return None
         self.writing = True
         return Batch(tuple(spans), computed.epoch)
@@ -106,6 +109,9 @@ class Delivery:
     def done(self, computed: Computed) -> bool:
         """The receiver has all that it wanted."""
         return not self.failed and computed.complete and not self._missing(computed)
+
+    def _bytes(self, spans: Sequence[Span]) -> int:
+        return sum((span.end - span.first) * self.block_bytes[span.region] for span in spans)
 
     def _missing(self, computed: Computed) -> list[Span]:
         if self._epoch != computed.epoch or not self._sent:

@@ -17,7 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 )
 from vllm.logger import init_logger
 
-from pointsman_connector.layerwise.sender import WRITE_S, LayerwiseSender
+from pointsman_connector.layerwise.sender import LayerwiseSender
+from pointsman_connector.layerwise.writes import WRITE_S
 
 logger = init_logger(__name__)
 

@@ -1,4 +1,4 @@
-"""The engine that computes a prompt: pushes each layer's KV as soon as the layer is through, to whoever already waits for it.
+"""The engine that computes a prompt: follows what is computed, for whom, and what has become of it; `pusher` writes.
 
 All state belongs to the sender loop's thread. The engine's thread only posts to it: a step's chunks, then each layer's name.
 Whatever was not pushed, or failed, is written by vLLM's own transfer when the prompt is done: that path is used unchanged.
@@ -7,19 +7,16 @@ Whatever was not pushed, or failed, is written by vLLM's own transfer when the p
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 import zmq.asyncio
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
     MooncakeConnectorMetadata,
-    MooncakeConnectorWorker,
     MooncakeXferMetadata,
     MooncakeXferResponse,
     MooncakeXferResponseStatus,
@@ -31,22 +28,21 @@ from vllm.logger import init_logger
 
 from pointsman_connector.layerwise.chunks import Chunk
 from pointsman_connector.layerwise.fence import Fence, marker
-from pointsman_connector.layerwise.progress import Batch, Computed, Delivery
-from pointsman_connector.layerwise.stats import LayerwiseStats
+from pointsman_connector.layerwise.progress import Computed, Delivery
+from pointsman_connector.layerwise.pusher import LEAST_WRITE_BYTES, LayerwisePusher
 from pointsman_connector.layerwise.support import unsupported_receiver
 from pointsman_connector.layerwise.transfer import Receiver, Transfer, session_of
+from pointsman_connector.layerwise.writes import WRITE_S
 
 logger = init_logger(__name__)
 
 # The receiver is told that it waited in vain after the abort timeout; no write may still be under way then.
 LAST_WRITE_SHARE = 0.9
-# After so long the transport gives a write up.
-WRITE_S = float(os.environ.get("MC_TRANSFER_TIMEOUT", "30"))
 
 Params = tuple[list[int], list[int], list[int], list[str], str | None]
 
 
-class LayerwiseSender(MooncakeConnectorWorker):
+class LayerwiseSender(LayerwisePusher):
     """MooncakeConnectorWorker that begins to send before the prompt is done."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -56,14 +52,11 @@ class LayerwiseSender(MooncakeConnectorWorker):
         self._steps_layers = False
         self._done_sending: set[str] = set()
         self._may_free: set[str] = set()
-        self._gone: set[str] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
         # When a conversation's receivers may have given up: seconds of the loop's clock, which runs on in a stopped process.
         self._latest: dict[asyncio.Task[Any] | None, float] = {}
         # A blocking event lets the thread that waits for it sleep.
         self._mark = marker(partial(torch.cuda.Event, blocking=True) if torch.cuda.is_available() else None)
         super().__init__(*args, **kwargs)
-        self.xfer_stats = LayerwiseStats()
 
     # ---- called by the engine's thread ----
 
@@ -155,7 +148,12 @@ class LayerwiseSender(MooncakeConnectorWorker):
             transfer = self._transfers.setdefault(transfer_id, Transfer(transfer_id))
             if transfer.announced or transfer.aborted_at is not None or len(groups) != 1 or not groups[0]:
                 continue
-            delivery = Delivery([self._layers_in(region) for region in local], len(groups[0]))
+            delivery = Delivery(
+                [self._layers_in(region) for region in local],
+                len(groups[0]),
+                [region.kv_block_len for region in local],
+                LEAST_WRITE_BYTES,
+            )
             receiver = Receiver(
                 delivery,
                 request_id,
@@ -189,86 +187,6 @@ class LayerwiseSender(MooncakeConnectorWorker):
             )
             is None
         )
-
-    def _layers_in(self, region: TransferRegion) -> Collection[str]:
-        """The layers whose memory lies in `region`: upstream joins neighbours into one."""
-        start, end = region.base_addr, region.base_addr + region.kv_block_len
-        views = zip(self.registered_layer_names, self.kv_caches_base_addr, self.kv_block_len_per_layer, strict=True)
-        inside = {name for name, base, length in views if start <= base and base + length <= end}
-        return inside | {region.layer_name}
-
-    def _push_on(self, transfer: Transfer, receiver: Receiver) -> None:
-        if transfer.computed is not None and (batch := receiver.delivery.take(transfer.computed)) is not None:
-            receiver.idle.clear()
-            self._spawn(self._push(transfer, transfer.computed, receiver, batch))
-
-    async def _push(self, transfer: Transfer, computed: Computed, receiver: Receiver, first: Batch) -> None:
-        """Write `first`, then whatever became ready meanwhile, in as few writes as that takes."""
-        batch: Batch | None = first
-        try:
-            while batch is not None:
-                fence = transfer.fence
-                src, dst, lengths = await self._pointers(transfer, computed, receiver, batch)
-                status = 0
-                if src:
-                    status = await self.sender_loop.run_in_executor(
-                        self._sender_executor,
-                        partial(self._write, fence, receiver.last_write.when()),
-                        receiver.session,
-                        src,
-                        dst,
-                        lengths,
-                    )
-                if status != 0 or transfer.transfer_id in self._gone:
-                    receiver.delivery.broke()
-                    return
-                receiver.delivery.landed(batch)
-                self.xfer_stats.record_push(len(batch.spans))
-                batch = receiver.delivery.take(computed)
-        except BaseException:
-            receiver.delivery.broke()
-            raise
-        finally:
-            receiver.idle.set()
-
-    def _write(
-        self, fence: Fence | None, latest: float, session: str, src: list[int], dst: list[int], lengths: list[int]
-    ) -> int:
-        if fence is not None:
-            fence()
-        # A process that was stopped goes on here, whatever the loop's timers say.
-        if self.sender_loop.time() > latest:
-            return -1
-        return self._send_blocks(session, src, dst, lengths)
-
-    async def _pointers(
-        self, transfer: Transfer, computed: Computed, receiver: Receiver, batch: Batch
-    ) -> tuple[list[int], list[int], list[int]]:
-        """Addresses and lengths of a batch, by upstream's own arithmetic for a part of the regions and of the blocks."""
-        src: list[int] = []
-        dst: list[int] = []
-        lengths: list[int] = []
-        skipped = computed.total - receiver.delivery.wanted
-        for first, end in {(span.first, span.end) for span in batch.spans}:
-            regions = [span.region for span in batch.spans if (span.first, span.end) == (first, end)]
-            part = SendBlockMeta(
-                transfer.request_id, transfer.transfer_id, [computed.blocks[first:end]], asyncio.Event()
-            )
-            theirs = [receiver.blocks[first - skipped : end - skipped]]
-            params = await super()._build_transfer_params(
-                [(receiver.request_id, part)],
-                msgspec.structs.replace(
-                    receiver.meta, req_blocks={receiver.request_id: (transfer.transfer_id, theirs)}
-                ),
-                [receiver.local_regions[index] for index in regions],
-                [receiver.remote_regions[index] for index in regions],
-            )
-            if params[3]:
-                raise RuntimeError(f"cannot push to {receiver.session}: {params[4]}")
-            src += params[0]
-            dst += params[1]
-            lengths += params[2]
-        return src, dst, lengths
 
     async def _build_transfer_params(
         self,
@@ -408,13 +326,3 @@ class LayerwiseSender(MooncakeConnectorWorker):
     def _forget(self, transfer_id: str) -> None:
         if (transfer := self._transfers.pop(transfer_id, None)) is not None:
             self._transfer_of.pop(transfer.request_id, None)
-
-    def _spawn(self, work: Any) -> None:
-        task = self.sender_loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("Layer-wise push: %s", error, exc_info=error)

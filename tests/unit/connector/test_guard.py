@@ -84,8 +84,13 @@ def test_all_that_moved_is_named_with_what_to_do(guard: Any, vllm: tuple[Any, An
 
 
 def test_a_worker_that_keeps_something_else_is_told_of_at_once(guard: Any) -> None:
-    worker = SimpleNamespace(**dict.fromkeys(guard._KEPT))
+    worker = SimpleNamespace(**dict.fromkeys(guard._KEPT), engine=SimpleNamespace(**dict.fromkeys(guard._ENGINE)))
     guard.check_worker(worker)
     del worker.reqs_need_send
-    with pytest.raises(guard.VllmMoved, match=r"no MooncakeConnectorWorker.reqs_need_send"):
+    del worker.engine.get_batch_transfer_status
+    with pytest.raises(guard.VllmMoved) as raised:
         guard.check_worker(worker)
+    assert raised.value.differences == [
+        "no MooncakeConnectorWorker.reqs_need_send",
+        "no TransferEngine.get_batch_transfer_status",
+    ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -12,8 +14,13 @@ from pointsman_connector.layerwise.progress import Batch, Computed, Delivery, Sp
 LAYERS = ("a", "b", "c")
 
 
+def delivery_of(regions: Sequence[Collection[str]], wanted: int, least_bytes: int = 0) -> Delivery:
+    """A receiver of regions in which each layer's part of a block is a byte."""
+    return Delivery(regions, wanted, [len(layers) for layers in regions], least_bytes)
+
+
 def test_layers_of_a_chunk_go_one_after_the_other() -> None:
-    computed, delivery = Computed(4, LAYERS), Delivery([["a"], ["b"], ["c"]], wanted=4)
+    computed, delivery = Computed(4, LAYERS), delivery_of([["a"], ["b"], ["c"]], wanted=4)
     computed.begin_chunk([7, 8], restarted=False)
     assert delivery.take(computed) is None
     computed.layer_saved("a", 2)
@@ -30,7 +37,7 @@ def test_layers_of_a_chunk_go_one_after_the_other() -> None:
 
 
 def test_a_receiver_that_has_the_beginning_gets_the_rest() -> None:
-    computed, delivery = Computed(4, LAYERS), Delivery([LAYERS], wanted=1)
+    computed, delivery = Computed(4, LAYERS), delivery_of([LAYERS], wanted=1)
     computed.begin_chunk([1, 2, 3, 4], restarted=False)
     for layer in LAYERS:
         computed.layer_saved(layer, 3)
@@ -44,7 +51,7 @@ def test_a_receiver_that_has_the_beginning_gets_the_rest() -> None:
 
 
 def test_a_region_of_several_layers_waits_for_all_of_them() -> None:
-    computed, delivery = Computed(1, LAYERS), Delivery([["a", "b"], ["c"]], wanted=1)
+    computed, delivery = Computed(1, LAYERS), delivery_of([["a", "b"], ["c"]], wanted=1)
     computed.begin_chunk([5], restarted=False)
     computed.layer_saved("a", 1)
     assert delivery.take(computed) is None
@@ -52,8 +59,37 @@ def test_a_region_of_several_layers_waits_for_all_of_them() -> None:
     assert delivery.take(computed) == Batch((Span(0, 0, 1),), 0)
 
 
+def test_a_little_waits_for_more_or_for_the_end() -> None:
+    computed, delivery = Computed(4, LAYERS), delivery_of([["a", "b"], ["c"]], wanted=4, least_bytes=5)
+    computed.begin_chunk([1, 2], restarted=False)
+    for layer in ("a", "b"):
+        computed.layer_saved(layer, 2)
+    assert delivery.take(computed) is None, "4 bytes"
+    computed.layer_saved("c", 2)
+    batch = delivery.take(computed)
+    assert batch == Batch((Span(0, 0, 2), Span(1, 0, 2)), 0), "6 bytes"
+    delivery.landed(batch)
+    computed.begin_chunk([3, 4], restarted=False)
+    for layer in LAYERS:
+        assert delivery.take(computed) is None
+        computed.layer_saved(layer, 3)
+    assert delivery.take(computed) is None, "3 bytes of 6 that are to come"
+    computed.layer_saved("a", 4)
+    computed.layer_saved("b", 4)
+    assert delivery.take(computed) == Batch((Span(0, 2, 4), Span(1, 2, 3)), 0)
+
+
+def test_the_end_goes_however_little_it_is() -> None:
+    computed, delivery = Computed(1, LAYERS), delivery_of([["a", "b"], ["c"]], wanted=1, least_bytes=100)
+    computed.begin_chunk([5], restarted=False)
+    for layer in LAYERS:
+        assert delivery.take(computed) is None
+        computed.layer_saved(layer, 1)
+    assert delivery.take(computed) == Batch((Span(0, 0, 1), Span(1, 0, 1)), 0)
+
+
 def test_what_was_read_before_a_restart_does_not_count() -> None:
-    computed, delivery = Computed(1, ["a"]), Delivery([["a"]], wanted=1)
+    computed, delivery = Computed(1, ["a"]), delivery_of([["a"]], wanted=1)
     computed.begin_chunk([5], restarted=False)
     computed.layer_saved("a", 1)
     stale = delivery.take(computed)
@@ -67,7 +103,7 @@ def test_what_was_read_before_a_restart_does_not_count() -> None:
 
 
 def test_a_failed_write_ends_the_pushing() -> None:
-    computed, delivery = Computed(1, ["a"]), Delivery([["a"]], wanted=1)
+    computed, delivery = Computed(1, ["a"]), delivery_of([["a"]], wanted=1)
     computed.begin_chunk([5], restarted=False)
     computed.layer_saved("a", 1)
     assert delivery.take(computed) is not None
@@ -77,7 +113,7 @@ def test_a_failed_write_ends_the_pushing() -> None:
 
 
 def test_a_layer_that_never_reports_leaves_it_incomplete() -> None:
-    computed, delivery = Computed(1, LAYERS), Delivery([["a"], ["b"], ["c"]], wanted=1)
+    computed, delivery = Computed(1, LAYERS), delivery_of([["a"], ["b"], ["c"]], wanted=1)
     computed.begin_chunk([5], restarted=False)
     computed.layer_saved("a", 1)
     computed.layer_saved("c", 1)
@@ -99,11 +135,17 @@ class Pushing(RuleBasedStateMachine):
     """Two engines' memories. The sender computes chunk by chunk and layer by layer, is preempted, loses its blocks to others;
     writes read its memory at any moment between their start and their end. KV is (layer, position); None is garbage."""
 
-    @initialize(total=st.integers(1, 6), wanted=st.integers(1, 6), joined=st.booleans())
-    def begin(self, total: int, wanted: int, joined: bool) -> None:
+    @initialize(
+        total=st.integers(1, 6),
+        wanted=st.integers(1, 6),
+        joined=st.booleans(),
+        least_bytes=st.sampled_from([0, 2, 100]),
+    )
+    def begin(self, total: int, wanted: int, joined: bool, least_bytes: int) -> None:
         self.total, self.wanted = total, min(wanted, total)
         self.computed = Computed(total, LAYERS)
-        self.delivery: Delivery | None = Delivery([["a", "b"], ["c"]], self.wanted) if joined else None
+        self.least_bytes = least_bytes
+        self.delivery: Delivery | None = self.joining() if joined else None
         self.memory: dict[tuple[str, int], int | None] = {}
         self.theirs: dict[tuple[str, int], int | None] = {}
         self.next_block = 0
@@ -111,6 +153,9 @@ class Pushing(RuleBasedStateMachine):
         self.unsaved: list[str] = []
         self.restart = False
         self.write: tuple[Batch, list[int], dict[tuple[str, int], int | None] | None] | None = None
+
+    def joining(self) -> Delivery:
+        return delivery_of([["a", "b"], ["c"]], self.wanted, self.least_bytes)
 
     @precondition(lambda self: not self.unsaved and self.upto < self.total)
     @rule(size=st.integers(1, 3))
@@ -141,7 +186,7 @@ class Pushing(RuleBasedStateMachine):
     @precondition(lambda self: self.delivery is None)
     @rule()
     def joins(self) -> None:
-        self.delivery = Delivery([["a", "b"], ["c"]], self.wanted)
+        self.delivery = self.joining()
 
     @precondition(lambda self: self.delivery is not None and self.write is None)
     @rule(early=st.booleans())
