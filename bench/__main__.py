@@ -1,8 +1,8 @@
 """Run the benchmarks: all, or those named.
 
 `python -m bench growth`, for one: 260,000 requests, which take three to four minutes; the others take a minute or less each.
-`crowd` takes an hour, `soak` half of one, `elastic`, `layerwise` and `layerwise_trace` minutes, most of them until real engines
-are up: only run when they are named.
+`crowd` takes an hour, `soak` half of one, `elastic`, `layerwise`, `layerwise_cpu`, `layerwise_cpu_long` and `layerwise_trace`
+minutes, most of them until real engines are up: only run when they are named.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from bench.elastic import elastic
 from bench.figures import Figure
 from bench.gateway import chunks, leaks, requests
 from bench.layerwise import layerwise
+from bench.layerwise_cpu import layerwise_cpu, layerwise_cpu_long
 from bench.layerwise_trace import layerwise_trace
 from bench.memory import growth, memory
 from bench.place import place
@@ -53,7 +54,7 @@ BENCHMARKS: dict[str, Callable[[], object]] = {
 }
 # Only run when they are named.
 LONG: dict[str, Callable[[], object]] = {
-    one.__name__: one for one in (crowd, elastic, layerwise, layerwise_trace, soak)
+    one.__name__: one for one in (crowd, elastic, layerwise, layerwise_cpu, layerwise_cpu_long, layerwise_trace, soak)
 }
 
 

@@ -1,4 +1,5 @@
-"""What an offloaded prompt pays for its transfer, layer by layer and after the prefill, on real engines over Mooncake and TCP.
+"""How long an offloaded prompt waits for its transfer, layer by layer and after the prefill, on real engines over Mooncake and
+TCP; `layerwise_cpu` tells what it costs.
 
 The tail is the time between P's answer and D's first token. Each figure is the median of pairs of runs that took turns; the
 baseline is the same with vLLM's own connector (its receiver, too, asked first). Two engines on two cores: D's first token
@@ -10,21 +11,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import random
 import re
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import aiohttp
 
 from bench.figures import Figure
-from lab.paired import paired_difference
 from tests.engine.direct_offloads import Offload, post, session
 from tests.engine.processes import until
 from tests.engine.servers import (
@@ -42,56 +40,44 @@ from tests.engine.servers import (
 TOKENS = {"block": 32, "2k": 2_000, "4k": 4_000, "8k": 8_000}
 ROUNDS = {"block": 20, "2k": 16, "4k": 12, "8k": 9}
 STREAMS = 16
-TICKS = os.sysconf("SC_CLK_TCK")
-
-
-@dataclass(frozen=True)
-class Run:
-    """One offload: the tail (negative when D's first token was there before P's answer) and P's CPU time, in seconds."""
-
-    tail_s: float
-    p_cpu_s: float
 
 
 async def layerwise() -> list[Figure]:
     """The handshake; tails of several lengths with the receiver asked first, idle and beside decoding streams, and with it asked
-    last; P's CPU time."""
-    if not ENGINE_PYTHON.exists():
-        raise SystemExit(f"{ENGINE_PYTHON} is missing: `make env-engine` makes it")
-    with tempfile.TemporaryDirectory() as folder, _pairs(Path(folder)) as (upstream, pushing, ids):
+    last."""
+    with tempfile.TemporaryDirectory() as folder, engine_pairs(Path(folder)) as (upstream, pushing, ids):
         rng = random.Random(3)
 
         async def turns(
             http: aiohttp.ClientSession, tokens: int, lead_s: float, rounds: int
-        ) -> tuple[list[Run], list[Run]]:
+        ) -> tuple[list[float], list[float]]:
             """Both pairs of engines in turn, so that what the machine does meanwhile meets both."""
-            runs: tuple[list[Run], list[Run]] = ([], [])
+            runs: tuple[list[float], list[float]] = ([], [])
             for _ in range(rounds):
                 for pair, found in ((upstream, runs[0]), (pushing, runs[1])):
                     prompt = [rng.choice(ids) for _ in range(tokens)]
-                    found.append(await _offload(http, pair, prompt, lead_s))
+                    found.append(await tail_of(http, pair, prompt, lead_s))
             return runs
 
-        async def beside_streams(http: aiohttp.ClientSession, pair: list[Engine]) -> list[Run]:
+        async def beside_streams(http: aiohttp.ClientSession, pair: list[Engine]) -> list[float]:
             """One pair at a time: the other's streams would take its cores."""
             async with _decoding(http, pair[1], rng, ids):
                 prompts = [[rng.choice(ids) for _ in range(TOKENS["4k"])] for _ in range(ROUNDS["4k"])]
-                return [await _offload(http, pair, prompt, 0.0) for prompt in prompts]
+                return [await tail_of(http, pair, prompt) for prompt in prompts]
 
         figures: list[Figure] = []
         async with session() as http:
             # An engine learns of the other once, and opens its connections.
             first, again = await turns(http, 300, 0.0, rounds=1), await turns(http, 300, 0.0, rounds=1)
-            after_s, layered_s = (one[0].tail_s - two[0].tail_s for one, two in zip(first, again, strict=True))
+            after_s, layered_s = (one[0] - two[0] for one, two in zip(first, again, strict=True))
             figures.append(
                 Figure("layerwise_handshake_s", layered_s, "s", after_s, "by which the first offload's tail is longer")
             )
             for name, tokens in TOKENS.items():
                 after, layered = await turns(http, tokens, 0.0, ROUNDS[name])
-                figures += [
-                    _tail(f"layerwise_tail_s_{name}", after, layered, "D asked first; baseline: vLLM's connector"),
-                    _cpu(f"layerwise_p_cpu_s_{name}", after, layered),
-                ]
+                figures.append(
+                    _tail(f"layerwise_tail_s_{name}", after, layered, "D asked first; baseline: vLLM's connector")
+                )
             after, layered = await turns(http, TOKENS["4k"], -1.0, ROUNDS["4k"])
             figures.append(
                 _tail("layerwise_tail_s_4k_sequential", after, layered, "D asked after P; baseline: the same")
@@ -110,16 +96,8 @@ async def layerwise() -> list[Figure]:
         return figures
 
 
-def _tail(metric: str, after: list[Run], layered: list[Run], note: str) -> Figure:
-    return Figure(metric, median(run.tail_s for run in layered), "s", median(run.tail_s for run in after), note)
-
-
-def _cpu(metric: str, after: list[Run], layered: list[Run]) -> Figure:
-    base = fmean(run.p_cpu_s for run in after)
-    more = paired_difference([run.p_cpu_s for run in layered], [run.p_cpu_s for run in after])
-    assert more.half_width is not None
-    note = f"P's CPU time, mean of {more.trials}: {more.mean / base:+.1%} +- {more.half_width / base:.1%} (95 %)"
-    return Figure(metric, base + more.mean, "s", base, note)
+def _tail(metric: str, after: list[float], layered: list[float], note: str) -> Figure:
+    return Figure(metric, median(layered), "s", median(after), note)
 
 
 def _write_s_per_mb(engine: Engine) -> float:
@@ -130,10 +108,10 @@ def _write_s_per_mb(engine: Engine) -> float:
     return sum(count * ms for count, ms, _ in rows) / 1e3 / sum(count * mb for count, _, mb in rows)
 
 
-async def _offload(http: aiohttp.ClientSession, pair: list[Engine], prompt: list[int], lead_s: float) -> Run:
+async def tail_of(http: aiohttp.ClientSession, pair: list[Engine], prompt: list[int], lead_s: float = 0.0) -> float:
+    """Offload a prompt: how much later than P's answer D's first token was there, in s; negative when it was there before."""
     p, d = pair
     offload = Offload(http, p, d, prompt, lead_s, output=1)
-    before = _cpu_s(p)
 
     async def end_of(half: Awaitable[object]) -> float:
         await half
@@ -146,18 +124,7 @@ async def _offload(http: aiohttp.ClientSession, pair: list[Engine], prompt: list
         answer = asyncio.create_task(end_of(offload.decode()))
         await asyncio.sleep(0.01)
         prefilled, answered = await end_of(offload.prefill()), await answer
-    return Run(answered - prefilled, _cpu_s(p) - before)
-
-
-def _cpu_s(engine: Engine) -> float:
-    """CPU time of all of an engine's processes, in seconds."""
-    total = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[2]) == engine.process.pid:
-                total += int(fields[11]) + int(fields[12])
-    return total / TICKS
+    return answered - prefilled
 
 
 @contextlib.asynccontextmanager
@@ -179,8 +146,10 @@ async def _decoding(
 
 
 @contextlib.contextmanager
-def _pairs(folder: Path) -> Iterator[tuple[list[Engine], list[Engine], list[int]]]:
+def engine_pairs(folder: Path) -> Iterator[tuple[list[Engine], list[Engine], list[int]]]:
     """A pair of engines with vLLM's connector, one with ours, and the ids of tokens to make prompts of."""
+    if not ENGINE_PYTHON.exists():
+        raise SystemExit(f"{ENGINE_PYTHON} is missing: `make env-engine` makes it")
     model = make_model(folder / "model")
     vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
 

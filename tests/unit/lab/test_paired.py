@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab.paired import difference_by_seed, estimate, paired_difference
+from lab.paired import difference_by_seed, estimate, paired_difference, trimmed_difference
 
 numbers = st.floats(-1e3, 1e3)
 
@@ -45,6 +45,15 @@ def test_one_trial_proves_nothing() -> None:
 def test_equal_trials_do_not_differ() -> None:
     assert not paired_difference([1.0, 2.0], [1.0, 2.0]).differs
     assert paired_difference([2.0, 3.0], [1.0, 2.0]).differs
+
+
+def test_a_trimmed_interval_by_hand() -> None:
+    found = trimmed_difference([1.0, 2.0, 3.0, 4.0, 905.0], [0.0] * 5)
+    # Left are 2, 3, 4; pulled in 2, 2, 3, 4, 4 with sample variance 4 / 4; t(2) = 4.303.
+    assert (found.mean, found.trials) == (3.0, 5)
+    assert found.half_width == pytest.approx(4.303 / (0.6 * math.sqrt(5)), rel=1e-3)
+    few = [1.0, 2.0, 906.0]
+    assert trimmed_difference(few, [0.0] * 3) == estimate(few), "too few to leave any out"
 
 
 def test_trials_are_paired_by_their_seeds() -> None:
