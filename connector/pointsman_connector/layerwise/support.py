@@ -37,8 +37,13 @@ def full_attention_only(vllm_config: Any) -> bool:
     """Whether the model's KV cache will be one that layer-wise push takes, as far as its configuration tells: an engine's front
     end never sees the cache itself, by which `unsupported_cache` decides."""
     model = vllm_config.model_config
+    if model.is_hybrid or model.is_encoder_decoder:
+        return False
+    if model.get_sliding_window() is None and model.attention_chunk_size is None:
+        return True
+    # Layers that look back at a part get a cache like the others' where groups are merged, but only beside some that see all.
     merged = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
-    return not model.is_hybrid and (merged or model.get_sliding_window() is None)
+    return bool(merged) and "full_attention" in (getattr(model.hf_text_config, "layer_types", None) or ())
 
 
 def unsupported_cache(kv_cache_config: Any) -> str:

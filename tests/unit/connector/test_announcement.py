@@ -73,7 +73,13 @@ def config(connector: str | None, *, tp: int = 1, pp: int = 1, window: int | Non
             pipeline_parallel_size=pp,
             tensor_parallel_size=tp,
         ),
-        model_config=SimpleNamespace(is_hybrid=False, get_sliding_window=lambda: window),
+        model_config=SimpleNamespace(
+            is_hybrid=False,
+            is_encoder_decoder=False,
+            get_sliding_window=lambda: window,
+            attention_chunk_size=None,
+            hf_text_config=SimpleNamespace(),
+        ),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
     )
 

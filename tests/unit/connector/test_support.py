@@ -37,10 +37,17 @@ def engine(**changes: Any) -> Any:
     return SimpleNamespace(speculative_config=speculative, parallel_config=SimpleNamespace(**parallel | changes))
 
 
-def model(*, window: int | None = None, hybrid: bool = False, merged: bool = False) -> Any:
+def model(
+    *, window: int | None = None, chunk: int | None = None, kinds: Any = None, merged: bool = False, **more: bool
+) -> Any:
     """What is read of a VllmConfig, of its model."""
     return SimpleNamespace(
-        model_config=SimpleNamespace(is_hybrid=hybrid, get_sliding_window=lambda: window),
+        model_config=SimpleNamespace(
+            **{"is_hybrid": False, "is_encoder_decoder": False} | more,
+            get_sliding_window=lambda: window,
+            attention_chunk_size=chunk,
+            hf_text_config=SimpleNamespace(layer_types=kinds) if kinds is not None else SimpleNamespace(),
+        ),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=merged),
     )
 
@@ -92,6 +99,16 @@ def test_receivers_whose_kv_goes_after_the_prefill() -> None:
 
 def test_what_the_front_end_knows_of_the_cache() -> None:
     assert full_attention_only(model())
-    assert full_attention_only(model(window=64, merged=True))
     assert not full_attention_only(model(window=64))
-    assert not full_attention_only(model(hybrid=True, merged=True))
+    assert not full_attention_only(model(chunk=64))
+    assert not full_attention_only(model(is_hybrid=True, merged=True))
+    assert not full_attention_only(model(is_encoder_decoder=True))
+
+
+@pytest.mark.parametrize("local", ["window", "chunk"])
+def test_layers_that_see_a_part_are_kept_like_others_only_where_there_are_others(local: str) -> None:
+    mixed = ["sliding_attention", "full_attention"]
+    assert full_attention_only(model(**{local: 64}, kinds=mixed, merged=True))
+    assert not full_attention_only(model(**{local: 64}, kinds=mixed))
+    assert not full_attention_only(model(**{local: 64}, kinds=["sliding_attention"] * 2, merged=True))
+    assert not full_attention_only(model(**{local: 64}, merged=True)), "a model that has one kind names none"
