@@ -79,7 +79,7 @@ ABLATIONS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "without a price on answers beside slices": ("foresight", {"beside": 0.0}),
     "without a price on harm to decodes": ("foresight", {"harm": 0.0, "crowd": 0.0}),
     "without a price on full KV": ("foresight", {"overflow_u": 0.0}),
-    "slices half as long": ("foresight", {"slice_u": 0.75}),
+    "slices five times as long": ("foresight", {"slice_u": 1.5, "slice_min_tokens": 4096.0}),
 }
 
 

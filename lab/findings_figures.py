@@ -9,7 +9,7 @@ from lab.paired import Estimate, difference_by_seed
 
 BASE = "unified"
 OURS = "foresight"
-TTFT, E2E90, E2E99, TPOT = "ttft_p90_s", "e2e_p90_s", "e2e_p99_s", "tpot_p90_s"
+TTFT, TTFT99, E2E90, E2E99, TPOT = "ttft_p90_s", "ttft_p99_s", "e2e_p90_s", "e2e_p99_s", "tpot_p90_s"
 
 # policy -> seed -> metric -> value, of all requests.
 Cell = Mapping[str, Mapping[int, Mapping[str, float]]]

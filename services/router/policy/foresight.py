@@ -30,21 +30,23 @@ class Foresight(Policy):
     without prefills. score_i = wait_i + C_i + leave * (C_i - min C) + beside * idle * rest_i + (harm + crowd * (1 - idle)) *
     C_i * decodes_i + overflow_u * u where i's KV would not hold all open prompts. The least score is where a request goes. A
     light one (min C <= light_u * u): when wait_i <= express_u * u, or under half of what is open there (reason `express`). A
-    heavy one: when what is open there takes at most start_u * u. Until then it is held (`held`), those with the least min C /
-    ageing - age first. Of a heavy prompt only the next slice_u * u seconds are placed (`slice`), then the rest is decided anew
-    (`serve`: its last part). Engines that cut long prompts themselves get them whole; a prompt of n tokens waits there, for
-    each prompt before it, min(what is left of it, ceil(n / limit) chunks of it). Scores are seconds; figures tell u, and wait
-    and C where it goes.
+    heavy one: when what goes before it there takes at most start_u * u, which is what is open, and the rests of heavy prompts
+    that have less left than itself. Until then it is held (`held`), those with the least min C / ageing - age first. Of a heavy
+    prompt only the next slice_u * u seconds are placed (`slice`), then the rest is decided anew (`serve`: its last part). So an
+    instance has one heavy prompt at a time, that with the least left, and light ones go between its slices. Engines that cut
+    long prompts themselves are no exception: a lone prompt has their whole step, which may take seconds. A prompt of n tokens
+    waits there, for each prompt before it, min(what is left of it, ceil(n / limit) chunks of it); a light one of more than a
+    chunk starts as heavy ones do, and goes whole. Scores are seconds; figures tell u, and wait and C where it goes.
     Source: a study of Pointsman's own, of which docs/findings.md tells.
     """
 
     name: ClassVar[str] = "foresight"
 
-    slice_u: float = setting(1.5, 0.0, 1e6, "a slice takes so many u; 0: no slices")
-    slice_min_tokens: float = setting(4096.0, 16.0, 1e9, "and it has at least so many tokens")
-    light_u: float = setting(1.5, 0.0, 1e6, "a request of at most so many u is light")
+    slice_u: float = setting(0.3, 0.0, 1e6, "a slice takes so many u; 0: no slices")
+    slice_min_tokens: float = setting(1024.0, 16.0, 1e9, "and it has at least so many tokens")
+    light_u: float = setting(2.0, 0.0, 1e6, "a request of at most so many u is light")
     express_u: float = setting(1.5, 0.0, 1e6, "a light one goes where it waits at most so many u")
-    start_u: float = setting(0.8, 0.0, 1e6, "a heavy one goes where at most so many u are open")
+    start_u: float = setting(0.2, 0.0, 1e6, "a heavy one goes where at most so many u go before it")
     ageing: float = setting(0.1, 1e-3, 1e6, "seconds of cost that a second of waiting makes up for")
     leave: float = setting(0.3, 0.0, 1e6, "price of leaving a cache: its owner's return")
     beside: float = setting(
@@ -87,12 +89,16 @@ class Foresight(Policy):
         curve = curves.get(best.prefilling.hardware, DEFAULT_CURVE)
         backlog, wait = _ahead(best.prefilling, curve, best.new_tokens, now)
         figures = {"usual_s": unit, "wait_s": wait, "prefill_s": best_cost}
-        if not unit or (least <= self.light_u * unit and (wait <= self.express_u * unit or wait < 0.5 * backlog)):
+        light = least <= self.light_u * unit
+        # Where an engine cuts, what takes several chunks slows all that is computed beside it, and is slowed by it.
+        passes = light and not 0 < best.prefilling.chunk_limit < best.new_tokens
+        if not unit or (passes and (wait <= self.express_u * unit or wait < 0.5 * backlog)):
             return structs.replace(serve(best, EXPRESS, scores), figures=figures)
         handicap = least / self.ageing
-        if least <= self.light_u * unit or backlog > self.start_u * unit:
+        before = backlog + _less_left(request, best, best_cost, curve)
+        if passes or before > self.start_u * unit:
             return structs.replace(hold(HELD, scores=scores, handicap_s=handicap), figures=figures)
-        prefix = self._slice(request, best, curve, unit)
+        prefix = 0 if light else self._slice(request, best, curve, unit)
         ruling = slice_of(best, prefix, SLICE, scores) if prefix else serve(best, LAST, scores)
         return structs.replace(ruling, figures=figures, handicap_s=handicap)
 
@@ -116,7 +122,7 @@ class Foresight(Policy):
 
     def _slice(self, request: PlacementRequest, one: Candidate, curve: CostCurve, unit: float) -> int:
         """How many tokens of the prompt are to be there after the next slice; 0: all that is left goes at once."""
-        if not self.slice_u or one.prefilling.chunk_limit:
+        if not self.slice_u:
             return 0
         tokens = max(curve.tokens_in(self.slice_u * unit, one.cached_tokens), self.slice_min_tokens)
         tokens = min(tokens, request.sliceable_tokens - one.cached_tokens)
@@ -125,6 +131,17 @@ class Foresight(Policy):
         block = one.prefilling.block_size
         end = one.cached_tokens + max(int(tokens) // block, 1) * block
         return end if end <= request.sliceable_tokens and end < request.input_tokens else 0
+
+
+def _less_left(request: PlacementRequest, one: Candidate, cost: float, curve: CostCurve) -> float:
+    """Seconds of the rests of other prompts there that have less left than this one, which takes `cost` s there.
+
+    Prompts that took turns, slice by slice, would all end when the last one does. Of two one is always first: both are compared
+    by what was left when they were there last, lest each give way to the other because its own part was evicted meanwhile.
+    """
+    rests = {who: curve.cost_s(left, there) for who, left, there in one.prefilling.rests}
+    cost = min(cost, rests.pop(request.request_id, cost))
+    return sum([rest for rest in rests.values() if rest < cost])
 
 
 def _open_tokens(request: PlacementRequest, one: Candidate) -> int:

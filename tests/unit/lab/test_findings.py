@@ -91,7 +91,7 @@ def test_what_is_said_follows_from_the_figures() -> None:
     ]
     text = render(trials, {"knee": msgspec.to_builtins(LOADS["knee"])}, 0, quick=False)
     assert (
-        "| agentic, knee | 4.02 | 8.02 | `lpwl` (+1.50 ± 0.00) | 4.52 (-3.50 ± 0.00) | 88% | 75% | = | = | 1.0 x | none |"
+        "| agentic, knee | 4.02 | 8.02 | `lpwl` (+1.50 ± 0.00) | 4.52 (-3.50 ± 0.00) | 88% | 75% | = | = | = | 1.0 x | none |"
         in text
     )
     assert "is met in 1 of 1 cells, those of TTFT p90 in 1." in text

@@ -244,8 +244,11 @@ def test_an_owners_death_costs_small_requests_between_slices_no_more_than_its_ta
     asked = Simulation(instances=1, policy="foresight", routers=2, takeover_s=1.5)
     _, alive = simulate(requests, asked)
     assert {one.rule for one in alive.values()} == {"express", "slice"}
-    assert most_waited_s(alive) > 1.5
+    alone_s = alive["usual0"].ttft_s or 0.0
+    # They wait for what is left of a slice, not for the 13 s of the whole prompt.
+    assert alone_s < most_waited_s(alive) < 3 * alone_s
     for moment in (15.1, 16.4, 17.9, 19.0, 22.0, 27.0):
         _, records = simulate(requests, replace(asked, owner_dies_s=moment))
         # The longest wait, not each one's own: at which moment of a slice a request comes is chance, with or without a death.
-        assert most_waited_s(records) <= most_waited_s(alive) + 1.5
+        # Two that waited for the new owner come to it at once.
+        assert most_waited_s(records) <= most_waited_s(alive) + 1.5 + alone_s

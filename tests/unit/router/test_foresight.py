@@ -15,6 +15,7 @@ from tests.unit.router.builders import candidate, request
 # A token a millisecond, whatever comes before it; u is 1 s.
 CURVE = CostCurve(0.0, 1e-3, 0.0)
 RNG = random.Random(0)
+SLICES = Foresight(slice_u=1.5, slice_min_tokens=16, start_u=0.8)
 
 
 def seen(*candidates: Candidate, now: float = 10.0, curve: CostCurve = CURVE, usual: float = 1_000.0) -> FleetView:
@@ -36,7 +37,7 @@ def one(name: str, tokens: int, cached: int = 0, open_tokens: int = 0, decodes: 
 
 def rule(tokens: int, *candidates: Candidate, policy: Foresight | None = None, **changes: Any) -> Ruling:
     asked: PlacementRequest = request(tokens=tokens, sliceable_tokens=changes.pop("sliceable_tokens", tokens))
-    return (policy or Foresight(slice_min_tokens=16)).rule(asked, seen(*candidates, **changes), RNG)
+    return (policy or SLICES).rule(asked, seen(*candidates, **changes), RNG)
 
 
 def test_scores_are_predicted_seconds() -> None:
@@ -80,16 +81,27 @@ def test_what_a_prefill_has_done_since_it_moved_is_no_wait() -> None:
     assert rule(1_000, busy, now=60.0).figures["wait_s"] == pytest.approx(0.4)
 
 
-def test_a_heavy_prompt_goes_in_slices_of_one_and_a_half_usual_requests() -> None:
+def test_a_heavy_prompt_goes_in_slices_of_so_many_usual_requests() -> None:
     ruling = rule(10_000, one("a", 10_000))
     [step] = ruling.steps
     assert (step.kind, step.prefix_tokens, step.reason) == (StepKind.PREFILL, 1_488, "slice")
     [step] = rule(10_000, one("a", 10_000, cached=4_000, block_size=64)).steps
     assert step.prefix_tokens == 4_000 + 1_472, "whole blocks of the engine's own"
-    [step] = rule(10_000, one("a", 10_000, cached=8_200)).steps
-    assert (step.kind, step.reason) == (StepKind.SERVE, "serve"), "a crumb is no slice of its own"
+    [step] = rule(10_000, one("a", 10_000), policy=Foresight(slice_min_tokens=16)).steps
+    assert step.prefix_tokens == 288
     [step] = rule(10_000, one("a", 10_000), policy=Foresight()).steps
-    assert step.prefix_tokens == 4_096, "below that, chunks are cut for nothing"
+    assert step.prefix_tokens == 1_024, "below that, chunks are cut for nothing"
+    assert rule(90_000, one("a", 90_000, chunk_limit=4_096)).reason == "slice", "a lone one would have whole steps"
+
+
+def test_the_last_part_of_a_heavy_prompt_goes_whole() -> None:
+    [step] = rule(10_000, one("a", 10_000, cached=7_900)).steps
+    assert (step.kind, step.reason) == (StepKind.PREFILL, "slice")
+    [step] = rule(10_000, one("a", 10_000, cached=8_000)).steps
+    assert (step.kind, step.reason) == (StepKind.SERVE, "express"), "it is light now"
+    always = Foresight(slice_u=1.5, slice_min_tokens=16, light_u=0)
+    [step] = rule(10_000, one("a", 10_000, cached=8_200), policy=always).steps
+    assert (step.kind, step.reason) == (StepKind.SERVE, "serve"), "a crumb is no slice of its own"
 
 
 def test_slices_end_where_the_gateway_knows_the_tokens() -> None:
@@ -100,12 +112,11 @@ def test_slices_end_where_the_gateway_knows_the_tokens() -> None:
     assert step.kind is StepKind.SERVE
 
 
-@pytest.mark.parametrize("why", ["the gateway cannot", "the engine cuts by itself", "switched off"])
+@pytest.mark.parametrize("why", ["the gateway cannot", "switched off"])
 def test_what_is_not_sliced(why: str) -> None:
-    limit = 4_096 if why == "the engine cuts by itself" else 0
     policy = Foresight(slice_u=0.0) if why == "switched off" else None
     known = 0 if why == "the gateway cannot" else 90_000
-    ruling = rule(90_000, one("a", 90_000, chunk_limit=limit), policy=policy, sliceable_tokens=known)
+    ruling = rule(90_000, one("a", 90_000), policy=policy, sliceable_tokens=known)
     assert [step.kind for step in ruling.steps] == [StepKind.SERVE]
 
 
@@ -114,11 +125,40 @@ def test_a_heavy_one_starts_where_little_is_open() -> None:
     assert rule(10_000, one("a", 10_000, open_tokens=900)).reason == "held"
 
 
+def test_heavy_prompts_do_not_take_turns() -> None:
+    """Of those begun on an instance the one with the least left goes on until it is through."""
+
+    def go_on(mine: int, others: int, cached: int = 1_000) -> Ruling:
+        begun = (("r", mine, 1_000), ("other", others, 5_000))
+        return rule(10_000, one("a", 10_000, cached=cached, rests=begun))
+
+    assert go_on(9_000, 8_999).reason == "held"
+    assert go_on(9_000, 9_000).reason == "slice", "one of them must"
+    assert go_on(9_000, 9_001).reason == "slice"
+    assert go_on(9_000, 800).reason == "slice", "what is little is not worth a pause"
+    assert go_on(9_000, 9_500, cached=0).reason == "slice", "what was evicted meanwhile makes it no longer than it was"
+    # One that comes is first, too, where it is the shorter one, whatever the other has had.
+    begun = one("a", 6_000, rests=(("other", 7_000, 5_000),))
+    assert rule(6_000, begun).reason == "slice"
+    assert rule(8_000, one("a", 8_000, rests=(("other", 7_000, 5_000),))).reason == "held"
+    # Light ones pass.
+    assert rule(1_400, one("a", 1_400, rests=(("other", 1_000, 5_000),))).reason == "express"
+
+
 def test_behind_an_engine_that_cuts_long_prompts_a_small_one_waits_for_a_chunk() -> None:
     ruling = rule(500, one("a", 500, open_tokens=50_000, chunk_limit=1_000))
     assert ruling.reason == "express"
     assert ruling.figures["wait_s"] == pytest.approx(1.0)
     assert rule(1_200, one("a", 1_200, open_tokens=1_500, chunk_limit=1_000)).figures["wait_s"] == pytest.approx(1.5)
+
+
+def test_light_ones_of_several_chunks_are_not_computed_side_by_side() -> None:
+    """Each would be through only when both are."""
+    cuts = {"chunk_limit": 1_000}
+    assert rule(1_000, one("a", 1_000, open_tokens=900, **cuts)).reason == "express"
+    assert rule(1_001, one("a", 1_001, open_tokens=900, **cuts)).reason == "held"
+    [step] = rule(1_900, one("a", 1_900, open_tokens=700, **cuts)).steps
+    assert (step.kind, step.reason) == (StepKind.SERVE, "serve")
 
 
 def test_an_answer_beside_the_rest_of_a_heavy_prompt_has_its_price() -> None:
@@ -163,3 +203,5 @@ def test_eager_holds_nobody_and_slices_all_the_same() -> None:
     assert isinstance(eager, Foresight)
     assert rule(1_400, one("a", 1_400, open_tokens=90_000), policy=eager).reason == "express"
     assert rule(10_000, one("a", 10_000, open_tokens=90_000), policy=eager).reason == "slice"
+    begun = one("a", 10_000, rests=(("other", 7_000, 5_000),))
+    assert rule(10_000, begun, policy=eager).reason == "slice"
