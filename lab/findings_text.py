@@ -183,10 +183,10 @@ heavy prompts go in slices, so what is small waits for a slice and not for a who
 that goes on which has the least left, so that they do not make each other wait; and what waits, waits in the router, shortest
 first, until its own cache is free, instead of in the queue of an engine that was picked too early.
 What it costs: an answer that begins between two slices gets a token per chunk until the heavy prompt is through. Where others
-are idle the score avoids that (without it: the ablation); where none is, decodes pay for TTFT, and the heaviest prompts wait for
-everything shorter. Under overload what is computed of a sliced prompt may be evicted before its next slice, and answers beside
-slices hold their KV for longer, which evicts more. Decodes are therefore left alone the more, the more instances have prefills;
-at the knee that price costs a part of the gap.
+are idle the score avoids that (without it: the ablation); where none is, decodes pay for TTFT. The heaviest prompts wait for
+everything shorter: TTFT p99 is the price in `chat` and where engines are slow. Under overload what is computed of a sliced prompt
+may be evicted before its next slice, and answers beside slices hold their KV for longer, which evicts more. Decodes are therefore
+left alone the more, the more instances have prefills.
 What is left to the floor, taken apart request by request on draws for tuning (and sessions 1,001 to 2,000 of `chat`'s trace): in
 `chat` 85 % of the gap (light; saturated 55 %) is prefill of what was evicted; elsewhere 20 to 40 % is, what is cached on another
 instance makes up 0 to 13 %, and the rest is waiting for others' prefills or computing beside them, with a threshold mostly the
@@ -203,9 +203,9 @@ on themselves when saturated); pauses for decodes between slices (E2E p90 lower 
 KV is nearly full (overloaded, fewer tokens computed twice, and all the waiting back); a higher or lower price on leaving a cache,
 or none where instances are idle (no difference beyond luck); a price on instances to which sessions are likely to return soon, by
 the answers that ended there in the last minute (TTFT p90 the same, E2E p99 up to half as much again). And, by the share of the
-gap closed in six or seven cells of draws for tuning: heavy prompts that take turns, slice by slice (63 % with or without, but TTFT
-p99 up to 30 % longer: all are through only when the last one is); slices that grow with a prompt's wait (58 instead of 61 %, p99
-the same); what goes before a heavy prompt at its full price in the score (65 instead of 67 %, and E2E p90 in `chat` 6 % over
+gap closed in six or seven cells of draws for tuning: heavy prompts that take turns, slice by slice (63 % with or without, but
+TTFT p99 up to 30 % longer: all are through only when the last one is); slices that grow with a prompt's wait (58 instead of 61 %,
+p99 the same); what goes before a heavy prompt at its full price in the score (65 instead of 67 %, and E2E p90 in `chat` 6 % over
 `unified`'s instead of 11 % under it). Slices of 0.3 to 0.75 u, light up to 1.5 or 2 u, a start where 0.1 to 0.4 u go before: all
 within luck."""
 
