@@ -225,7 +225,7 @@ class RouterState:
         effects: list[ev.Effect] = []
         announced = {stream.request.request_id: stream for stream in hello.open_streams}
         between = frozenset(held.request.request_id for held in self.holding.queue if held.after)
-        self.holding.drop_gateway(hello.gateway_id, keep=hello.waiting | between & announced.keys())
+        self.holding.drop_gateway(hello.gateway_id, keep=hello.waiting | between.intersection(announced))
         if self._warm_up.expect({*hello.known, *(one.instance_id for one in hello.open_streams)}, self.fleet, now):
             effects.append(ev.FleetChanged())
         for reservation in list(self.reservations):
