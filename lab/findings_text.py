@@ -254,7 +254,7 @@ def _ours(cells: Mapping[Place, Cell]) -> str:
     lines += [
         "",
         f"Every goal is met in {sum(not failed for failed in unmet)} of {len(unmet)} cells, those of TTFT p90 in {ttft}."
-        + (f" In {alone} cells no rival was run but `unified`: what is lowest there is not known." if alone else ""),
+        + (f" No rival but `unified` was run in {alone} of them: what is lowest there is not known." if alone else ""),
         "The goals: TTFT p90 lowest of all in the mean; so much of the gap closed (slow and overloaded cells have no such goal);",
         "E2E p90 and p99 not worse than `unified`'s, an interval that holds 0 being no worse; "
         f"TPOT p90 at most {GOAL_TPOT:g} x.",

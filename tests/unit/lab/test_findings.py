@@ -97,9 +97,9 @@ def test_what_is_said_follows_from_the_figures() -> None:
     assert "is met in 1 of 1 cells, those of TTFT p90 in 1." in text
     assert "`sticky` (affinity alone): knee: +0% (=) s, no difference." in text
     assert "missing" not in text
-    assert "no rival was run" not in text
+    assert "No rival but `unified`" not in text
     own = [one for one in trials if one.policy in ("floor", "unified", "foresight")]
-    assert "In 1 cells no rival was run but `unified`" in render(own, {}, 0, quick=False)
+    assert "No rival but `unified` was run in 1 of them" in render(own, {}, 0, quick=False)
     worse = render([*trials, *(trial("lpwl", "knee", seed, 4.2) for seed in (1, 2, 3))], {}, 7, quick=False)
     assert "| lowest |" in worse
     assert "is met in 0 of 1 cells, those of TTFT p90 in 0." in worse
