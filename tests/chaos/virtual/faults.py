@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.chaos.virtual.store import NAME as REDIS
-from tests.chaos.virtual.world import World
+from tests.chaos.virtual.world import RouterNode, World
 
 # A fault and how long it lasts, in s.
 Fault = Callable[[World, float], str]
@@ -70,6 +70,33 @@ def _router_ends(world: World, for_s: float) -> str:
     return f"{address} stops in order"
 
 
+def _drains(world: World, for_s: float) -> str:
+    """An operator has an instance drain, and takes that back, again and again until all routers say that it is back."""
+    instance_id = world.engines[world.rng.choice(sorted(world.engines))].instance_id
+
+    async def order(node: RouterNode, *, resume: bool) -> None:
+        router = node.router
+        record = router.state.fleet.get(instance_id) if router is not None else None
+        if router is not None and record is not None:
+            # However long a stopped router takes: what it does not answer it may still do.
+            await asyncio.wait([node.node.spawn(router.drain(record.info, resume))])
+
+    async def roll() -> None:
+        await order(world.routers[world.rng.choice(sorted(world.routers))], resume=False)
+        await asyncio.sleep(for_s)
+        while draining := [node for node in world.routers.values() if _says_draining(node, instance_id)]:
+            await order(draining[0], resume=True)
+            await asyncio.sleep(1.0)
+
+    world.chores.append(asyncio.create_task(roll()))
+    return f"{instance_id} is to drain"
+
+
+def _says_draining(node: RouterNode, instance_id: str) -> bool:
+    record = node.router.state.fleet.get(instance_id) if node.router is not None else None
+    return record is not None and record.draining
+
+
 def _cut(ones: str, others: str) -> Fault:
     def cut(world: World, for_s: float) -> str:
         names: dict[str, Any] = {**vars(world), "redis_itself": (REDIS,)}
@@ -104,6 +131,7 @@ FAULTS: tuple[Fault, ...] = (
     _dies("gateways"),
     _dies("agents"),
     _dies("engines"),
+    _drains,
     _cut("gateways", "routers"),
     _cut("agents", "routers"),
     _cut("gateways", "engines"),
