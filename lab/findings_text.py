@@ -212,10 +212,11 @@ p99 the same); what goes before a heavy prompt at its full price in the score (6
 `unified`'s instead of 11 % under it). Slices of 0.3 to 0.75 u, light up to 1.5 or 2 u, a start where 0.1 to 0.4 u go before: all
 within luck.
 
-What an engine takes to read a request before it schedules it, which the trials of this page leave out, is paid again for each slice.
-With 30 ms of it in the mean, three fresh draws at the knee: 78 % closed instead of 80 (`agentic`), 76 instead of 78 (`generated`), and
-TTFT p99 44 s instead of 46, and 57 instead of 50. Slices of 0.75 u and at least 4,096 tokens close 77 and 75 % without it, 76 and 78 %
-with it, at a TTFT p99 of 38 to 45 s: where requests take long to reach the engine, set `slice_u` and `slice_min_tokens` so."""
+What an engine takes to read a request before it schedules it, which the trials of this page leave out, is paid again for each
+slice. With 30 ms of it in the mean, three fresh draws at the knee: 78 % closed instead of 80 (`agentic`), 76 instead of 78
+(`generated`), and TTFT p99 44 s instead of 46, and 57 instead of 50. Slices of 0.75 u and at least 4,096 tokens close 77 and 75 %
+without it, 76 and 78 % with it, at a TTFT p99 of 38 to 45 s: where requests take long to reach the engine, set `slice_u` and
+`slice_min_tokens` so."""
 
 
 def _ours(cells: Mapping[Place, Cell]) -> str:
