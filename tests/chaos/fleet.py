@@ -209,9 +209,16 @@ class Fleet:
         return {names[one.instance.instance_id]: one for one in answer.instances}
 
     async def owner(self) -> str:
-        """The router that owns the pool."""
-        pools = (await self.replicas("r0")).pools
-        return self._owner_of(pools[0])
+        """The router that owns the pool, as soon as one does: it may just change hands."""
+        owner = ""
+
+        async def trouble() -> str:
+            nonlocal owner
+            owner = self._owner_of((await self.replicas("r0")).pools[0])
+            return "" if owner else "nobody owns the pool"
+
+        await self._until(trouble, WELL_S)
+        return owner
 
     async def other(self) -> str:
         """The router that does not."""
