@@ -56,8 +56,7 @@ def estimate(values: Sequence[float]) -> Estimate:
     count = len(values)
     if count == 1:
         return Estimate(values[0], None, 1)
-    quantile = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2))
-    return Estimate(statistics.fmean(values), quantile * statistics.stdev(values) / math.sqrt(count), count)
+    return Estimate(statistics.fmean(values), _quantile(count) * statistics.stdev(values) / math.sqrt(count), count)
 
 
 def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Estimate:
@@ -80,13 +79,12 @@ def trimmed_difference(values: Sequence[float], baseline: Sequence[float]) -> Es
     """
     differences = sorted(value - base for value, base in zip(values, baseline, strict=True))
     cut = int(TRIMMED * len(differences))
-    left = differences[cut : len(differences) - cut]
     if cut == 0:
         return estimate(differences)
+    left = differences[cut:-cut]
     pulled_in = [left[0]] * cut + left + [left[-1]] * cut
-    quantile = float(stdtrit(len(left) - 1, (1 + CONFIDENCE) / 2))
     spread = statistics.stdev(pulled_in) / ((1 - 2 * TRIMMED) * math.sqrt(len(differences)))
-    return Estimate(statistics.fmean(left), quantile * spread, len(differences))
+    return Estimate(statistics.fmean(left), _quantile(len(left)) * spread, len(differences))
 
 
 def difference_by_seed(values: Mapping[int, float], baseline: Mapping[int, float]) -> Estimate | None:
@@ -95,3 +93,8 @@ def difference_by_seed(values: Mapping[int, float], baseline: Mapping[int, float
     if not common:
         return None
     return paired_difference([values[seed] for seed in common], [baseline[seed] for seed in common])
+
+
+def _quantile(count: int) -> float:
+    """Student's t for CONFIDENCE on both sides, with `count` - 1 degrees of freedom."""
+    return float(stdtrit(count - 1, (1 + CONFIDENCE) / 2))

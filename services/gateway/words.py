@@ -50,10 +50,7 @@ class Words:
         if not text.isascii():
             return None
         ids = array("I")
-        if self._added is None:
-            ids.frombytes(self._of_part(text))
-            return ids
-        for at, part in enumerate(self._added.split(text)):
+        for at, part in enumerate(self._added.split(text) if self._added is not None else (text,)):
             ids.frombytes(self._of_added[part] if at % 2 else self._of_part(part))
         return ids
 

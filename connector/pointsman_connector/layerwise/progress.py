@@ -74,7 +74,7 @@ class Delivery:
     regions: Sequence[Collection[str]]
     wanted: int
     block_bytes: Sequence[int]
-    least_bytes: int = 0
+    least_bytes: int
     writing: bool = False
     failed: bool = False
     _sent: list[int] = field(default_factory=list)

@@ -95,8 +95,7 @@ class Foresight(Policy):
         if not unit or (passes and (wait <= self.express_u * unit or wait < 0.5 * backlog)):
             return structs.replace(serve(best, EXPRESS, scores), figures=figures)
         handicap = least / self.ageing
-        before = backlog + _less_left(request, best, best_cost, curve)
-        if passes or before > self.start_u * unit:
+        if passes or backlog + _less_left(request, best, best_cost, curve) > self.start_u * unit:
             return structs.replace(hold(HELD, scores=scores, handicap_s=handicap), figures=figures)
         prefix = 0 if light else self._slice(request, best, curve, unit)
         ruling = slice_of(best, prefix, SLICE, scores) if prefix else serve(best, LAST, scores)

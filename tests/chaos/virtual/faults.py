@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from services.router.fleet import InstanceRecord
 from tests.chaos.virtual.store import NAME as REDIS
 from tests.chaos.virtual.world import RouterNode, World
 
@@ -74,27 +75,25 @@ def _drains(world: World, for_s: float) -> str:
     """An operator has an instance drain, and takes that back, again and again until all routers say that it is back."""
     instance_id = world.engines[world.rng.choice(sorted(world.engines))].instance_id
 
+    def known(node: RouterNode) -> InstanceRecord | None:
+        return node.router.state.fleet.get(instance_id) if node.router is not None else None
+
     async def order(node: RouterNode, *, resume: bool) -> None:
-        router = node.router
-        record = router.state.fleet.get(instance_id) if router is not None else None
-        if router is not None and record is not None:
+        if node.router is not None and (record := known(node)) is not None:
             # However long a stopped router takes: what it does not answer it may still do.
-            await asyncio.wait([node.node.spawn(router.drain(record.info, resume))])
+            await asyncio.wait([node.node.spawn(node.router.drain(record.info, resume))])
 
     async def roll() -> None:
         await order(world.routers[world.rng.choice(sorted(world.routers))], resume=False)
         await asyncio.sleep(for_s)
-        while draining := [node for node in world.routers.values() if _says_draining(node, instance_id)]:
+        while draining := [
+            node for node in world.routers.values() if (one := known(node)) is not None and one.draining
+        ]:
             await order(draining[0], resume=True)
             await asyncio.sleep(1.0)
 
     world.chores.append(asyncio.create_task(roll()))
     return f"{instance_id} is to drain"
-
-
-def _says_draining(node: RouterNode, instance_id: str) -> bool:
-    record = node.router.state.fleet.get(instance_id) if node.router is not None else None
-    return record is not None and record.draining
 
 
 def _cut(ones: str, others: str) -> Fault:
