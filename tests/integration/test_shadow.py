@@ -35,9 +35,6 @@ DOCS = Path(__file__).parents[2] / "docs" / "shadow.md"
 MODEL = "pointsman-emulated"
 KV_TOKENS = 64_000
 SESSIONS, TURNS, ANSWER = 10, 5, 24
-# Of what Pointsman would find cached, and of what it then finds: engines that share two cores with clients are not as fast as
-# their model, so that loads differ here and there, and with them placements.
-TOLERANCE = 0.05
 
 
 @dataclass
@@ -231,7 +228,11 @@ async def test_it_says_what_really_comes(engines: list[Emulated], tmp_path: Path
         assert (model["requests"], model["placement_known"], model["keyed"], model["failed"]) == (50, 50, 50, 0)
         # The same placement in the model and in the engines; then what it promises, and what really came.
         assert model["as_recorded"]["cached_tokens"] == pytest.approx(as_it_is.cached_tokens, rel=0.01)
-        assert model["would_be"]["cached_tokens"] == pytest.approx(really.cached_tokens, rel=TOLERANCE)
+        # Engines that share two cores with clients are not as fast as their model: loads differ here and there, and with them
+        # placements. A session that begins on another engine misses a whole system prompt. The gain itself is no such accident.
+        gain = really.cached_tokens - as_it_is.cached_tokens
+        assert gain > 0
+        assert model["would_be"]["cached_tokens"] == pytest.approx(really.cached_tokens, abs=gain / 2)
         assert model["saved_tokens"] > 0.5 * (really.cached_tokens - as_it_is.cached_tokens)
     compared = [json.loads(line) for line in (tmp_path / "compared.jsonl").read_text().splitlines()]
     assert sum(one["as_recorded"]["cached_tokens"] for one in compared) == found[1]["as_recorded"]["cached_tokens"]
