@@ -27,6 +27,7 @@ from services.router.io.settings import RouterSettings
 from tests.engine.processes import Process, free_port
 
 WITHIN_S = 30.0
+JOINED = (fleet_pb2.INSTANCE_STATE_READY, fleet_pb2.INSTANCE_STATE_DRAINING)
 
 
 class Client:
@@ -44,9 +45,10 @@ class Client:
 
 
 class Report:
-    """One agent's stream for one instance."""
+    """One agent's stream for one instance, and an observer of the router where the agent may not look itself."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, observer: Client | None = None) -> None:
+        self._observer = observer or client
         self.call = client.agents.Report(metadata=client.metadata)
 
     async def send(self, **kind: Any) -> None:
@@ -80,9 +82,15 @@ class Report:
         await self.send(load=agent_pb2.Load(healthy=True, running=1, kv_usage=0.25))
 
     async def join(self, name: str = "a", keys: list[int] | None = None, **changes: Any) -> None:
+        """The instance is there, and its keys are: what comes next on another stream or connection finds it so."""
         await self.hello(name, **changes)
         assert (await self.read()).welcome.snapshot
         await self.snapshot(keys or [])
+
+        async def ready() -> bool:
+            return (await self._observer.instances())[name].state in JOINED
+
+        await eventually(ready, f"{name} has joined")
 
 
 class Session:

@@ -85,19 +85,9 @@ async def test_who_is_told_of_roles_without_being_refused() -> None:
     }
 
 
-async def joined(client: Client) -> None:
-    """An instance is there, and ready. A browser has another connection: what it asks may come before the agent's last word."""
-
-    async def ready() -> bool:
-        return (await client.instances())["a"].state == fleet_pb2.INSTANCE_STATE_READY
-
-    await Report(client).join("a")
-    await eventually(ready, "a is ready")
-
-
 async def test_an_operator_drains_and_changes_the_policy() -> None:
     async with console() as (_, client, browser):
-        await joined(client)
+        await Report(client).join("a")
         status, answer = await browser.call("Drain", {"instanceId": "a"})
         assert (status, answer["instance"]["state"]) == (200, "INSTANCE_STATE_DRAINING")
         status, answer = await browser.call("Drain", {"instanceId": "a", "resume": True})
@@ -234,7 +224,7 @@ async def test_the_page_may_load_nothing_from_elsewhere() -> None:
 
 async def test_pages_of_other_sites_get_no_answer() -> None:
     async with console() as (_, client, browser):
-        await joined(client)
+        await Report(client).join("a")
         for headers in (
             {"Sec-Fetch-Site": "cross-site"},
             {"Sec-Fetch-Site": "same-site"},

@@ -71,16 +71,16 @@ async def browser(instances: int = 3, scheme: Any = "light", roles: bool = False
         stack.push_async_callback(chromium.close)
         server, client = await stack.enter_async_context(running(tokens, console_listen="127.0.0.1:0"))
         channel = await stack.enter_async_context(open_channel(f"127.0.0.1:{server.port}"))
-        await a_fleet(Client(channel, tokens.of("agent")), instances)
+        await a_fleet(Client(channel, tokens.of("agent")), client, instances)
         await a_request(client)
         page = await chromium.new_page(color_scheme=scheme, viewport={"width": 1440, "height": 900})
         yield Shown(page, server)
 
 
-async def a_fleet(agents: Client, instances: int) -> None:
+async def a_fleet(agents: Client, observer: Client, instances: int) -> None:
     names = [f"10.0.{number // 100}.{number % 100}:8000" for number in range(instances - 1)]
     for number, name in enumerate([*names, EVIL]):
-        report = Report(agents)
+        report = Report(agents, observer)
         await report.join(name, keys=[1, 2, 3], incarnation=f"life-{number}")
         usage = number / instances
         await report.send(load=agent_pb2.Load(healthy=True, running=number, kv_usage=usage))

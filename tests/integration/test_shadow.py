@@ -254,7 +254,8 @@ async def test_its_token_is_an_observers(monkeypatch: pytest.MonkeyPatch) -> Non
     watching = asyncio.create_task(questions.watch(told.put))
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-            await Report(Client(channel, "A")).join("10.0.0.1:8000")
+            observer = Client(channel, "S")
+            await Report(Client(channel, "A"), observer).join("10.0.0.1:8000")
             async with asyncio.timeout(10):
                 while not (models := await told.get()):
                     pass
@@ -263,7 +264,6 @@ async def test_its_token_is_an_observers(monkeypatch: pytest.MonkeyPatch) -> Non
             now = await questions.ask(request)
             assert now is not None
             assert (now.instance, dict(now.cached)) == ("10.0.0.1:8000", {"10.0.0.1:8000": 0})
-            observer = Client(channel, "S")
             place = placement_pb2_grpc.PlacementServiceStub(channel).Place
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await place(placement_pb2.PlaceRequest(request=request), metadata=observer.metadata)
