@@ -20,6 +20,7 @@ from services.gateway.router_client import RouterClient
 from services.router import events as ev
 from services.router.io import redis_store
 from services.router.io.store import StoreEvent
+from services.router.ownership import preferred
 from services.router.reservations import Reservation
 from tests.chaos.virtual.loop import EPOCH, VirtualLoop, virtual_clocks
 from tests.chaos.virtual.network import Channel, Method, Network, Node, owner_of, track_tasks, wrong_s
@@ -188,6 +189,38 @@ def test_a_clock_of_redis_that_is_set_back_keeps_no_dead_router_alive() -> None:
         assert taken is not None
         assert taken.router_id != owner.router_id
         assert [one.router_id for one in other.replicas()] == [taken.router_id]
+
+    virtually(work())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_redis_that_loses_its_data_unnoticed_leaves_pools_to_their_owner(seed: int) -> None:
+    """The other replica has not heard of an owner yet: to it the pool has been free since it started."""
+
+    async def work() -> None:
+        network, redis = Network(random.Random(seed)), VirtualRedis()
+        stores: dict[str, redis_store.RedisStore] = {}
+
+        async def serve(name: str) -> None:
+            stores[name] = a_store(network, redis, name)
+            await stores[name].run()
+
+        first, other = sorted(("one", "two"), key=lambda name: name != preferred("m", ("one", "two")))
+        for name in (first, other):  # They poll every 0.25 s, the other one 0.1 s after the first.
+            Node(name).spawn(serve(name))
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(0.85)
+        stores[other].want(["m"])
+        await asyncio.sleep(0.3)
+        stores[first].want(["m"])
+        for _ in range(100):
+            if stores[first].epoch:
+                break
+            await asyncio.sleep(0.005)
+        assert (stores[first].epoch, stores[other].owner("m")) == (1, None)
+        redis.wipe()
+        await asyncio.sleep(5.0)
+        assert (stores[first].epoch, stores[other].epoch) == (1, 0)
 
     virtually(work())
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 # KEYS: live replicas, their addresses, what they tell of themselves, operators' orders. ARGV: router id, address, time to live
 # in ms, what it tells of itself, the version of the orders that it last took (0: none), those orders.
-# Returns {{id, address, ms since its last heartbeat, what it tells} of each live replica, version, orders}: the newest orders. A
-# replica whose heartbeat is of the future gave it before the clock was set back; if it lives it gives another at once.
+# Returns {{id, address, ms since its last heartbeat, what it tells} of each live replica, version, orders, known}: the newest
+# orders, and 1 if the caller was known already: 0 at its first heartbeat, after a long silence, and where Redis has lost its
+# data. A replica whose heartbeat is of the future gave it before the clock was set back; if it lives it gives another at once.
 HEARTBEAT = """
+local known = redis.call('HGET', KEYS[2], ARGV[1]) and 1 or 0
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 redis.call('ZADD', KEYS[1], now, ARGV[1])
@@ -25,13 +27,13 @@ if tonumber(ARGV[5]) > tonumber(redis.call('HGET', KEYS[4], 'version') or '0') t
   redis.call('HSET', KEYS[4], 'version', ARGV[5], 'orders', ARGV[6])
 end
 local live = {}
-local known = redis.call('ZRANGE', KEYS[1], 0, -1, 'WITHSCORES')
-for i = 1, #known, 2 do
-  local id = known[i]
-  local silent = math.max(now - tonumber(known[i + 1]), 0)
+local beats = redis.call('ZRANGE', KEYS[1], 0, -1, 'WITHSCORES')
+for i = 1, #beats, 2 do
+  local id = beats[i]
+  local silent = math.max(now - tonumber(beats[i + 1]), 0)
   table.insert(live, {id, redis.call('HGET', KEYS[2], id) or '', silent, redis.call('HGET', KEYS[3], id) or ''})
 end
-return {live, tonumber(redis.call('HGET', KEYS[4], 'version') or '0'), redis.call('HGET', KEYS[4], 'orders') or ''}
+return {live, tonumber(redis.call('HGET', KEYS[4], 'version') or '0'), redis.call('HGET', KEYS[4], 'orders') or '', known}
 """
 
 # KEYS: operators' orders. ARGV: the version of those that the caller has changed, what it made of them. Returns {version,

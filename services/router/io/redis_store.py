@@ -208,12 +208,16 @@ class RedisStore:
 
     async def _poll(self) -> None:
         self._poll_at = asyncio.get_running_loop().time() + self._lease_s / 4
-        told, version, orders = await self._heartbeat(
+        told, version, orders, known = await self._heartbeat(
             keys=[*self._replica_keys, self._orders_key],
             args=[self._router_id, self.address, int(self._lease_s * 1e3), self.about(), *self._orders],
         )
         live = self._met(told)
         self._take_orders(int(version), orders)
+        if not known:
+            # Newly come, or Redis has lost its data between two polls: others may live, and own what seems to be free.
+            live = []
+            self._forget_free()
         came_back, self._degraded = self._degraded, False
         # What happens from here on follows each pool's rewrite, that of the first while the others wait for theirs.
         for pool in list(self._pools.values()):
@@ -361,11 +365,14 @@ class RedisStore:
             if not isinstance(item, list):
                 item(kept)
 
+    def _forget_free(self) -> None:
+        for pool in self._pools.values():
+            pool.free_since = None
+
     def _failed(self, error: Exception) -> None:
         self._failures += 1
         self._poll_at = 0.0
-        for pool in self._pools.values():
-            pool.free_since = None
+        self._forget_free()
         if self._degraded or self._failures < FAILURES:
             return
         self._degraded = True

@@ -72,7 +72,8 @@ def _router_ends(world: World, for_s: float) -> str:
 
 
 def _drains(world: World, for_s: float) -> str:
-    """An operator has an instance drain, and takes that back, again and again until all routers say that it is back."""
+    """An operator has an instance drain, and takes that back, again and again until all routers know it and say that it is
+    back."""
     instance_id = world.engines[world.rng.choice(sorted(world.engines))].instance_id
 
     def known(node: RouterNode) -> InstanceRecord | None:
@@ -86,10 +87,8 @@ def _drains(world: World, for_s: float) -> str:
     async def roll() -> None:
         await order(world.routers[world.rng.choice(sorted(world.routers))], resume=False)
         await asyncio.sleep(for_s)
-        while draining := [
-            node for node in world.routers.values() if (one := known(node)) is not None and one.draining
-        ]:
-            await order(draining[0], resume=True)
+        while not_back := [node for node in world.routers.values() if (one := known(node)) is None or one.draining]:
+            await order(not_back[0], resume=True)
             await asyncio.sleep(1.0)
 
     world.chores.append(asyncio.create_task(roll()))
