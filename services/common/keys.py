@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import reduce
 from operator import xor
 
@@ -20,6 +20,12 @@ KEY_TOKENS = 16
 KEY_SCHEME = "xxh3-64/16/1"
 _KEY_BYTES = KEY_TOKENS * 4
 _MASK = (1 << 64) - 1
+# How many keys are folded at a time by digest_of, and from how many on that pays.
+_ROW_KEYS = 256
+_FOLDED_FROM = 64
+_EVERY_OTHER = int.from_bytes((b"\xff" * 8 + bytes(8)) * (_ROW_KEYS // 2), "little")
+# A row's half in bits, with a mask for it, and so on until there is one product.
+_HALVES = [(64 * keys, (1 << 64 * keys) - 1) for keys in (128, 64, 32, 16, 8, 4, 2)]
 
 
 def root_key(model: str, lora: str = "", cache_salt: str = "") -> int:
@@ -49,8 +55,18 @@ def prompt_keys(token_ids: Sequence[int], model: str, lora: str = "", cache_salt
     return extend_keys(root_key(model, lora, cache_salt), token_ids)
 
 
-def digest_of(tier: int, keys: Iterable[int]) -> int:
+def digest_of(tier: int, keys: Collection[int]) -> int:
     """Order-free digest of (tier, key) pairs: the xor of key * (2 * tier + 1) mod 2^64. Digests of disjoint sets xor."""
     factor = 2 * tier + 1
-    # The lower 64 bits of a xor are the xor of the lower 64 bits.
-    return reduce(xor, map(factor.__mul__, keys) if tier else keys, 0) & _MASK
+    # The lower 64 bits of a xor are the xor of the lower 64 bits: products may be cut at the end.
+    if len(keys) < _FOLDED_FROM:
+        return reduce(xor, map(factor.__mul__, keys), 0) & _MASK
+    # Many keys are one long number, multiplied and folded as a whole: a third of the time that one by one takes.
+    words, digest = array("Q", keys), 0
+    for start in range(0, len(words), _ROW_KEYS):
+        row = int.from_bytes(words[start : start + _ROW_KEYS].tobytes(), sys.byteorder)
+        # Every other key, with room for its product where its neighbour was.
+        digest ^= (row & _EVERY_OTHER) * factor ^ (row >> 64 & _EVERY_OTHER) * factor
+    for half, lower in _HALVES:
+        digest = digest >> half ^ digest & lower
+    return digest & _MASK
