@@ -16,6 +16,9 @@ UNBOUNDED = 1 << 62
 # Sweeping costs one pass over all keys; this many retired slots share it.
 SWEEP_AFTER = 8
 
+# So many keys of a run are looked up at a time: a chunk of prefill has some hundreds.
+RUN_STRIDE = 128
+
 
 class IndexFull(Exception):
     """The index would hold more keys than it may."""
@@ -53,9 +56,11 @@ class PrefixIndex:
         if bit is None:
             return start
         get = self._mask_of.get
-        for at, key in enumerate(keys[start:stop], start):
-            if not get(key, 0) & bit:
-                return at
+        for low in range(start, stop, RUN_STRIDE):
+            masks = list(map(get, keys[low : min(low + RUN_STRIDE, stop)], repeat(0)))
+            # All keys of a run mostly have the same owners: few masks are looked into.
+            if not all(map(bit.__and__, set(masks))):
+                return low + [mask & bit for mask in masks].index(0)
         return stop
 
     def has_room(self, count: int) -> bool:
@@ -72,9 +77,11 @@ class PrefixIndex:
         mask_of, shared = self._mask_of, self._shared
         # Most of what is computed nobody had: it is entered at once.
         if mask_of.keys().isdisjoint(keys):
-            new = dict.fromkeys(keys, shared.setdefault(bit, bit))
-            mask_of.update(new)
-            added = len(new)
+            before = len(mask_of)
+            mask = shared.setdefault(bit, bit)
+            for key in keys:
+                mask_of[key] = mask
+            added = len(mask_of) - before
         else:
             added = 0
             for key in keys:
