@@ -4,34 +4,42 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lab.content import NamedPrompt
 from lab.traces import TraceRequest
 from services.common.keys import KEY_TOKENS
 
+# A block of the trace, by the number of the block before it and its own id; and its own number, with its names.
+_Block = tuple[int, int]
+_Found = tuple[int, Sequence[int]]
+
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """The end of a session's last turn, of `prompt_tokens` and `answer_tokens`: the blocks after the first `at`, which end with
-    the name `before` and which the trace names, are `names`, those of the answer included."""
+    """A session's last turn, of `prompt_tokens` and `answer_tokens`: its `ids` in the trace are those of `blocks`, which were
+    `found` as they are, and have the first `at` of the prompt's `names`. What the trace does not name, the blocks after those,
+    are `ends`, those of the answer included."""
 
     prompt_tokens: int
     answer_tokens: int
+    ids: Sequence[int]
+    blocks: list[_Block]
+    found: list[_Found]
     at: int
-    before: int
     names: Sequence[int]
+    ends: Sequence[int]
 
     def after(self, names: Sequence[int]) -> Sequence[int]:
         """The names that follow these, where these lead into the turn's end."""
         known = len(names) - self.at
-        if not 0 <= known < len(self.names):
+        if not 0 <= known < len(self.ends):
             return ()
-        last = self.names[known - 1] if known else self.before
-        return self.names[known:] if last == (names[-1] if names else 0) else ()
+        last = self.ends[known - 1] if known else self.names[self.at - 1] if self.at else 0
+        return self.ends[known:] if last == (names[-1] if names else 0) else ()
 
 
-_NOTHING = _Said(0, 0, 0, 0, ())
+_NOTHING = _Said(0, 0, (), [], [], 0, (), ())
 
 
 class Prompts:
@@ -51,8 +59,8 @@ class Prompts:
         self._tokens = tokens
         self._answers_return = answers_return
         self._last = 0
-        # A number of its own and the names of a trace's block, by the number of the block before it and its own id; oldest first.
-        self._known: OrderedDict[tuple[int, int], tuple[int, Sequence[int]]] = OrderedDict()
+        # Oldest first.
+        self._known: OrderedDict[_Block, _Found] = OrderedDict()
         # By session, between a turn and the next one; oldest first.
         self._said: OrderedDict[str, _Said] = OrderedDict()
 
@@ -69,11 +77,17 @@ class Prompts:
     def of(self, request: TraceRequest, *, last: bool = True) -> NamedPrompt:
         """A request's prompt and the names of its answer: blocks named by the trace are shared, and what the session's last turn
         left; the rest is its own. Unless this is the session's `last` one, the next one may go on from it. Mutates."""
+        before_it = self._said.pop(request.session, _NOTHING)
+        said, known = _going_on(request, before_it), self._known
+        ids, size = request.whole_blocks, request.block_size
         names: list[int] = []
-        said = self._going_on(request)
-        before = 0
-        size, known = request.block_size, self._known
-        for number, block in enumerate(request.whole_blocks, 1):
+        blocks: list[_Block] = []
+        all_found: list[_Found] = []
+        if self._begins_with(ids, before_it):
+            names += before_it.names[: before_it.at]
+            blocks, all_found = before_it.blocks, before_it.found
+        before = all_found[-1][0] if all_found else 0
+        for number, block in enumerate(ids[len(blocks) :], len(blocks) + 1):
             key = before, block
             found = known.get(key)
             if found is None:
@@ -84,32 +98,46 @@ class Prompts:
                 known.move_to_end(key)
             names += found[1]
             before = found[0]
+            blocks.append(key)
+            all_found.append(found)
         while self._tokens is not None and len(known) * size > self._tokens:
             known.popitem(last=False)
         length, at = request.input_length, len(names)
         names += self._named(said, names, length // KEY_TOKENS - at)
         answer = self.fresh((length + request.output_length) // KEY_TOKENS - len(names))
-        if not last and self._answers_return:
-            ends = (*names[at:], *answer)
-            before = names[at - 1] if at else 0
-            self._said[request.session] = _Said(length, request.output_length, at, before, ends)
+        # Kept with its request for as long as that is told of: a tuple of numbers the garbage collector passes over.
+        prompt = NamedPrompt(length, tuple(names), answer)
+        if not last:
+            ends = (*names[at:], *answer) if self._answers_return else ()
+            self._said[request.session] = _Said(
+                length, request.output_length, ids, blocks, all_found, at, prompt.names, ends
+            )
             if self._tokens is not None and len(self._said) * KEY_TOKENS > self._tokens:
                 self._said.popitem(last=False)
-        # Kept with its request for as long as that is told of: a tuple of numbers the garbage collector passes over.
-        return NamedPrompt(length, tuple(names), answer)
+        return prompt
 
-    def _going_on(self, request: TraceRequest) -> _Said:
-        """What the session's last turn left, as far as this one can have it."""
-        said = self._said.pop(request.session, _NOTHING)
-        longer_by = request.input_length - said.prompt_tokens
-        if longer_by >= said.answer_tokens:
-            return said
-        if longer_by <= 0:
-            return _NOTHING
-        own = said.prompt_tokens // KEY_TOKENS - said.at
-        return _Said(said.prompt_tokens, 0, said.at, said.before, said.names[:own])
+    def _begins_with(self, ids: Sequence[int], said: _Said) -> bool:
+        """Whether the blocks with these ids begin with those of `said`, and these are known as they were; they have been asked
+        for then. Mutates."""
+        known, blocks = self._known, said.blocks
+        if ids[: len(blocks)] != said.ids or list(map(known.get, blocks)) != said.found:
+            return False
+        if self._tokens is not None:
+            for block in blocks:
+                known.move_to_end(block)
+        return True
 
     def _named(self, said: _Said, names: Sequence[int], count: int) -> Sequence[int]:
         """Names of the next `count` blocks after `names`. Mutates."""
         there = said.after(names)[:count]
         return (*there, *self.fresh(count - len(there))) if there else self.fresh(count)
+
+
+def _going_on(request: TraceRequest, said: _Said) -> _Said:
+    """What the session's last turn left, as far as this one can have it."""
+    longer_by = request.input_length - said.prompt_tokens
+    if longer_by >= said.answer_tokens:
+        return said
+    if longer_by <= 0:
+        return _NOTHING
+    return replace(said, answer_tokens=0, ends=said.ends[: said.prompt_tokens // KEY_TOKENS - said.at])
