@@ -8,9 +8,10 @@ device's are checked but earn no prefix credit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection
 from enum import StrEnum
+
+import msgspec
 
 from services.common.keys import digest_of
 from services.router.prefix_index import IndexFull, PrefixIndex
@@ -27,23 +28,20 @@ class SyncPhase(StrEnum):
     FULL = "FULL"
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotBegin:
+class SnapshotBegin(msgspec.Struct, frozen=True, gc=False):
     """A full copy as of `seq` follows."""
 
     seq: int
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotChunk:
+class SnapshotChunk(msgspec.Struct, frozen=True, gc=False):
     """A part of the copy."""
 
     tier: int
-    keys: Iterable[int]
+    keys: Collection[int]
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotEnd:
+class SnapshotEnd(msgspec.Struct, frozen=True, gc=False):
     """The copy is complete and must have this count and digest."""
 
     seq: int
@@ -51,19 +49,17 @@ class SnapshotEnd:
     digest: int
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True, gc=False):
     """One change of the set."""
 
     seq: int
     tier: int
-    added: Iterable[int] = ()
-    removed: Iterable[int] = ()
+    added: Collection[int] = ()
+    removed: Collection[int] = ()
     cleared: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Bookmark:
+class Bookmark(msgspec.Struct, frozen=True, gc=False):
     """What the set must be after delta `seq`."""
 
     seq: int
@@ -143,7 +139,7 @@ class InstanceSync:
     def _chunk(self, chunk: SnapshotChunk) -> str:
         if self.phase is not SyncPhase.SNAPSHOT:
             return self._fail("a snapshot chunk outside a snapshot")
-        keys = list(chunk.keys)
+        keys = chunk.keys
         self.wanted = self._count + len(keys)
         if chunk.tier == TIER_DEVICE:
             self._index.add(self._instance_id, keys)
@@ -171,7 +167,7 @@ class InstanceSync:
         if delta.cleared:
             self._index.drop(self._instance_id)
             self._count = self._digest = 0
-        added, removed = list(delta.added), list(delta.removed)
+        added, removed = delta.added, delta.removed
         self.wanted = self._count + len(added)
         if delta.tier == TIER_DEVICE and (
             self._index.remove(self._instance_id, removed) != len(removed)

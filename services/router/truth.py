@@ -6,7 +6,6 @@ earn or lose. Only RouterState calls it.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -99,10 +98,9 @@ class Truth:
                     self.progress.removed(instance_id, self.index)
                 if message.tier != TIER_DEVICE:
                     return
-                removed = list(message.removed)
-                self.credit.settle(instance_id, removed)
+                self.credit.settle(instance_id, message.removed)
                 self.credit.settle(instance_id, message.added)
-                if removed:
+                if message.removed:
                     self.progress.removed(instance_id, self.index)
                 moved = self.progress.reported(instance_id, self.index)
             case SnapshotEnd():
@@ -132,7 +130,7 @@ class Truth:
             request_id=reservation.request_id,
             instance_id=reservation.instance_id,
             opened_at=now,
-            keys=keys if isinstance(keys, array) else array("Q", keys),
+            keys=keys,
             cached_tokens=target_tokens - reservation.new_tokens,
             target_tokens=target_tokens,
         )

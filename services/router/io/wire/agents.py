@@ -94,13 +94,13 @@ def key_message(wire: agent_pb2.ReportRequest) -> KeyMessage | None:
         case "snapshot_begin":
             return SnapshotBegin(wire.snapshot_begin.seq)
         case "snapshot_chunk":
-            return SnapshotChunk(wire.snapshot_chunk.tier, wire.snapshot_chunk.keys)
+            return SnapshotChunk(wire.snapshot_chunk.tier, list(wire.snapshot_chunk.keys))
         case "snapshot_end":
             end = wire.snapshot_end
             return SnapshotEnd(end.seq, end.key_count, end.digest)
         case "delta":
             delta = wire.delta
-            return Delta(delta.seq, delta.tier, delta.added, delta.removed, delta.cleared)
+            return Delta(delta.seq, delta.tier, list(delta.added), list(delta.removed), delta.cleared)
         case "bookmark":
             mark = wire.bookmark
             return Bookmark(mark.seq, mark.key_count, mark.digest)
