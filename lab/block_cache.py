@@ -17,11 +17,11 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 from xxhash import xxh3_64_intdigest
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksStored:
+class BlocksStored(msgspec.Struct, frozen=True, gc=False):
     """Full blocks became findable: `hashes` in order, after the block `parent` (None: the first), holding `token_ids`. Of those
     in `again` there were blocks before."""
 
@@ -33,8 +33,7 @@ class BlocksStored:
     again: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksRemoved:
+class BlocksRemoved(msgspec.Struct, frozen=True, gc=False):
     """One physical block of each hash was evicted; of each in `left` another one remained, which may follow in `hashes`."""
 
     hashes: tuple[int, ...]

@@ -214,13 +214,15 @@ class EngineModel:
         block_size = self.config.block_size
         for one in self._running:
             assert isinstance(one.content, Names)
-            # The last step's token, and what it brings, is sampled as in any step.
-            one.content.extend(steps - 1)
-            one.length += steps - 1
-            self._grow(one, -(-(one.computed + steps) // block_size) - len(one.held), steps, events)
-            one.computed += steps
-            self.counters.generation_tokens += steps - 1
-            self._sample(one, events)
+            one.content.extend(steps)
+            one.length += steps
+            computed, held = one.computed + steps, one.held
+            if computed // block_size > held.full or computed > len(held) * block_size:
+                self._grow(one, -(-computed // block_size) - len(held), steps, events)
+            one.computed = computed
+            if one.length >= one.end:
+                self._finish(one, "length", events)
+        self.counters.generation_tokens += steps * len(self._running)
         return events
 
     def kv_usage_after(self, steps: int) -> float:
@@ -407,8 +409,11 @@ class EngineModel:
         sequence.length += 1
         self.counters.generation_tokens += 1
         if stops or sequence.length >= sequence.end:
-            events.append(Finished(request.request_id, "stop" if stops else "length"))
-            self._finishing.append(sequence)
+            self._finish(sequence, "stop" if stops else "length", events)
+
+    def _finish(self, sequence: EngineSequence, reason: str, events: list[Event]) -> None:
+        events.append(Finished(sequence.request.request_id, reason))
+        self._finishing.append(sequence)
 
     def _count_prompt(self, sequence: EngineSequence) -> None:
         counters, length, cached = self.counters, sequence.prompt_length, sequence.cached or 0

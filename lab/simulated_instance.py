@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 
 from lab.agenda import Agenda
 from lab.block_cache import BlocksRemoved, BlocksStored
@@ -152,21 +153,21 @@ class SimulatedInstance:
 
     def _report_keys(self, events: Sequence[Event], now: float) -> None:
         """The agent's part: report keys that came or went."""
-        added: list[int] = []
-        removed: list[int] = []
+        added: list[Sequence[int]] = []
+        removed: list[Sequence[int]] = []
         preempted = False
         for event in events:
             if isinstance(event, BlocksStored):
-                added += _came(event)
+                added.append(_came(event))
             elif isinstance(event, Preempted):
                 preempted = True
             elif isinstance(event, BlocksRemoved):
-                if preempted and not set(added).isdisjoint(event.hashes):
+                if preempted and not all(set(event.hashes).isdisjoint(keys) for keys in added):
                     # A delta's removals come before its additions.
                     self._report(added, removed, now)
                     added, removed = [], []
-                removed += _went(event)
-        if added or removed:
+                removed.append(_went(event))
+        if any(added) or any(removed):
             self._report(added, removed, now)
 
     def _told(self) -> set[int]:
@@ -179,9 +180,9 @@ class SimulatedInstance:
                 keys.update(_went(event))
         return keys
 
-    def _report(self, added: Sequence[int], removed: Sequence[int], now: float) -> None:
+    def _report(self, added: Sequence[Sequence[int]], removed: Sequence[Sequence[int]], now: float) -> None:
         self._seq += 1
-        self._send(Delta(self._seq, TIER_DEVICE, added, removed), now)
+        self._send(Delta(self._seq, TIER_DEVICE, _together(added), _together(removed)), now)
 
     def _send(self, message: KeyMessage, now: float) -> None:
         self._tell(ev.KeysReported(self.stream_id, self.name, message), now)
@@ -198,3 +199,8 @@ def _went(removed: BlocksRemoved) -> Sequence[int]:
         return removed.hashes
     # Of two blocks of one hash that go together the second is the last.
     return list((Counter(removed.hashes) - Counter(removed.left)).elements())
+
+
+def _together(parts: Sequence[Sequence[int]]) -> Sequence[int]:
+    """All parts as one; mostly there is one, of hundreds of keys, which is not copied."""
+    return parts[0] if len(parts) == 1 else list(chain.from_iterable(parts))
