@@ -72,14 +72,11 @@ class _Run:
 
 @dataclass(eq=False, slots=True)
 class Holding:
-    """One sequence's blocks: `full` of them are findable, the `blank` ones after them are not yet."""
+    """One sequence's `blocks`, how many: `full` of them are findable, those after them are not yet."""
 
+    blocks: int = 0
     full: int = 0
-    blank: int = 0
     runs: list[_Run] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return self.full + self.blank
 
 
 class BlockCache:
@@ -123,7 +120,7 @@ class BlockCache:
 
     def hold(self, hashes: Sequence[int], count: int) -> Holding:
         """Hold the first `count` blocks of a chain, which are findable. Mutates."""
-        holding = Holding(full=count)
+        holding = Holding(blocks=count, full=count)
         for run, skipped, length in self._walk(hashes, count):
             if skipped and skipped + length < len(run.hashes):
                 # Its beginning is a copy of what was hit before; when nobody holds it, it queues anew.
@@ -150,7 +147,7 @@ class BlockCache:
         """Hand out `count` blank blocks; what was evicted for them. ValueError when fewer are free. Mutates."""
         if count > self.free:
             raise ValueError(f"{count} blocks asked for, {self.free} are free")
-        holding.blank += count
+        holding.blocks += count
         unused = min(count, self._blank)
         self._blank -= unused
         return self._evict(count - unused) if count > unused else None
@@ -165,7 +162,6 @@ class BlockCache:
             holding.runs.append(last)
         last.hashes += hashes
         holding.full += len(hashes)
-        holding.blank -= len(hashes)
         # Whatever follows a block that is not findable is not either.
         run_of = self._run_of
         if hashes[0] not in run_of:
@@ -187,8 +183,8 @@ class BlockCache:
             if not run.holders:
                 self._idle[run] = None
                 self._idle_blocks += len(run.hashes)
-        self._blank += holding.blank
-        holding.runs, holding.full, holding.blank = [], 0, 0
+        self._blank += holding.blocks - holding.full
+        holding.runs, holding.full, holding.blocks = [], 0, 0
 
     def clear(self) -> bool:
         """Forget every hash. False, and nothing done, while any block is held."""
@@ -222,7 +218,7 @@ class BlockCache:
                 assert holding.full == sum(len(one.hashes) for one in holding.runs)
         held = {holding for run in runs for holding in run.holders}
         blank = self.capacity - self.free - sum(len(run.hashes) for run in runs if run.holders)
-        assert blank >= sum(holding.blank for holding in held)
+        assert blank >= sum(holding.blocks - holding.full for holding in held)
 
     def _walk(self, hashes: Sequence[int], count: int) -> Iterator[tuple[_Run, int, int]]:
         """The runs that hold the first `count` blocks, with the blocks of each that come before, and how many are meant."""

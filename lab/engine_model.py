@@ -194,13 +194,16 @@ class EngineModel:
         admitted and none need be preempted; None when the next step is of another kind. Changes nothing; for NamedPrompts."""
         self.finish_step()
         running, config, profile = self._running, self.config, self.profile
-        if not running or self._pending or not all(one.decodes and type(one.content) is Names for one in running):
+        if not running or self._pending or len(running) > config.max_num_batched_tokens:
             return None
-        if len(running) > config.max_num_batched_tokens or not all(one.awaits_kv for one in self._holding):
+        for one in running:
+            if not one.decodes or type(one.content) is not Names:
+                return None
+        if self._holding and not all(one.awaits_kv for one in self._holding):
             return None
         if self._waiting and len(running) < config.max_num_seqs and self._room_for(self._waiting[0]) is not None:
             return None
-        steps = min(one.end - one.length for one in running)
+        steps = min([one.end - one.length for one in running])
         while (blocks := self._blocks_for(steps)) > self.cache.free:
             if steps == 1:
                 return None
@@ -217,8 +220,8 @@ class EngineModel:
             one.content.extend(steps)
             one.length += steps
             computed, held = one.computed + steps, one.held
-            if computed // block_size > held.full or computed > len(held) * block_size:
-                self._grow(one, -(-computed // block_size) - len(held), steps, events)
+            if computed // block_size > held.full or computed > held.blocks * block_size:
+                self._grow(one, -(-computed // block_size) - held.blocks, steps, events)
             one.computed = computed
             if one.length >= one.end:
                 self._finish(one, "length", events)
@@ -231,7 +234,7 @@ class EngineModel:
 
     def _blocks_for(self, steps: int) -> int:
         block_size = self.config.block_size
-        needed = [-(-(one.computed + steps) // block_size) - one.held.full - one.held.blank for one in self._running]
+        needed = [-(-(one.computed + steps) // block_size) - one.held.blocks for one in self._running]
         return sum([blocks for blocks in needed if blocks > 0])
 
     def _schedule(self, events: list[Event], awaited: list[KvAwaited]) -> dict[EngineSequence, int]:
@@ -243,7 +246,7 @@ class EngineModel:
         while position < len(running) and budget > 0:
             sequence = running[position]
             count = min(sequence.length - sequence.computed, chunk_limit, budget)
-            missing = -(-(sequence.computed + count) // block_size) - len(sequence.held)
+            missing = -(-(sequence.computed + count) // block_size) - sequence.held.blocks
             while missing > cache.free:
                 preempted = True
                 victim = self._preempt(events)
@@ -289,11 +292,11 @@ class EngineModel:
             if sequence.awaits_kv:
                 passed_over.append(queue.take())
                 continue
-            if len(sequence.held):
+            if sequence.held.blocks:
                 # Findable since its KV has come; of a whole prompt the last token is computed for its logits.
                 self._grow(sequence, 0, 0, events)
                 sequence.computed = min(sequence.computed, sequence.length - 1)
-                if -(-sequence.length // block_size) - len(sequence.held) + self._headroom() > self.cache.free:
+                if -(-sequence.length // block_size) - sequence.held.blocks + self._headroom() > self.cache.free:
                     break
             else:
                 hit = self._room_for(sequence)
@@ -312,7 +315,7 @@ class EngineModel:
                     passed_over.append(queue.take())
                     continue
             count = min(sequence.length - sequence.computed, chunk_limit, budget)
-            self._grow(sequence, -(-(sequence.computed + count) // block_size) - len(sequence.held), count, events)
+            self._grow(sequence, -(-(sequence.computed + count) // block_size) - sequence.held.blocks, count, events)
             running.append(queue.take())
             scheduled[sequence] = count
             budget -= count
@@ -344,8 +347,8 @@ class EngineModel:
         """Whether blocks for KV to come, held without progress meanwhile, fit beside what prompts under way still need."""
         block_size, hashes = self.config.block_size, sequence.content.hashes
         need = -(-(hit * block_size + missing_tokens) // block_size) - hit + self.cache.idle(hashes, hit)
-        holders = [one for one in self._sequences.values() if len(one.held)]
-        reserved = sum([max(-(-one.length // block_size) - len(one.held), 0) for one in holders])
+        holders = [one for one in self._sequences.values() if one.held.blocks]
+        reserved = sum([max(-(-one.length // block_size) - one.held.blocks, 0) for one in holders])
         return bool(need + self._headroom() <= self.cache.free - reserved)
 
     def _headroom(self) -> int:

@@ -110,7 +110,7 @@ class InstanceSync:
 
     def handle(self, message: KeyMessage) -> str:
         """Apply one message; returns why a new snapshot is needed, or "". Mutates the index."""
-        if self.full and not isinstance(message, SnapshotBegin):
+        if self.phase is SyncPhase.FULL and not isinstance(message, SnapshotBegin):
             if isinstance(message, SnapshotEnd):
                 self.wanted = message.key_count
             return ""
@@ -123,6 +123,8 @@ class InstanceSync:
 
     def _apply(self, message: KeyMessage) -> str:
         match message:
+            case Delta():
+                return self._delta(message)
             case SnapshotBegin():
                 self.reset()
                 self.phase, self.seq = SyncPhase.SNAPSHOT, message.seq
@@ -131,8 +133,6 @@ class InstanceSync:
                 return self._chunk(message)
             case SnapshotEnd():
                 return self._end(message)
-            case Delta():
-                return self._delta(message)
             case Bookmark():
                 return self._check(message)
 
