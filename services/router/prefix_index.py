@@ -56,6 +56,8 @@ class PrefixIndex:
         if bit is None:
             return start
         get = self._mask_of.get
+        if start < stop and not get(keys[start], 0) & bit:
+            return start
         for low in range(start, stop, RUN_STRIDE):
             masks = list(map(get, keys[low : min(low + RUN_STRIDE, stop)], repeat(0)))
             # All keys of a run mostly have the same owners: few masks are looked into.
