@@ -25,9 +25,9 @@ from services.common.settings import Tokens
 from services.router.io.main import RouterServer
 from services.router.io.settings import RouterSettings
 from tests.engine.processes import Process, free_port
+from tests.engine.stack import IN_STEP
 
 WITHIN_S = 30.0
-JOINED = (fleet_pb2.INSTANCE_STATE_READY, fleet_pb2.INSTANCE_STATE_DRAINING)
 
 
 class Client:
@@ -88,7 +88,7 @@ class Report:
         await self.snapshot(keys or [])
 
         async def ready() -> bool:
-            return (await self._observer.instances())[name].state in JOINED
+            return (await self._observer.instances())[name].state in IN_STEP
 
         await eventually(ready, f"{name} has joined")
 

@@ -87,12 +87,6 @@ async def test_a_gateways_session_from_place_to_finish_and_the_questions_about_i
         session = Session(client)
         welcome = await session.hello()
         assert welcome.epoch == 1
-
-        async def both_ready() -> bool:
-            known = await client.instances()
-            return len(known) == 2 and all(one.state == fleet_pb2.INSTANCE_STATE_READY for one in known.values())
-
-        await eventually(both_ready, "both ready")
         placement = await session.place("r", 160, keys=KEYS, session_id="s")
         assert (placement.step.instance.instance_id, placement.step.instance.url) == ("b", "http://b")
         assert (placement.cached_tokens, placement.last) == (96, True)

@@ -39,7 +39,6 @@ async def test_pending_prefill_falls_while_deltas_arrive() -> None:
     async with running() as (_, client):
         report = Report(client)
         await report.join("a")
-        await until(client, "ready", state=fleet_pb2.INSTANCE_STATE_READY)
         session = Session(client)
         await session.hello()
         await session.place("r", 160, keys=KEYS)
@@ -54,7 +53,6 @@ async def test_pending_prefill_falls_while_deltas_arrive() -> None:
 async def test_the_next_turn_finds_what_was_just_computed_before_events_tell() -> None:
     async with running() as (_, client):
         await Report(client).join("a")
-        await until(client, "ready", state=fleet_pb2.INSTANCE_STATE_READY)
         session = Session(client)
         await session.hello()
         await answered(session, "r")

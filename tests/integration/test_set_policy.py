@@ -46,12 +46,6 @@ async def fleet() -> AsyncIterator[tuple[RouterServer, Client, Session]]:
     async with running() as (server, client):
         for name, keys in (("a", []), ("b", KEYS[:8]), ("c", [])):
             await Report(client).join(name, keys, kv_transfer=KV)
-
-        async def ready() -> bool:
-            known = (await client.instances()).values()
-            return len(known) == 3 and all(one.state == fleet_pb2.INSTANCE_STATE_READY for one in known)
-
-        await eventually(ready, "three instances")
         session = Session(client)
         await session.hello()
         yield server, client, session

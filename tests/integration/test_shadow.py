@@ -177,8 +177,7 @@ async def test_it_says_what_really_comes(engines: list[Emulated], tmp_path: Path
         assert sum(one.model.counters.prefix_cache_queries for one in engines) == as_it_is.prompt_tokens
         now = (await answered(report_url, lambda told: bool(told) and told["now"]["placed"] == as_it_is.answers))["now"]
         # Facts: what the engines' events told was cached where requests went is what the engines said themselves.
-        # An event that comes after its session's next turn, on a busy machine, costs that turn's prefix.
-        assert now["there_tokens"] == pytest.approx(as_it_is.cached_tokens, rel=0.05)
+        assert now["there_tokens"] == pytest.approx(as_it_is.cached_tokens, rel=0.02)
         assert now["placed_cached_tokens"] > now["there_tokens"]
         async with aiohttp.ClientSession() as client, client.get(f"http://{docs.shadow}/metrics") as answer:
             page = await answer.text()
@@ -225,16 +224,16 @@ async def test_it_says_what_really_comes(engines: list[Emulated], tmp_path: Path
     assert told["as it was placed"][:5] == said["as it was placed"][:5]
     assert told["by Pointsman (unified)"][:4] == said["by Pointsman (unified)"][:4]
     found = [json.loads((tmp_path / name).read_text())["models"][MODEL] for name in ("log.json", "record.json")]
+    gain = really.cached_tokens - as_it_is.cached_tokens
+    assert gain > 0
     for model in found:
         assert (model["requests"], model["placement_known"], model["keyed"], model["failed"]) == (50, 50, 50, 0)
         # The same placement in the model and in the engines; then what it promises, and what really came.
-        assert model["as_recorded"]["cached_tokens"] == pytest.approx(as_it_is.cached_tokens, rel=0.05)
+        assert model["as_recorded"]["cached_tokens"] == pytest.approx(as_it_is.cached_tokens, rel=0.01)
         # Engines that share two cores with clients are not as fast as their model: loads differ here and there, and with them
         # placements. A session that begins on another engine misses a whole system prompt. The gain itself is no such accident.
-        gain = really.cached_tokens - as_it_is.cached_tokens
-        assert gain > 0
         assert model["would_be"]["cached_tokens"] == pytest.approx(really.cached_tokens, abs=gain / 2)
-        assert model["saved_tokens"] > 0.5 * (really.cached_tokens - as_it_is.cached_tokens)
+        assert model["saved_tokens"] > gain / 2
     compared = [json.loads(line) for line in (tmp_path / "compared.jsonl").read_text().splitlines()]
     assert sum(one["as_recorded"]["cached_tokens"] for one in compared) == found[1]["as_recorded"]["cached_tokens"]
     assert {one["as_recorded"]["instance"] for one in compared} == {one.url.removeprefix("http://") for one in engines}
