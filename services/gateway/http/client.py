@@ -34,14 +34,17 @@ class Pool:
 
     def start(self) -> None:
         """Begin to look after connections, and go on."""
-        now = time.monotonic()
+        self.sweep(time.monotonic())
+        self._sweeping = asyncio.get_running_loop().call_later(SWEEP_S, self.start)
+
+    def sweep(self, now: float) -> None:
+        """Close connections that were idle, and give answers up that were silent, for too long."""
         for connections in list(self._idle.values()):
             for connection in [one for one in connections if now - one.since > KEEPALIVE_S]:
                 connections.remove(connection)
                 connection.abort()
         for connection in list(self.connections):
             connection.silent_too_long(now, self._idle_s)
-        self._sweeping = asyncio.get_running_loop().call_later(SWEEP_S, self.start)
 
     def close(self) -> None:
         """Close every connection."""

@@ -358,7 +358,9 @@ class Connection(asyncio.Protocol):
 
     def silent_too_long(self, now: float, idle_s: float) -> None:
         """Called now and then: give an answer up that has begun and does not go on."""
-        if self.heard or self._paused or self._answer is None:
+        if self._answer is None:
+            return
+        if self.heard or self._paused:
             self.heard, self.since = False, now
         elif now - self.since > idle_s:
             self._fail("went silent")

@@ -223,6 +223,19 @@ async def test_idle_connections_are_closed_before_the_instance_would() -> None:
         assert here._idle == {}
 
 
+async def test_looking_after_an_idle_connection_does_not_keep_it() -> None:
+    async with instance() as there, pool() as here:
+        there.answers = [[WHOLE]]
+        await whole(await ask(there, here))
+        (connection,) = here.connections
+        kept = connection.since
+        for after in (0.5, 1.0, KEEPALIVE_S):
+            here.sweep(kept + after)
+            assert any(here._idle.values())
+        here.sweep(kept + KEEPALIVE_S + 0.5)
+        assert not any(here._idle.values())
+
+
 async def test_addresses_that_lead_nowhere_are_errors_without_an_address() -> None:
     async with pool() as here:
         for url in ("http://127.0.0.1:1", "ftp://x", "http://127.0.0.1:99999", "nonsense", "http://[::1"):
