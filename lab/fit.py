@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from lab.profile import STEP_COSTS, Profile
@@ -47,6 +48,7 @@ class DecodeTime:
 
 
 Measured = PrefillTime | DecodeTime
+FloatArray = NDArray[np.float64]
 # Of the reweighting; below so small a relative error measurements weigh the same.
 ROUNDS = 30
 SMALLEST_ERROR = 0.001
@@ -76,11 +78,7 @@ def fit(measured: Sequence[Measured], base: Profile | None = None) -> Fit:
     sizes = np.linalg.norm(weighed, axis=0)
     if not sizes.all() or np.linalg.matrix_rank(weighed / sizes) < len(STEP_COSTS):
         raise FitError(f"{len(measured)} measurements do not tell {len(STEP_COSTS)} costs apart")
-    weights = np.ones(len(seconds))
-    for _ in range(ROUNDS):
-        scaled, _ = nnls(weighed / sizes * weights[:, None], weights)
-        costs = scaled / sizes
-        weights = 1 / np.sqrt(np.maximum(np.abs(weighed @ costs - 1), SMALLEST_ERROR))
+    costs = _least_misses(weighed, np.ones(len(seconds)))
     profile = replace(
         base or Profile(), **{name: float(f"{value:.5g}") for name, value in zip(STEP_COSTS, costs, strict=True)}
     )
@@ -88,9 +86,9 @@ def fit(measured: Sequence[Measured], base: Profile | None = None) -> Fit:
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Intercept and slope, neither negative, of y over x."""
+    """Intercept and slope, neither negative, of y over x: those that the points miss least, as above."""
     terms = np.array([(1.0, x) for x, _ in points])
-    (intercept, slope), _ = nnls(terms, np.array([max(y, 0.0) for _, y in points]))
+    intercept, slope = _least_misses(terms, np.array([max(y, 0.0) for _, y in points]))
     return float(intercept), float(slope)
 
 
@@ -105,6 +103,20 @@ def chunk_size(stored: Sequence[int], block_size: int) -> int | None:
     if len(stored) < 2 or low >= high:
         return None
     return max(range(low, high), key=lambda size: (size & -size, size))
+
+
+def _least_misses(terms: FloatArray, values: FloatArray) -> FloatArray:
+    """x >= 0 for which the sum of |terms @ x - values| is least."""
+    sizes = np.linalg.norm(terms, axis=0)
+    # A column of zeros says nothing of its x.
+    sizes[sizes == 0] = 1.0
+    smallest = SMALLEST_ERROR * (float(np.mean(values)) or 1.0)
+    weights = np.ones(len(values))
+    for _ in range(ROUNDS):
+        scaled, _ = nnls(terms / sizes * weights[:, None], values * weights)
+        found: FloatArray = scaled / sizes
+        weights = 1 / np.sqrt(np.maximum(np.abs(terms @ found - values), smallest))
+    return found
 
 
 def _terms(one: Measured) -> tuple[float, ...]:

@@ -126,6 +126,11 @@ def test_what_cannot_be_fitted_is_said(measured: list[PrefillTime]) -> None:
 def test_a_line() -> None:
     assert fit_line([(0, 1.0), (10, 3.0), (20, 5.0)]) == pytest.approx((1.0, 0.2))
     assert fit_line([(0, 5.0), (10, 3.0)]) == pytest.approx((4.0, 0.0))
+    assert fit_line([(0, 0.0), (0, 0.0)]) == (0.0, 0.0)
+
+
+def test_a_stall_does_not_bend_a_line_either() -> None:
+    assert fit_line([(0, 1.0), (10, 3.0), (10, 90.0), (20, 5.0), (30, 7.0)]) == pytest.approx((1.0, 0.2), rel=0.01)
 
 
 @given(st.sampled_from([64, 256, 512, 2_048, 4_096, 8_192]), st.integers(2, 6), st.sampled_from([16, 32, 64]))
