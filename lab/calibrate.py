@@ -1,18 +1,21 @@
 """`pointsman calibrate`: the same trace live and simulated, with costs measured on the engines that answer it live.
 
-The engines must be idle and stand behind the gateway that is asked; they should be alike, for simulated ones are. They are
-measured all at once, so that what they take from each other where they share a machine is in the costs of their steps. The time
-of their front ends, as it was measured, is simulated as the way to an engine; the gateway's and the router's own is not, nor is
-what they and the client take from the engines.
+The engines must be idle and stand behind the gateway that is asked; they should be alike, for simulated ones are. First the
+trace is replayed once for nothing: whatever is slow only once is over then. Before the first load and after each one all are
+measured, one engine after the other, and then what a request pays beside its engine's own time, from the client to the first
+token; a load is simulated with what was measured right before and after it, for a machine's speed changes from one minute to the
+next. What engines, gateway, router and client take from each other where they share a machine is not simulated.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import reduce
 from pathlib import Path
+from statistics import fmean
 
 import typer
 from pydantic import Field
@@ -26,8 +29,9 @@ from lab.console import make_console
 from lab.engine_client import EngineError
 from lab.engine_events import EngineConfig
 from lab.fit import Fit, FitError, fit
-from lab.profiler import Measured, ProfileSettings, measure, profile_of, table_of
-from lab.replay import ReplayError, ReplaySettings, replay, save
+from lab.front import measure_front
+from lab.profiler import SHORTEST, Measured, ProfileSettings, measure, profile_of, table_of
+from lab.replay import Replayed, ReplayError, ReplaySettings, replay, save
 from lab.simulation import Simulation
 from lab.simulator import Simulator
 from lab.text import TOKENIZER_DIR, ChatTokenizer
@@ -52,9 +56,9 @@ class CalibrateSettings(BaseSettings):
     time_scales: Numbers = Field([1.0, 0.5, 0.25], description="factor on the trace's times, one for each load")
     policy: str = Field("unified", description="the router's policy")
     max_num_batched_tokens: int = Field(8_192, ge=1, description="where it cannot be learned from KV events")
-    profile_seconds: float = Field(60.0, gt=0, description="how long each engine is measured, in s")
+    profile_seconds: float = Field(60.0, gt=0, description="how long each engine is measured each time, in s")
     profile_longest: int = Field(0, ge=0, description="longest prompt measured, in tokens; 0: as the engines can")
-    profile_repeats: int = Field(3, ge=1, description="how often each measurement is taken")
+    profile_repeats: int = Field(3, ge=1, description="how often each measurement is taken each time")
     out: Path = Field(
         Path("runs/calibration"), description="folder of calibration.json, calibration.md and the bundles"
     )
@@ -67,21 +71,30 @@ class CalibrationError(RuntimeError):
 def run(settings: CalibrateSettings) -> None:
     """Calibrate, print the table and write it. Exits with 2 when it cannot be done, with 130 on Ctrl-C."""
     console = make_console()
+    scales = settings.time_scales
+    loads = []
     try:
-        measured, found = asyncio.run(_profile(settings))
-        console.print(table_of(found))
-        loads = [
-            asyncio.run(_one_load(settings, number, measured, found)) for number in range(len(settings.time_scales))
-        ]
+        settings.out.mkdir(parents=True, exist_ok=True)
+        asyncio.run(_replay(settings, 0, min(scales)))
+        measured = [asyncio.run(_measure(settings))]
+        for number, scale in enumerate(scales, 1):
+            asked, replayed = asyncio.run(_replay(settings, number, scale))
+            save(asked, replayed)
+            measured.append(asyncio.run(_measure(settings, measured[-1].engine.get("max_num_batched_tokens", 0))))
+            around = _together(measured[-2:])
+            loads.append(_simulate(settings, asked, replayed, around, _fit_to(settings, asked.out.parent, around)))
+        whole = _together(measured)
+        found = _fit_to(settings, settings.out, whole)
     except (CalibrationError, EngineError, FitError, ReplayError, TraceError) as error:
         typer.echo(f"pointsman calibrate: {error}", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+    console.print(table_of(found))
     text = table(loads)
     told = {
         "profile": asdict(found.profile),
-        "engine": measured.engine,
+        "engine": whole.engine,
         "residual": found.residual,
         "loads": plain(loads),
     }
@@ -91,40 +104,53 @@ def run(settings: CalibrateSettings) -> None:
     console.print(f"greatest error {worst(loads):.1%} (goal: {GOAL:.0%}); {settings.out}", highlight=False)
 
 
-async def _profile(settings: CalibrateSettings) -> tuple[Measured, Fit]:
-    """Measure all engines at once, for that is how they run, and fit them together."""
-    asked = [
-        ProfileSettings(
+async def _measure(settings: CalibrateSettings, chunk: int = 0) -> Measured:
+    """Measure one engine after the other, then the way to them. `chunk`: max_num_batched_tokens where it is known."""
+    found = []
+    for url in settings.engines:
+        asked = ProfileSettings(
             url=url,
             seconds=settings.profile_seconds,
             repeats=settings.profile_repeats,
             longest=settings.profile_longest,
             max_num_batched_tokens=settings.max_num_batched_tokens,
         )
-        for url in settings.engines
-    ]
-    measured = await asyncio.gather(*map(measure, asked))
-    fronts = [one.front_s for one in measured]
+        found.append(await measure(asked, chunk))
+    measured = _together(found)
+    longest = max(one.new + one.cached for one in measured.prefills)
+    tokenizer = ChatTokenizer(settings.tokenizer)
+    measured.front_s = await measure_front(
+        ReplaySettings(url=settings.url),
+        settings.engines,
+        tokenizer,
+        (SHORTEST, longest // 4, longest // 2),
+        settings.profile_repeats,
+    )
+    return measured
+
+
+def _together(measured: Sequence[Measured]) -> Measured:
+    """All measurements as those of one engine."""
     whole = Measured(engine=reduce(smaller, (one.engine for one in measured)))
     for one in measured:
         whole.prefills += one.prefills
         whole.decodes += one.decodes
-    whole.front_s = (sum(one for one, _ in fronts) / len(fronts), sum(one for _, one in fronts) / len(fronts))
-    found = fit([*whole.prefills, *whole.decodes])
-    settings.out.mkdir(parents=True, exist_ok=True)
-    (settings.out / "profile.json").write_bytes(profile_of(" ".join(settings.engines), whole, found).encode())
-    return whole, found
+    whole.front_s = (fmean(one.front_s[0] for one in measured), fmean(one.front_s[1] for one in measured))
+    return whole
 
 
-async def _one_load(
-    settings: CalibrateSettings, number: int, measured: Measured, found: Fit
-) -> tuple[str, list[Comparison]]:
-    """Replay one load live and in simulation."""
-    scale = settings.time_scales[number]
-    folder = settings.out / f"load-{number + 1}"
-    requests = of_its_own(first_sessions(load_trace(settings.trace), settings.sessions), number + 1)
+def _fit_to(settings: CalibrateSettings, folder: Path, measured: Measured) -> Fit:
+    """Fit what was measured and leave it in the folder's profile.json."""
+    found = fit([*measured.prefills, *measured.decodes])
+    (folder / "profile.json").write_bytes(profile_of(" ".join(settings.engines), measured, found).encode())
+    return found
+
+
+async def _replay(settings: CalibrateSettings, number: int, scale: float) -> tuple[ReplaySettings, Replayed]:
+    """Replay the trace live, with sessions and texts that no other `number` has."""
+    folder = settings.out / (f"load-{number}" if number else "warm-up")
     trace = folder / "trace.jsonl"
-    save_trace(trace, requests)
+    save_trace(trace, of_its_own(first_sessions(load_trace(settings.trace), settings.sessions), number))
     asked = ReplaySettings(
         trace=trace,
         url=settings.url,
@@ -139,14 +165,20 @@ async def _one_load(
         raise KeyboardInterrupt
     if failed := [record for record in replayed.records if not record.ok]:
         raise CalibrationError(f"{len(failed)} of {len(replayed.records)} live requests failed: {failed[0].error}")
+    return asked, replayed
+
+
+def _simulate(
+    settings: CalibrateSettings, asked: ReplaySettings, replayed: Replayed, measured: Measured, found: Fit
+) -> tuple[str, list[Comparison]]:
+    """Simulate what was replayed, and compare."""
+    requests = load_trace(asked.trace)
     tokenizer = ChatTokenizer(settings.tokenizer)
     sent = as_tokens(requests, ChatMaker(requests, tokenizer.words, settings.token_scale), tokenizer)
     _check_tokens(sent, {(one.session, one.turn): one.prompt_tokens for one in replayed.records})
-    simulation = _simulation(settings, measured, found, scale)
-    simulated = Simulator(sent, simulation).run()
-    save(asked, replayed)
-    config = {"kind": "simulation", "time_scale": scale, "token_scale": settings.token_scale}
-    write_bundle(folder / "simulated", config, simulated, summarise(simulated))
+    simulated = Simulator(sent, _simulation(settings, measured, found, asked.time_scale)).run()
+    config = {"kind": "simulation", "time_scale": asked.time_scale, "token_scale": settings.token_scale}
+    write_bundle(asked.out.parent / "simulated", config, simulated, summarise(simulated))
     compared = compare_runs(replayed.records, simulated, measured.engine["block_size"])
     span_s = max(record.t_send for record in replayed.records) or 1.0
     return f"{len(requests) / span_s:.2f} requests/s", compared
@@ -175,8 +207,8 @@ def _simulation(settings: CalibrateSettings, measured: Measured, found: Fit, sca
         time_scale=scale,
         # The live chats have what the trace says in place of what the engines said.
         answers_return=False,
+        front_s=request_s,
         tokenise_token_s=token_s,
-        api_s=request_s,
         engine=config,
         profile=found.profile,
     )

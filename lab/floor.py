@@ -49,7 +49,7 @@ class Floor:
             record = RequestRecord(session=request.session, turn=request.turn, status=400, error="too long", t_send=now)
             self._end(record, turn, now)
             return
-        way_s = asked.tokenise_token_s * prompt.length + asked.placement_s + asked.api_s
+        way_s = asked.front_s + asked.tokenise_token_s * prompt.length + asked.placement_s + asked.api_s
         self._agenda.at(now + way_s, partial(self._prefill, turn, prompt, now))
 
     def _prefill(self, turn: Turn, prompt: NamedPrompt, sent: float, now: float) -> None:

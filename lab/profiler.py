@@ -10,9 +10,11 @@ import asyncio
 import random
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 
 import aiohttp
 import typer
@@ -48,7 +50,9 @@ class ProfileSettings(BaseSettings):
     max_num_batched_tokens: int = Field(
         0, ge=0, description="tokens per step, where it cannot be learned from the engine's KV events; 0: unknown"
     )
-    repeats: int = Field(3, ge=1, description="how often each measurement is taken; their median counts")
+    repeats: int = Field(
+        5, ge=1, description="how often each measurement is taken, if there is time; their median counts"
+    )
     timeout_s: float = Field(600.0, gt=0, description="limit of one request, in s")
     api_key: SecretStr = Field(SecretStr(""), description="sent as bearer token when given")
 
@@ -104,15 +108,15 @@ def table_of(found: Fit) -> Table:
     return table
 
 
-async def measure(settings: ProfileSettings) -> Measured:
-    """Measure an engine. Raises EngineError, EngineBusyError."""
+async def measure(settings: ProfileSettings, chunk: int = 0) -> Measured:
+    """Measure an engine; its max_num_batched_tokens is `chunk` where that is known. Raises EngineError, EngineBusyError."""
     key = settings.api_key.get_secret_value()
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=settings.timeout_s),
         headers={"Authorization": f"Bearer {key}"} if key else None,
     ) as http:
-        return await _Measuring(EngineClient(settings.url, http), settings).run()
+        return await _Measuring(EngineClient(settings.url, http), settings).run(chunk)
 
 
 @dataclass(frozen=True)
@@ -133,10 +137,12 @@ class _Measuring:
         self._rng = random.Random(uuid.uuid4().int)
         self._words: list[int] = []
         self._front: list[tuple[float, float]] = []
-        self._prefills: list[_Prefill] = []
+        # What was asked for, and each time that it was seen.
+        self._prefills: dict[tuple[int, int], list[_Prefill]] = {}
+        self._decodes: dict[tuple[int, int], list[DecodeTime]] = {}
         self._ends_at = time.monotonic() + settings.seconds
 
-    async def run(self) -> Measured:
+    async def run(self, chunk: int) -> Measured:
         client, found = self._client, self._found
         metrics = await client.connect()
         block_size, blocks = (int(metrics.cache.get(name, 0)) for name in ("block_size", "num_gpu_blocks"))
@@ -152,21 +158,39 @@ class _Measuring:
         # The first requests of a process are slower than any later one.
         for _ in range(2):
             await client.complete(self._prompt(SHORTEST), 2, self._salt())
-        longest = await self._cold(limit)
-        for new, cached in ((SHORTEST, longest - SHORTEST), (longest // 4, longest // 2), (longest // 2, longest // 4)):
-            await self._prefill(new, cached)
-        chunk = await self._chunk(longest) or self._settings.max_num_batched_tokens
+        longest = await self._first_round(limit)
+        await self._other_rounds()
+        chunk = chunk or await self._chunk(longest) or self._settings.max_num_batched_tokens
         if chunk:
             found.engine["max_num_batched_tokens"] = chunk
         else:
             found.remarks.append("max_num_batched_tokens is unknown: each prefill is taken for one step")
         found.prefills = [
             PrefillTime(one.new, one.cached, -(-one.new // chunk) if chunk else 1, one.seconds)
-            for one in self._prefills
+            for one in map(usual, self._prefills.values())
         ]
-        await self._decode(longest)
+        found.decodes = [usual(seen) for seen in self._decodes.values()]
         found.front_s = fit_line(self._front)
         return found
+
+    async def _first_round(self, limit: int) -> int:
+        """Find out what to measure, and take each measurement once; the longest prompt."""
+        longest = await self._cold(limit)
+        for new, cached in ((SHORTEST, longest - SHORTEST), (longest // 4, longest // 2), (longest // 2, longest // 4)):
+            await self._prefill(new, cached)
+        await self._decode(longest)
+        return longest
+
+    async def _other_rounds(self) -> None:
+        """Take all again: a stall that lasts shall not fall on every one of a measurement's repetitions."""
+        for number in range(1, self._settings.repeats):
+            if time.monotonic() > self._ends_at:
+                self._found.remarks.append(f"there was time to take each measurement {number} times")
+                return
+            for new, cached in self._prefills:
+                await self._prefill(new, cached)
+            for batch, context in self._decodes:
+                await self._one_decode(batch, context)
 
     def _prompt(self, length: int) -> list[int]:
         return self._rng.choices(self._words, k=length)
@@ -189,13 +213,6 @@ class _Measuring:
 
     async def _prefill(self, new: int, cached: int) -> float:
         """Measure a prefill; its s."""
-        taken = [await self._one_prefill(new, cached) for _ in range(self._settings.repeats)]
-        # Not the least: requests meet the engine as it usually is.
-        usual = sorted(taken, key=lambda one: one.seconds)[len(taken) // 2]
-        self._prefills.append(usual)
-        return usual.seconds
-
-    async def _one_prefill(self, new: int, cached: int) -> _Prefill:
         client, salt, prompt = self._client, self._salt(), self._prompt(cached + new)
         if cached:
             await client.complete(prompt[: cached + 1], 1, salt)
@@ -205,7 +222,8 @@ class _Measuring:
         hit = round(after.since(before, "vllm:prefix_cache_hits_total"))
         seconds = after.since(before, "vllm:request_prefill_time_seconds_sum")
         self._front.append((float(len(prompt)), took_s - seconds))
-        return _Prefill(len(prompt) - hit, hit, seconds)
+        self._prefills.setdefault((new, cached), []).append(_Prefill(len(prompt) - hit, hit, seconds))
+        return seconds
 
     async def _chunk(self, longest: int) -> int | None:
         """max_num_batched_tokens, from what each step of the longest prompt stores."""
@@ -238,21 +256,28 @@ class _Measuring:
                 if time.monotonic() > self._ends_at and batch > 2:
                     self._found.remarks.append(f"no time was left for a decode of {batch} over {context} each")
                     continue
-                self._found.decodes.append(await self._one_decode(batch, context))
+                await self._one_decode(batch, context)
 
-    async def _one_decode(self, batch: int, context: int) -> DecodeTime:
+    async def _one_decode(self, batch: int, context: int) -> None:
         client, salt, prompt = self._client, self._salt(), self._prompt(context)
         # All share one prompt that is cached, so that they begin to decode as good as together.
         await client.complete(prompt, 1, salt)
-        taken = []
-        for _ in range(self._settings.repeats):
-            before = await self._quiet()
-            await asyncio.gather(*(client.complete(prompt, DECODED, salt) for _ in range(batch)))
-            after = await client.settled(before, batch)
-            taken.append(after.since(before, "vllm:request_decode_time_seconds_sum") / batch / (DECODED - 1))
-        return DecodeTime(batch, batch * (context + (DECODED - 1) / 2), sorted(taken)[len(taken) // 2])
+        before = await self._quiet()
+        await asyncio.gather(*(client.complete(prompt, DECODED, salt) for _ in range(batch)))
+        after = await client.settled(before, batch)
+        seconds = after.since(before, "vllm:request_decode_time_seconds_sum") / batch / (DECODED - 1)
+        seen = DecodeTime(batch, batch * (context + (DECODED - 1) / 2), seconds)
+        self._decodes.setdefault((batch, context), []).append(seen)
 
     async def _quiet(self) -> Metrics:
         metrics = await self._client.metrics()
         self._client.check_idle(metrics)
         return metrics
+
+
+_Seen = TypeVar("_Seen", _Prefill, DecodeTime)
+
+
+def usual(seen: Sequence[_Seen]) -> _Seen:
+    """The one in the middle. Not the least: requests meet the engine as it usually is."""
+    return sorted(seen, key=lambda one: one.seconds)[len(seen) // 2]

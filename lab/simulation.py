@@ -28,11 +28,11 @@ class Simulation:
     told. With `layerwise` KV is pushed while it is computed. With `answers_return` what a turn generated begins what the
     session's next prompt has beyond it (`lab.prompts`).
 
-    Times that pass on the way: a prompt is tokenised at `tokenise_token_s` per token; the way to the router and the way back
-    each take `placement_s` / 2 in the mean, and whatever is sent to an engine, a step or a slice, reaches its scheduler after
-    `api_s` in the mean; all are exponential. They are drawn for each request by itself: under one `seed` a request has the
-    same luck whatever the policy. Agents' reports come `report_delay_s` late, if they come: a share of `report_loss` (0 to below
-    1) does not.
+    Times that pass on the way: a request is read in `front_s`, and its prompt tokenised at `tokenise_token_s` per token, always;
+    the way to the router and the way back each take `placement_s` / 2 in the mean, and whatever is sent to an engine, a step or
+    a slice, reaches its scheduler after `api_s` in the mean: these are exponential, and drawn for each request by itself, so that
+    under one `seed` a request has the same luck whatever the policy. Agents' reports come `report_delay_s` late, if they come: a
+    share of `report_loss` (0 to below 1) does not.
 
     Sessions are dealt to `pools` models in turn, as instances are; `routers` replicas share the pools, each of which one owns.
     At `owner_dies_s` the owner of the first pool dies, and all that it owned is taken over `takeover_s` later, when its lease
@@ -52,6 +52,7 @@ class Simulation:
     retries: int = 10
     layerwise: bool = False
     answers_return: bool = True
+    front_s: float = 0.0
     tokenise_token_s: float = 0.0
     placement_s: float = 0.0
     api_s: float = 0.0
@@ -78,6 +79,7 @@ class Simulation:
         if not 0 <= self.report_loss < 1:
             raise SimulationError(f"report_loss: {self.report_loss} is not in 0 to below 1")
         for name in (
+            "front_s",
             "tokenise_token_s",
             "placement_s",
             "api_s",

@@ -164,7 +164,7 @@ class Simulator:
         )
         record = RequestRecord(session=request.session, turn=request.turn, t_send=now)
         running = self._running[name] = SimulatedRequest(turn, record, prompt, placement)
-        tokenised = now + self._asked.tokenise_token_s * prompt.length
+        tokenised = now + self._asked.front_s + self._asked.tokenise_token_s * prompt.length
         self._agenda.at(tokenised + self._way_s(running), partial(self._ask, name))
 
     def _end(self, name: str, now: float, status: int, error: str = "") -> None:

@@ -13,7 +13,7 @@ import typer
 from lab.bundle import read_bundle
 from lab.calibrate import CalibrateSettings, run
 from lab.emulator import EmulateSettings, start
-from lab.profile import Profile
+from lab.profile import Profile, read_profile
 from lab.traces import TraceRequest
 
 FAST = Profile(step_s=0.002, prefill_token_s=1e-5, prefill_pair_s=1e-9, decode_sequence_s=1e-5, decode_kv_token_s=1e-9)
@@ -64,7 +64,12 @@ async def test_the_model_is_true_to_itself(tmp_path: Path) -> None:
         assert figures["cached tokens"]["error"] == 0
         assert figures["cached tokens"]["live"] > 500
         assert figures["TTFT p50"].keys() == {"live", "simulated", "error"}
+    # A replay before them warms up; each load is simulated with what was measured around it.
+    assert {one.parent.name for one in out.glob("*/trace.jsonl")} == {"warm-up", "load-1", "load-2"}
+    assert not (out / "warm-up" / "live").exists()
     for number in (1, 2):
+        around = read_profile(out / f"load-{number}" / "profile.json")
+        assert (around.engine, around.costs.prefill_token_s > 0) == (known, True)
         live, simulated = (
             {(one.session, one.turn): one for one in read_bundle(out / f"load-{number}" / name).records}
             for name in ("live", "simulated")
@@ -77,5 +82,5 @@ async def test_the_model_is_true_to_itself(tmp_path: Path) -> None:
 
 def test_without_an_engine_it_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit, match="2"):
-        run(CalibrateSettings(engines=["http://127.0.0.1:9"], out=tmp_path))
+        run(CalibrateSettings(url="http://127.0.0.1:9", engines=["http://127.0.0.1:9"], out=tmp_path))
     assert "pointsman calibrate: http://127.0.0.1:9" in capsys.readouterr().err

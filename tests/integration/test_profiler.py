@@ -11,9 +11,12 @@ import pytest
 
 from lab.emulator import Emulated, EmulateSettings, start
 from lab.engine_client import EngineBusyError, EngineError
-from lab.fit import fit
+from lab.fit import DecodeTime, fit
+from lab.front import measure_front
 from lab.profile import Profile, ProfileFile, read_profile
-from lab.profiler import ProfileSettings, measure, profile_of, run
+from lab.profiler import ProfileSettings, measure, profile_of, run, usual
+from lab.replay import ReplaySettings
+from lab.text import ChatTokenizer
 
 FAST = Profile(step_s=0.002, prefill_token_s=1e-5, prefill_pair_s=1e-9, decode_sequence_s=1e-5, decode_kv_token_s=1e-9)
 # Time enough for a machine that stalls: what is measured is then always the same.
@@ -55,6 +58,22 @@ async def test_an_engine_is_measured(engine: Emulated, tmp_path: Path) -> None:
     assert found.profile.step_s > 0
 
 
+async def test_rounds_are_taken_while_there_is_time(engine: Emulated) -> None:
+    measured = await measure(ProfileSettings(url=engine.url, **SHORT | {"repeats": 2}), chunk=256)
+    # Each measurement is one, however often it was taken.
+    assert (len(measured.prefills), len(measured.decodes)) == (8, 14)
+    assert measured.remarks == []
+    hurried = await measure(ProfileSettings(url=engine.url, **SHORT | {"repeats": 9, "seconds": 0.001}), chunk=99)
+    assert "there was time to take each measurement 1 times" in hurried.remarks
+    # Not looked for.
+    assert hurried.engine["max_num_batched_tokens"] == 99
+
+
+def test_the_usual_one_counts() -> None:
+    seen = [DecodeTime(1, 64.0, seconds) for seconds in (3.0, 1.0, 9.0, 1.5, 2.0)]
+    assert usual(seen).seconds == 2.0
+
+
 async def test_a_busy_engine_is_left_alone(engine: Emulated) -> None:
     async with aiohttp.ClientSession() as http:
         body = {"prompt": "x", "max_tokens": 4_000, "ignore_eos": True, "stream": True}
@@ -92,6 +111,25 @@ async def test_without_kv_events_the_chunk_is_taken_from_the_flag(
 
 async def _no_events(self: object) -> str:
     return ""
+
+
+async def test_what_requests_pay_beside_the_engines_time(engine: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, pace = ChatTokenizer(), ReplaySettings(url=engine.url)
+    request_s, token_s = await measure_front(pace, [engine.url], tokenizer, (64, 200), 3)
+    assert request_s + 200 * token_s > 0
+    counters = engine.model.counters
+    # Chats: the template's tokens are in them. None finds another's cached but for its beginning.
+    assert counters.prompt_tokens > 3 * (64 + 200)
+    assert counters.prefix_cache_hits == 0
+    with pytest.raises(EngineError, match="does not answer a chat: 400"):
+        await measure_front(pace, [engine.url], tokenizer, (5_000,), 1)
+    other = await start(EmulateSettings(port=0), FAST)
+    try:
+        monkeypatch.setattr("lab.front.METRICS_WITHIN_S", 0.1)
+        with pytest.raises(EngineError, match="are all named"):
+            await measure_front(pace, [other.url], tokenizer, (64,), 1)
+    finally:
+        await other.stop()
 
 
 async def test_what_is_no_vllm_is_refused(engine: Emulated) -> None:

@@ -303,6 +303,12 @@ def test_a_refused_client_comes_back_when_it_was_told_to() -> None:
 def test_asking_and_tokenising_take_their_time() -> None:
     [record] = simulate([ask("a", 1, 0.0, [1], 100)], instances=1, profile=PLAIN, tokenise_token_s=0.03)
     assert record.ttft_s == pytest.approx(3.0 + 2.0)
+    # PLAIN prefills 100 tokens in 2 s. What every request pays is no draw: each pays the same.
+    turns = [ask(f"s{number}", 1, 50.0 * number, [], 100, output=1) for number in range(3)]
+    paid = {"instances": 1, "profile": PLAIN, "front_s": 0.5, "tokenise_token_s": 0.03}
+    floor = Floor([[turn] for turn in turns], Simulation(**paid)).run()
+    for records in (simulate(turns, **paid), floor):
+        assert [record.ttft_s for record in records] == pytest.approx([0.5 + 3.0 + 2.0] * 3)
     turns = [ask(f"s{number}", 1, 50.0 * number, [], 100, output=1) for number in range(200)]
     asked = {"instances": 1, "profile": PLAIN, "placement_s": 1.0}
     records = simulate(turns, **asked)
