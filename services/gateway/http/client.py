@@ -1,12 +1,14 @@
 """The way to the instances: connections kept per origin, one exchange at a time on each, bodies passed on as they come.
 
 An idle connection is closed before uvicorn would (5 s). A request on a kept connection that ends before a byte of the answer is
-sent once more, on a new one: the instance closed it while the request was on its way.
+sent once more, on a new one: the instance closed it while the request was on its way. One that is silent while an answer is due
+is given up when nobody listens any more where it leads to, as if it had broken off.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 import time
 from collections.abc import Mapping
@@ -15,9 +17,11 @@ from urllib.parse import urlsplit
 
 from services.gateway.http.exchange import Answer, Connection, Origin, Stale, UpstreamError
 from services.gateway.http.message import request_bytes
+from services.gateway.http.silence import SILENT_S, Peer, Silence
 
 KEEPALIVE_S = 3.0
 SWEEP_S = 0.5
+ASK_WITHIN_S = 1.0
 
 
 class Pool:
@@ -30,6 +34,8 @@ class Pool:
         self._idle_s = idle_s
         self._idle: dict[Origin, list[Connection]] = {}
         self._sweeping: asyncio.TimerHandle | None = None
+        self._silence = Silence()
+        self._asking: set[asyncio.Task[None]] = set()
         self._tls: ssl.SSLContext | None = None
 
     def start(self) -> None:
@@ -38,18 +44,37 @@ class Pool:
         self._sweeping = asyncio.get_running_loop().call_later(SWEEP_S, self.start)
 
     def sweep(self, now: float) -> None:
-        """Close connections that were idle, and give answers up that were silent, for too long."""
+        """Close connections that were idle for too long. Give those up where an answer is due and does not come: for too long, or
+        because nobody listens any more at its instance."""
         for connections in list(self._idle.values()):
             for connection in [one for one in connections if now - one.since > KEEPALIVE_S]:
                 connections.remove(connection)
                 connection.abort()
+        silent: dict[Peer, list[Connection]] = {}
         for connection in list(self.connections):
-            connection.silent_too_long(now, self._idle_s)
+            silence = connection.silence(now)
+            if silence > self._idle_s and connection.answers:
+                connection.give_up("went silent")
+            elif silence >= SILENT_S and (peer := connection.peer) is not None:
+                silent.setdefault(peer, []).append(connection)
+        for peer in [one for one in silent if self._silence.gone(one)]:
+            for connection in silent.pop(peer):
+                connection.give_up("went silent, and nobody listens there any more")
+        for peer in self._silence.due(silent, now):
+            task = asyncio.create_task(self._ask(peer))
+            self._asking.add(task)
+            task.add_done_callback(self._asking.discard)
+
+    async def _ask(self, peer: Peer) -> None:
+        refused = await refuses(peer)
+        self._silence.answered(peer, refused=refused, now=time.monotonic())
 
     def close(self) -> None:
         """Close every connection."""
         if self._sweeping is not None:
             self._sweeping.cancel()
+        for task in self._asking:
+            task.cancel()
         for connection in list(self.connections):
             connection.abort()
 
@@ -109,6 +134,21 @@ class Pool:
             kept.remove(connection)
         if kept is not None and not kept:
             del self._idle[connection.origin]
+
+
+async def refuses(peer: Peer) -> bool:
+    """Whether nobody listens at `peer` for certain: what is busy or far away is only slow to accept."""
+    family = socket.AF_INET6 if len(peer) == 4 else socket.AF_INET
+    try:
+        with socket.socket(family) as asking:
+            asking.setblocking(False)
+            async with asyncio.timeout(ASK_WITHIN_S):
+                await asyncio.get_running_loop().sock_connect(asking, peer)
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):
+        return False
+    return False
 
 
 @lru_cache(4096)

@@ -14,6 +14,7 @@ from services.gateway.http.message import Headers
 
 if TYPE_CHECKING:
     from services.gateway.http.client import Pool
+    from services.gateway.http.silence import Peer
 
 HIGH_WATER = 256 << 10  # bytes of an answer that nobody has taken yet before no more is read
 MAX_HEAD_BYTES = 64 << 10
@@ -301,6 +302,7 @@ class Connection(asyncio.Protocol):
     async def exchange(self, message: list[bytes]) -> Answer:
         """Send a request, await the head of its answer. Raises UpstreamError, or Stale where not a byte of one came."""
         self._head = asyncio.get_running_loop().create_future()
+        self.heard, self.since = False, time.monotonic()
         self._touched = self._complete = self._keep = self._until_close = self._between = False
         self._head_size = 0
         self._transport.writelines(message)
@@ -356,11 +358,29 @@ class Connection(asyncio.Protocol):
         """Close at once."""
         self._transport.abort()
 
-    def silent_too_long(self, now: float, idle_s: float) -> None:
-        """Called now and then: give an answer up that has begun and does not go on."""
-        if self._answer is None:
-            return
+    # From the pool, now and then.
+
+    @property
+    def peer(self) -> Peer | None:
+        """The address that it leads to; None once it is closed."""
+        found: Peer | None = self._transport.get_extra_info("peername")
+        return found
+
+    @property
+    def answers(self) -> bool:
+        """Whether an answer has begun and is not whole."""
+        return self._answer is not None
+
+    def silence(self, now: float) -> float:
+        """For how many seconds nothing has come of an answer that is due, as far as the calls of this tell; 0 where none is due,
+        or where we do not listen. Mutates."""
+        if self._answer is None and self._head is None:
+            return 0.0
         if self.heard or self._paused:
             self.heard, self.since = False, now
-        elif now - self.since > idle_s:
-            self._fail("went silent")
+        return now - self.since
+
+    def give_up(self, text: str) -> None:
+        """Fail the answer that is due, as if the connection had broken."""
+        self._fail(text)
+        self.abort()
