@@ -92,6 +92,7 @@ class FakeEngine:
     stored: dict[str, dict[str, Any]] = field(default_factory=dict)  # responses by id
     aborted: int = 0
     open: int = 0
+    _site: web.TCPSite = field(init=False, repr=False)
 
     async def tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -204,12 +205,17 @@ class FakeEngine:
         app.router.add_post("/v1/responses/{id}/cancel", self.stored_response)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self._site = web.TCPSite(runner, "127.0.0.1", 0)
+        await self._site.start()
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         try:
             yield self
         finally:
             await runner.cleanup()
+
+    async def stop_listening(self) -> None:
+        """Accept no connection any more, and leave those that are open as they are."""
+        await self._site.stop()
 
 
 Placer = Callable[[placement_pb2.PlacementRequest], placement_pb2.Placement | placement_pb2.Refusal | None]

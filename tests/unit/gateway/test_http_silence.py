@@ -50,7 +50,11 @@ def test_a_refusal_does_not_count_once_somebody_accepted_or_spoke() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.sets(st.sampled_from([A, B])), st.floats(0.1, 3.0), st.lists(st.booleans(), max_size=2)),
+        st.tuples(
+            st.sets(st.sampled_from([A, B])),
+            st.sampled_from([0.25, 0.5, 1.0, 2.5]),
+            st.lists(st.booleans(), max_size=2),
+        ),
         max_size=40,
     )
 )
