@@ -362,7 +362,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def peer(self) -> Peer | None:
-        """The address that it leads to; None once it is closed."""
+        """The address that it leads to; None where its transport has none."""
         found: Peer | None = self._transport.get_extra_info("peername")
         return found
 
