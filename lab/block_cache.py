@@ -5,7 +5,9 @@ without a hash are reused first, the others in the order in which they were free
 requests that compute the same block at once hold two physical blocks of one hash, stored twice and removed twice.
 
 Which physical block holds what is of no consequence, so none is kept: blocks that follow each other in one chain and were always
-held together are one run, and what happens to a prompt's blocks costs by its runs, not by its thousands of blocks.
+held together are one run, and what happens to a prompt's blocks costs by its runs, not by its thousands of blocks. Runs are a
+radix tree: a chain goes on from a run's end only, and is found by the first hash of each of its runs. Where chains part, where a
+hit stops and where a copy of some blocks loses its last ones, runs are cut, all copies of them alike.
 """
 
 from __future__ import annotations
@@ -63,11 +65,12 @@ def extend_hashes(hashes: list[int], root: int, token_ids: Sequence[int], block_
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    """Findable blocks of one chain with the same holders; `start` is how many blocks of the chain come before. Never empty."""
+    """Findable blocks of one chain with the same holders. Never empty. While it `grows` its only holder, who made it, may append
+    to it: nothing else follows it, and it has no copies."""
 
-    start: int
     hashes: list[int]
     holders: list[Holding]
+    grows: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -88,9 +91,10 @@ class BlockCache:
         self.capacity = capacity
         self.block_size = block_size
         self._blank = capacity
-        # The run to be hit, and in the order of their coming others that hold a block of the same hash.
+        # By a run's first hash the run to be hit, and in the order of their coming others of the same hashes.
         self._run_of: dict[int, _Run] = {}
         self._copies: dict[int, list[_Run]] = {}
+        self._findable = 0
         # Runs that nobody holds; the first loses its last block first. An OrderedDict, because hits take runs out of its middle.
         self._idle: OrderedDict[_Run, None] = OrderedDict()
         self._idle_blocks = 0
@@ -105,43 +109,36 @@ class BlockCache:
         """Blocks that no request holds; those with a hash can still be hit."""
         return self._blank + self._idle_blocks
 
-    def hits(self, hashes: Sequence[int], limit: int) -> int:
-        """How many leading blocks of a chain are findable, at most `limit`.
+    def find(self, hashes: Sequence[int], limit: int) -> tuple[int, int]:
+        """How many leading blocks of a chain are findable, at most `limit`, and how many of these nobody holds, so that holding
+        them lowers `free`.
 
-        Whoever holds a block holds those before it, and lets go of them later: a block is never findable without its parent, and
-        the end is found by bisection.
+        Whoever holds a block holds those before it, and lets go of them later: a block is never findable without its parent.
         """
-        run_of = self._run_of
-        return bisect_left(hashes, True, 0, min(limit, len(hashes)), key=lambda value: value not in run_of)
-
-    def idle(self, hashes: Sequence[int], count: int) -> int:
-        """How many of the first `count` blocks, which are findable, nobody holds, so that holding them lowers `free`."""
-        return sum(length for run, _, length in self._walk(hashes, count) if not run.holders)
+        found = idle = 0
+        for run, length in self._walk(hashes, limit):
+            found += length
+            if not run.holders:
+                idle += length
+        return found, idle
 
     def hold(self, hashes: Sequence[int], count: int) -> Holding:
         """Hold the first `count` blocks of a chain, which are findable. Mutates."""
         holding = Holding(blocks=count, full=count)
-        for run, skipped, length in self._walk(hashes, count):
-            if skipped and skipped + length < len(run.hashes):
-                # Its beginning is a copy of what was hit before; when nobody holds it, it queues anew.
-                copy = self._cut(run, 0, skipped)
-                if not run.holders:
-                    self._idle[copy] = None
-                skipped = 0
-            if skipped:
-                run = self._cut(run, skipped, len(run.hashes))
-            elif length < len(run.hashes):
-                run = self._cut(run, 0, length)
+        for run, length in self._walk(hashes, count):
+            if length < len(run.hashes):
+                run = self._cut(run, length)
             if not run.holders:
-                self._idle.pop(run, None)
+                del self._idle[run]
                 self._idle_blocks -= length
+            run.grows = False
             run.holders.append(holding)
             holding.runs.append(run)
         return holding
 
     def __len__(self) -> int:
         """How many different hashes are findable."""
-        return len(self._run_of)
+        return self._findable
 
     def allocate(self, holding: Holding, count: int) -> BlocksRemoved | None:
         """Hand out `count` blank blocks; what was evicted for them. ValueError when fewer are free. Mutates."""
@@ -156,25 +153,17 @@ class BlockCache:
         """Make the next blocks of `holding`, which are filled, findable under `hashes`; those that were so already. Mutates."""
         if not hashes:
             return ()
-        last = holding.runs[-1] if holding.runs else None
-        if last is None or len(last.holders) > 1:
-            last = _Run(holding.full, [], [holding])
-            holding.runs.append(last)
-        last.hashes += hashes
-        holding.full += len(hashes)
         # Whatever follows a block that is not findable is not either.
-        run_of = self._run_of
-        if hashes[0] not in run_of:
-            # Half the time that an update with a dict of them takes.
-            for value in hashes:
-                run_of[value] = last
-            return ()
-        again = []
-        for value in hashes:
-            if run_of.setdefault(value, last) is not last:
-                self._copies.setdefault(value, []).append(last)
-                again.append(value)
-        return tuple(again)
+        again = self._copy(holding, hashes) if hashes[0] in self._run_of else 0
+        if new := hashes[again:]:
+            last = holding.runs[-1] if holding.runs else None
+            if last is None or not last.grows:
+                last = self._run_of[new[0]] = _Run([], [holding], grows=True)
+                holding.runs.append(last)
+            last.hashes += new
+            self._findable += len(new)
+        holding.full += len(hashes)
+        return tuple(hashes[:again])
 
     def release(self, holding: Holding) -> None:
         """Let go of all blocks of `holding`. Mutates."""
@@ -192,76 +181,88 @@ class BlockCache:
             return False
         self._run_of, self._copies = {}, {}
         self._idle.clear()
-        self._blank, self._idle_blocks = self.capacity, 0
+        self._blank, self._idle_blocks, self._findable = self.capacity, 0, 0
         return True
 
     def cached_hashes(self) -> dict[int, int]:
         """Every findable hash and how many physical blocks have it."""
-        return {value: 1 + len(self._copies.get(value, ())) for value in self._run_of}
+        copies = self._copies
+        return {value: 1 + len(copies.get(first, ())) for first, run in self._run_of.items() for value in run.hashes}
 
     def check(self) -> None:
         """Raise AssertionError when the books do not balance (for tests)."""
         assert self._blank >= 0
         assert self._idle_blocks == sum(len(run.hashes) for run in self._idle)
-        runs = {*self._run_of.values(), *(run for copies in self._copies.values() for run in copies)}
-        assert all(copies for copies in self._copies.values())
-        assert all(run.hashes for run in runs)
+        assert all(self._copies.values())
+        assert self._findable == sum(len(run.hashes) for run in self._run_of.values()) == len(self.cached_hashes())
+        runs = []
+        for first, hit in self._run_of.items():
+            copies = self._copies.get(first, ())
+            assert hit.hashes
+            assert hit.hashes[0] == first
+            assert all(copy.hashes == hit.hashes for copy in copies)
+            assert not (copies and any(run.grows for run in (hit, *copies)))
+            runs += [hit, *copies]
         assert {run for run in runs if not run.holders} == set(self._idle)
-        found = [(value, run) for run in runs for value in run.hashes]
-        known = [*self._run_of.items(), *((value, run) for value, copies in self._copies.items() for run in copies)]
-        assert set(found) == set(known)
-        assert len(found) == len(known)
         for run in runs:
-            for holding in run.holders:
-                at = holding.runs.index(run)
-                assert run.start == sum(len(before.hashes) for before in holding.runs[:at])
-                assert holding.full == sum(len(one.hashes) for one in holding.runs)
+            assert all(run in holding.runs for holding in run.holders)
+            assert not run.grows or [holding.runs[-1] for holding in run.holders] in ([run], [])
         held = {holding for run in runs for holding in run.holders}
+        for holding in held:
+            assert holding.full == sum(len(run.hashes) for run in holding.runs)
         blank = self.capacity - self.free - sum(len(run.hashes) for run in runs if run.holders)
         assert blank >= sum(holding.blocks - holding.full for holding in held)
 
-    def _walk(self, hashes: Sequence[int], count: int) -> Iterator[tuple[_Run, int, int]]:
-        """The runs that hold the first `count` blocks, with the blocks of each that come before, and how many are meant."""
-        position = 0
-        while position < count:
-            run = self._run_of[hashes[position]]
-            skipped = position - run.start
-            length = min(len(run.hashes) - skipped, count - position)
-            if run.hashes[skipped + length - 1] != hashes[position + length - 1]:
-                # It goes on as another chain does.
-                pairs = zip(run.hashes[skipped:], hashes[position : position + length], strict=False)
-                length = next(at for at, (one, other) in enumerate(pairs) if one != other)
-            if self._copies and not self._copies.keys().isdisjoint(hashes[position : position + length]):
-                # Where there are several of a block, the run may go on with another one than the first.
-                meant = range(position + 1, position + length)
-                length = next((at for at in meant if self._run_of[hashes[at]] is not run), position + length) - position
-            yield run, skipped, length
+    def _walk(self, hashes: Sequence[int], limit: int) -> Iterator[tuple[_Run, int]]:
+        """The runs to be hit, from a chain's first block to at most `limit`, and how many blocks of each."""
+        run_of, limit, position = self._run_of, min(limit, len(hashes)), 0
+        while position < limit and (run := run_of.get(hashes[position])) is not None:
+            whole = len(run.hashes)
+            length = min(whole, limit - position)
+            if run.hashes[length - 1] != hashes[position + length - 1]:
+                length = _alike(run.hashes, hashes, position, length)
+            yield run, length
+            if length < whole:
+                return
             position += length
 
-    def _cut(self, run: _Run, begin: int, end: int) -> _Run:
-        """Make blocks begin..end of `run`, at its beginning or its end, a run of its own, which the caller holds at once.
+    def _copy(self, holding: Holding, hashes: Sequence[int]) -> int:
+        """Store copies of those blocks of a chain that are findable: of how many. Mutates."""
+        count = 0
+        for run, length in self._walk(hashes, len(hashes)):
+            if length < len(run.hashes):
+                run = self._cut(run, length)
+            run.grows = False
+            copy = _Run([*run.hashes], [holding])
+            self._copies.setdefault(run.hashes[0], []).append(copy)
+            holding.runs.append(copy)
+            count += length
+        return count
 
-        What is left of an idle run keeps its place in the order of eviction.
+    def _cut(self, run: _Run, length: int) -> _Run:
+        """Make the first `length` blocks of `run`, and of its copies, runs of their own; that of `run`.
+
+        What is left of each keeps its place in the order of eviction, and is followed by what was before it.
         """
-        part = _Run(run.start + begin, run.hashes[begin:end], [*run.holders])
-        del run.hashes[begin:end]
-        if not begin:
-            run.start += end
-        for holding in part.holders:
-            at = holding.runs.index(run)
-            holding.runs.insert(at + 1 if begin else at, part)
-        run_of = self._run_of
-        if not self._copies:
-            for value in part.hashes:
-                run_of[value] = part
-            return part
-        for value in part.hashes:
-            if run_of[value] is run:
-                run_of[value] = part
-            else:
-                copies = self._copies[value]
-                copies[copies.index(run)] = part
-        return part
+        first = run.hashes[0]
+        heads = []
+        rests = [self._run_of[first], *self._copies.pop(first, ())]
+        for rest in rests:
+            head = _Run(rest.hashes[:length], [*rest.holders])
+            del rest.hashes[:length]
+            for holding in head.holders:
+                holding.runs.insert(holding.runs.index(rest), head)
+            if not head.holders:
+                behind = [*self._idle][[*self._idle].index(rest) + 1 :]
+                self._idle[head] = None
+                for other in behind:
+                    self._idle.move_to_end(other)
+            heads.append(head)
+        for runs in heads, rests:
+            self._run_of[runs[0].hashes[0]] = runs[0]
+            if runs[1:]:
+                self._copies[runs[0].hashes[0]] = runs[1:]
+        return heads[rests.index(run)]
 
     def _evict(self, count: int) -> BlocksRemoved:
         removed: list[int] = []
@@ -269,33 +270,39 @@ class BlockCache:
         self._idle_blocks -= count
         while count:
             run = next(iter(self._idle))
-            gone = run.hashes[: -count - 1 : -1]
-            del run.hashes[-len(gone) :]
-            if not run.hashes:
-                del self._idle[run]
-            count -= len(gone)
-            removed += gone
-            if self._copies:
-                left += self._forget(run, gone)
-            else:
-                run_of = self._run_of
-                for value in gone:
-                    del run_of[value]
+            if count < len(run.hashes):
+                if run.hashes[0] not in self._copies:
+                    removed += run.hashes[: -count - 1 : -1]
+                    del run.hashes[-count:]
+                    self._findable -= count
+                    break
+                # Its copies keep what it loses.
+                self._cut(run, len(run.hashes) - count)
+            del self._idle[run]
+            count -= len(run.hashes)
+            removed += reversed(run.hashes)
+            if self._forget(run):
+                left += reversed(run.hashes)
         return BlocksRemoved(tuple(removed), tuple(left))
 
-    def _forget(self, run: _Run, gone: Sequence[int]) -> list[int]:
-        """Let go of a run's last blocks; those of which another remains."""
-        left = []
-        for value in gone:
-            copies = self._copies.get(value)
-            if copies is None:
-                del self._run_of[value]
-                continue
-            left.append(value)
-            if self._run_of[value] is run:
-                self._run_of[value] = copies.pop(0)
-            else:
-                copies.remove(run)
-            if not copies:
-                del self._copies[value]
-        return left
+    def _forget(self, run: _Run) -> bool:
+        """Let go of a run; whether a copy of it remains."""
+        first = run.hashes[0]
+        copies = self._copies.get(first)
+        if copies is None:
+            del self._run_of[first]
+            self._findable -= len(run.hashes)
+            return False
+        if self._run_of[first] is run:
+            self._run_of[first] = copies.pop(0)
+        else:
+            copies.remove(run)
+        if not copies:
+            del self._copies[first]
+        return True
+
+
+def _alike(known: Sequence[int], hashes: Sequence[int], position: int, length: int) -> int:
+    """How many of the first `length` of `known` are those of a chain from `position` on: those after the first other one are
+    others, too."""
+    return bisect_left(range(length), True, key=lambda at: known[at] != hashes[position + at])

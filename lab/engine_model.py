@@ -78,7 +78,7 @@ class EngineModel:
 
     def cached_tokens(self, hashes: Sequence[int]) -> int:
         """How many tokens of a prompt with these block hashes are cached, without holding them."""
-        return self.cache.hits(hashes, len(hashes)) * self.config.block_size
+        return self.cache.find(hashes, len(hashes))[0] * self.config.block_size
 
     def submit(self, request: EngineRequest, now: float) -> None:
         """Queue a request at `now` (s). Raises ValueError for one that no state of the engine could serve."""
@@ -346,7 +346,7 @@ class EngineModel:
     def _room_to_load(self, sequence: EngineSequence, hit: int, missing_tokens: int) -> bool:
         """Whether blocks for KV to come, held without progress meanwhile, fit beside what prompts under way still need."""
         block_size, hashes = self.config.block_size, sequence.content.hashes
-        need = -(-(hit * block_size + missing_tokens) // block_size) - hit + self.cache.idle(hashes, hit)
+        need = -(-(hit * block_size + missing_tokens) // block_size) - hit + self.cache.find(hashes, hit)[1]
         holders = [one for one in self._sequences.values() if one.held.blocks]
         reserved = sum([max(-(-one.length // block_size) - one.held.blocks, 0) for one in holders])
         return bool(need + self._headroom() <= self.cache.free - reserved)
@@ -360,9 +360,9 @@ class EngineModel:
         length, hashes = sequence.length, sequence.content.hashes
         block_size, cache = self.config.block_size, self.cache
         # The last token is always computed, for its logits: a hit stops before it.
-        hit = cache.hits(hashes, (length - 1) // block_size)
+        hit, idle = cache.find(hashes, (length - 1) // block_size)
         missing = -(-length // block_size) - hit + self._headroom()
-        return hit if missing <= cache.free and missing + cache.idle(hashes, hit) <= cache.free else None
+        return hit if missing + idle <= cache.free else None
 
     def _grow(self, sequence: EngineSequence, missing: int, count: int, events: list[Event]) -> None:
         if missing > 0 and (removed := self.cache.allocate(sequence.held, missing)):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from dataclasses import dataclass
 
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lab.block_cache import BlockCache, Holding
 
@@ -57,52 +59,123 @@ class Plain:
                     self.free.move_to_end(block, last=False)
 
 
-def chain(path: list[int]) -> list[int]:
-    """Hashes of a prompt whose blocks are `path`: equal where all before is equal."""
-    hashes, name = [], 1
+def chain(path: list[int], name: int = 1) -> list[int]:
+    """Hashes of a prompt whose blocks are `path`, after the block `name`: equal where all before is equal."""
+    hashes = []
     for one in path:
         name = name * 3 + one
         hashes.append(name)
     return hashes
 
 
-@settings(max_examples=300)
-@given(
-    st.lists(
-        st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=7), st.integers(0, 3), st.integers(0, 5)),
-        max_size=40,
+@dataclass(eq=False)
+class Sequence:
+    """A request: what it holds in the cache and in the plain pool, and the hashes of its blocks, `stored` so far."""
+
+    hashes: list[int]
+    holding: Holding
+    blocks: list[int]
+    stored: int
+
+
+class RunsAreBlocks(RuleBasedStateMachine):
+    """Several sequences take the same blocks and others in turn, fill them bit by bit, and let go of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache, self.plain = BlockCache(24, 16), Plain(24)
+        self.sequences: list[Sequence] = []
+
+    def take(self, sequence: Sequence, count: int) -> None:
+        """Hand out blocks: the same blocks are evicted for them, in the same order."""
+        blocks, removed = self.plain.allocate(count)
+        sequence.blocks += blocks
+        evicted = self.cache.allocate(sequence.holding, count)
+        assert (list(evicted.hashes) if evicted else []) == removed
+        there = {value for value, of in self.plain.blocks_of.items() if of}
+        gone = Counter(removed) - Counter(evicted.left if evicted else ())
+        assert set(gone) == set(removed) - there
+
+    def fill(self, sequence: Sequence, count: int) -> None:
+        """So many blocks more are computed: those are told that others have computed, too."""
+        end = min(sequence.stored + count, len(sequence.hashes))
+        hashes = sequence.hashes[sequence.stored : end]
+        there = {value for value, of in self.plain.blocks_of.items() if of}
+        self.plain.store(sequence.blocks[sequence.stored : end], hashes)
+        assert self.cache.store(sequence.holding, hashes) == tuple(value for value in hashes if value in there)
+        sequence.stored = end
+
+    @rule(
+        path=st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=7),
+        stops_early=st.sampled_from([0, 0, 1, 3]),
+        blank=st.integers(0, 2),
+        filled=st.sampled_from([9, 9, 1, 2, 3]),
     )
-)
-def test_runs_are_blocks(actions: list[tuple[list[int], int, int]]) -> None:
-    cache, plain = BlockCache(16, 16), Plain(16)
-    held: list[tuple[list[int], Holding, list[int]]] = []
-    for path, blank, number in actions:
+    def admit(self, path: list[int], stops_early: int, blank: int, filled: int) -> None:
+        """A hit stops early, now and then, so that known blocks are computed again; others compute the same ones meanwhile."""
         hashes = chain(path)
-        # A hit stops early, now and then, so that known blocks are computed again.
-        limit = len(hashes) - (number % 2)
-        found = plain.lookup(hashes[:limit])
-        assert cache.hits(hashes, limit) == len(found)
-        idle = sum(not plain.references[block] for block in found)
-        assert cache.idle(hashes, len(found)) == idle
+        found = self.plain.lookup(hashes[: max(len(hashes) - stops_early, 0)])
+        idle = sum(not self.plain.references[block] for block in found)
+        assert self.cache.find(hashes, len(hashes) - stops_early) == (len(found), idle)
         missing = len(hashes) - len(found) + blank
-        if missing + idle <= cache.free:
-            plain.hold(found)
-            holding = cache.hold(hashes, len(found))
-            blocks, removed = plain.allocate(missing)
-            evicted = cache.allocate(holding, missing)
-            assert (list(evicted.hashes) if evicted else []) == removed
-            there = {value for value, of in plain.blocks_of.items() if of}
-            gone = Counter(removed) - Counter(evicted.left if evicted else ())
-            assert set(gone) == set(removed) - there
-            whole = len(hashes) - len(found)
-            plain.store(blocks[:whole], hashes[len(found) :])
-            again = cache.store(holding, hashes[len(found) :])
-            assert set(again) == there & set(hashes[len(found) :])
-            held.append((hashes, holding, found + blocks))
-        elif held:
-            _, holding, blocks = held.pop(number % len(held))
-            plain.release(blocks)
-            cache.release(holding)
-        cache.check()
-        assert cache.free == len(plain.free)
-        assert cache.cached_hashes() == {value: len(blocks) for value, blocks in plain.blocks_of.items() if blocks}
+        if missing + idle > self.cache.free:
+            return
+        self.plain.hold(found)
+        sequence = Sequence(hashes, self.cache.hold(hashes, len(found)), found, len(found))
+        self.take(sequence, missing)
+        self.fill(sequence, filled)
+        self.sequences.append(sequence)
+
+    @precondition(lambda self: self.sequences)
+    @rule(number=st.integers(0, 99), count=st.integers(1, 7))
+    def go_on(self, number: int, count: int) -> None:
+        """Blocks of a prompt are computed, or of an answer."""
+        self.fill(self.sequences[number % len(self.sequences)], count)
+
+    @precondition(lambda self: self.sequences)
+    @rule(number=st.integers(0, 99), path=st.lists(st.integers(0, 1), min_size=1, max_size=3))
+    def answer(self, number: int, path: list[int]) -> None:
+        """A sequence goes on beyond what it was admitted with, if there is a block for it."""
+        sequence = self.sequences[number % len(self.sequences)]
+        hashes = chain(path, sequence.hashes[-1])
+        if missing := max(len(sequence.hashes) + len(hashes) - len(sequence.blocks), 0):
+            if missing > self.cache.free:
+                return
+            self.take(sequence, missing)
+        sequence.hashes = sequence.hashes + hashes
+
+    @precondition(lambda self: self.sequences)
+    @rule(number=st.integers(0, 99))
+    def release(self, number: int) -> None:
+        """A sequence ends, or is preempted, with all its blocks full or not."""
+        sequence = self.sequences.pop(number % len(self.sequences))
+        self.plain.release(sequence.blocks)
+        self.cache.release(sequence.holding)
+
+    @rule(evicted=st.integers(1, 24))
+    def press(self, evicted: int) -> None:
+        """Something else needs so many of the blocks that are known for a moment."""
+        sequence = Sequence([], Holding(), [], 0)
+        self.take(sequence, min(self.cache.blank + evicted, self.cache.free))
+        self.plain.release(sequence.blocks)
+        self.cache.release(sequence.holding)
+
+    @precondition(lambda self: not self.sequences)
+    @rule()
+    def forget(self) -> None:
+        """Nothing is held, and everything is forgotten."""
+        assert self.cache.clear()
+        self.plain = Plain(24)
+
+    @invariant()
+    def same(self) -> None:
+        """Both have the same."""
+        self.cache.check()
+        assert self.cache.free == len(self.plain.free)
+        there = {value: len(blocks) for value, blocks in self.plain.blocks_of.items() if blocks}
+        assert self.cache.cached_hashes() == there
+        assert len(self.cache) == len(there)
+
+
+RunsAreBlocks.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+TestRunsAreBlocks = RunsAreBlocks.TestCase
