@@ -17,15 +17,14 @@ _Found = tuple[int, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """A session's last turn, of `prompt_tokens` and `answer_tokens`: its `ids` in the trace are those of `blocks`, which were
-    `found` as they are, and have the first `at` of the prompt's `names`. What the trace does not name, the blocks after those,
-    are `ends`, those of the answer included."""
+    """A session's last turn, of `prompt_tokens` and `answer_tokens`: its `ids` in the trace are those of `blocks`, each with what
+    it was found as, which have the first `at` of the prompt's `names`. What the trace does not name, the blocks after those, are
+    `ends`, those of the answer included."""
 
     prompt_tokens: int
     answer_tokens: int
     ids: Sequence[int]
-    blocks: list[_Block]
-    found: list[_Found]
+    blocks: list[tuple[_Block, _Found]]
     at: int
     names: Sequence[int]
     ends: Sequence[int]
@@ -39,7 +38,7 @@ class _Said:
         return self.ends[known:] if last == (names[-1] if names else 0) else ()
 
 
-_NOTHING = _Said(0, 0, (), [], [], 0, (), ())
+_NOTHING = _Said(0, 0, (), [], 0, (), ())
 
 
 class Prompts:
@@ -79,39 +78,43 @@ class Prompts:
         left; the rest is its own. Unless this is the session's `last` one, the next one may go on from it. Mutates."""
         before_it = self._said.pop(request.session, _NOTHING)
         said, known = _going_on(request, before_it), self._known
-        ids, size = request.whole_blocks, request.block_size
+        ids, size, length = request.whole_blocks, request.block_size, request.input_length
         names: list[int] = []
-        blocks: list[_Block] = []
-        all_found: list[_Found] = []
+        blocks: list[tuple[_Block, _Found]] = []
         if self._begins_with(ids, before_it):
             names += before_it.names[: before_it.at]
-            blocks, all_found = before_it.blocks, before_it.found
-        before = all_found[-1][0] if all_found else 0
-        for number, block in enumerate(ids[len(blocks) :], len(blocks) + 1):
+            blocks += before_it.blocks
+        before = blocks[-1][1][0] if blocks else 0
+        for block in ids[len(blocks) :]:
             key = before, block
-            found = known.get(key)
-            if found is None:
-                count = number * size // KEY_TOKENS - len(names)
-                # A number even for a block that ends no key.
-                found = known[key] = (self.fresh()[0], self._named(said, names, count))
-            elif self._tokens is not None:
+            if (found := known.get(key)) is None:
+                break
+            if self._tokens is not None:
                 known.move_to_end(key)
             names += found[1]
             before = found[0]
-            blocks.append(key)
-            all_found.append(found)
+            blocks.append((key, found))
+        # What follows a block that is not known is not either: all the rest is named at once.
+        there = begin = len(names)
+        rest = self._named(said, names, length // KEY_TOKENS - there)
+        names += rest
+        unknown = ids[len(blocks) :]
+        # A number even for a block that ends no key.
+        for number, block in zip(self.fresh(len(unknown)), unknown, strict=True):
+            key = before, block
+            end = (len(blocks) + 1) * size // KEY_TOKENS
+            found = known[key] = number, rest[begin - there : end - there]
+            blocks.append((key, found))
+            before, begin = number, end
         while self._tokens is not None and len(known) * size > self._tokens:
             known.popitem(last=False)
-        length, at = request.input_length, len(names)
-        names += self._named(said, names, length // KEY_TOKENS - at)
         answer = self.fresh((length + request.output_length) // KEY_TOKENS - len(names))
         # Kept with its request for as long as that is told of: a tuple of numbers the garbage collector passes over.
         prompt = NamedPrompt(length, tuple(names), answer)
         if not last:
+            at = len(ids) * size // KEY_TOKENS
             ends = (*names[at:], *answer) if self._answers_return else ()
-            self._said[request.session] = _Said(
-                length, request.output_length, ids, blocks, all_found, at, prompt.names, ends
-            )
+            self._said[request.session] = _Said(length, request.output_length, ids, blocks, at, prompt.names, ends)
             if self._tokens is not None and len(self._said) * KEY_TOKENS > self._tokens:
                 self._said.popitem(last=False)
         return prompt
@@ -119,12 +122,12 @@ class Prompts:
     def _begins_with(self, ids: Sequence[int], said: _Said) -> bool:
         """Whether the blocks with these ids begin with those of `said`, and these are known as they were; they have been asked
         for then. Mutates."""
-        known, blocks = self._known, said.blocks
-        if ids[: len(blocks)] != said.ids or list(map(known.get, blocks)) != said.found:
+        known = self._known
+        if ids[: len(said.blocks)] != said.ids or [(key, known.get(key)) for key, _ in said.blocks] != said.blocks:
             return False
         if self._tokens is not None:
-            for block in blocks:
-                known.move_to_end(block)
+            for key, _ in said.blocks:
+                known.move_to_end(key)
         return True
 
     def _named(self, said: _Said, names: Sequence[int], count: int) -> Sequence[int]:
