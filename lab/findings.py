@@ -146,7 +146,7 @@ class Planned:
             # All of them: a default that changes makes another policy.
             "settings": {} if asked.policy == FLOOR else dict(self._settings()),
             "engine": {**asdict(asked.engine), "vocabulary": ""},
-            "profile": asdict(asked.profile),
+            "profile": asked.profile.nonzero,
         }
         return msgspec.json.encode(told, order="sorted").decode()
 

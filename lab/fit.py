@@ -1,9 +1,10 @@
 """From what steps took to what they cost: least squares over measurements of one engine. Pure.
 
 The model is Profile's. A prefill of n tokens after c cached ones in k steps takes k * step_s + prefill_token_s * n +
-prefill_pair_s * n * (2c + n); a step that decodes B sequences with T tokens of KV together takes step_s + decode_sequence_s * B +
-decode_kv_token_s * T. All measurements are fitted at once, none of the costs negative, so that the sum of the relative errors'
-sizes is least: by least squares, weighed anew by what each measurement missed. A stall of the machine shall not bend the line.
+prefill_pair_s * n * (2c + n) + prefill_kv_token_s * (what was computed before each step, added up); a step that decodes B
+sequences with T tokens of KV together takes step_s + decode_sequence_s * B + decode_kv_token_s * T. All measurements are fitted
+at once, none of the costs negative, so that the sum of the relative errors' sizes is least: by least squares, weighed anew by
+what each measurement missed. A stall of the machine shall not bend the line.
 """
 
 from __future__ import annotations
@@ -24,12 +25,22 @@ class FitError(ValueError):
 
 @dataclass(frozen=True)
 class PrefillTime:
-    """`new` tokens (2 or more) were computed after `cached` ones in `steps` steps and `seconds`."""
+    """`new` tokens (2 or more) were computed after `cached` ones, at most `chunk` in a step, in `seconds`."""
 
     new: int
     cached: int
-    steps: int
+    chunk: int
     seconds: float
+
+    @property
+    def steps(self) -> int:
+        """How many steps it took."""
+        return -(-self.new // self.chunk)
+
+    @property
+    def before(self) -> int:
+        """Tokens that were computed before each step, of all steps together."""
+        return self.steps * self.cached + self.chunk * (self.steps * (self.steps - 1) // 2)
 
     def __str__(self) -> str:
         return f"prefill of {self.new} after {self.cached}"
@@ -121,5 +132,5 @@ def _least_misses(terms: FloatArray, values: FloatArray) -> FloatArray:
 
 def _terms(one: Measured) -> tuple[float, ...]:
     if isinstance(one, DecodeTime):
-        return 1.0, 0.0, 0.0, one.batch, one.kv_tokens
-    return one.steps, one.new, one.new * (2.0 * one.cached + one.new), 0.0, 0.0
+        return 1.0, 0.0, 0.0, 0.0, one.batch, one.kv_tokens
+    return one.steps, one.new, one.new * (2.0 * one.cached + one.new), one.before, 0.0, 0.0

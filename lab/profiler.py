@@ -166,7 +166,7 @@ class _Measuring:
         else:
             found.remarks.append("max_num_batched_tokens is unknown: each prefill is taken for one step")
         found.prefills = [
-            PrefillTime(one.new, one.cached, -(-one.new // chunk) if chunk else 1, one.seconds)
+            PrefillTime(one.new, one.cached, chunk or one.new, one.seconds)
             for one in map(usual, self._prefills.values())
         ]
         found.decodes = [usual(seen) for seen in self._decodes.values()]
@@ -176,7 +176,10 @@ class _Measuring:
     async def _first_round(self, limit: int) -> int:
         """Find out what to measure, and take each measurement once; the longest prompt."""
         longest = await self._cold(limit)
-        for new, cached in ((SHORTEST, longest - SHORTEST), (longest // 4, longest // 2), (longest // 2, longest // 4)):
+        half, quarter = longest // 2, longest // 4
+        # Few tokens after many, as turns of a session are, and about as many.
+        few = ((SHORTEST, longest - SHORTEST), (SHORTEST, half), (2 * SHORTEST, half))
+        for new, cached in (*few, (quarter, half), (half, quarter)):
             await self._prefill(new, cached)
         await self._decode(longest)
         return longest

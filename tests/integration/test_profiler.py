@@ -8,9 +8,11 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from lab.emulator import Emulated, EmulateSettings, start
-from lab.engine_client import EngineBusyError, EngineError
+from lab.engine_client import EngineBusyError, EngineClient, EngineError
 from lab.fit import DecodeTime, fit
 from lab.front import measure_front
 from lab.profile import Profile, ProfileFile, read_profile
@@ -45,6 +47,8 @@ async def test_an_engine_is_measured(engine: Emulated, tmp_path: Path) -> None:
         (512, 0, 2),
         (700, 0, 3),
         (92, 608, 1),
+        (94, 320, 1),
+        (158, 320, 1),
         (205, 320, 1),
         (365, 160, 2),
     ]
@@ -61,7 +65,7 @@ async def test_an_engine_is_measured(engine: Emulated, tmp_path: Path) -> None:
 async def test_rounds_are_taken_while_there_is_time(engine: Emulated) -> None:
     measured = await measure(ProfileSettings(url=engine.url, **SHORT | {"repeats": 2}), chunk=256)
     # Each measurement is one, however often it was taken.
-    assert (len(measured.prefills), len(measured.decodes)) == (8, 14)
+    assert (len(measured.prefills), len(measured.decodes)) == (10, 14)
     assert measured.remarks == []
     hurried = await measure(ProfileSettings(url=engine.url, **SHORT | {"repeats": 9, "seconds": 0.001}), chunk=99)
     assert "there was time to take each measurement 1 times" in hurried.remarks
@@ -130,6 +134,17 @@ async def test_what_requests_pay_beside_the_engines_time(engine: Emulated, monke
             await measure_front(pace, [other.url], tokenizer, (64,), 1)
     finally:
         await other.stop()
+
+
+async def test_an_answer_that_breaks_off_is_no_measurement() -> None:
+    async def answer(_request: web.Request) -> web.Response:
+        return web.Response(text='data: {"choices": []}\n\ndata: {"error": {"message": "out of memory"}}\n\n')
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", answer)
+    async with TestServer(app) as server, aiohttp.ClientSession() as http:
+        with pytest.raises(EngineError, match=r"breaks off: .* \{\"message\": \"out of memory"):
+            await EngineClient(str(server.make_url("/")), http).complete([1, 2], 2, "salt")
 
 
 async def test_what_is_no_vllm_is_refused(engine: Emulated) -> None:

@@ -33,7 +33,9 @@ def prefill(profile: Profile, new: int, cached: int, chunk: int) -> PrefillTime:
     while model.has_work:
         times.append(model.step(0.0).duration_s)
         model.finish_step()
-    return PrefillTime(new, cached, len(times), sum(times))
+    seen = PrefillTime(new, cached, chunk, sum(times))
+    assert seen.steps == len(times)
+    return seen
 
 
 def decode(profile: Profile, batch: int, context: int) -> DecodeTime:
@@ -54,6 +56,7 @@ def decode(profile: Profile, batch: int, context: int) -> DecodeTime:
         COST.map(lambda cost: cost / 1e5),
         COST,
         COST.map(lambda cost: cost / 1e3),
+        prefill_kv_token_s=COST.map(lambda cost: cost / 1e3),
     )
 )
 def test_the_costs_behind_exact_times_are_found(profile: Profile) -> None:
@@ -72,10 +75,10 @@ def test_the_costs_behind_exact_times_are_found(profile: Profile) -> None:
 
 def test_noise_leaves_residuals_and_no_negative_cost() -> None:
     noisy = [
-        PrefillTime(100, 0, 1, 0.02),
-        PrefillTime(200, 0, 1, 0.03),
-        PrefillTime(400, 0, 1, 0.049),
-        PrefillTime(400, 400, 1, 0.045),
+        PrefillTime(100, 0, 512, 0.02),
+        PrefillTime(200, 0, 512, 0.03),
+        PrefillTime(400, 0, 512, 0.049),
+        PrefillTime(400, 400, 512, 0.045),
     ]
     decodes = [DecodeTime(1, 100.0, 0.011), DecodeTime(8, 800.0, 0.010), DecodeTime(8, 8_000.0, 0.012)]
     found = fit([*noisy, *decodes])
@@ -85,7 +88,12 @@ def test_noise_leaves_residuals_and_no_negative_cost() -> None:
 
 def test_a_stall_does_not_bend_the_line() -> None:
     profile = Profile(
-        step_s=0.01, prefill_token_s=1e-4, prefill_pair_s=1e-8, decode_sequence_s=1e-3, decode_kv_token_s=1e-7
+        step_s=0.01,
+        prefill_token_s=1e-4,
+        prefill_pair_s=1e-8,
+        decode_sequence_s=1e-3,
+        decode_kv_token_s=1e-7,
+        prefill_kv_token_s=1e-6,
     )
     prefills = [
         prefill(profile, new, cached, 1_024) for new, cached in ((64, 0), (128, 0), (500, 0), (3_000, 0), (400, 6_400))
@@ -99,23 +107,40 @@ def test_a_stall_does_not_bend_the_line() -> None:
         assert getattr(found.profile, name) == pytest.approx(getattr(profile, name), rel=0.02), name
 
 
+def test_what_is_before_a_chunk_is_fetched_once_for_it() -> None:
+    profile = Profile(
+        step_s=1.0,
+        prefill_token_s=0.0,
+        prefill_pair_s=0.0,
+        decode_sequence_s=0.0,
+        decode_kv_token_s=0.0,
+        prefill_kv_token_s=0.01,
+    )
+    # However many tokens it has; a decode reads at its own price.
+    assert [profile.chunk_s(tokens, 300) for tokens in (2, 200, 1)] == pytest.approx([3.0, 3.0, 0.0])
+    # Chunks after 112, 312 and 512 tokens.
+    seen = prefill(profile, 450, 112, 200)
+    assert (seen.steps, seen.before) == (3, 112 + 312 + 512)
+    assert seen.seconds == pytest.approx(3 * 1.0 + 0.01 * (112 + 312 + 512))
+
+
 def test_measurements_say_what_they_are() -> None:
     assert str(DecodeTime(8, 8_000.0, 0.012)) == "decode of 8 over 8000"
-    assert str(PrefillTime(400, 100, 1, 0.1)) == "prefill of 400 after 100"
+    assert str(PrefillTime(400, 100, 512, 0.1)) == "prefill of 400 after 100"
 
 
 @pytest.mark.parametrize(
     "measured",
     [
         [],
-        [PrefillTime(100, 0, 1, 0.02)] * 9,
+        [PrefillTime(100, 0, 512, 0.02)] * 9,
         [
-            PrefillTime(100, 0, 1, 0.02),
-            PrefillTime(200, 0, 1, 0.02),
-            PrefillTime(300, 0, 2, 0.02),
-            PrefillTime(400, 0, 2, 0.02),
+            PrefillTime(100, 0, 200, 0.02),
+            PrefillTime(200, 0, 200, 0.02),
+            PrefillTime(300, 0, 200, 0.02),
+            PrefillTime(400, 0, 200, 0.02),
         ],
-        [PrefillTime(100, 0, 1, 0.0)],
+        [PrefillTime(100, 0, 512, 0.0)],
     ],
 )
 def test_what_cannot_be_fitted_is_said(measured: list[PrefillTime]) -> None:
@@ -166,6 +191,7 @@ def test_profiles_ship_by_name() -> None:
     assert read_profile(Path("reference")).costs == Profile()
     slow = read_profile(Path("slow")).costs
     assert slow.chunk_s(8_192, 0) == pytest.approx(2 * Profile().chunk_s(8_192, 0))
-    assert slow.name != Profile().name == Profile(step_s=0.005).name
+    # The name that it had before there was a cost that it does not have.
+    assert slow.name != Profile().name == Profile(step_s=0.005).name == "013122af"
     with pytest.raises(ProfileError, match="nowhere"):
         read_profile(Path("nowhere"))
