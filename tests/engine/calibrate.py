@@ -21,7 +21,12 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     model = make_model(folder / "model")
     specs = [EngineSpec(name) for name in ("a", "b")]
-    with running_engines(specs, model, folder) as engines, ControlPlane(engines, folder).running() as plane:
+    # The agent's own default, which is what is simulated: the tests' haste would take its share of the two cores.
+    unhurried = {"--scrape-interval-s": 1.0}
+    with (
+        running_engines(specs, model, folder) as engines,
+        ControlPlane(engines, folder, agent_flags=unhurried).running() as plane,
+    ):
         flags = ["--url", plane.gateway_url, "--router", plane.router_address, "--tokenizer", str(model)]
         flags += [part for engine in engines for part in ("--engines", engine.url)]
         tool = [sys.executable, "-m", "services.cli", "calibrate"]
