@@ -357,6 +357,15 @@ def test_without_the_router_what_was_sent_ahead_goes_on() -> None:
         assert machine.phase is Phase.SERVING
 
 
+def test_without_the_router_what_was_sent_ahead_and_failed_is_told_once_more_and_then_served_alone() -> None:
+    machine = sent_ahead(direct=False, prefilled=True)
+    assert machine.handle(mv.PullEnded("broke"), 2.0) == []
+    taken = replace(AHEAD, degraded=True)
+    assert machine.handle(mv.Tick(), 11.0) == [mv.TakeUp(taken), mv.AwaitNext("r", 1, "broke")]
+    (effect,) = machine.handle(mv.Tick(), 21.0)
+    assert effect == mv.Serve(StepGiven("r", EAGER_B, 2, degraded=True))
+
+
 def test_another_step_than_the_one_sent_ahead_replaces_it() -> None:
     machine = sent_ahead(prefilled=True)
     other = StepGiven("r", A, index=1)
@@ -589,10 +598,11 @@ class Conversation(RuleBasedStateMachine):
     @rule()
     def deadline(self) -> None:
         assert self.machine.deadline is not None
-        before = (self.machine.phase, self.machine.attempt_id)
+        before = (self.machine.phase, self.machine.attempt_id, self.machine.step)
         self.now = max(self.now, self.machine.deadline)
         self.tell(mv.Tick())
-        assert (self.machine.phase, self.machine.attempt_id) != before, "a deadline that changes nothing"
+        after = (self.machine.phase, self.machine.attempt_id, self.machine.step)
+        assert after != before, "a deadline that changes nothing"
 
     @invariant()
     def one_answer_and_nothing_left(self) -> None:
