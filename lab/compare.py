@@ -26,7 +26,7 @@ from lab.compare_tables import print_comparisons, print_knees
 from lab.console import make_console, make_progress
 from lab.draws import Starts
 from lab.experiments import Cell, Comparison, Trial, compare, run_cells
-from lab.floor import FLOOR
+from lab.floor import BOUNDS, FLOOR
 from lab.knee import Knee, knees
 from lab.simulate import RunSettings, cell_of
 from services.router.policy.base import SettingError
@@ -45,7 +45,8 @@ class CompareSettings(RunSettings):
     config: Path | None = Field(None, description="TOML file of these settings under the same names; flags win over it")
     policies: list[str] = Field(
         ["round_robin", "lmetric", "unified", FLOOR],
-        description="NAME or NAME:SETTING=VALUE,...; floor is the bound that no policy can pass",
+        description="NAME or NAME:SETTING=VALUE,...; floor is the bound that no policy can pass, pooled what one "
+        "cache as large as all would come to",
     )
     baseline: str = Field(
         "", description="what the others are compared to (as in policies; default: unified, or the first)"
@@ -122,7 +123,7 @@ def _run_batch(settings: CompareSettings, cells: Sequence[Cell], progress: Progr
 def _further(cells: Sequence[Cell], trials: Sequence[Trial]) -> list[float]:
     """The rates that a sweep tries next; none when all are saturated, or beyond reason."""
     rates = sorted({cell.workload.arrivals.rate for cell in cells})
-    if len(rates) >= SWEEP_RATES or all(knee.saturated for knee in knees(cells, trials) if knee.policy != FLOOR):
+    if len(rates) >= SWEEP_RATES or all(knee.saturated for knee in knees(cells, trials) if knee.policy not in BOUNDS):
         return []
     return [rates[0] * 2 ** ((len(rates) + step) / 2) for step in range(SWEEP_STEP)]
 
@@ -181,9 +182,9 @@ def _policy(text: str) -> tuple[str, dict[str, Any]]:
         if not equals:
             raise ValueError(f"policies: {item!r} in {text!r} is not SETTING=VALUE")
         wanted[key.strip()] = _scalar(value.strip())
-    if name == FLOOR:
+    if name in BOUNDS:
         if wanted:
-            raise ValueError(f"policies: {FLOOR} has no settings")
+            raise ValueError(f"policies: {name} has no settings")
         return name, wanted
     try:
         make_policy(name, wanted)

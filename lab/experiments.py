@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lab.bundle import write_bundle
 from lab.draws import Arrivals, draw
-from lab.floor import FLOOR, Floor
+from lab.floor import BOUNDS, Floor
 from lab.measures import ALL, Measures, measure
 from lab.paired import Estimate, difference_by_seed, estimate
 from lab.records import RequestRecord
@@ -45,7 +45,7 @@ class Workload:
 class Cell:
     """One way to run a workload. `policy` names what is compared; `load` what it is compared under: cells of one load are paired.
 
-    The seed of `simulation` is replaced by the trial's. Its policy may be lab.floor.FLOOR.
+    The seed of `simulation` is replaced by the trial's. Its policy may be one of lab.floor.BOUNDS.
     """
 
     policy: str
@@ -89,7 +89,7 @@ def run_trial(
     SettingError) for a cell that cannot be run."""
     sessions = draw(_requests(cell.workload, seed), cell.workload.arrivals, seed)
     asked = replace(cell.simulation, seed=seed)
-    if asked.policy == FLOOR:
+    if asked.policy in BOUNDS:
         records = Floor(sessions, asked).run()
         return records, measure(records, {})
     simulator = Simulator(iter(sessions), asked, on_sample)

@@ -25,7 +25,7 @@ from lab.engine_events import EngineConfig
 from lab.experiments import Cell, Trial, Workload, run_cells
 from lab.findings_figures import BASE, OURS
 from lab.findings_text import render
-from lab.floor import FLOOR
+from lab.floor import BOUNDS
 from lab.measures import Measures
 from lab.profile import Profile
 from lab.simulate import MADE_UP_SESSIONS, made_up
@@ -130,7 +130,7 @@ class Planned:
     @property
     def tier(self) -> int:
         """What is run first: the goals' own policies, then others where there are most of them, then others elsewhere."""
-        own = self.policy in (FLOOR, BASE, OURS) and self.load != OVERLOADED
+        own = self.policy in (*BOUNDS, BASE, OURS) and self.load != OVERLOADED
         return 0 if own else 1 if self.trace == REAL and self.load in MAIN and not self.threshold else 2
 
     @property
@@ -144,7 +144,7 @@ class Planned:
             "sessions": workload.sessions,
             "policy": asked.policy,
             # All of them: a default that changes makes another policy.
-            "settings": {} if asked.policy == FLOOR else dict(self._settings()),
+            "settings": {} if asked.policy in BOUNDS else dict(self._settings()),
             "engine": {**asdict(asked.engine), "vocabulary": ""},
             "profile": asked.profile.nonzero,
         }
@@ -193,16 +193,16 @@ def planned(settings: FindingsSettings) -> list[Planned]:
 def _planned(settings: FindingsSettings) -> Iterator[Planned]:
     sources = _sources(settings)
     simple: dict[str, tuple[str, Mapping[str, object]]] = {name: (name, {}) for name in POLICIES}
-    contenders = {FLOOR: (FLOOR, {}), **{name: simple[name] for name in CONTENDERS}}
+    contenders = {**{name: (name, {}) for name in BOUNDS}, **{name: simple[name] for name in CONTENDERS}}
     every = {**contenders, **simple, **VARIANTS}
     if settings.quick:
-        every = contenders = {name: contenders[name] for name in (FLOOR, "unified", "lpwl", "foresight")}
+        every = contenders = {name: contenders[name] for name in (*BOUNDS, "unified", "lpwl", "foresight")}
     for trace, source in sources.items():
         for name, policy in (every if trace == REAL or REAL not in sources else contenders).items():
             for load in MAIN:
                 yield _cell(settings, trace, source, load, 0, name, policy)
     extra = [("slow", 0), *((load, THRESHOLD) for load in LOADS if load != OVERLOADED)]
-    for name in () if settings.quick or CHAT not in sources else (FLOOR, BASE, OURS):
+    for name in () if settings.quick or CHAT not in sources else (*BOUNDS, BASE, OURS):
         yield _cell(settings, CHAT, sources[CHAT], OVERLOADED, 0, name, every[name])
     for trace, source in sources.items():
         if trace == CHAT:

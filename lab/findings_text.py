@@ -28,7 +28,7 @@ from lab.findings_figures import (
     ratio_of,
     told,
 )
-from lab.floor import FLOOR
+from lab.floor import BOUNDS, FLOOR, POOLED
 from lab.measures import ALL, Measures
 
 GOAL_CLOSED, GOAL_CLOSED_FLAG, GOAL_TPOT = 0.75, 0.5, 1.8
@@ -109,7 +109,9 @@ def _head(results: Sequence[Result], loads: Mapping[str, Mapping[str, object]], 
         "`unified` and its 95 %",
         "confidence interval (Student's t); `=` is no difference: the interval holds 0. `floor` is no policy "
         "but the bound: nothing",
-        "waits, and whatever any request has computed is cached for all.",
+        "waits, and whatever any request has computed is cached for all. In `pooled` nothing waits either, and all have one "
+        "cache, as large",
+        "as all instances' together, which evicts what was used least recently, as theirs do.",
         "",
         "| load | sessions start | steps cost | KV blocks of 16 |",
         "|---|---|---|---|",
@@ -142,7 +144,7 @@ def _table(place: Place, cell: Cell) -> str:
         "| policy | TTFT p50 s | TTFT p90 s | TTFT p99 s | E2E p90 s | E2E p99 s | TPOT p90 ms | cached | failed | trials |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for policy in sorted(plain(cell), key=lambda name: (name != FLOOR, mean_of(cell, name, TTFT) or 0.0)):
+    for policy in sorted(plain(cell), key=lambda name: (name not in BOUNDS, mean_of(cell, name, TTFT) or 0.0)):
         row = [f"`{policy}`"]
         for metric, scale, digits in (
             ("ttft_p50_s", 1.0, 2),
@@ -155,7 +157,7 @@ def _table(place: Place, cell: Cell) -> str:
             mean = mean_of(cell, policy, metric)
             row.append(
                 number(mean, scale, digits)
-                + (told(difference_of(cell, policy, metric), scale, digits) if policy != FLOOR else "")
+                + (told(difference_of(cell, policy, metric), scale, digits) if policy not in BOUNDS else "")
             )
         hits = mean_of(cell, policy, "hit_ratio")
         row += [
@@ -226,11 +228,13 @@ def _ours(cells: Mapping[Place, Cell]) -> str:
         "other is the policy with the",
         "lowest mean of those that were run there, on the same draws; beside it stands its difference to `foresight`. "
         "Only draws count that",
-        "`floor`, `unified` and `foresight` have run.",
+        "`floor`, `unified` and `foresight` have run. What `pooled` would close is left to places: the rest of the gap is what "
+        "caches of",
+        "this size lose, whoever places.",
         "",
-        "| cell | floor | `unified` | best other | `foresight` | closed | goal | TTFT p99 "
+        "| cell | floor | `unified` | best other | `foresight` | closed | goal | `pooled` closes | TTFT p99 "
         "| E2E p90 | E2E p99 | TPOT p90 | not met |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     unmet: list[list[str]] = []
     alone = 0
@@ -240,7 +244,7 @@ def _ours(cells: Mapping[Place, Cell]) -> str:
         ours, base, floor = (mean_of(cell, name, TTFT) for name in (OURS, BASE, FLOOR))
         if ours is None or base is None or floor is None or base <= floor:
             continue
-        others = [name for name in plain(cell) if name not in (OURS, FLOOR)]
+        others = [name for name in plain(cell) if name not in (OURS, *BOUNDS)]
         best = min(others, key=lambda name: ratio_of(cell, name, TTFT, OURS) or float("inf"))
         closed = (base - ours) / (base - floor)
         goal = None if place.load in ("slow", "overloaded") else GOAL_CLOSED_FLAG if place.threshold else GOAL_CLOSED
@@ -248,9 +252,11 @@ def _ours(cells: Mapping[Place, Cell]) -> str:
         unmet.append(failed)
         alone += others == [BASE]
         tpot, tpot_base = mean_of(cell, OURS, TPOT), mean_of(cell, BASE, TPOT)
+        pooled = mean_of(cell, POOLED, TTFT)
         lines.append(
             f"| {place.trace}, {place.name} | {floor:.2f} | {base:.2f} | `{best}`{told(difference_of(cell, best, TTFT, OURS))} | "
             f"{ours:.2f}{told(difference_of(cell, OURS, TTFT))} | {closed:.0%} | {'-' if goal is None else f'{goal:.0%}'} | "
+            f"{'-' if pooled is None else f'{(base - pooled) / (base - floor):.0%}'} | "
             f"{_relative(cell, TTFT99)} | {_relative(cell, E2E90)} | {_relative(cell, E2E99)} | "
             f"{'-' if not tpot or not tpot_base else f'{tpot / tpot_base:.1f} x'} | {', '.join(failed) or 'none'} |"
         )

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from lab.compare import CompareSettings, cells_of, run
 from lab.draws import Arrivals, draw
 from lab.engine_events import EngineConfig
 from lab.experiments import Cell, Trial, Workload, compare, run_cells, run_trial
-from lab.floor import FLOOR, Floor
+from lab.floor import FLOOR, POOLED, Floor
 from lab.generate import generate
 from lab.measures import measure
 from lab.profile import Profile, load_profile
@@ -125,6 +126,17 @@ def test_the_floor_by_hand() -> None:
     assert (records["a", 2].t_send, records["a", 2].ttft_s) == pytest.approx((5.28, 1.64))
     # What another session computed is there, but for the last block: its last token is always computed.
     assert (records["c", 1].cached_tokens, records["c", 1].ttft_s) == (112, pytest.approx(1.16))
+
+
+def test_a_pool_by_hand() -> None:
+    engine = EngineConfig(kv_blocks=13, max_model_len=200)
+    asked = Simulation(profile=PLAIN, engine=engine, policy=POOLED, instances=2)
+    prompts = [("a", [1, 2, 3]), ("b", [4, 5, 6]), ("c", [7, 8, 9]), ("d", [1, 2, 3])]
+    turns = [ask(name, 1, 50.0 * at, ids, 192) for at, (name, ids) in enumerate(prompts)]
+    pooled, floor = (Floor([[turn] for turn in turns], of).run() for of in (asked, replace(asked, policy=FLOOR)))
+    # Each prompt takes 12 of the pool's 26 blocks: b's and c's leave a's first two, which d finds.
+    assert [(one.reason, one.cached_tokens) for one in pooled] == [(POOLED, 0), (POOLED, 0), (POOLED, 0), (POOLED, 32)]
+    assert [(one.reason, one.cached_tokens) for one in floor] == [(FLOOR, 0), (FLOOR, 0), (FLOOR, 0), (FLOOR, 176)]
 
 
 @pytest.mark.parametrize("timing", ["trace", "think"])

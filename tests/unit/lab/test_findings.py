@@ -32,7 +32,7 @@ def test_a_quick_run_makes_the_document_and_is_not_run_twice(tmp_path: Path, mon
     asked = settings(tmp_path)
     run(asked)
     kept = read_kept(asked.results)
-    assert len(kept) == len(planned(asked)) == 16
+    assert len(kept) == len(planned(asked)) == 20
     text = asked.out.read_text()
     assert "A quick run" in text
     assert "## generated: saturated" in text
@@ -69,7 +69,7 @@ def test_the_whole_study_has_every_policy_at_three_loads_and_foresight_everywher
     cells = planned(settings(tmp_path, quick=False))
     main = {(one.load, one.policy) for one in cells if not one.threshold}
     for load in ("light", "knee", "saturated"):
-        assert {name for at, name in main if at == load} >= {*POLICIES, "floor"}
+        assert {name for at, name in main if at == load} >= {*POLICIES, "floor", "pooled"}
     places = {(one.load, one.threshold) for one in cells}
     loads = LOADS.keys() - {"overloaded"}
     assert places == {(load, threshold) for load in loads for threshold in (0, 4_096)}
@@ -86,13 +86,20 @@ def trial(policy: str, load: str, seed: int, ttft: float, **more: float) -> Kept
 def test_what_is_said_follows_from_the_figures() -> None:
     trials = [
         trial(policy, "knee", seed, ttft + seed / 100)
-        for policy, ttft in (("floor", 4.0), ("unified", 8.0), ("lpwl", 6.0), ("foresight", 4.5), ("sticky", 8.0))
+        for policy, ttft in (
+            ("floor", 4.0),
+            ("pooled", 5.0),
+            ("unified", 8.0),
+            ("lpwl", 6.0),
+            ("foresight", 4.5),
+            ("sticky", 8.0),
+        )
         for seed in (1, 2, 3)
     ]
     text = render(trials, {"knee": msgspec.to_builtins(LOADS["knee"])}, 0, quick=False)
     assert (
-        "| agentic, knee | 4.02 | 8.02 | `lpwl` (+1.50 ± 0.00) | 4.52 (-3.50 ± 0.00) | 88% | 75% | = | = | = | 1.0 x | none |"
-        in text
+        "| agentic, knee | 4.02 | 8.02 | `lpwl` (+1.50 ± 0.00) | 4.52 (-3.50 ± 0.00) | 88% | 75% | 75% "
+        "| = | = | = | 1.0 x | none |" in text
     )
     assert "is met in 1 of 1 cells, those of TTFT p90 in 1." in text
     assert "`sticky` (affinity alone): knee: +0% (=) s, no difference." in text
@@ -127,7 +134,7 @@ def test_policies_are_compared_on_the_draws_that_both_have() -> None:
     text = render(trials, {}, 2, quick=False)
     # 2, 18 and 4 are the means of the first three draws: the fourth, which `foresight` has not run, does not count.
     assert "| agentic, knee | 2.00 | 18.00 | `lpwl` (+1.00) | 4.00 (" in text
-    assert " | 88% | 75% | " in text
+    assert " | 88% | 75% | - | " in text
     assert "lowest |" not in text
     assert "`lpwl`, without the number of requests: knee: -67% (-6.00) s, one trial." in text
     assert "| 50% | 0 | 1 |" in text
