@@ -7,8 +7,9 @@ that an interrupted run goes on where it was, and the document can be made again
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ from lab.console import make_console, make_progress
 from lab.draws import Arrivals
 from lab.engine_events import EngineConfig
 from lab.experiments import Cell, Trial, Workload, run_cells
+from lab.findings_elsewhere import ELSEWHERE, ELSEWHERE_POLICIES, ELSEWHERE_TRIALS
 from lab.findings_figures import BASE, OURS
 from lab.findings_text import render
 from lab.floor import BOUNDS
+from lab.generate import AGENTIC, shape_with
 from lab.measures import Measures
 from lab.profile import Profile
 from lab.simulate import MADE_UP_SESSIONS, made_up
@@ -119,17 +122,21 @@ class Kept(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Planned:
-    """A cell of the study: where it stands in the tables, and how it is run."""
+    """A cell of the study: where it stands in the tables, how it is run, from what `source` and under how many seeds."""
 
     trace: str
     load: str
     threshold: int
     policy: str
     cell: Cell
+    source: str
+    trials: int
 
     @property
     def tier(self) -> int:
-        """What is run first: the goals' own policies, then others where there are most of them, then others elsewhere."""
+        """What is run first: the goals' own policies, then others where there are most of them, then others, then elsewhere."""
+        if self.trace in ELSEWHERE:
+            return 3
         own = self.policy in (*BOUNDS, BASE, OURS) and self.load != OVERLOADED
         return 0 if own else 1 if self.trace == REAL and self.load in MAIN and not self.threshold else 2
 
@@ -139,7 +146,7 @@ class Planned:
         asked = self.cell.simulation
         workload = self.cell.workload
         told = {
-            "source": workload.source.name if isinstance(workload.source, Path) else GENERATED,
+            "source": self.source,
             "arrivals": asdict(workload.arrivals),
             "sessions": workload.sessions,
             "policy": asked.policy,
@@ -163,7 +170,7 @@ def run(settings: FindingsSettings) -> None:
     if not settings.render_only:
         _run_missing(cells, kept, seeds, settings)
         kept = read_kept(settings.results)
-    wanted = {(one.key, seed): one for one in cells for seed in seeds}
+    wanted = {(one.key, seed): one for one in cells for seed in seeds[: one.trials]}
     found = [(wanted[at], one) for one in kept if (at := (one.cell, one.seed)) in wanted]
     missing = len(wanted) - len(found)
     if not found:
@@ -214,6 +221,28 @@ def _planned(settings: FindingsSettings) -> Iterator[Planned]:
     for load in () if settings.quick else ("knee", "saturated"):
         for name, policy in ABLATIONS.items():
             yield _cell(settings, first, sources[first], load, 0, f"foresight {name}", policy)
+    if not settings.quick:
+        yield from _elsewhere(settings, every)
+
+
+def _elsewhere(
+    settings: FindingsSettings, policies: Mapping[str, tuple[str, Mapping[str, object]]]
+) -> Iterator[Planned]:
+    for trace, one in ELSEWHERE.items():
+        source = partial(made_up, one.sessions, shape_with(one.base, one.changes))
+        for load, threshold, name in product(MAIN, (0, THRESHOLD), ELSEWHERE_POLICIES):
+            planned = _cell(settings, trace, source, load, threshold, name, policies[name])
+            workload, simulation = planned.cell.workload, planned.cell.simulation
+            arrivals = replace(workload.arrivals, rate=workload.arrivals.rate * one.rate)
+            kv_blocks = int(simulation.engine.kv_blocks * one.kv)
+            engine = replace(simulation.engine, kv_blocks=kv_blocks, max_num_batched_tokens=one.step_tokens)
+            cell = replace(
+                planned.cell,
+                workload=replace(workload, arrivals=arrivals),
+                simulation=replace(simulation, instances=one.instances, engine=engine),
+            )
+            told = f"{GENERATED} {one.sessions} {asdict(shape_with(one.base, one.changes))}"
+            yield replace(planned, cell=cell, source=told, trials=min(settings.trials, ELSEWHERE_TRIALS))
 
 
 def _sources(settings: FindingsSettings) -> dict[str, Path | Callable[[int], Sequence[TraceRequest]]]:
@@ -221,7 +250,7 @@ def _sources(settings: FindingsSettings) -> dict[str, Path | Callable[[int], Seq
     for trace, file in FILES.items():
         if (settings.traces / file).exists():
             found[trace] = settings.traces / file
-    found[GENERATED] = partial(made_up, MADE_UP_SESSIONS, "agentic")
+    found[GENERATED] = partial(made_up, MADE_UP_SESSIONS, AGENTIC)
     return {name: found[name] for name in (REAL, GENERATED, CHAT) if name in found}
 
 
@@ -236,7 +265,7 @@ def _cell(
 ) -> Planned:
     asked = LOADS[load]
     sessions = CHAT_SESSIONS if trace == CHAT else 0
-    arrivals = Arrivals("trace" if trace == GENERATED else "jitter", rate=asked.rate)
+    arrivals = Arrivals("jitter" if isinstance(source, Path) else "trace", rate=asked.rate)
     cell = Cell(
         policy=name,
         load=f"{trace} {load} {threshold}",
@@ -253,17 +282,20 @@ def _cell(
             profile=Profile().slowed(asked.slow),
         ),
     )
-    return Planned(trace, load, threshold, name, cell)
+    told = source.name if isinstance(source, Path) else GENERATED
+    return Planned(trace, load, threshold, name, cell, told, settings.trials)
 
 
 def _run_missing(
-    cells: Sequence[Planned], kept: Iterable[Kept], seeds: Iterable[int], settings: FindingsSettings
+    cells: Sequence[Planned], kept: Iterable[Kept], seeds: Sequence[int], settings: FindingsSettings
 ) -> None:
     have = {(one.cell, one.seed) for one in kept}
     commit = git_commit()
     # Trials of what matters most before fewer trials of everything, should the time not do.
     rounds = {
-        (tier, seed): [one for one in cells if one.tier == tier and (one.key, seed) not in have]
+        (tier, seed): [
+            one for one in cells if one.tier == tier and seed in seeds[: one.trials] and (one.key, seed) not in have
+        ]
         for tier in sorted({one.tier for one in cells})
         for seed in seeds
     }

@@ -18,7 +18,7 @@ from lab.console import make_console
 from lab.draws import Arrivals, Starts
 from lab.engine_events import EngineConfig
 from lab.experiments import Cell, Workload, run_trial
-from lab.generate import SHAPES, generate
+from lab.generate import SHAPES, SessionShape, generate
 from lab.profile import Profile, load_profile
 from lab.samples import InstanceSample
 from lab.simulation import Simulation, SimulationError
@@ -157,12 +157,12 @@ def cell_of(
     )
     arrivals = Arrivals(settings.starts, settings.jitter_s, settings.rate)
     if (shape := str(settings.trace)) in SHAPES:
-        workload = Workload(partial(made_up, settings.sessions or MADE_UP_SESSIONS, shape), arrivals)
+        workload = Workload(partial(made_up, settings.sessions or MADE_UP_SESSIONS, SHAPES[shape]), arrivals)
     else:
         workload = Workload(settings.trace, arrivals, settings.sessions)
     return Cell(name or policy, load, workload, simulation)
 
 
-def made_up(sessions: int, shape: str, seed: int) -> list[TraceRequest]:
-    """Sessions of a shape (of SHAPES), a fresh draw for each seed."""
-    return generate(sessions, MADE_UP_SPAN_S, seed, SHAPES[shape])
+def made_up(sessions: int, shape: SessionShape, seed: int) -> list[TraceRequest]:
+    """Sessions of a shape, a fresh draw for each seed."""
+    return generate(sessions, MADE_UP_SPAN_S, seed, shape)

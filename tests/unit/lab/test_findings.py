@@ -119,6 +119,33 @@ def test_what_is_said_follows_from_the_figures() -> None:
     assert "| none |" in render([*others, *doubt], {}, 0, quick=False)
 
 
+def test_what_is_said_of_elsewhere() -> None:
+    def cell(name: str, threshold: int, **ttft: float) -> list[Kept]:
+        return [
+            msgspec.structs.replace(trial(policy, "knee", seed, value), trace=name, threshold=threshold)
+            for policy, value in ttft.items()
+            for seed in (1, 2)
+        ]
+
+    trials = [
+        *cell("agentic", 0, floor=1.0, unified=5.0, foresight=2.0),
+        *cell("2 instances", 0, floor=4.0, unified=8.0, preble=4.2, foresight=5.0),
+        *cell("2 instances", 4096, floor=4.0, unified=8.0, preble=7.0, foresight=5.0),
+        *cell("half the KV blocks", 0, floor=4.0, unified=9.0),
+    ]
+    text = render(trials, {}, 0, quick=False)
+    assert (
+        "| 2 instances | none | 8.00 -> 5.00 (4.00), 75% |\n| 2 instances | 4096 | 8.00 -> 5.00 (4.00), 75% |" in text
+    )
+    assert "lowest TTFT p90 in 1 of 2 cells; not in 2 instances, knee (`preble` -16%)." in text
+    assert "E2E p99 1.00 and 1.00 times (2 instances, knee);" in text
+    # They are no part of the main study, and what lacks a policy is told nowhere.
+    assert "Every goal is met in 1 of 1 cells" in text
+    assert "## 2 instances" not in text
+    assert "half the KV" not in text
+    assert "### Elsewhere" not in render(trials[:6], {}, 0, quick=False)
+
+
 def test_policies_are_compared_on_the_draws_that_both_have() -> None:
     """One that has run on the easy draw only is not the better for it."""
     trials = [
