@@ -240,7 +240,7 @@ class BlockCache:
         return count
 
     def _cut(self, run: _Run, length: int) -> _Run:
-        """Make the first `length` blocks of `run`, and of its copies, runs of their own; that of `run`.
+        """Make the first `length` blocks of `run`, and of its copies, runs of their own; that of them to be hit.
 
         What is left of each keeps its place in the order of eviction, and is followed by what was before it.
         """
@@ -262,7 +262,7 @@ class BlockCache:
             self._run_of[runs[0].hashes[0]] = runs[0]
             if runs[1:]:
                 self._copies[runs[0].hashes[0]] = runs[1:]
-        return heads[rests.index(run)]
+        return heads[0]
 
     def _evict(self, count: int) -> BlocksRemoved:
         removed: list[int] = []

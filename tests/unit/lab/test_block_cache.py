@@ -179,3 +179,40 @@ class RunsAreBlocks(RuleBasedStateMachine):
 
 RunsAreBlocks.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestRunsAreBlocks = RunsAreBlocks.TestCase
+
+
+def copies(release: list[int]) -> RunsAreBlocks:
+    """Three have computed the same four blocks at once, and a fourth one two others; they end in this order."""
+    both = RunsAreBlocks()
+    for _ in range(3):
+        both.admit([0, 0, 0, 0], stops_early=0, blank=0, filled=0)
+    both.admit([1, 1], stops_early=0, blank=0, filled=9)
+    for number in 0, 1, 2:
+        both.go_on(number, 4)
+    for number in release:
+        both.release(number)
+        both.same()
+    return both
+
+
+def press(both: RunsAreBlocks, *evicted: int) -> None:
+    for count in evicted:
+        both.press(count)
+        both.same()
+
+
+def test_copies_are_cut_where_they_are_in_the_order_of_eviction() -> None:
+    both = copies([1, 2, 0, 0])
+    # One goes on from the middle of their blocks, and holds those that came first.
+    both.admit([0, 0, 1], stops_early=0, blank=0, filled=9)
+    press(both, 1, 2, 1, 4, 4, 4)
+    both.release(0)
+    press(both, 24)
+
+
+def test_of_copies_the_oldest_is_hit() -> None:
+    both = copies([0, 0, 1, 0])
+    press(both, 4)
+    both.admit([0, 0, 0, 0], stops_early=0, blank=0, filled=9)
+    both.release(0)
+    press(both, 2, 2, 2, 4)
