@@ -6,25 +6,32 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from lab.content import NamedPrompt
 from lab.traces import TraceRequest
 from services.common.keys import KEY_TOKENS
 
-# A block of the trace, by the number of the block before it and its own id; and its own number, with its names.
-_Block = tuple[int, int]
-_Found = tuple[int, Sequence[int]]
+
+class _Block(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """A block of the trace: by `key`, the number of the block before it and its own id, its own number and its names. A struct
+    that the garbage collector passes over: there are tens of thousands."""
+
+    key: tuple[int, int]
+    number: int
+    names: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """A session's last turn, of `prompt_tokens` and `answer_tokens`: its `ids` in the trace are those of `blocks`, each with what
-    it was found as, which have the first `at` of the prompt's `names`. What the trace does not name, the blocks after those, are
-    `ends`, those of the answer included."""
+    """A session's last turn, of `prompt_tokens` and `answer_tokens`: its `ids` in the trace are those of `blocks`, which have the
+    first `at` of the prompt's `names`. What the trace does not name, the blocks after those, are `ends`, those of the answer
+    included."""
 
     prompt_tokens: int
     answer_tokens: int
     ids: Sequence[int]
-    blocks: list[tuple[_Block, _Found]]
+    blocks: list[_Block]
     at: int
     names: Sequence[int]
     ends: Sequence[int]
@@ -59,7 +66,7 @@ class Prompts:
         self._answers_return = answers_return
         self._last = 0
         # Oldest first.
-        self._known: OrderedDict[_Block, _Found] = OrderedDict()
+        self._known: OrderedDict[tuple[int, int], _Block] = OrderedDict()
         # By session, between a turn and the next one; oldest first.
         self._said: OrderedDict[str, _Said] = OrderedDict()
 
@@ -80,20 +87,19 @@ class Prompts:
         said, known = _going_on(request, before_it), self._known
         ids, size, length = request.whole_blocks, request.block_size, request.input_length
         names: list[int] = []
-        blocks: list[tuple[_Block, _Found]] = []
+        blocks: list[_Block] = []
         if self._begins_with(ids, before_it):
             names += before_it.names[: before_it.at]
             blocks += before_it.blocks
-        before = blocks[-1][1][0] if blocks else 0
+        before = blocks[-1].number if blocks else 0
         for block in ids[len(blocks) :]:
-            key = before, block
-            if (found := known.get(key)) is None:
+            if (found := known.get((before, block))) is None:
                 break
             if self._tokens is not None:
-                known.move_to_end(key)
-            names += found[1]
-            before = found[0]
-            blocks.append((key, found))
+                known.move_to_end(found.key)
+            names += found.names
+            blocks.append(found)
+            before = found.number
         # What follows a block that is not known is not either: all the rest is named at once.
         there = begin = len(names)
         rest = self._named(said, names, length // KEY_TOKENS - there)
@@ -101,10 +107,9 @@ class Prompts:
         unknown = ids[len(blocks) :]
         # A number even for a block that ends no key.
         for number, block in zip(self.fresh(len(unknown)), unknown, strict=True):
-            key = before, block
-            end = (len(blocks) + 1) * size // KEY_TOKENS
-            found = known[key] = number, rest[begin - there : end - there]
-            blocks.append((key, found))
+            key, end = (before, block), (len(blocks) + 1) * size // KEY_TOKENS
+            known[key] = found = _Block(key, number, rest[begin - there : end - there])
+            blocks.append(found)
             before, begin = number, end
         while self._tokens is not None and len(known) * size > self._tokens:
             known.popitem(last=False)
@@ -122,11 +127,11 @@ class Prompts:
     def _begins_with(self, ids: Sequence[int], said: _Said) -> bool:
         """Whether the blocks with these ids begin with those of `said`, and these are known as they were; they have been asked
         for then. Mutates."""
-        known = self._known
-        if ids[: len(said.blocks)] != said.ids or [(key, known.get(key)) for key, _ in said.blocks] != said.blocks:
+        known, keys = self._known, [block.key for block in said.blocks]
+        if ids[: len(keys)] != said.ids or list(map(known.get, keys)) != said.blocks:
             return False
         if self._tokens is not None:
-            for key, _ in said.blocks:
+            for key in keys:
                 known.move_to_end(key)
         return True
 
