@@ -144,7 +144,10 @@ class Leap(NamedTuple):
         """How many steps have begun, or are over, so long after the leap's beginning; at least 1, and no more than there are."""
         if self.seconds(self.steps) <= seconds:
             return self.steps
-        return bisect_left(range(1, self.steps), seconds, key=self.seconds) + 1
+        # Steps grow little: between as many as all would be of the last one's length and of the first one's there are few.
+        most = min(int(seconds / self.first_s) + 1, self.steps - 1)
+        least = max(int(seconds / (self.first_s + self.growth_s * self.steps)) - 1, 0)
+        return bisect_left(range(1, self.steps), seconds, min(least, most), most, key=self.seconds) + 1
 
 
 @dataclass

@@ -94,6 +94,18 @@ def test_a_lone_answer_is_one_leap() -> None:
     assert not model.has_work
 
 
+@given(
+    steps=st.integers(1, 300),
+    first_s=st.floats(1e-6, 1.0),
+    growth_s=st.one_of(st.just(0.0), st.floats(1e-9, 0.1)),
+    share=st.floats(0, 1.5),
+)
+def test_steps_by_are_those_that_have_begun(steps: int, first_s: float, growth_s: float, share: float) -> None:
+    leap = Leap(steps, evicts=False, first_s=first_s, growth_s=growth_s)
+    for at in (share * leap.seconds(steps), leap.seconds(round(min(share, 1) * steps))):
+        assert leap.steps_by(at) == next((n for n in range(1, steps) if leap.seconds(n) >= at), steps)
+
+
 def test_what_cannot_be_leapt_over() -> None:
     model = engine(blocks=16)
     model.submit(ask(1, 0, 40, 200), 0.0)
