@@ -28,7 +28,7 @@ class NamedPrompt:
 class Tokens:
     """Real tokens: the block hashes are computed from them, and answers are a function of the prompt and a seed."""
 
-    __slots__ = ("_block_size", "_ids", "_prompt_length", "_root", "_vocabulary", "digest", "hashes")
+    __slots__ = ("_block_size", "_hashes", "_ids", "_prompt_length", "_root", "_vocabulary", "digest")
 
     def __init__(self, prompt: Sequence[int], root: int, block_size: int, vocabulary: Sequence[int], seed: int) -> None:
         self._ids = list(prompt)
@@ -37,12 +37,16 @@ class Tokens:
         self._block_size = block_size
         self._vocabulary = vocabulary
         self.digest = xxh3_64_intdigest(array("I", prompt).tobytes(), seed)
-        self.hashes: list[int] = []
-        extend_hashes(self.hashes, root, self._ids, block_size)
+        self._hashes: list[int] = []
+        extend_hashes(self._hashes, root, self._ids, block_size)
 
     def ids(self, start: int, stop: int) -> tuple[int, ...]:
         """Token ids of prompt and answer from `start` to before `stop`."""
         return tuple(self._ids[start:stop])
+
+    def hashes(self, start: int, stop: int) -> tuple[int, ...]:
+        """Hashes of the full blocks of prompt and answer from `start` to before `stop`."""
+        return tuple(self._hashes[start:stop])
 
     def append(self, last: int | None = None) -> int:
         """Generate a token, or add `last` instead; its id. Mutates."""
@@ -53,30 +57,27 @@ class Tokens:
             draw = xxh3_64_intdigest(index.to_bytes(8, "little"), self.digest)
             token = self._vocabulary[draw % len(self._vocabulary)]
         self._ids.append(token)
-        extend_hashes(self.hashes, self._root, self._ids, self._block_size)
+        extend_hashes(self._hashes, self._root, self._ids, self._block_size)
         return token
 
 
 class Names:
-    """Block names alone; there are no token ids to be told."""
+    """Block names alone; there are no token ids to be told, and nothing to be kept of what is generated."""
 
-    __slots__ = ("_answer", "_block_size", "_length", "_prompt_blocks", "hashes")
+    __slots__ = ("_answer", "_names")
 
-    def __init__(self, prompt: NamedPrompt, block_size: int) -> None:
-        self._length = prompt.length
+    def __init__(self, prompt: NamedPrompt) -> None:
+        self._names = tuple(prompt.names)
         self._answer = prompt.answer
-        self._block_size = block_size
-        self._prompt_blocks = len(prompt.names)
-        self.hashes = list(prompt.names)
 
     def ids(self, start: int, stop: int) -> tuple[int, ...]:
         """None are known."""
         del start, stop
         return ()
 
-    def extend(self, count: int) -> None:
-        """Generate `count` tokens. Mutates."""
-        self._length += count
-        full = self._length // self._block_size
-        if full > len(self.hashes):
-            self.hashes += self._answer[len(self.hashes) - self._prompt_blocks : full - self._prompt_blocks]
+    def hashes(self, start: int, stop: int) -> tuple[int, ...]:
+        """Names of the full blocks of prompt and answer from `start` to before `stop`."""
+        names, beyond = self._names, stop - len(self._names)
+        if beyond <= 0:
+            return names[start:stop]
+        return (*names[start:], *self._answer[max(start - len(names), 0) : beyond])

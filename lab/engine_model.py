@@ -92,7 +92,7 @@ class EngineModel:
         config, natural = self.config, None
         content: Tokens | Names
         if isinstance(request.prompt, NamedPrompt):
-            content = Names(request.prompt, config.block_size)
+            content = Names(request.prompt)
         else:
             root = root_hash(config.hash_seed, request.cache_salt)
             content = Tokens(request.prompt, root, config.block_size, config.vocabulary, config.seed)
@@ -216,8 +216,6 @@ class EngineModel:
         events: list[Event] = []
         block_size = self.config.block_size
         for one in self._running:
-            assert isinstance(one.content, Names)
-            one.content.extend(steps)
             one.length += steps
             computed, held = one.computed + steps, one.held
             if computed // block_size > held.full or computed > held.blocks * block_size:
@@ -230,7 +228,7 @@ class EngineModel:
 
     def kv_usage_after(self, steps: int) -> float:
         """kv_usage once the first `steps` of a leap have begun."""
-        return self.kv_usage + self._blocks_for(steps) / self.cache.capacity
+        return self.kv_usage + self._blocks_for(steps) / self.cache.capacity if steps else self.kv_usage
 
     def _blocks_for(self, steps: int) -> int:
         block_size = self.config.block_size
@@ -325,7 +323,7 @@ class EngineModel:
     def _take_in(self, sequence: EngineSequence, hit: int, missing_tokens: int) -> None:
         """Give a sequence its cached blocks, and count as vLLM does: a preempted one's lookup is not told."""
         cached = hit * self.config.block_size
-        sequence.held = self.cache.hold(sequence.content.hashes, hit)
+        sequence.held = self.cache.hold(sequence.content.hashes(0, hit), hit)
         sequence.computed = cached + missing_tokens
         if sequence.cached is not None:
             return
@@ -345,7 +343,7 @@ class EngineModel:
 
     def _room_to_load(self, sequence: EngineSequence, hit: int, missing_tokens: int) -> bool:
         """Whether blocks for KV to come, held without progress meanwhile, fit beside what prompts under way still need."""
-        block_size, hashes = self.config.block_size, sequence.content.hashes
+        block_size, hashes = self.config.block_size, sequence.content.hashes(0, hit)
         need = -(-(hit * block_size + missing_tokens) // block_size) - hit + self.cache.find(hashes, hit)[1]
         holders = [one for one in self._sequences.values() if one.held.blocks]
         reserved = sum([max(-(-one.length // block_size) - one.held.blocks, 0) for one in holders])
@@ -357,10 +355,10 @@ class EngineModel:
 
     def _room_for(self, sequence: EngineSequence) -> int | None:
         """The cached blocks of a waiting sequence whose whole prompt fits; None when it does not."""
-        length, hashes = sequence.length, sequence.content.hashes
-        block_size, cache = self.config.block_size, self.cache
+        length, block_size, cache = sequence.length, self.config.block_size, self.cache
         # The last token is always computed, for its logits: a hit stops before it.
-        hit, idle = cache.find(hashes, (length - 1) // block_size)
+        limit = (length - 1) // block_size
+        hit, idle = cache.find(sequence.content.hashes(0, limit), limit)
         missing = -(-length // block_size) - hit + self._headroom()
         return hit if missing + idle <= cache.free else None
 
@@ -373,12 +371,12 @@ class EngineModel:
         start = sequence.held.full
         if full <= start:
             return
-        hashes = content.hashes[start:full]
+        hashes = content.hashes(start, full)
         again = self.cache.store(sequence.held, hashes)
-        parent = content.hashes[start - 1] if start else None
+        parent = content.hashes(start - 1, start)[0] if start else None
         tokens = content.ids(start * block_size, full * block_size)
         request = sequence.request
-        events.append(BlocksStored(tuple(hashes), parent, tokens, request.session_id, request.cache_salt, again))
+        events.append(BlocksStored(hashes, parent, tokens, request.session_id, request.cache_salt, again))
 
     def _preempt(self, events: list[Event]) -> EngineSequence:
         """Put back the running sequence that is the first to go, and free its blocks."""
@@ -407,8 +405,6 @@ class EngineModel:
         if isinstance(content, Tokens):
             token = content.append(self.config.eos_token_id if stops else None)
             events.append(TokenGenerated(request.request_id, index, token))
-        else:
-            content.extend(1)
         sequence.length += 1
         self.counters.generation_tokens += 1
         if stops or sequence.length >= sequence.end:
