@@ -11,8 +11,6 @@ import struct
 import sys
 from array import array
 from collections.abc import Collection, Sequence
-from functools import reduce
-from operator import xor
 
 from xxhash import xxh3_64_intdigest
 
@@ -22,7 +20,7 @@ _KEY_BYTES = KEY_TOKENS * 4
 _MASK = (1 << 64) - 1
 # How many keys are folded at a time by digest_of, and from how many on that pays.
 _ROW_KEYS = 256
-_FOLDED_FROM = 64
+_FOLDED_FROM = 128
 _EVERY_OTHER = int.from_bytes((b"\xff" * 8 + bytes(8)) * (_ROW_KEYS // 2), "little")
 # A row's half in bits, with a mask for it, and so on until there is one product.
 _HALVES = [(64 * keys, (1 << 64 * keys) - 1) for keys in (128, 64, 32, 16, 8, 4, 2)]
@@ -57,12 +55,14 @@ def prompt_keys(token_ids: Sequence[int], model: str, lora: str = "", cache_salt
 
 def digest_of(tier: int, keys: Collection[int]) -> int:
     """Order-free digest of (tier, key) pairs: the xor of key * (2 * tier + 1) mod 2^64. Digests of disjoint sets xor."""
-    factor = 2 * tier + 1
+    factor, digest = 2 * tier + 1, 0
     # The lower 64 bits of a xor are the xor of the lower 64 bits: products may be cut at the end.
     if len(keys) < _FOLDED_FROM:
-        return reduce(xor, map(factor.__mul__, keys), 0) & _MASK
-    # Many keys are one long number, multiplied and folded as a whole: a third of the time that one by one takes.
-    words, digest = array("Q", keys), 0
+        for key in keys:
+            digest ^= key * factor
+        return digest & _MASK
+    # Many keys are one long number, multiplied and folded as a whole: two thirds of the time that one by one takes.
+    words = array("Q", keys)
     for start in range(0, len(words), _ROW_KEYS):
         row = int.from_bytes(words[start : start + _ROW_KEYS].tobytes(), sys.byteorder)
         # Every other key, with room for its product where its neighbour was.
