@@ -16,9 +16,6 @@ UNBOUNDED = 1 << 62
 # Sweeping costs one pass over all keys; this many retired slots share it.
 SWEEP_AFTER = 8
 
-# So many keys of a run are looked up at a time: a chunk of prefill has some hundreds.
-RUN_STRIDE = 128
-
 
 class IndexFull(Exception):
     """The index would hold more keys than it may."""
@@ -56,13 +53,10 @@ class PrefixIndex:
         if bit is None:
             return start
         get = self._mask_of.get
-        if start < stop and not get(keys[start], 0) & bit:
-            return start
-        for low in range(start, stop, RUN_STRIDE):
-            masks = list(map(get, keys[low : min(low + RUN_STRIDE, stop)], repeat(0)))
-            # All keys of a run mostly have the same owners: few masks are looked into.
-            if not all(map(bit.__and__, set(masks))):
-                return low + [mask & bit for mask in masks].index(0)
+        # One by one: looking many up at once costs more where a run is short, and little less where it is long.
+        for at in range(start, stop):
+            if not get(keys[at], 0) & bit:
+                return at
         return stop
 
     def has_room(self, count: int) -> bool:
