@@ -120,12 +120,15 @@ class CurveFit:
         ridge = self.PRIOR / scale**2
         low, high = scale / self.RANGE, scale * self.RANGE
         found = [scale] * 3
+        rows = [
+            (row, one, other, squares[one], squares[other], total + ridge * scale, squares[row] + ridge)
+            for row, (squares, total, (one, other)) in enumerate(zip(self._squares, self._sums, OTHERS, strict=True))
+        ]
         for _ in range(30):
             moved = 0.0
             # Not of generators: each first token of a prompt comes by here.
-            for row, (squares, total, (one, other)) in enumerate(zip(self._squares, self._sums, OTHERS, strict=True)):
-                others = squares[one] * found[one] + squares[other] * found[other]
-                best = (total + ridge * scale - others) / (squares[row] + ridge)
+            for row, one, other, with_one, with_other, total, square in rows:
+                best = (total - (with_one * found[one] + with_other * found[other])) / square
                 best = low if best < low else high if best > high else best
                 moved = max(moved, abs(best - found[row]))
                 found[row] = best
