@@ -57,8 +57,9 @@ class CalibrateSettings(BaseSettings):
     policy: str = Field("unified", description="the router's policy")
     max_num_batched_tokens: int = Field(8_192, ge=1, description="where it cannot be learned from KV events")
     profile_seconds: float = Field(60.0, gt=0, description="how long each engine is measured each time, in s")
-    profile_longest: int = Field(0, ge=0, description="longest prompt measured, in tokens; 0: as the engines can")
-    profile_repeats: int = Field(3, ge=1, description="how often each measurement is taken each time")
+    profile_longest: int = Field(2_048, ge=0, description="longest prompt measured, in tokens; 0: as the engines can")
+    profile_repeats: int = Field(2, ge=1, description="how often each measurement is taken each time")
+    profile_pause_s: float = Field(0.3, ge=0, description="how long engines idle before a prefill is measured")
     out: Path = Field(
         Path("runs/calibration"), description="folder of calibration.json, calibration.md and the bundles"
     )
@@ -113,6 +114,7 @@ async def _measure(settings: CalibrateSettings, chunk: int = 0) -> Measured:
             seconds=settings.profile_seconds,
             repeats=settings.profile_repeats,
             longest=settings.profile_longest,
+            pause_s=settings.profile_pause_s,
             max_num_batched_tokens=settings.max_num_batched_tokens,
         )
         found.append(await measure(asked, chunk))
@@ -125,6 +127,7 @@ async def _measure(settings: CalibrateSettings, chunk: int = 0) -> Measured:
         tokenizer,
         (SHORTEST, longest // 4, longest // 2),
         settings.profile_repeats,
+        settings.profile_pause_s,
     )
     return measured
 

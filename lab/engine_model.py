@@ -51,6 +51,8 @@ class EngineModel:
         self._orphans: dict[str, EngineSequence] = {}
         # Nothing could be scheduled, and nothing has changed since.
         self._stuck = False
+        # There was nothing to do, and no step since.
+        self._rested = False
         self._running: list[EngineSequence] = []
         self._sequences: OrderedDict[str, EngineSequence] = OrderedDict()
         self._pending: list[Event] = []
@@ -108,6 +110,8 @@ class EngineModel:
             natural_end=natural,
             submitted_at=now,
         )
+        if not self._sequences:
+            self._rested = True
         self._sequences[request.request_id] = sequence
         self._waiting.add(sequence)
         self._stuck = False
@@ -178,6 +182,9 @@ class EngineModel:
             return StepResult(0.0, events, {}, tuple(awaited))
         profile = self.profile
         duration = profile.step_s
+        if self._rested:
+            self._rested = False
+            duration += profile.wake_s
         for sequence, count in scheduled.items():
             duration += profile.chunk_s(count, sequence.computed)
         for sequence, count in scheduled.items():

@@ -1,6 +1,6 @@
 """From what steps took to what they cost: least squares over measurements of one engine. Pure.
 
-The model is Profile's. A prefill of n tokens after c cached ones in k steps takes k * step_s + prefill_token_s * n +
+The model is Profile's. A prefill of n tokens after c cached ones in k steps takes wake_s + k * step_s + prefill_token_s * n +
 prefill_pair_s * n * (2c + n) + prefill_kv_token_s * (what was computed before each step, added up); a step that decodes B
 sequences with T tokens of KV together takes step_s + decode_sequence_s * B + decode_kv_token_s * T. All measurements are fitted
 at once, none of the costs negative, so that the sum of the relative errors' sizes is least: by least squares, weighed anew by
@@ -25,7 +25,8 @@ class FitError(ValueError):
 
 @dataclass(frozen=True)
 class PrefillTime:
-    """`new` tokens (2 or more) were computed after `cached` ones, at most `chunk` in a step, in `seconds`."""
+    """`new` tokens (2 or more) were computed after `cached` ones, at most `chunk` in a step, in `seconds`, by an engine that had
+    nothing to do before."""
 
     new: int
     cached: int
@@ -132,5 +133,5 @@ def _least_misses(terms: FloatArray, values: FloatArray) -> FloatArray:
 
 def _terms(one: Measured) -> tuple[float, ...]:
     if isinstance(one, DecodeTime):
-        return 1.0, 0.0, 0.0, 0.0, one.batch, one.kv_tokens
-    return one.steps, one.new, one.new * (2.0 * one.cached + one.new), one.before, 0.0, 0.0
+        return 1.0, 0.0, 0.0, 0.0, one.batch, one.kv_tokens, 0.0
+    return one.steps, one.new, one.new * (2.0 * one.cached + one.new), one.before, 0.0, 0.0, 1.0

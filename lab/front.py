@@ -24,10 +24,15 @@ _COUNT, _SECONDS = "vllm:request_prefill_time_seconds_count", "vllm:request_pref
 
 
 async def measure_front(
-    pace: Pace, engines: Sequence[str], tokenizer: ChatTokenizer, lengths: Sequence[int], repeats: int
+    pace: Pace,
+    engines: Sequence[str],
+    tokenizer: ChatTokenizer,
+    lengths: Sequence[int],
+    repeats: int,
+    pause_s: float,
 ) -> tuple[float, float]:
     """Seconds per request and per prompt token, from `repeats` cold prompts of each length (tokens; the chat template adds a
-    few) sent to `pace.url`, behind which nobody else asks the `engines`. Raises EngineError."""
+    few), each after `pause_s`, sent to `pace.url`, behind which nobody else asks the `engines`. Raises EngineError."""
     # The lengths take turns, so that a stall that lasts does not fall on all of one length.
     probes = [_probe(length) for _ in range(repeats) for length in lengths]
     chats = ChatMaker(probes, tokenizer.words)
@@ -38,6 +43,7 @@ async def measure_front(
         player = Player(pace, http, clients[0].model, chats, None)
         for probe in probes:
             before = await _metrics(clients)
+            await asyncio.sleep(pause_s)
             await player.play([[probe]])
             record = player.records[-1]
             if not record.ok or record.ttft_s is None or record.prompt_tokens is None:

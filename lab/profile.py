@@ -20,6 +20,7 @@ STEP_COSTS = (
     "prefill_kv_token_s",
     "decode_sequence_s",
     "decode_kv_token_s",
+    "wake_s",
 )
 # What can be learned of an engine from outside.
 ENGINE_FIELDS = ("block_size", "kv_blocks", "max_model_len", "max_num_batched_tokens")
@@ -36,7 +37,8 @@ class Profile:
     A chunk of n tokens after c computed ones takes prefill_token_s * n + prefill_pair_s * n * (2c + n), so that a prompt of
     N costs a*N + b*N^2 however it is cut, and prefill_kv_token_s * c: the KV of what is before a chunk is fetched once for it,
     however short it is. On CPU that is much of what few new tokens after a long cached prefix cost; where it hides behind the
-    computing it is 0, as in the profiles that ship.
+    computing it is 0, as in the profiles that ship. The first step after there was nothing to do takes wake_s longer: threads
+    sleep, clocks are down, caches have gone cold; 0 in the profiles that ship.
 
     The defaults are fitted at 8k and 64k to prefill times measured with a 30B MoE
     coder model on a data-centre GPU (reference 0.575, 1.495, 4.44 and 15.2 s at 8k, 16k, 32k and 64k; this gives 0.575,
@@ -49,6 +51,7 @@ class Profile:
     decode_sequence_s: float = 5e-5
     decode_kv_token_s: float = 3.3e-8
     prefill_kv_token_s: float = 0.0
+    wake_s: float = 0.0
     # A KV transfer between instances once its prefill is over, and what a layer-wise push leaves to do then. Fitted to the
     # reference's 0.123, 0.202 and 0.529 s at 8k, 16k and 32k (this gives 0.13, 0.26 and 0.50) and 0.058 s layer-wise.
     transfer_s: float = 0.010

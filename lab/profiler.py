@@ -53,6 +53,9 @@ class ProfileSettings(BaseSettings):
     repeats: int = Field(
         5, ge=1, description="how often each measurement is taken, if there is time; their median counts"
     )
+    pause_s: float = Field(
+        0.3, ge=0, description="how long the engine idles before each prefill, as before a request that comes alone"
+    )
     timeout_s: float = Field(600.0, gt=0, description="limit of one request, in s")
     api_key: SecretStr = Field(SecretStr(""), description="sent as bearer token when given")
 
@@ -220,6 +223,7 @@ class _Measuring:
         if cached:
             await client.complete(prompt[: cached + 1], 1, salt)
         before = await self._quiet()
+        await asyncio.sleep(self._settings.pause_s)
         took_s = await client.complete(prompt, 1, salt)
         after = await client.settled(before, 1)
         hit = round(after.since(before, "vllm:prefix_cache_hits_total"))

@@ -1,7 +1,7 @@
 """Two real engines of one kind, a control plane before them, and `pointsman calibrate` over both.
 
-`python -m tests.engine.calibrate FOLDER [flags of pointsman calibrate]` takes some ten minutes and says how true the lab's engine
-model is on this machine. Logs, profile, bundles, calibration.json and calibration.md are left in FOLDER.
+`python -m tests.engine.calibrate FOLDER [flags of pointsman calibrate]` takes some seven minutes and says how true the lab's
+engine model is on this machine. Logs, profile, bundles, calibration.json and calibration.md are left in FOLDER.
 """
 
 from __future__ import annotations

@@ -57,6 +57,7 @@ def test_two_engines_are_measured_replayed_and_simulated(
         profile_seconds=600.0,
         profile_repeats=1,
         profile_longest=400,
+        profile_pause_s=0.0,
         out=out,
     )
     run(settings)

@@ -49,6 +49,7 @@ async def test_the_model_is_true_to_itself(tmp_path: Path) -> None:
         profile_seconds=600.0,
         profile_repeats=1,
         profile_longest=400,
+        profile_pause_s=0.0,
         out=out,
     )
     try:

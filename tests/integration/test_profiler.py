@@ -22,7 +22,7 @@ from lab.text import ChatTokenizer
 
 FAST = Profile(step_s=0.002, prefill_token_s=1e-5, prefill_pair_s=1e-9, decode_sequence_s=1e-5, decode_kv_token_s=1e-9)
 # Time enough for a machine that stalls: what is measured is then always the same.
-SHORT = {"seconds": 600.0, "longest": 700, "repeats": 1}
+SHORT = {"seconds": 600.0, "longest": 700, "repeats": 1, "pause_s": 0.0}
 
 
 @pytest.fixture
@@ -119,19 +119,19 @@ async def _no_events(self: object) -> str:
 
 async def test_what_requests_pay_beside_the_engines_time(engine: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, pace = ChatTokenizer(), ReplaySettings(url=engine.url)
-    request_s, token_s = await measure_front(pace, [engine.url], tokenizer, (64, 200), 3)
+    request_s, token_s = await measure_front(pace, [engine.url], tokenizer, (64, 200), 3, 0.0)
     assert request_s + 200 * token_s > 0
     counters = engine.model.counters
     # Chats: the template's tokens are in them. None finds another's cached but for its beginning.
     assert counters.prompt_tokens > 3 * (64 + 200)
     assert counters.prefix_cache_hits == 0
     with pytest.raises(EngineError, match="does not answer a chat: 400"):
-        await measure_front(pace, [engine.url], tokenizer, (5_000,), 1)
+        await measure_front(pace, [engine.url], tokenizer, (5_000,), 1, 0.0)
     other = await start(EmulateSettings(port=0), FAST)
     try:
         monkeypatch.setattr("lab.front.METRICS_WITHIN_S", 0.1)
         with pytest.raises(EngineError, match="are all named"):
-            await measure_front(pace, [other.url], tokenizer, (64,), 1)
+            await measure_front(pace, [other.url], tokenizer, (64,), 1, 0.0)
     finally:
         await other.stop()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,6 +64,22 @@ def events_of(steps: list[StepResult], kind: type[Any]) -> list[Any]:
 
 def answer(steps: list[StepResult], name: str) -> list[int]:
     return [event.token_id for event in events_of(steps, TokenGenerated) if event.request_id == name]
+
+
+def test_the_first_step_after_there_was_nothing_to_do_takes_longer() -> None:
+    model = EngineModel(EngineConfig(kv_blocks=64, max_model_len=512), replace(PLAIN, wake_s=5.0))
+    model.submit(ask("a", list(range(100)), max_tokens=2), 0.0)
+    first = model.step(0.0)
+    # It comes while the engine works, and is decoded when nobody else is there any more.
+    model.submit(ask("b", list(range(200, 210)), max_tokens=2), 1.0)
+    steps = [first, *run_out(model)]
+    assert [step.duration_s for step in steps] == pytest.approx([5.0 + 11.0, 1.0 + 0.11 + 1.0, 1.02])
+    model.submit(ask("c", list(range(300, 310)), max_tokens=1), 9.0)
+    assert model.leap() is None
+    assert [step.duration_s for step in run_out(model)] == pytest.approx([5.0 + 2.0])
+    # What awaits its KV is no work yet: the step after it pays.
+    model.submit(ask("d", list(range(400, 432)), max_tokens=1, remote_tokens=32), 20.0)
+    assert [step.duration_s for step in run_out(model)] == pytest.approx([0.0, 5.0 + 1.0 + 0.01 + 0.031])
 
 
 def test_a_prompt_is_cut_into_chunks_and_then_decoded() -> None:

@@ -57,6 +57,7 @@ def decode(profile: Profile, batch: int, context: int) -> DecodeTime:
         COST,
         COST.map(lambda cost: cost / 1e3),
         prefill_kv_token_s=COST.map(lambda cost: cost / 1e3),
+        wake_s=COST,
     )
 )
 def test_the_costs_behind_exact_times_are_found(profile: Profile) -> None:
@@ -94,10 +95,10 @@ def test_a_stall_does_not_bend_the_line() -> None:
         decode_sequence_s=1e-3,
         decode_kv_token_s=1e-7,
         prefill_kv_token_s=1e-6,
+        wake_s=0.003,
     )
-    prefills = [
-        prefill(profile, new, cached, 1_024) for new, cached in ((64, 0), (128, 0), (500, 0), (3_000, 0), (400, 6_400))
-    ]
+    sizes = ((64, 0), (128, 0), (500, 0), (3_000, 0), (400, 6_400), (1_000, 0), (64, 3_200))
+    prefills = [prefill(profile, new, cached, 1_024) for new, cached in sizes]
     decodes = [
         decode(profile, batch, context) for batch, context in ((1, 64), (8, 64), (4, 2_000), (16, 1_000), (1, 4_000))
     ]
