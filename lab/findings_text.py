@@ -334,9 +334,11 @@ def _calibration(loads: Sequence[tuple[str, Sequence[Comparison]]]) -> str:
         return ""
     lines = [
         "## Is the model true?",
-        "`python -m tests.engine.calibrate`: two real vLLM engines on CPU, a core each, their steps measured while both run;",
-        "then one small agentic trace at several loads, live through gateway and router, and simulated with what was measured.",
-        "Client, gateway and router share the engines' cores, which the simulation does not know.",
+        "`python -m tests.engine.calibrate`: two real vLLM engines on CPU answer one small agentic trace at several loads,",
+        "live through gateway and router; each load is then simulated with what was measured right before and after it:",
+        "what steps cost, one engine at a time, and what a request pays beside them. Engines, client, gateway and router",
+        "share two cores, which the simulation does not know. What remains of the error is mostly that: live, requests that",
+        "overlap slow one another down, the more of them the more; a request alone gets its first token about when simulated.",
         "",
         *table(loads).splitlines(),
         "",
