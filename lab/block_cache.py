@@ -42,8 +42,7 @@ class BlocksRemoved(msgspec.Struct, frozen=True, gc=False):
     left: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class AllCleared:
+class AllCleared(msgspec.Struct, frozen=True, gc=False):
     """Every block's hash was forgotten."""
 
 

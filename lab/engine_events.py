@@ -5,7 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
+
+import msgspec
 
 from lab.block_cache import AllCleared, BlocksRemoved, BlocksStored
 from lab.content import NamedPrompt
@@ -70,16 +72,14 @@ class EngineRequest:
     priority: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class KvAwaited:
+class KvAwaited(msgspec.Struct, frozen=True, gc=False):
     """The request has taken blocks for the KV of `tokens` prompt tokens, which can now be sent; receive() tells that it came."""
 
     request_id: str
     tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class FirstToken:
+class FirstToken(msgspec.Struct, frozen=True, gc=False):
     """The prompt is computed; `cached_tokens` of it came from the local cache and `remote_tokens` from another instance."""
 
     request_id: str
@@ -87,8 +87,7 @@ class FirstToken:
     remote_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class TokenGenerated:
+class TokenGenerated(msgspec.Struct, frozen=True, gc=False):
     """Token number `index` (from 0) of an answer."""
 
     request_id: str
@@ -96,16 +95,14 @@ class TokenGenerated:
     token_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(msgspec.Struct, frozen=True, gc=False):
     """The answer is complete: "length", or "stop" when its last token is the end-of-sequence token."""
 
     request_id: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Preempted:
+class Preempted(msgspec.Struct, frozen=True, gc=False):
     """The request lost its blocks and waits to be recomputed."""
 
     request_id: str
@@ -114,8 +111,7 @@ class Preempted:
 Event = FirstToken | TokenGenerated | Finished | Preempted | BlocksStored | BlocksRemoved | AllCleared
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True, gc=False):
     """One step: it takes `duration_s` from its `now`, and its events are seen by others at its end.
 
     What is `awaited` is so from the step's beginning on. A step that schedules nothing takes no time.
@@ -127,7 +123,7 @@ class StepResult:
     awaited: tuple[KvAwaited, ...] = ()
 
 
-class Leap(NamedTuple):
+class Leap(msgspec.Struct, frozen=True, gc=False):
     """`steps` steps to come in which every running request decodes one token and nothing else happens. The first takes `first_s`,
     each one after it `growth_s` more than the one before. `evicts`: cached blocks have to go for it."""
 

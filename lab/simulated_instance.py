@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 
+from msgspec import structs
+
 from lab.agenda import Agenda
 from lab.block_cache import BlocksRemoved, BlocksStored
 from lab.engine_events import EngineRequest, Event, Finished, FirstToken, KvAwaited, Leap, Preempted
@@ -127,7 +129,7 @@ class SimulatedInstance:
         self._agenda.at(now + result.duration_s, partial(self._stepped, result.events))
 
     def _leap_to(self, steps: int, leap: Leap) -> None:
-        self._leap = leap = leap._replace(steps=steps)
+        self._leap = leap = structs.replace(leap, steps=steps)
         self._leaps += 1
         self._agenda.at(self._leapt_at + leap.seconds(steps), partial(self._landed, self._leaps))
 

@@ -125,8 +125,8 @@ class Views:
         prefilling = self._reservations.prefilling(info.instance_id)
         for one in prefilling:
             there = one.cached_tokens + one.new_tokens
-            if one.pending_tokens > 0:
-                queue.append((one.pending_tokens, one.cached_tokens + one.prefilled_tokens))
+            if (pending := one.pending_tokens) > 0:
+                queue.append((pending, one.cached_tokens + one.prefilled_tokens))
             if one.input_tokens > there:
                 rests.append((one.request_id, one.input_tokens - there, there))
         return Prefilling(
