@@ -43,6 +43,9 @@ def test_two_engines_are_measured_replayed_and_simulated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("POINTSMAN_OPERATOR_TOKEN", plane.tokens["operator"])
+    # Enough to tell costs apart; how true they are is not judged.
+    monkeypatch.setattr("lab.profiler.BATCHES", (1, 4))
+    monkeypatch.setattr("lab.engine_client.EVENTS_WITHIN_S", 0.5)
     file = tmp_path / "trace.jsonl"
     file.write_bytes(b"\n".join(map(msgspec.json.encode, trace())))
     out = tmp_path / "out"

@@ -36,7 +36,10 @@ def trace() -> list[TraceRequest]:
     ]
 
 
-async def test_the_model_is_true_to_itself(tmp_path: Path) -> None:
+async def test_the_model_is_true_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Enough to tell costs apart.
+    monkeypatch.setattr("lab.profiler.BATCHES", (1, 4))
+    monkeypatch.setattr("lab.engine_client.EVENTS_WITHIN_S", 0.5)
     file, out = tmp_path / "trace.jsonl", tmp_path / "out"
     file.write_bytes(b"\n".join(map(msgspec.json.encode, trace())))
     engine = await start(EmulateSettings(port=0, max_model_len=4_096, kv_blocks=1_000), FAST)
