@@ -171,7 +171,9 @@ def run(settings: FindingsSettings) -> None:
         _run_missing(cells, kept, seeds, settings)
         kept = read_kept(settings.results)
     wanted = {(one.key, seed): one for one in cells for seed in seeds[: one.trials]}
-    found = [(wanted[at], one) for one in kept if (at := (one.cell, one.seed)) in wanted]
+    # Two runs into one file may both have run a trial: it is one all the same.
+    trials = {(one.cell, one.seed): one for one in kept}
+    found = [(wanted[at], one) for at, one in trials.items() if at in wanted]
     missing = len(wanted) - len(found)
     if not found:
         typer.echo(f"pointsman findings: no trials in {settings.results}", err=True)

@@ -43,6 +43,10 @@ def test_a_quick_run_makes_the_document_and_is_not_run_twice(tmp_path: Path, mon
     asked.results.write_bytes(lines[:-20])
     run(settings(tmp_path, render_only=True))
     assert "1 of the trials that were planned are missing" in asked.out.read_text()
+    # A trial that two runs have left is one.
+    asked.results.write_bytes(lines + lines)
+    run(settings(tmp_path, render_only=True))
+    assert asked.out.read_text() == text
     # What a load was called when a trial was run is of no consequence.
     asked.results.write_bytes(lines.replace(b'"load":"knee"', b'"load":"rush hour"'))
     run(settings(tmp_path, render_only=True))
