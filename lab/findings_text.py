@@ -209,16 +209,17 @@ lone prompt has its whole step, which takes seconds deep in a long prompt, and w
 that share a step are both through only when the second is. So heavy prompts go in slices there, too, and light ones of more than
 a chunk one after another.
 
-Tried and dropped: a price on computing where much was computed lately (5 % more of the gap at light load, and evictions that feed
-on themselves when saturated); pauses for decodes between slices (E2E p90 lower by a tenth, TTFT p90 higher); no slices where the
-KV is nearly full (overloaded, fewer tokens computed twice, and all the waiting back); a higher or lower price on leaving a cache,
-or none where instances are idle (no difference beyond luck); a price on instances to which sessions are likely to return soon, by
-the answers that ended there in the last minute (TTFT p90 the same, E2E p99 up to half as much again). And, by the share of the
-gap closed in six or seven cells of draws for tuning: heavy prompts that take turns, slice by slice (63 % with or without, but
-TTFT p99 up to 30 % longer: all are through only when the last one is); slices that grow with a prompt's wait (58 instead of 61 %,
-p99 the same); what goes before a heavy prompt at its full price in the score (65 instead of 67 %, and E2E p90 in `chat` 6 % over
-`unified`'s instead of 11 % under it). Slices of 0.3 to 0.75 u, light up to 1.5 or 2 u, a start where 0.1 to 0.4 u go before: all
-within luck.
+Tried and dropped: a price on computing where much was computed lately (5 % more of the gap at light load, and evictions that
+feed on themselves when saturated); pauses for decodes between slices (E2E p90 lower by a tenth, TTFT p90 higher); no slices
+where the KV is nearly full (overloaded, fewer tokens computed twice, and all the waiting back); a higher or lower price on
+leaving a cache, or none where instances are idle (no difference beyond luck); among instances that are equal for it, that which
+had least to compute of late, whose cache is the stalest (no difference in six cells, either); a price on instances to which
+sessions are likely to return soon, by the answers that ended there in the last minute (TTFT p90 the same, E2E p99 up to half as
+much again). And, by the share of the gap closed in six or seven cells of draws for tuning: heavy prompts that take turns, slice
+by slice (63 % with or without, but TTFT p99 up to 30 % longer: all are through only when the last one is); slices that grow
+with a prompt's wait (58 instead of 61 %, p99 the same); what goes before a heavy prompt at its full price in the score (65
+instead of 67 %, and E2E p90 in `chat` 6 % over `unified`'s instead of 11 % under it). Slices of 0.3 to 0.75 u, light up to 1.5
+or 2 u, a start where 0.1 to 0.4 u go before: all within luck.
 
 What an engine takes to read a request before it schedules it, which the trials of this page leave out, is paid again for each
 slice. With 30 ms of it in the mean, three fresh draws at the knee: 78 % closed instead of 80 (`agentic`), 76 instead of 78
