@@ -235,9 +235,9 @@ def _ours(cells: Mapping[Place, Cell]) -> str:
         "other is the policy with the",
         "lowest mean of those that were run there, on the same draws; beside it stands its difference to `foresight`. "
         "Only draws count that",
-        "`floor`, `unified` and `foresight` have run. What `pooled` would close is left to places: the rest of the gap is what "
-        "caches of",
-        "this size lose, whoever places.",
+        "`floor`, `unified` and `foresight` have run. What `pooled` would close is about what is left to places: the rest of "
+        "the gap is",
+        "what caches of this size lose that evict what was used least recently.",
         "",
         "| cell | floor | `unified` | best other | `foresight` | closed | goal | `pooled` closes | TTFT p99 "
         "| E2E p90 | E2E p99 | TPOT p90 | not met |",

@@ -43,9 +43,10 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         finally:
             reader.cancel()
             writer.cancel()
-            ended = await asyncio.gather(reader, writer, return_exceptions=True)
+            # At once: grpc cancels the call when its peer is gone, which may be while the two end.
             del self._router.agents[stream_id]
             self._lost(stream_id)
+            ended = await asyncio.gather(reader, writer, return_exceptions=True)
         refusal = ended[1]
         if isinstance(refusal, ev.RefuseReport):
             code = grpc.StatusCode.ABORTED if refusal.replaced else grpc.StatusCode.FAILED_PRECONDITION

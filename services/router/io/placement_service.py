@@ -53,8 +53,10 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
         finally:
             reader.cancel()
             writer.cancel()
-            ended = await asyncio.gather(reader, writer, return_exceptions=True)
+            # At once: grpc cancels the call when its peer is gone, which may be while the two end, and who had not been told by
+            # then that the gateway is lost would keep its requests for ever.
             self._router.closed(hello.gateway_id, stream)
+            ended = await asyncio.gather(reader, writer, return_exceptions=True)
         for failure in ended:
             if isinstance(failure, Exception):
                 raise failure
