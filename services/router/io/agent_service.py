@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
 from services.common.auth import certificate_names
 from services.common.channel import END_OF_STREAM
 from services.router import events as ev
+from services.router.io.halves import both_halves
 from services.router.io.runtime import AgentStream, Router
 from services.router.io.wire import agents
 
@@ -36,17 +36,9 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         """Read the agent's messages, write the router's, until either side ends."""
         stream_id = next(self._stream_ids)
         stream = self._router.agents[stream_id] = AgentStream()
-        reader = asyncio.ensure_future(self._read(stream_id, context))
-        writer = asyncio.ensure_future(self._write(stream, context))
-        try:
-            await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            reader.cancel()
-            writer.cancel()
-            # At once: grpc cancels the call when its peer is gone, which may be while the two end.
-            del self._router.agents[stream_id]
-            self._lost(stream_id)
-            ended = await asyncio.gather(reader, writer, return_exceptions=True)
+        ended = await both_halves(
+            self._read(stream_id, context), self._write(stream, context), lambda: self._lost(stream_id)
+        )
         refusal = ended[1]
         if isinstance(refusal, ev.RefuseReport):
             code = grpc.StatusCode.ABORTED if refusal.replaced else grpc.StatusCode.FAILED_PRECONDITION
@@ -113,6 +105,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         return reply
 
     def _lost(self, stream_id: int) -> None:
+        del self._router.agents[stream_id]
         for record in self._router.state.fleet.records():
             if record.stream_id == stream_id and record.lost_at is None:
                 self._router.submit(ev.AgentLost(stream_id, record.info.instance_id))

@@ -16,6 +16,7 @@ from services.common.keys import KEY_SCHEME
 from services.router import events as ev
 from services.router.holding import not_now
 from services.router.io.errors import abort, refusal_status
+from services.router.io.halves import both_halves
 from services.router.io.runtime import GatewayStream, Router
 from services.router.io.wire import gateways
 from services.router.io.wire.times import duration
@@ -46,17 +47,11 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
         await context.write(placement_pb2.SessionResponse(welcome=welcome))
         stream.send(fleet=self._router.fleet())
         self._router.opened(gateways.gateway_hello(hello), stream)
-        reader = asyncio.ensure_future(self._read(hello.gateway_id, context))
-        writer = asyncio.ensure_future(self._write(stream, context))
-        try:
-            await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            reader.cancel()
-            writer.cancel()
-            # At once: grpc cancels the call when its peer is gone, which may be while the two end, and who had not been told by
-            # then that the gateway is lost would keep its requests for ever.
-            self._router.closed(hello.gateway_id, stream)
-            ended = await asyncio.gather(reader, writer, return_exceptions=True)
+        ended = await both_halves(
+            self._read(hello.gateway_id, context),
+            self._write(stream, context),
+            lambda: self._router.closed(hello.gateway_id, stream),
+        )
         for failure in ended:
             if isinstance(failure, Exception):
                 raise failure
