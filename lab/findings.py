@@ -231,7 +231,8 @@ def _elsewhere(
     settings: FindingsSettings, policies: Mapping[str, tuple[str, Mapping[str, object]]]
 ) -> Iterator[Planned]:
     for trace, one in ELSEWHERE.items():
-        source = partial(made_up, one.sessions, shape_with(one.base, one.changes))
+        shape = shape_with(one.base, one.changes)
+        source = partial(made_up, one.sessions, shape)
         for load, threshold, name in product(MAIN, (0, THRESHOLD), ELSEWHERE_POLICIES):
             planned = _cell(settings, trace, source, load, threshold, name, policies[name])
             workload, simulation = planned.cell.workload, planned.cell.simulation
@@ -243,7 +244,7 @@ def _elsewhere(
                 workload=replace(workload, arrivals=arrivals),
                 simulation=replace(simulation, instances=one.instances, engine=engine),
             )
-            told = f"{GENERATED} {one.sessions} {asdict(shape_with(one.base, one.changes))}"
+            told = f"{GENERATED} {one.sessions} {asdict(shape)}"
             yield replace(planned, cell=cell, source=told, trials=min(settings.trials, ELSEWHERE_TRIALS))
 
 

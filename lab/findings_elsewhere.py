@@ -15,12 +15,13 @@ from lab.findings_figures import (
     TTFT,
     TTFT99,
     Cell,
+    best_rival,
+    closed_by,
     mean_of,
     on_common_draws,
-    plain,
     ratio_of,
 )
-from lab.floor import BOUNDS, FLOOR
+from lab.floor import FLOOR
 from lab.generate import AGENTIC, SMALL, SessionShape
 
 
@@ -58,7 +59,7 @@ ELSEWHERE: Mapping[str, Elsewhere] = {
     ),
     "small sessions": Elsewhere(400, 1.48, base=SMALL),
 }
-# Of BOUNDS the floor alone: what caches lose is the main study's matter.
+# Of the bounds the floor alone: what caches lose is the main study's matter.
 ELSEWHERE_POLICIES = (FLOOR, BASE, OURS, "lpwl", "preble")
 ELSEWHERE_TRIALS = 2
 
@@ -89,12 +90,8 @@ def elsewhere_text(cells: Mapping[tuple[str, str, int], Cell]) -> str:
         row = [name, f"{threshold}" if threshold else "none"]
         row += [_closed(usable.get((name, load, threshold), {})) for load in loads]
         lines.append("| " + " | ".join(row) + " |")
-    rivals = {place: [name for name in plain(cell) if name not in (OURS, *BOUNDS)] for place, cell in usable.items()}
-    beaten = {
-        place: min((ratio_of(cell, name, TTFT, OURS) or float("inf"), name) for name in rivals[place])
-        for place, cell in usable.items()
-    }
-    lost = [f"{_told(place)} (`{name}` {ratio - 1:+.0%})" for place, (ratio, name) in beaten.items() if ratio <= 1.0]
+    best = {place: best_rival(cell) for place, cell in usable.items()}
+    lost = [f"{_told(place)} (`{name}` {ratio - 1:+.0%})" for place, (name, ratio) in best.items() if ratio <= 1.0]
     lines += [
         "",
         f"Of all that were run there, `foresight` has the lowest TTFT p90 in {len(usable) - len(lost)} of {len(usable)} cells"
@@ -117,8 +114,8 @@ def _closed(cell: Cell) -> str:
     ours, base, floor = (mean_of(cell, name, TTFT) for name in (OURS, BASE, FLOOR))
     if ours is None or base is None or floor is None:
         return "-"
-    share = f", {(base - ours) / (base - floor):.0%}" if base > floor else ""
-    return f"{base:.2f} -> {ours:.2f} ({floor:.2f}){share}"
+    share = closed_by(cell, OURS)
+    return f"{base:.2f} -> {ours:.2f} ({floor:.2f})" + ("" if share is None else f", {share:.0%}")
 
 
 def _spread(cells: Mapping[tuple[str, str, int], Cell], metric: str, said: str) -> str:

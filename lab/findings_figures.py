@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
+from lab.floor import BOUNDS, FLOOR
 from lab.paired import Estimate, difference_by_seed
 
 BASE = "unified"
@@ -39,6 +40,24 @@ def ratio_of(cell: Cell, policy: str, metric: str, base: str = BASE) -> float | 
     common = ours.keys() & theirs.keys()
     below = sum(theirs[seed] for seed in common)
     return sum(ours[seed] for seed in common) / below if below else None
+
+
+def closed_by(cell: Cell, policy: str) -> float | None:
+    """The share of the gap in TTFT p90 from `BASE` to the floor that a policy closes; None without a gap or one of the three."""
+    found, base, floor = (mean_of(cell, name, TTFT) for name in (policy, BASE, FLOOR))
+    return None if found is None or base is None or floor is None or base <= floor else (base - found) / (base - floor)
+
+
+def best_rival(cell: Cell) -> tuple[str, float]:
+    """Of the policies that were run beside ours the one with the least TTFT p90, and its ratio to ours on common draws."""
+    ratios = {name: ratio_of(cell, name, TTFT, OURS) or float("inf") for name in rivals(cell)}
+    best = min(ratios, key=ratios.__getitem__)
+    return best, ratios[best]
+
+
+def rivals(cell: Cell) -> list[str]:
+    """The other policies of a cell, bounds and ablations of ours left out."""
+    return [name for name in plain(cell) if name not in (OURS, *BOUNDS)]
 
 
 def on_common_draws(cell: Cell, policies: Sequence[str]) -> Cell:

@@ -21,12 +21,14 @@ from lab.findings_figures import (
     TTFT,
     TTFT99,
     Cell,
+    best_rival,
+    closed_by,
     difference_of,
     mean_of,
     number,
     on_common_draws,
     plain,
-    ratio_of,
+    rivals,
     told,
 )
 from lab.floor import BOUNDS, FLOOR, POOLED
@@ -249,21 +251,19 @@ def _ours(cells: Mapping[Place, Cell]) -> str:
         # A share of means has to be one of the same draws' means.
         cell = on_common_draws(whole, (OURS, BASE, FLOOR))
         ours, base, floor = (mean_of(cell, name, TTFT) for name in (OURS, BASE, FLOOR))
-        if ours is None or base is None or floor is None or base <= floor:
+        closed, pooled = closed_by(cell, OURS), closed_by(cell, POOLED)
+        if ours is None or base is None or floor is None or closed is None:
             continue
-        others = [name for name in plain(cell) if name not in (OURS, *BOUNDS)]
-        best = min(others, key=lambda name: ratio_of(cell, name, TTFT, OURS) or float("inf"))
-        closed = (base - ours) / (base - floor)
+        best, ratio = best_rival(cell)
         goal = None if place.load in ("slow", "overloaded") else GOAL_CLOSED_FLAG if place.threshold else GOAL_CLOSED
-        failed = _unmet(cell, (ratio_of(cell, best, TTFT, OURS) or 0.0) > 1.0, goal is None or closed >= goal)
+        failed = _unmet(cell, ratio > 1.0, goal is None or closed >= goal)
         unmet.append(failed)
-        alone += others == [BASE]
+        alone += rivals(cell) == [BASE]
         tpot, tpot_base = mean_of(cell, OURS, TPOT), mean_of(cell, BASE, TPOT)
-        pooled = mean_of(cell, POOLED, TTFT)
         lines.append(
             f"| {place.trace}, {place.name} | {floor:.2f} | {base:.2f} | `{best}`{told(difference_of(cell, best, TTFT, OURS))} | "
             f"{ours:.2f}{told(difference_of(cell, OURS, TTFT))} | {closed:.0%} | {'-' if goal is None else f'{goal:.0%}'} | "
-            f"{'-' if pooled is None else f'{(base - pooled) / (base - floor):.0%}'} | "
+            f"{'-' if pooled is None else f'{pooled:.0%}'} | "
             f"{_relative(cell, TTFT99)} | {_relative(cell, E2E90)} | {_relative(cell, E2E99)} | "
             f"{'-' if not tpot or not tpot_base else f'{tpot / tpot_base:.1f} x'} | {', '.join(failed) or 'none'} |"
         )
