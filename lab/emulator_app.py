@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 import uuid
@@ -206,8 +205,11 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return await handler(request)
     except ApiError as error:
         return web.json_response(error.body(), status=error.status)
-    except (ConnectionResetError, asyncio.CancelledError):
-        raise  # The client has gone: there is nobody to answer.
+    except ConnectionResetError:
+        if request.transport is not None and not request.transport.is_closing():
+            raise
+        # The client has gone before the handler could be cancelled. Nobody reads this, and aiohttp logs what is raised.
+        return web.Response()
     except web.HTTPException as error:
         text = json.dumps({"detail": error.reason})
         return web.Response(text=text, status=error.status, content_type="application/json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import sys
@@ -16,8 +17,10 @@ import openai
 import pytest
 import zmq
 import zmq.asyncio
+from aiohttp import web
 
 from lab.emulator import Emulated, EmulateSettings, start
+from lab.emulator_app import EngineApp
 from lab.text import ChatTokenizer, words_of
 
 MODEL = "pointsman-emulated"
@@ -293,6 +296,37 @@ async def test_a_client_that_leaves_frees_the_engine(
     asking.cancel()
     await settled(lambda: not engine.model.has_work)
     assert engine.model.kv_usage == 0
+
+
+@pytest.mark.parametrize("after", [0, 1, 5])
+async def test_a_client_that_leaves_as_a_token_comes_is_nothing_to_log(
+    emulate: Starter,
+    http: aiohttp.ClientSession,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    after: int,
+) -> None:
+    """The connection closes between a token and its writing, before the handler could be cancelled."""
+    answer = EngineApp._stream
+
+    async def leave(app: EngineApp, request: web.Request, *rest: Any) -> web.StreamResponse:
+        texts, left = app._text, iter(range(after, -1, -1))
+
+        def text(tokens: list[int]) -> str:
+            if next(left, 0) == 0 and request.transport is not None:
+                request.transport.abort()
+            return texts(tokens)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(app, "_text", text)
+            return await answer(app, request, *rest)
+
+    monkeypatch.setattr(EngineApp, "_stream", leave)
+    engine = await emulate()
+    with pytest.raises(aiohttp.ClientError):
+        await stream(http, f"{engine.url}/v1/chat/completions", chat("x", max_tokens=50, ignore_eos=True, stream=True))
+    await settled(lambda: not engine.model.has_work)
+    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 async def test_prefill_on_one_instance_and_decode_on_another(emulate: Starter, http: aiohttp.ClientSession) -> None:

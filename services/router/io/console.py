@@ -199,14 +199,15 @@ class Console:
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
         self._check(request, WATCH)
+        if (connection := request.transport) is None:
+            return web.Response()  # The viewer has gone already.
         if len(self._streams) >= self._viewers:
             raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._viewers} viewers watch already")
         response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream; charset=utf-8"})
         task = asyncio.current_task()
         assert task is not None
         self._streams.add(task)
-        assert request.transport is not None
-        viewer = self.decisions.join(request.transport.abort)
+        viewer = self.decisions.join(connection.abort)
         try:
             await response.prepare(request)
             while not viewer.dropped:
