@@ -386,7 +386,7 @@ async def test_redis_with_users_and_tls(ours: Authority, theirs: Authority, tmp_
 
     def outcome(address: str) -> str:
         try:
-            with redis.Redis.from_url(address, socket_timeout=3) as client:
+            with redis.Redis.from_url(address, socket_timeout=15) as client:
                 client.set("pointsman:{x}:y", "1")
                 return "OK"
         except redis.RedisError as error:

@@ -264,7 +264,9 @@ async def test_doors_open_to_the_right_role_only() -> None:
                     "place": lambda c: c.placement.Place(placement_pb2.PlaceRequest(), metadata=c.metadata),
                     "report": lambda c: Report(c).read(),
                 }.items():
-                    outcomes[token, name] = await _code(call(client))
+                    # The one that nobody ends; the others end by themselves, however slow the machine is.
+                    open_s = 0.5 if (token, name) == ("A", "report") else 30.0
+                    outcomes[token, name] = await _code(call(client), open_s)
         unauthenticated, denied = "UNAUTHENTICATED", "PERMISSION_DENIED"
         assert outcomes == {
             **{
@@ -285,9 +287,9 @@ async def test_doors_open_to_the_right_role_only() -> None:
         assert await operator.instances() == {}
 
 
-async def _code(call: object) -> str:
+async def _code(call: object, open_s: float) -> str:
     try:
-        async with asyncio.timeout(0.5):
+        async with asyncio.timeout(open_s):
             await call  # type: ignore[misc]
     except grpc.aio.AioRpcError as error:
         return error.code().name
