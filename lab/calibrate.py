@@ -2,9 +2,9 @@
 
 The engines must be idle and stand behind the gateway that is asked; they should be alike, for simulated ones are. First the
 trace is replayed once for nothing: whatever is slow only once is over then. Before the first load and after each one all are
-measured, one engine after the other, and then what a request pays beside its engine's own time, from the client to the first
-token; a load is simulated with what was measured right before and after it, for a machine's speed changes from one minute to the
-next. What engines, gateway, router and client take from each other where they share a machine is not simulated.
+measured, one engine after the other, and then what a request pays beside its engine's own time up to its first token, and what
+each token pays that is carried to the client; a load is simulated with what was measured right before and after it, for a
+machine's speed changes from one minute to the next. What engines that share a machine take from each other is not simulated.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ async def _measure(settings: CalibrateSettings, chunk: int = 0) -> Measured:
     measured = _together(found)
     longest = max(one.new + one.cached for one in measured.prefills)
     tokenizer = ChatTokenizer(settings.tokenizer)
-    measured.front_s = await measure_front(
+    front = await measure_front(
         ReplaySettings(url=settings.url),
         settings.engines,
         tokenizer,
@@ -129,6 +129,8 @@ async def _measure(settings: CalibrateSettings, chunk: int = 0) -> Measured:
         settings.profile_repeats,
         settings.profile_pause_s,
     )
+    measured.front_s = (front.request_s, front.prompt_token_s)
+    measured.carried = list(front.decodes)
     return measured
 
 
@@ -138,6 +140,7 @@ def _together(measured: Sequence[Measured]) -> Measured:
     for one in measured:
         whole.prefills += one.prefills
         whole.decodes += one.decodes
+        whole.carried += one.carried
     whole.front_s = (fmean(one.front_s[0] for one in measured), fmean(one.front_s[1] for one in measured))
     return whole
 
@@ -213,5 +216,5 @@ def _simulation(settings: CalibrateSettings, measured: Measured, found: Fit, sca
         front_s=request_s,
         tokenise_token_s=token_s,
         engine=config,
-        profile=found.profile,
+        profile=found.carrying(measured.carried),
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,6 +78,14 @@ class Fit:
     def residual(self) -> float:
         """Relative, 0 for a perfect fit."""
         return float(np.median([abs(fitted / one.seconds - 1) for one, fitted in self.rows]))
+
+    def carrying(self, carried: Sequence[DecodeTime]) -> Profile:
+        """The profile of an engine that shares its machine with those who carry its tokens away: each sequence in a decode step
+        costs what the steps in `carried`, in the median, took longer than was fitted to steps without them."""
+        costs = self.profile
+        more = [(one.seconds - costs.decode_step_s(one.batch, one.kv_tokens)) / one.batch for one in carried]
+        each_s = max(0.0, median(more)) if more else 0.0
+        return replace(costs, decode_sequence_s=costs.decode_sequence_s + each_s)
 
 
 def fit(measured: Sequence[Measured], base: Profile | None = None) -> Fit:

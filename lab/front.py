@@ -1,7 +1,8 @@
 """What a request pays beside its engine's own time: client, gateway, router and the engine's front end.
 
 Measured with requests of their own, chats as a replay sends them, one at a time: from the sending to the first token, less the
-time that the engine, by its own /metrics, took for the prefill.
+time that the engine, by its own /metrics, took for the prefill. By the same clock each of their tokens is a step of one sequence,
+which takes the longer, the more those who carry it away take of the engine's machine.
 """
 
 from __future__ import annotations
@@ -10,17 +11,29 @@ import asyncio
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import aiohttp
 
 from lab.chats import ChatMaker
 from lab.engine_client import METRICS_WITHIN_S, EngineClient, EngineError, Metrics
-from lab.fit import fit_line
+from lab.fit import DecodeTime, fit_line
 from lab.player import Pace, Player
+from lab.profiler import DECODED
 from lab.text import ChatTokenizer
 from lab.traces import TraceRequest
 
-_COUNT, _SECONDS = "vllm:request_prefill_time_seconds_count", "vllm:request_prefill_time_seconds_sum"
+_COUNT, _PREFILL_S = "vllm:request_prefill_time_seconds_count", "vllm:request_prefill_time_seconds_sum"
+_DECODE_S = "vllm:request_decode_time_seconds_sum"
+
+
+@dataclass(frozen=True)
+class Front:
+    """Seconds per request and per prompt token up to the first token, and what steps took whose token went this way."""
+
+    request_s: float
+    prompt_token_s: float
+    decodes: Sequence[DecodeTime]
 
 
 async def measure_front(
@@ -30,13 +43,13 @@ async def measure_front(
     lengths: Sequence[int],
     repeats: int,
     pause_s: float,
-) -> tuple[float, float]:
-    """Seconds per request and per prompt token, from `repeats` cold prompts of each length (tokens; the chat template adds a
-    few), each after `pause_s`, sent to `pace.url`, behind which nobody else asks the `engines`. Raises EngineError."""
+) -> Front:
+    """Measure with `repeats` cold prompts of each length (tokens; the chat template adds a few), each after `pause_s`, sent to
+    `pace.url`, behind which nobody else asks the `engines`. Raises EngineError."""
     # The lengths take turns, so that a stall that lasts does not fall on all of one length.
     probes = [_probe(length) for _ in range(repeats) for length in lengths]
     chats = ChatMaker(probes, tokenizer.words)
-    points = []
+    points, decodes = [], []
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
         clients = [EngineClient(url, http) for url in engines]
         await clients[0].connect()
@@ -48,9 +61,11 @@ async def measure_front(
             record = player.records[-1]
             if not record.ok or record.ttft_s is None or record.prompt_tokens is None:
                 raise EngineError(f"{pace.url} does not answer a chat: {record.status} {record.error}")
-            engine_s = await _prefill_s(clients, before)
-            points.append((float(record.prompt_tokens), record.ttft_s - engine_s))
-    return fit_line(points)
+            prefill_s, decode_s = await _times(clients, before)
+            points.append((float(record.prompt_tokens), record.ttft_s - prefill_s))
+            steps = DECODED - 1
+            decodes.append(DecodeTime(1, record.prompt_tokens + steps / 2, decode_s / steps))
+    return Front(*fit_line(points), decodes)
 
 
 def _probe(length: int) -> TraceRequest:
@@ -61,7 +76,7 @@ def _probe(length: int) -> TraceRequest:
         session_id=f"front-{name}",
         turn=1,
         input_length=length,
-        output_length=1,
+        output_length=DECODED,
         hash_ids=(name.int,),
         block_size=length,
     )
@@ -71,13 +86,16 @@ async def _metrics(clients: Sequence[EngineClient]) -> list[Metrics]:
     return await asyncio.gather(*(client.metrics() for client in clients))
 
 
-async def _prefill_s(clients: Sequence[EngineClient], before: Sequence[Metrics]) -> float:
-    """What the prefills since then took, once there is one."""
+async def _times(clients: Sequence[EngineClient], before: Sequence[Metrics]) -> tuple[float, float]:
+    """Seconds of prefill and of decode since then, once a request is counted."""
     deadline = time.monotonic() + METRICS_WITHIN_S
     while time.monotonic() < deadline:
         pairs = list(zip(await _metrics(clients), before, strict=True))
         if sum(after.since(then, _COUNT) for after, then in pairs):
-            return sum(after.since(then, _SECONDS) for after, then in pairs)
+            prefill_s, decode_s = (
+                sum(after.since(then, name) for after, then in pairs) for name in (_PREFILL_S, _DECODE_S)
+            )
+            return prefill_s, decode_s
         await asyncio.sleep(0.02)
     raise EngineError(
         "no engine's /metrics counts a request that was answered: are all named that stand behind the gateway?"

@@ -65,6 +65,10 @@ class Profile:
         pairs_s = self.prefill_pair_s * tokens * (2 * computed + tokens)
         return self.prefill_token_s * tokens + pairs_s + self.prefill_kv_token_s * computed
 
+    def decode_step_s(self, batch: int, kv_tokens: float) -> float:
+        """Seconds of a step in which `batch` sequences with `kv_tokens` of KV together get a token each."""
+        return self.step_s + self.decode_sequence_s * batch + self.decode_kv_token_s * kv_tokens
+
     def transfer_time_s(self, tokens: int) -> float:
         """Seconds to move the KV of `tokens` to another instance."""
         return self.transfer_s + self.transfer_token_s * tokens

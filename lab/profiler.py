@@ -62,12 +62,14 @@ class ProfileSettings(BaseSettings):
 
 @dataclass
 class Measured:
-    """What measuring has found. `front_s`: seconds per request and per prompt token that the engine's front end takes."""
+    """What measuring has found. `front_s`: seconds per request and per prompt token that the engine's front end takes; `carried`:
+    decode steps of one sequence whose tokens went out through a gateway, where one was asked."""
 
     engine: dict[str, int] = field(default_factory=dict)
     prefills: list[PrefillTime] = field(default_factory=list)
     decodes: list[DecodeTime] = field(default_factory=list)
     front_s: tuple[float, float] = (0.0, 0.0)
+    carried: list[DecodeTime] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
 

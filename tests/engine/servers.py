@@ -73,6 +73,7 @@ class EngineSpec:
     served: str = SERVED_NAME
     model: Path | None = None  # None: the text model
     env: Mapping[str, str] = field(default_factory=dict)
+    core: int | None = None  # None: any
 
 
 @dataclass
@@ -112,6 +113,7 @@ class Engine:
         self.process = Process(
             name=f"engine {spec.name}",
             argv=[
+                *(() if spec.core is None else ("taskset", "--cpu-list", str(spec.core))),
                 str(ENGINE_PYTHON),
                 "-m",
                 "vllm.entrypoints.openai.api_server",

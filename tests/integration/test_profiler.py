@@ -119,8 +119,13 @@ async def _no_events(self: object) -> str:
 
 async def test_what_requests_pay_beside_the_engines_time(engine: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, pace = ChatTokenizer(), ReplaySettings(url=engine.url)
-    request_s, token_s = await measure_front(pace, [engine.url], tokenizer, (64, 200), 3, 0.0)
-    assert request_s + 200 * token_s > 0
+    front = await measure_front(pace, [engine.url], tokenizer, (64, 200), 3, 0.0)
+    assert front.request_s + 200 * front.prompt_token_s > 0
+    # Steps of one sequence that go on from the prompt.
+    assert len(front.decodes) == 6
+    assert {one.batch for one in front.decodes} == {1}
+    assert 64 < min(one.kv_tokens for one in front.decodes) < 200 < max(one.kv_tokens for one in front.decodes)
+    assert all(one.seconds > 0 for one in front.decodes)
     counters = engine.model.counters
     # Chats: the template's tokens are in them. None finds another's cached but for its beginning.
     assert counters.prompt_tokens > 3 * (64 + 200)

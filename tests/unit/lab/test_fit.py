@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lab.engine_events import EngineConfig, EngineRequest
 from lab.engine_model import EngineModel
-from lab.fit import DecodeTime, FitError, PrefillTime, chunk_size, fit, fit_line
+from lab.fit import DecodeTime, Fit, FitError, PrefillTime, chunk_size, fit, fit_line
 from lab.profile import STEP_COSTS, Profile, ProfileError, ProfileFile, read_profile
 
 COST = st.floats(1e-6, 1e-2)
@@ -196,3 +196,14 @@ def test_profiles_ship_by_name() -> None:
     assert slow.name != Profile().name == Profile(step_s=0.005).name == "013122af"
     with pytest.raises(ProfileError, match="nowhere"):
         read_profile(Path("nowhere"))
+
+
+def test_what_carries_tokens_away_is_paid_by_each_sequence() -> None:
+    costs = Profile(step_s=0.01, decode_sequence_s=0.002, decode_kv_token_s=1e-6)
+    found = Fit(costs, ())
+    took = [(1, 0.0), (1, 0.001), (2, 0.006)]
+    carried = [DecodeTime(batch, 1_000.0, costs.decode_step_s(batch, 1_000.0) + more) for batch, more in took]
+    assert found.carrying(carried).decode_sequence_s == pytest.approx(0.003)
+    assert found.carrying(carried).step_s == costs.step_s
+    # Where it costs nothing, measuring anew shows it now above and now below.
+    assert found.carrying([DecodeTime(1, 0.0, 0.011)]) == found.carrying([]) == costs
