@@ -7,10 +7,10 @@ minutes, most of them until real engines are up: only run when they are named.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import inspect
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,10 +60,15 @@ LONG: dict[str, Callable[[], object]] = {
 
 def main() -> None:
     """Print a table; append to results.jsonl."""
+    parser = argparse.ArgumentParser(
+        "python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", metavar="NAME", nargs="*", choices=[*BENCHMARKS, *LONG], help="one of %(choices)s")
+    names = parser.parse_args().names
     configure_logs("bench", "error")
     table = Table("metric", "value", "unit", "baseline", "ratio", "note", box=None, pad_edge=False)
     with RESULTS.open("a") as results:
-        for name in sys.argv[1:] or BENCHMARKS:
+        for name in names or BENCHMARKS:
             found = (BENCHMARKS | LONG)[name]()
             figures: list[Figure] = asyncio.run(found) if inspect.iscoroutine(found) else found  # type: ignore[assignment]
             for figure in figures:
