@@ -130,11 +130,15 @@ class EngineApp:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         start = chunks.start()
-        while part := await stream.read():
-            await response.write(start + chunks.text(self._text(part), stream.reason))
-            start = b""
-        used = api.usage(len(ask.prompt), stream.output_tokens, stream.cached_tokens)
-        await response.write(chunks.end(used if ask.include_usage else None))
+        try:
+            while part := await stream.read():
+                await response.write(start + chunks.text(self._text(part), stream.reason))
+                start = b""
+            used = api.usage(len(ask.prompt), stream.output_tokens, stream.cached_tokens)
+            end = chunks.end(used if ask.include_usage else None)
+        except ApiError as error:
+            end = chunks.failed(error)
+        await response.write(end)
         await response.write_eof()
         return response
 

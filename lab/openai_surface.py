@@ -213,6 +213,10 @@ class Chunks:
         choice = f'{{"index": 0, {body}, "logprobs": null, "finish_reason": {finish}}}'
         return f'{self._head}"choices": [{choice}]}}\n\n'.encode()
 
+    def failed(self, error: ApiError) -> bytes:
+        """An error that comes when the answer has begun, and the end."""
+        return f"data: {json.dumps(error.body())}\n\ndata: [DONE]\n\n".encode()
+
     def end(self, used: dict[str, Any] | None) -> bytes:
         """The usage chunk, when it was asked for, and the end."""
         tail = f'{self._head}"choices": [], "usage": {json.dumps(used)}}}\n\n' if used else ""

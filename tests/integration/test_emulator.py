@@ -357,6 +357,9 @@ async def test_prefill_on_one_instance_and_decode_on_another(emulate: Starter, h
     assert alone[1]["choices"][0]["message"] == answer["choices"][0]["message"]
     wrong = body | {"kv_transfer_params": remote | {"remote_engine_id": "other"}}
     assert (await post(http, second.url + url, wrong))[0] == 500
+    # As vLLM has it: what has begun as a stream tells of its error as an event.
+    error, done = await stream(http, second.url + url, wrong | {"stream": True})
+    assert (error["error"]["code"], done) == (500, "[DONE]")
     missing = body | {"kv_transfer_params": {"do_remote_prefill": True, "transfer_id": "t2"}}
     assert (await post(http, second.url + url, missing))[0] == 500
 
