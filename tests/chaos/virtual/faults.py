@@ -72,23 +72,30 @@ def _router_ends(world: World, for_s: float) -> str:
 
 
 def _drains(world: World, for_s: float) -> str:
-    """An operator has an instance drain, and takes that back, again and again until all routers know it and say that it is
-    back."""
+    """An operator has an instance drain, and takes that back, again and again until a router says that all have that, and all
+    routers know it and say that it is back: one that has just started, without Redis, knows of no order."""
     instance_id = world.engines[world.rng.choice(sorted(world.engines))].instance_id
 
     def known(node: RouterNode) -> InstanceRecord | None:
         return node.router.state.fleet.get(instance_id) if node.router is not None else None
 
-    async def order(node: RouterNode, *, resume: bool) -> None:
-        if node.router is not None and (record := known(node)) is not None:
-            # However long a stopped router takes: what it does not answer it may still do.
-            await asyncio.wait([node.node.spawn(node.router.drain(record.info, resume))])
+    async def order(node: RouterNode, *, resume: bool) -> bool:
+        if node.router is None or (record := known(node)) is None:
+            return False
+        # However long a stopped router takes: what it does not answer it may still do.
+        ordering = node.node.spawn(node.router.drain(record.info, resume))
+        await asyncio.wait([ordering])
+        return not ordering.cancelled() and ordering.exception() is None and bool(ordering.result())
 
     async def roll() -> None:
         await order(world.routers[world.rng.choice(sorted(world.routers))], resume=False)
         await asyncio.sleep(for_s)
-        while not_back := [node for node in world.routers.values() if (one := known(node)) is None or one.draining]:
-            await order(not_back[0], resume=True)
+        everywhere, nodes = False, list(world.routers.values())
+        while True:
+            not_back = [node for node in nodes if (one := known(node)) is None or one.draining]
+            if everywhere and not not_back:
+                return
+            everywhere = await order((not_back or nodes)[0], resume=True)
             await asyncio.sleep(1.0)
 
     world.chores.append(asyncio.create_task(roll()))
