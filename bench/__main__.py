@@ -1,8 +1,8 @@
 """Run the benchmarks: all, or those named.
 
 `python -m bench growth`, for one: 260,000 requests, which take three to four minutes; the others take a minute or less each.
-`crowd` takes an hour, `soak` half of one, `elastic`, `layerwise`, `layerwise_cpu`, `layerwise_cpu_long` and `layerwise_trace`
-minutes, most of them until real engines are up: only run when they are named.
+`large_fleet` takes an hour, `soak` half of one, `elastic`, `layerwise`, `layerwise_cpu`, `layerwise_cpu_long` and
+`layerwise_trace` minutes, most of them until real engines are up: only run when they are named.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench.crowd import crowd
 from bench.decide import decide, foresight, index
 from bench.elastic import elastic
 from bench.figures import Figure
 from bench.gateway import chunks, leaks, requests
+from bench.large_fleet import large_fleet
 from bench.layerwise import layerwise
 from bench.layerwise_cpu import layerwise_cpu, layerwise_cpu_long
 from bench.layerwise_trace import layerwise_trace
@@ -29,9 +29,9 @@ from bench.memory import growth, memory
 from bench.place import place
 from bench.simulate import simulate
 from bench.soak import soak
-from bench.takeover import storms, takeover
+from bench.takeover import bursts, takeover
 from bench.turns import turns
-from services.common.logs import configure_logs
+from pointsman.common.io.logs import configure_logs
 
 RESULTS = Path(__file__).parent / "results.jsonl"
 BENCHMARKS: dict[str, Callable[[], object]] = {
@@ -41,7 +41,7 @@ BENCHMARKS: dict[str, Callable[[], object]] = {
         foresight,
         index,
         place,
-        storms,
+        bursts,
         takeover,
         chunks,
         requests,
@@ -54,7 +54,8 @@ BENCHMARKS: dict[str, Callable[[], object]] = {
 }
 # Only run when they are named.
 LONG: dict[str, Callable[[], object]] = {
-    one.__name__: one for one in (crowd, elastic, layerwise, layerwise_cpu, layerwise_cpu_long, layerwise_trace, soak)
+    one.__name__: one
+    for one in (large_fleet, elastic, layerwise, layerwise_cpu, layerwise_cpu_long, layerwise_trace, soak)
 }
 
 

@@ -10,13 +10,13 @@ from array import array
 from pathlib import Path
 
 from bench.figures import Figure, percentile
-from bench.fleet import KEYS_PER_INSTANCE, PROMPT_TOKENS, filled, long_prompt
-from services.common.keys import digest_of
-from services.router import events as ev
-from services.router.domain import PlacementRequest
-from services.router.policy.registry import make_policy
-from services.router.prefix_index import PrefixIndex
-from services.router.sync import Delta, InstanceSync, SnapshotBegin, SnapshotEnd
+from bench.full_cache_fleet import KEYS_PER_INSTANCE, PROMPT_TOKENS, filled, long_prompt
+from pointsman.common.core.block_keys import digest_of
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.instances.report_sync import Delta, ReportSync, SnapshotBegin, SnapshotEnd
+from pointsman.router.core.policy.registry import make_policy
+from pointsman.router.core.prefix.exact_index import PrefixIndex
+from pointsman.router.core.types import PlacementRequest
 
 GOAL_DECIDE_US = 150.0
 GOAL_FORESIGHT_US = 500.0
@@ -113,7 +113,7 @@ def _rss_mb() -> float:
 
 
 def _events_per_s() -> float:
-    sync = InstanceSync("a", PrefixIndex())
+    sync = ReportSync("a", PrefixIndex())
     sync.handle(SnapshotBegin(0))
     sync.handle(SnapshotEnd(0, 0, digest_of(1, ())))
     rng = random.Random(0)

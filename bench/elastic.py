@@ -1,7 +1,8 @@
 """Elastic offload on real engines: how many of the HEAVY requests prefill elsewhere as load rises, and why the others do not.
 
-Two vLLM on CPU that pass KV on over Mooncake and TCP, with long answers under way on both, or, for `d_idle`, on none. Clients ask
-one HEAVY prompt after the other, of 700 new tokens, and a short one between; with more clients P has no time to spare.
+Two vLLM on CPU that pass KV on over Mooncake and TCP, with long answers under way on both, or, for `decode_idle`, on none.
+Clients ask one HEAVY prompt after the other, of 700 new tokens, and a short one between; with more clients P has no time to
+spare.
 """
 
 from __future__ import annotations
@@ -19,18 +20,16 @@ from pathlib import Path
 import openai
 
 from bench.figures import Figure
-from pointsman.router.v1 import fleet_pb2
-from services.router.policy.elastic import BELOW_THRESHOLD, D_IDLE, P_IDLE_D_BUSY, P_OVERLOADED
-from tests.engine.model import words
-from tests.engine.servers import (
-    ENGINE_PYTHON,
-    MOONCAKE,
-    SERVED_NAME,
-    EngineSpec,
-    make_model,
-    running_engines,
+from pointsman.router.core.policy.elastic import (
+    BELOW_THRESHOLD,
+    DECODE_IDLE,
+    PREFILL_IDLE_DECODE_BUSY,
+    PREFILL_OVERLOADED,
 )
-from tests.engine.stack import ControlPlane
+from pointsman.router.v1 import fleet_pb2
+from tests.support.engines.model import words
+from tests.support.engines.servers import ENGINE_PYTHON, MOONCAKE, SERVED_NAME, EngineSpec, make_model, running_engines
+from tests.support.processes.control_plane import ControlPlane
 
 HEAVY_TOKENS = 700
 SHORT_TOKENS = 40
@@ -60,7 +59,7 @@ def elastic() -> list[Figure]:
             figures.append(_share(decisions, clients))
     return figures + [
         Figure(f"elastic_{reason}", seen[reason], "decisions", note=f"of {seen.total()}, all loads")
-        for reason in (P_IDLE_D_BUSY, P_OVERLOADED, D_IDLE, BELOW_THRESHOLD)
+        for reason in (PREFILL_IDLE_DECODE_BUSY, PREFILL_OVERLOADED, DECODE_IDLE, BELOW_THRESHOLD)
     ]
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from bench import stack
 from bench.figures import Figure, percentile
-from bench.stack import Served
-from tests.integration.gateway_fakes import make_tokenizer
+from bench.stack import ServerProcess
+from tests.support.tiny_tokenizer import make_tokenizer
 
 STREAMS = 64
 SHORT, LONG = 20, 140  # chunks
@@ -84,7 +84,7 @@ async def requests() -> list[Figure]:
 
 
 @contextlib.asynccontextmanager
-async def fleet(interval_ms: float) -> AsyncIterator[tuple[list[Served], str]]:
+async def fleet(interval_ms: float) -> AsyncIterator[tuple[list[ServerProcess], str]]:
     """Two mock engines, and the folder of their model."""
     with tempfile.TemporaryDirectory() as folder:
         model = str(await asyncio.to_thread(make_tokenizer, Path(folder) / "model"))
@@ -92,7 +92,7 @@ async def fleet(interval_ms: float) -> AsyncIterator[tuple[list[Served], str]]:
             yield [one, other], model
 
 
-async def _chunk_us(served: Served) -> float:
+async def _chunk_us(served: ServerProcess) -> float:
     """CPU per chunk in us: the slope between short and long streams, which leaves out what a request costs."""
     spent = []
     for count in (SHORT, LONG):
@@ -108,7 +108,7 @@ async def leaks() -> list[Figure]:
     """leaks: what the gateway counts and what an engine still computes, after clients and an engine were killed."""
     async with fleet(INTERVAL_MS) as (engines, model), stack.pointsman(engines, model) as (gateway, _):
         for number in range(KILLS):
-            async with stack.held(gateway.port, STREAMS):
+            async with stack.open_streams(gateway.port, STREAMS):
                 await stack.load(gateway.port, connections=16, requests=100, seed=number)
                 if number == KILLS - 1:
                     os.kill(engines[1].pids[0], signal.SIGKILL)

@@ -23,9 +23,8 @@ from typing import Any
 import aiohttp
 
 from bench.figures import Figure
-from tests.engine.direct_offloads import Offload, post, session
-from tests.engine.processes import until
-from tests.engine.servers import (
+from tests.support.engines.direct_offloads import Offload, post, session
+from tests.support.engines.servers import (
     ENGINE_PYTHON,
     KV_BYTES_PER_TOKEN,
     LAYERWISE,
@@ -35,6 +34,7 @@ from tests.engine.servers import (
     make_model,
     running_engines,
 )
+from tests.support.waiting import until
 
 # A block has hardly any bytes: its tail is what asking, answering and D's own step take.
 TOKENS = {"block": 32, "2k": 2_000, "4k": 4_000, "8k": 8_000}

@@ -19,9 +19,9 @@ import aiohttp
 
 from bench.figures import Figure
 from bench.layerwise import TOKENS, engine_pairs, tail_of
-from lab.paired import trimmed_difference
-from tests.engine.direct_offloads import session
-from tests.engine.servers import Engine
+from pointsman.lab.experiments.paired_statistics import trimmed_difference
+from tests.support.engines.direct_offloads import session
+from tests.support.engines.servers import Engine
 
 # What an engine still has to do for an offload when both of its halves have been answered, in s.
 SETTLES_S = 0.02

@@ -17,13 +17,13 @@ from statistics import median
 from typing import Any
 
 from bench.figures import Figure, percentile
-from lab.generate import SMALL, generate
-from lab.records import RequestRecord
-from lab.replay import ReplaySettings, replay
-from lab.trace_files import save_trace
-from tests.engine.faulty import installed
-from tests.engine.servers import LAYERWISE, MOONCAKE, EngineSpec, make_model, running_engines
-from tests.engine.stack import ControlPlane
+from pointsman.lab.live.replay_command import ReplaySettings, replay
+from pointsman.lab.report.request_record import RequestRecord
+from pointsman.lab.workload.synthetic_trace import SMALL, generate
+from pointsman.lab.workload.trace_files import save_trace
+from tests.support.engines.fault_switches import installed
+from tests.support.engines.servers import LAYERWISE, MOONCAKE, EngineSpec, make_model, running_engines
+from tests.support.processes.control_plane import ControlPlane
 
 # Prompts of 400 to 5,000 tokens, answers of 100, so that there is something to move away from.
 SHAPE = replace(SMALL, mean_turns=3.0, output_tokens=400, max_tokens=24_000, block_size=256)
@@ -36,7 +36,7 @@ Key = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ComparedRun:
     """A run: each request's record and, where it moved, its moments (s)."""
 
     records: Mapping[Key, RequestRecord]
@@ -71,7 +71,7 @@ def layerwise_trace() -> list[Figure]:
     seen = f"{len(push.records)} requests, moved {len(push.moved)} and {len(after.moved)}, {failed} failed"
     faster = sum(one < other for one, other in zip(push.ttfts(both), after.ttfts(both), strict=True))
 
-    def figure(metric: str, of: Callable[[Replayed], float], note: str) -> Figure:
+    def figure(metric: str, of: Callable[[ComparedRun], float], note: str) -> Figure:
         return Figure(f"layerwise_trace_{metric}", of(push), "s", of(after), note)
 
     return [
@@ -84,7 +84,7 @@ def layerwise_trace() -> list[Figure]:
     ]
 
 
-def _run(folder: Path, model: Path, trace: Path, kv_transfer: Mapping[str, Any], site: Path) -> Replayed:
+def _run(folder: Path, model: Path, trace: Path, kv_transfer: Mapping[str, Any], site: Path) -> ComparedRun:
     folder.mkdir()
     specs = [
         EngineSpec(
@@ -124,7 +124,7 @@ def _run(folder: Path, model: Path, trace: Path, kv_transfer: Mapping[str, Any],
             replayed = asyncio.run(replay(settings))
     assert replayed.breakdown is not None
     rows = {(row["session"], row["turn"]): row for row in replayed.breakdown["requests"]}
-    return Replayed(
+    return ComparedRun(
         {(one.session, one.turn): one for one in replayed.records},
         {key: row for key, row in rows.items() if row["rule"] == "migrate" and not row["notes"]},
     )

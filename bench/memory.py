@@ -7,7 +7,7 @@ import asyncio
 from bench import stack
 from bench.figures import Figure
 from bench.gateway import fleet, open_requests
-from bench.load import MIX
+from bench.load_client import MIX
 
 OPEN = 1_000
 MANY = 5_000
@@ -26,15 +26,15 @@ async def memory() -> list[Figure]:
     async with fleet(1_000.0) as (engines, model):
         async with stack.pointsman(engines, model) as (gateway, _):
             empty = stack.rss_mb(gateway.pids[0])
-            async with stack.held(gateway.port, OPEN):
+            async with stack.open_streams(gateway.port, OPEN):
                 some = stack.rss_mb(gateway.pids[0])
-            async with stack.held(gateway.port, MANY):
+            async with stack.open_streams(gateway.port, MANY):
                 many = stack.rss_mb(gateway.pids[0])
         # Without the cache of tokens, which is bounded and no stream's own.
         async with stack.pointsman(engines, model, "--token-cache-mb", "0") as (gateway, _):
-            async with stack.held(gateway.port, 1, LONG_BYTES):
+            async with stack.open_streams(gateway.port, 1, LONG_BYTES):
                 one = stack.rss_mb(gateway.pids[0])
-            async with stack.held(gateway.port, LONG_STREAMS, LONG_BYTES, group=1):
+            async with stack.open_streams(gateway.port, LONG_STREAMS, LONG_BYTES, group=1):
                 long = stack.rss_mb(gateway.pids[0])
 
     def note(rss: float, streams: int) -> str:

@@ -13,7 +13,7 @@ from typing import cast
 
 import uvloop
 
-from services.gateway.tokens import ModelTokenizer, locate
+from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer, find_tokenizer
 
 _CHUNK = (
     b'data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1760000000,"model":"m",'
@@ -118,7 +118,7 @@ def main() -> None:
     given = parser.parse_args()
     Engine.interval_s = given.interval_ms / 1e3
     if given.model:
-        Engine.tokenizer = ModelTokenizer.load(locate(given.model))
+        Engine.tokenizer = ModelTokenizer.load(find_tokenizer(given.model))
     uvloop.run(_serve(given.port))
 
 

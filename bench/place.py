@@ -13,13 +13,14 @@ import grpc.aio
 
 from bench import stack
 from bench.figures import Figure, percentile
-from bench.fleet import PROMPT_TOKENS, cached_keys, info, long_prompt
-from bench.stack import Served
+from bench.full_cache_fleet import PROMPT_TOKENS, cached_keys, info, long_prompt
+from bench.stack import ServerProcess
+from pointsman.common.io.batch_queue import BatchQueue
+from pointsman.common.io.channel import open_channel
+from pointsman.gateway.io.routing.router_client import REPORT_DELAY_S
 from pointsman.router.v1 import fleet_pb2, placement_pb2, placement_pb2_grpc
-from services.common.channel import open_channel
-from services.common.outbox import Outbox
-from services.gateway.router_client import REPORT_WITHIN_S
-from tests.integration.router_fixtures import Client, Report, redis_server
+from tests.support.processes.redis import redis_server
+from tests.support.router import Client, Report
 
 INSTANCES = 64
 ROUNDS = 500
@@ -71,10 +72,10 @@ async def _latency(
     ]
 
 
-async def _rate(session: Session, served: Served, count: int = 6_000) -> list[Figure]:
+async def _rate(session: Session, served: ServerProcess, count: int = 6_000) -> list[Figure]:
     """Requests as a gateway sends them: IN_FLIGHT at a time, each with its first token and its end, in batches."""
     rng = random.Random(1)
-    outbox: Outbox[placement_pb2.SessionRequest] = Outbox()
+    batch_queue: BatchQueue[placement_pb2.SessionRequest] = BatchQueue()
     numbers = iter(range(count))
     answers: dict[str, asyncio.Future[None]] = {}
 
@@ -84,15 +85,15 @@ async def _rate(session: Session, served: Served, count: int = 6_000) -> list[Fi
             answer = answers[name] = asyncio.get_running_loop().create_future()
             keys = [rng.getrandbits(64) for _ in range(64)]
             request = placement_pb2.PlacementRequest(request_id=name, model="m", input_tokens=1_024, keys=keys)
-            outbox.put(placement_pb2.SessionRequest(place=request))
+            batch_queue.put(placement_pb2.SessionRequest(place=request))
             await answer
             first_token = placement_pb2.FirstToken(request_id=name)
-            outbox.put(placement_pb2.SessionRequest(first_token=first_token), REPORT_WITHIN_S)
+            batch_queue.put(placement_pb2.SessionRequest(first_token=first_token), REPORT_DELAY_S)
             finished = placement_pb2.Finished(request_id=name, outcome=placement_pb2.OUTCOME_OK)
-            outbox.put(placement_pb2.SessionRequest(finished=finished), REPORT_WITHIN_S)
+            batch_queue.put(placement_pb2.SessionRequest(finished=finished), REPORT_DELAY_S)
 
     async def write() -> None:
-        while messages := await outbox.take():
+        while messages := await batch_queue.take():
             batch = placement_pb2.SessionRequestBatch(requests=messages)
             await session.write(placement_pb2.SessionRequest(batch=batch))
 
@@ -109,7 +110,7 @@ async def _rate(session: Session, served: Served, count: int = 6_000) -> list[Fi
         tasks.create_task(read())
         await asyncio.gather(*(requests() for _ in range(IN_FLIGHT)))
         spent, cpu = time.perf_counter() - started, stack.cpu_s(*served.pids) - cpu_before
-        outbox.end()
+        batch_queue.end()
         await writer
     note = f"different 1k-token prompts, {IN_FLIGHT} in flight, 64 instances; "
     return [

@@ -8,12 +8,12 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from bench.figures import Figure
-from lab.engine_events import EngineConfig
-from lab.generate import generate
-from lab.simulation import Simulation
-from lab.simulator import Simulator
-from lab.trace_files import load_trace
-from lab.traces import TINY_TRACE, TraceRequest
+from pointsman.lab.engine.interface import EngineConfig
+from pointsman.lab.simulation.config import SimulationConfig
+from pointsman.lab.simulation.simulator import Simulator
+from pointsman.lab.workload.synthetic_trace import generate
+from pointsman.lab.workload.trace_files import load_trace
+from pointsman.lab.workload.traces import TINY_TRACE, TraceRequest
 
 GOAL_S = 2.0
 # Beside the repository where the project is developed; elsewhere the tiny trace that is shipped is taken, and the note says so.
@@ -39,7 +39,7 @@ def _run(metric: str, requests: list[TraceRequest], instances: int, note: str, g
 
 
 def _spent_s(requests: list[TraceRequest], instances: int) -> float:
-    simulator = Simulator(requests, Simulation(instances=instances, engine=ENGINE))
+    simulator = Simulator(requests, SimulationConfig(instances=instances, engine=ENGINE))
     started = time.process_time()
     simulator.run()
     return time.process_time() - started

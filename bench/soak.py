@@ -10,8 +10,8 @@ from statistics import linear_regression
 
 from bench import stack
 from bench.figures import Figure
-from bench.load import MIX
-from tests.chaos.fleet import ROUTERS, Fleet
+from bench.load_client import MIX
+from tests.support.processes.fleet import ROUTERS, Fleet
 
 REQUESTS = 200_000
 ROUND = 5_000
@@ -64,7 +64,7 @@ async def run(requests: int, by: int) -> list[Figure]:
             took_s = time.monotonic() - began
             if wrong := {head: count for head, count in failures.items() if not head.startswith(TRY_AGAIN)}:
                 raise RuntimeError(f"requests failed: {wrong}")
-            await fleet.idle()
+            await fleet.wait_until_idle()
         finally:
             await fleet.stop()
     kinds = ", ".join(f"{share:.0%} {kind}" for kind, share in MIX.items())

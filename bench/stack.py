@@ -11,9 +11,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 import venv
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -23,13 +20,16 @@ from typing import Any
 import grpc.aio
 
 from pointsman.agent.v1 import agent_pb2
+from pointsman.common.io.channel import open_channel
 from pointsman.router.v1 import placement_pb2, placement_pb2_grpc
-from services.common.channel import open_channel
-from tests.engine.processes import free_port
-from tests.integration.router_fixtures import Client, Report
+from tests.support.http_request import serves
+from tests.support.processes.pointsman import pointsman_command
+from tests.support.processes.process import free_port
+from tests.support.router import Client, Report
+from tests.support.waiting import until
 
 MODEL = "m"  # also what Report names
-PATIENCE_S = 60.0
+READY_WITHIN_S = 60.0
 VLLM_ROUTER = "vllm-router==0.1.17"
 
 
@@ -58,7 +58,7 @@ def rss_mb(pid: int) -> float:
 
 
 @dataclass
-class Served:
+class ServerProcess:
     """Something that listens on `port`; `pids` is what it costs."""
 
     port: int
@@ -80,36 +80,27 @@ def process(command: list[str], **options: Any) -> Iterator[subprocess.Popen[byt
             child.wait()
 
 
-async def answers(port: int, path: str = "/health") -> None:
-    """Wait until `path` is answered with 200. Raises TimeoutError."""
-
-    def ask() -> None:
-        ends = time.monotonic() + PATIENCE_S
-        while time.monotonic() < ends:
-            with contextlib.suppress(urllib.error.URLError, OSError):
-                urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5).close()
-                return
-            time.sleep(0.1)
-        raise TimeoutError(path)
-
-    await asyncio.to_thread(ask)
+async def wait_until_ready(port: int, path: str = "/health") -> None:
+    """Wait until `path` is answered with 200. Raises AssertionError."""
+    url = f"http://127.0.0.1:{port}"
+    await asyncio.to_thread(until, lambda: serves(url, path), within_s=READY_WITHIN_S, what=f"{url}{path}")
 
 
 @contextlib.asynccontextmanager
-async def engine(interval_ms: float, model: str = "") -> AsyncIterator[Served]:
+async def engine(interval_ms: float, model: str = "") -> AsyncIterator[ServerProcess]:
     """A mock engine."""
     port = free_port()
     command = [sys.executable, "-m", "bench.mock_engine", "--port", str(port), "--interval-ms", str(interval_ms)]
     with process([*command, "--model", model], stdout=subprocess.DEVNULL) as child:
-        await answers(port, "/v1/models")
-        yield Served(port, (child.pid,))
+        await wait_until_ready(port, "/v1/models")
+        yield ServerProcess(port, (child.pid,))
 
 
 async def load(port: int, may_fail: bool = False, /, **flags: object) -> dict[str, Any]:
     """Run the load client to its end; what it printed. Raises RuntimeError when a request failed, unless it `may_fail`."""
     given = [part for name, value in flags.items() for part in (f"--{name}", *([] if value is True else [str(value)]))]
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "bench.load", "--port", str(port), *given, stdout=subprocess.PIPE
+        sys.executable, "-m", "bench.load_client", "--port", str(port), *given, stdout=subprocess.PIPE
     )
     out, _ = await child.communicate()
     told: dict[str, Any] = json.loads(out)
@@ -129,16 +120,16 @@ def allow_files(count: int) -> None:
 
 
 @contextlib.asynccontextmanager
-async def held(port: int, streams: int, prompt: int = 1000, group: int = 100) -> AsyncIterator[None]:
+async def open_streams(port: int, streams: int, prompt: int = 1000, group: int = 100) -> AsyncIterator[None]:
     """That many streams open, all of which have begun, on prompts of about `prompt` bytes; `group` of them are opened at once."""
     flags = ["--connections", str(streams), "--requests", str(streams), "--chunks", "1000000", "--hold"]
     flags += ["--prompt", str(prompt), "--seed", str(streams), "--group", str(group)]
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "bench.load", "--port", str(port), *flags, stdout=subprocess.PIPE
+        sys.executable, "-m", "bench.load_client", "--port", str(port), *flags, stdout=subprocess.PIPE
     )
     try:
         assert child.stdout is not None
-        async with asyncio.timeout(5 * PATIENCE_S):
+        async with asyncio.timeout(5 * READY_WITHIN_S):
             line = await child.stdout.readline()
         if line.strip() != b"held":
             raise RuntimeError("the streams did not begin")
@@ -156,12 +147,12 @@ async def _keep_reporting(reports: list[Report]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def router(*flags: str) -> AsyncIterator[tuple[str, Served]]:
+async def router(*flags: str) -> AsyncIterator[tuple[str, ServerProcess]]:
     """A router that answers, and its address."""
     address = f"127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "services.cli", "router", "--listen", address, "--metrics-listen", ""]
-    with process([*command, "--log-level", "error", *flags]) as child:
-        async with open_channel(address) as channel, asyncio.timeout(PATIENCE_S):
+    command = pointsman_command("router", "--listen", address, "--metrics-listen", "", "--log-level", "error", *flags)
+    with process(command) as child:
+        async with open_channel(address) as channel, asyncio.timeout(READY_WITHIN_S):
             # grpc-stubs types the synchronous calls only.
             stub: Any = placement_pb2_grpc.PlacementServiceStub(channel)
             while True:
@@ -169,24 +160,26 @@ async def router(*flags: str) -> AsyncIterator[tuple[str, Served]]:
                     await stub.Finish(placement_pb2.FinishRequest(), timeout=1)
                     break
                 await asyncio.sleep(0.05)
-        yield address, Served(0, (child.pid,))
+        yield address, ServerProcess(0, (child.pid,))
 
 
 @contextlib.asynccontextmanager
-async def pointsman(engines: list[Served], model: str, *flags: str) -> AsyncIterator[tuple[Served, Served]]:
+async def pointsman(
+    engines: list[ServerProcess], model: str, *flags: str
+) -> AsyncIterator[tuple[ServerProcess, ServerProcess]]:
     """A gateway that trusts its tokens, and its router, each a process, over `engines`."""
     async with router() as (router_at, placing), open_channel(router_at) as channel:
         port = free_port()
-        command = [sys.executable, "-m", "services.cli", "gateway", "--listen", f"127.0.0.1:{port}"]
-        with process([*command, "--routers", router_at, "--log-level", "error", *flags]) as child:
+        command = pointsman_command("gateway", "--listen", f"127.0.0.1:{port}", "--routers", router_at, *flags)
+        with process([*command, "--log-level", "error"]) as child:
             client = Client(channel)
             reports = [Report(client) for _ in engines]
             for one, report in zip(engines, reports, strict=True):
                 await report.join(f"i{one.port}", url=f"http://127.0.0.1:{one.port}", model_root=model)
             reporting = asyncio.create_task(_keep_reporting(reports))
             try:
-                await answers(port)
-                yield Served(port, (child.pid,)), placing
+                await wait_until_ready(port)
+                yield ServerProcess(port, (child.pid,)), placing
             finally:
                 reporting.cancel()
                 await asyncio.gather(reporting, return_exceptions=True)
@@ -212,7 +205,7 @@ http {{
 
 
 @contextlib.asynccontextmanager
-async def nginx(engines: list[Served]) -> AsyncIterator[Served]:
+async def nginx(engines: list[ServerProcess]) -> AsyncIterator[ServerProcess]:
     """One nginx worker, unbuffered. Raises FileNotFoundError where Debian's nginx is not installed."""
     executable = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
     if executable is None:
@@ -222,12 +215,12 @@ async def nginx(engines: list[Served]) -> AsyncIterator[Served]:
     with tempfile.TemporaryDirectory() as folder:
         config = _written(Path(folder) / "nginx.conf", _NGINX.format(folder=folder, servers=servers, port=port))
         with process([executable, "-c", config, "-e", f"{folder}/error.log"]) as child:
-            await answers(port, "/v1/models")
-            yield Served(port, _children(child.pid))
+            await wait_until_ready(port, "/v1/models")
+            yield ServerProcess(port, _children(child.pid))
 
 
 @contextlib.asynccontextmanager
-async def vllm_router(engines: list[Served]) -> AsyncIterator[Served]:
+async def vllm_router(engines: list[ServerProcess]) -> AsyncIterator[ServerProcess]:
     """The Rust vllm-router, round robin, in an environment of its own under .state. Raises CalledProcessError where it cannot
     be installed."""
     folder = Path(".state") / "vllm-router"
@@ -241,5 +234,5 @@ async def vllm_router(engines: list[Served]) -> AsyncIterator[Served]:
     flags = ["--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin", "--log-level", "error"]
     metrics = ["--prometheus-port", str(free_port())]
     with process([str(executable), "--worker-urls", *urls, *flags, *metrics], stdout=subprocess.DEVNULL) as child:
-        await answers(port, "/v1/models")
-        yield Served(port, (child.pid,))
+        await wait_until_ready(port, "/v1/models")
+        yield ServerProcess(port, (child.pid,))

@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 from bench.figures import Figure, percentile
-from tests.integration.replica_fixtures import double_bookings, replicas
+from tests.support.processes.replicas import double_bookings, replicas
 
 GOAL_S = 2.0
 ROUNDS = 20
-STORMS, KILLED_EACH = 100, 10
+BURSTS, KILLED_EACH = 100, 10
 
 
 async def takeover() -> list[Figure]:
@@ -37,21 +37,21 @@ async def takeover() -> list[Figure]:
     ]
 
 
-async def storms() -> list[Figure]:
-    """Big prompts that share an instance though there was an idle one for each, over STORMS storms through two replicas."""
+async def bursts() -> list[Figure]:
+    """Big prompts that share an instance though there was an idle one for each, over BURSTS bursts through two replicas."""
     rng, doubles = random.Random(7), 0
     with tempfile.TemporaryDirectory() as folder:
         async with replicas(Path(folder)) as fleet:
-            for number in range(STORMS):
+            for number in range(BURSTS):
                 owner = fleet.routers[await fleet.owner()]
-                storm = asyncio.create_task(fleet.storm())
+                burst = asyncio.create_task(fleet.burst())
                 if number % KILLED_EACH == 0:
                     await asyncio.sleep(rng.uniform(0.0, 0.01))
                     owner.process.kill()
-                doubles += double_bookings(await storm)
+                doubles += double_bookings(await burst)
                 await fleet.idle()
                 if number % KILLED_EACH == 0:
                     owner.process.start()
                     await fleet.ready()
-    note = f"{STORMS} storms of simultaneous 100k-token prompts on idle instances, the owner killed in {STORMS // KILLED_EACH}"
+    note = f"{BURSTS} bursts of simultaneous 100k-token prompts on idle instances, the owner killed in {BURSTS // KILLED_EACH}"
     return [Figure("double_bookings", doubles, "", 0, note)]

@@ -17,10 +17,10 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from bench import stack
 from bench.figures import Figure, percentile
-from services.gateway.chat_template import ChatTemplate
-from services.gateway.dialects import Kind, parse
-from services.gateway.token_cache import TokenCache
-from services.gateway.tokens import ModelTokenizer
+from pointsman.gateway.core.api import Endpoint, parse
+from pointsman.gateway.core.tokens.chat_template import ChatTemplate
+from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
+from pointsman.gateway.core.tokens.token_cache import TokenCache
 
 # Characters of prompt, messages, conversations, and the goal in ms. A turn adds an answer and a question of half ADDED each.
 SIZES = {"32k": (32_000, 20, 8, 1.0), "400k": (400_000, 120, 3, 5.0)}
@@ -44,7 +44,7 @@ async def turns() -> list[Figure]:
         figures = [figure for name in SIZES for figure in _tokens_alone(name, tokenizer, text)]
         async with stack.engine(0.0, str(model)) as engine, stack.pointsman([engine], str(model)) as (gateway, router):
             for name, (_, _, conversations, goal) in SIZES.items():
-                talks = [_Talk(name, text, at) for at in range(conversations)]
+                talks = [_Conversation(name, text, at) for at in range(conversations)]
                 await _run(gateway.port, talks, 1)
                 before = [stack.cpu_s(*one.pids) for one in (gateway, router)]
                 await _run(gateway.port, talks, TURNS)
@@ -56,7 +56,7 @@ async def turns() -> list[Figure]:
     return figures
 
 
-class _Talk:
+class _Conversation:
     """One conversation; next() adds a turn."""
 
     def __init__(self, name: str, text: str, number: int) -> None:
@@ -78,15 +78,15 @@ class _Talk:
         return {"role": role, "content": self._text[self._at : self._at + length]}
 
 
-async def _run(port: int, talks: list[_Talk], turns: int) -> None:
+async def _run(port: int, talks: list[_Conversation], turns: int) -> None:
     """All conversations at once, each a connection and a thread."""
     await asyncio.gather(*(asyncio.to_thread(_run_one, port, talk, turns) for talk in talks))
 
 
-def _run_one(port: int, talk: _Talk, turns: int) -> None:
+def _run_one(port: int, talk: _Conversation, turns: int) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     for _ in range(turns):
-        connection.request("POST", Kind.CHAT.value, talk.body(), {"Content-Type": "application/json"})
+        connection.request("POST", Endpoint.CHAT.value, talk.body(), {"Content-Type": "application/json"})
         answer = connection.getresponse()
         told = answer.read()
         if answer.status != 200:
@@ -99,7 +99,7 @@ def _tokens_alone(name: str, tokenizer: Tokenizer, text: str) -> list[Figure]:
     template = ChatTemplate(TEMPLATE, {}, datetime.now)
     cache = TokenCache(128 << 20)
     model = ModelTokenizer(tokenizer, template, None, cache=cache)
-    talk = _Talk(name, text, 0)
+    talk = _Conversation(name, text, 0)
     spent: dict[str, list[float]] = {step: [] for step in ("parse", "render", "read", "keys", "whole")}
 
     def timed(step: str, work: Callable[[], Any]) -> Any:
@@ -111,10 +111,10 @@ def _tokens_alone(name: str, tokenizer: Tokenizer, text: str) -> list[Figure]:
     for turn in range(TURNS + 1):
         raw = talk.body()
         if not turn:
-            cache.keys(model.prompt(parse(Kind.CHAT, raw)).ids, "m")
+            cache.keys(model.prompt(parse(Endpoint.CHAT, raw)).ids, "m")
         else:
-            call = timed("parse", lambda raw=raw: parse(Kind.CHAT, raw))  # type: ignore[misc]
-            unread = timed("render", lambda call=call: model.begin(call))  # type: ignore[misc]
+            call = timed("parse", lambda raw=raw: parse(Endpoint.CHAT, raw))  # type: ignore[misc]
+            unread = timed("render", lambda call=call: model.prepare(call))  # type: ignore[misc]
             prompt = timed("read", unread.read)
             timed("keys", lambda prompt=prompt: cache.keys(prompt.ids, "m"))  # type: ignore[misc]
             whole = timed("whole", lambda call=call: model.whole(template.render(call.body)))  # type: ignore[misc]

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import typer
 
-from lab.analyze import analyze
-from lab.calibrate import CalibrateSettings
-from lab.calibrate import run as run_calibration
-from lab.compare import CompareSettings
-from lab.compare import run as run_comparison
-from lab.demo import DemoSettings
-from lab.demo import run as run_demo
-from lab.emulator import EmulateSettings
-from lab.emulator import run as run_emulator
-from lab.findings import FindingsSettings
-from lab.findings import run as run_findings
-from lab.profiler import ProfileSettings
-from lab.profiler import run as run_profiler
-from lab.replay import ReplaySettings
-from lab.replay import run as run_replay
-from lab.simulate import SimulateSettings
-from lab.simulate import run as run_simulation
-from lab.trace_commands import app as trace_commands
-from services.common.settings import add_settings_command
+from pointsman.common.io.settings import add_settings_command
+from pointsman.lab.emulator.emulated_engine import EmulateSettings
+from pointsman.lab.emulator.emulated_engine import run as run_emulator
+from pointsman.lab.experiments.compare_command import CompareSettings
+from pointsman.lab.experiments.compare_command import run as run_comparison
+from pointsman.lab.experiments.simulate_command import SimulateSettings
+from pointsman.lab.experiments.simulate_command import run as run_simulation
+from pointsman.lab.live.calibrate_command import CalibrateSettings
+from pointsman.lab.live.calibrate_command import run as run_calibration
+from pointsman.lab.live.demo_command import DemoSettings
+from pointsman.lab.live.demo_command import run as run_demo
+from pointsman.lab.live.profile_command import ProfileSettings
+from pointsman.lab.live.profile_command import run as run_profiler
+from pointsman.lab.live.replay_command import ReplaySettings
+from pointsman.lab.live.replay_command import run as run_replay
+from pointsman.lab.report.analyze_command import analyze
+from pointsman.lab.study.findings_command import FindingsSettings
+from pointsman.lab.study.findings_command import run as run_findings
+from pointsman.lab.workload.trace_commands import app as trace_commands
 
 
 def add_lab_commands(app: typer.Typer) -> None:

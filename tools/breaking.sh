@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
-# Whether the protos break those of an earlier commit (default: the one before HEAD), for peers in its version and for JSON.
-# Says so and succeeds where git does not have that commit, as in a clone of depth 1.
+# Whether the protos break those of the newest released version (a tag v*): for peers of that version, and for JSON.
+# Before the first tag nobody depends on them: says so and succeeds.
 set -eu
-before=${1:-HEAD~1}
-if ! commit=$(git rev-parse --verify --quiet "$before^{commit}"); then
-  echo "$before is not in this clone: the protos are compared with nothing"
+if ! tag=$(git describe --tags --abbrev=0 --match 'v*' 2>/dev/null); then
+  echo "no version is tagged yet: the protos are compared with nothing"
   exit 0
 fi
-exec "${BUF:-.venv/bin/buf}" breaking --against "$(git rev-parse --git-common-dir)#ref=$commit"
+exec "${BUF:-.venv/bin/buf}" breaking --against "$(git rev-parse --git-common-dir)#tag=$tag"

@@ -1,6 +1,6 @@
 """Checks everything under deploy/ that can be checked without a Docker engine or a cluster.
 
-    .venv/bin/python tools/check_deploy.py
+    .venv/bin/python -m tools.check_deploy
 
 Renders the kustomization with throw-away secrets, validates every object against the Kubernetes schemas and the compose
 file against the Compose schema, asks promtool about Prometheus' configuration and rules, holds environment variables
@@ -22,8 +22,8 @@ from typing import Any
 import kubernetes_validate  # type: ignore[import-untyped]
 import yaml
 
-from tools import telemetry as derived
-from tools.deploycheck import compose, k8s, operator, telemetry
+from tools import generate_telemetry as derived
+from tools.deploycheck import compose, k8s, prometheus, prometheus_operator
 from tools.deploycheck.kubectl import KubectlMissing, ensure_kubectl
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,7 +94,7 @@ def schema_problems(item: dict[str, Any]) -> list[str]:
     """Problems of one object with the schema of its kind; unknown fields and unknown kinds are problems."""
     name = f"{item.get('kind')}/{item.get('metadata', {}).get('name')}"
     if str(item.get("apiVersion")).startswith("monitoring.coreos.com/"):
-        return [f"{name}: {problem}" for problem in operator.schema_problems(item)]
+        return [f"{name}: {problem}" for problem in prometheus_operator.schema_problems(item)]
     for version in KUBERNETES:
         try:
             kubernetes_validate.validate(item, version, strict=True)
@@ -145,9 +145,9 @@ def check_telemetry(folder: Path, compose_file: Path) -> list[str]:
             problems.append(" ".join((checked.stderr or checked.stdout).split()))
     for path, content in derived.written(folder).items():
         if not (folder / path).exists() or (folder / path).read_text() != content:
-            problems.append(f"{path} is not what `python -m tools.telemetry` writes")
+            problems.append(f"{path} is not what `python -m tools.generate_telemetry` writes")
     project = yaml.safe_load(compose_file.read_text())
-    return problems + telemetry.check_targets(yaml.safe_load((folder / "prometheus.yaml").read_text()), project)
+    return problems + prometheus.check_targets(yaml.safe_load((folder / "prometheus.yaml").read_text()), project)
 
 
 def check_dockerfile(file: Path) -> list[str]:

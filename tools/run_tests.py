@@ -1,5 +1,6 @@
-"""All tests, in two runs side by side: those that only compute, at low priority, fill the pauses of those that start processes
-and wait for them. Arguments go to the second run. Exits with the first failure's status; the first run's report comes last."""
+"""All tests, in runs side by side: while one waits for its processes, others have the machine. Those that only compute are of low
+priority. `--fast` leaves out real engines; other arguments go to the runs that start processes. The first run's report is shown
+as it goes, the others' after it. Exits with a failure's status."""
 
 from __future__ import annotations
 
@@ -9,19 +10,55 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parents[1]
-COMPUTING = ("tests/unit", "tests/chaos/test_virtual.py")
-NICENESS = 15
+ENGINES, UNIT, VIRTUAL = "tests/engine", "tests/unit", "tests/virtual"
+OPTIONS = ("--durations=20", "--durations-min=5")
+# Of a low priority, what only computes takes as long as a busy machine lets it; a hang is found all the same.
+PATIENT = ("--timeout=900",)
+PORTS = range(20_000, 32_000)
 
 
-def _pytest(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "pytest", "--durations=20", "--durations-min=5", *arguments]
+@dataclass(frozen=True)
+class Run:
+    """One pytest. Several that start processes would take each other's ports: each gets some of its own."""
+
+    name: str
+    paths: tuple[str, ...]
+    niceness: int
+    computes: bool = False
+
+
+# The second takes what the others do not name.
+RUNS = (
+    Run("real engines", (ENGINES,), 0),
+    Run("processes", tuple(f"--ignore={path}" for path in (ENGINES, UNIT, VIRTUAL)), 1),
+    # Low enough to leave the others' waits alone, and not so low that a busy machine starves it.
+    Run("unit tests and virtual time", (UNIT, VIRTUAL), 4, computes=True),
+)
+
+
+def _begin(number: int, run: Run, arguments: list[str], report: IO[bytes] | None) -> subprocess.Popen[bytes]:
+    # The cache of what failed is the first run's.
+    cache = ("-p", "no:cacheprovider") if number else ()
+    share = len(PORTS) // len(RUNS)
+    ports = PORTS[number * share : (number + 1) * share]
+    return subprocess.Popen(
+        [sys.executable, "-m", "pytest", *OPTIONS, *cache, *run.paths, *(PATIENT if run.computes else arguments)],
+        cwd=ROOT,
+        env=os.environ | {"POINTSMAN_TEST_PORTS": f"{ports.start}-{ports.stop}"},
+        stdout=report,
+        stderr=None if report is None else subprocess.STDOUT,
+        preexec_fn=lambda: os.nice(run.niceness),
+    )
 
 
 def _ended(process: subprocess.Popen[bytes]) -> int:
-    """Its exit status. An interrupt from the terminal reaches both runs, and each still says what it had done."""
+    """Its exit status. An interrupt from the terminal reaches all runs, and each still says what it had done."""
     while True:
         try:
             return process.wait()
@@ -33,28 +70,25 @@ def main(arguments: list[str]) -> int:
     # Hundreds of processes import the same files, and each would compile them.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    runs: list[subprocess.Popen[bytes]] = []
-    with tempfile.TemporaryFile() as report:
+    runs = [run for run in RUNS if "--fast" not in arguments or run.paths != (ENGINES,)]
+    arguments = [word for word in arguments if word != "--fast"]
+    processes: list[subprocess.Popen[bytes]] = []
+    with ExitStack() as stack:
+        reports = [stack.enter_context(tempfile.TemporaryFile()) for _ in runs[1:]]
         try:
-            runs.append(
-                subprocess.Popen(
-                    _pytest("-p", "no:cacheprovider", *COMPUTING),  # the cache of what failed is the other run's
-                    cwd=ROOT,
-                    stdout=report,
-                    stderr=subprocess.STDOUT,
-                    preexec_fn=lambda: os.nice(NICENESS),
-                )
-            )
-            runs.append(subprocess.Popen(_pytest(*(f"--ignore={path}" for path in COMPUTING), *arguments), cwd=ROOT))
-            statuses = [_ended(run) for run in reversed(runs)]
+            for number, run in enumerate(runs):
+                processes.append(_begin(number, run, arguments, reports[number - 1] if number else None))
+            statuses = [_ended(process) for process in processes]
         finally:
-            for run in runs:
-                if run.poll() is None:
-                    run.send_signal(signal.SIGINT)  # its fixtures end what they started
-                    run.wait()
-        print(f"\n{' and '.join(COMPUTING)}:", flush=True)
-        report.seek(0)
-        shutil.copyfileobj(report, sys.stdout.buffer)
+            for process in processes:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGINT)  # its fixtures end what they started
+                    process.wait()
+        for run, report in zip(runs[1:], reports, strict=True):
+            print(f"\n{run.name}:", flush=True)
+            report.seek(0)
+            shutil.copyfileobj(report, sys.stdout.buffer)
+            sys.stdout.buffer.flush()
     return max(statuses, key=abs)
 
 

@@ -1,8 +1,8 @@
 """What an engine tells the node's agent: on /metrics how it passes KV on, and after each step its scheduler statistics, so that
 its load is as fresh as the step.
 
-vLLM loads `StepLoads` through the entry-point group vllm.stat_logger_plugins. Nothing is pushed unless POINTSMAN_AGENT_LOADS
-names the agent's ZMQ address, for example ipc:///run/pointsman/loads or tcp://127.0.0.1:9102.
+vLLM loads `StepLoadPublisher` through the entry-point group vllm.stat_logger_plugins. Nothing is pushed unless
+POINTSMAN_AGENT_LOADS names the agent's ZMQ address, for example ipc:///run/pointsman/loads or tcp://127.0.0.1:9102.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats, SchedulerStats
 
 from pointsman_connector.announcement import announce
-from pointsman_connector.loads import Counters, StepLoad
+from pointsman_connector.step_load import Counters, StepLoad
 
 logger = init_logger(__name__)
 
 ADDRESS = "POINTSMAN_AGENT_LOADS"
 
 
-class StepLoads(StatLoggerBase):
+class StepLoadPublisher(StatLoggerBase):
     """Pushes a StepLoad after each step, never waiting: an agent that is away or behind misses steps, not the latest one."""
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:

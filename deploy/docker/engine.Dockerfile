@@ -2,7 +2,7 @@
 # Build from the root of the repository: docker build -f deploy/docker/engine.Dockerfile -t pointsman-engine:0.1.0 .
 FROM vllm/vllm-openai:v0.32.0
 # The image is built for CUDA 13, and the wheel without a suffix looks for libcudart.so.12.
-RUN python3 -m pip install --no-cache-dir mooncake-transfer-engine-cuda13==0.3.14
+RUN python3 -m pip install --no-cache-dir mooncake-transfer-engine-cuda13==0.3.13.post1
 # vLLM's KV cache is part of a larger allocation, which Mooncake can register through dma-buf only.
 ENV WITH_NVIDIA_PEERMEM=0
 # How long an engine keeps KV that the other one does not fetch, and with 60 s more waits for KV that does not come: 480 s otherwise.

@@ -27,7 +27,7 @@ def why_unhealthy(kind: str, address: str, service: str = "") -> str | None:
     import grpc  # Only where it is used: an http probe is three times as fast without it.
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    from services.common.channel import open_blocking_channel
+    from pointsman.common.io.channel import open_blocking_channel
 
     with open_blocking_channel(address) as channel:
         try:

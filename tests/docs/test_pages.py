@@ -1,24 +1,29 @@
-"""What README.md and docs/ name is there: files, tests, settings, policies, and the commands that cannot be run here."""
+"""What the READMEs and docs/ name is there: files, tests, settings, policies, and the commands that cannot be run here."""
 
 from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 from google.protobuf import json_format
 from pydantic_settings import BaseSettings
 
+from pointsman.cli import main as command_line
+from pointsman.cli import settings_page
+from pointsman.router.core.policy.registry import POLICIES
 from pointsman.router.v1 import fleet_pb2
-from services import cli, settings_page
-from services.router.policy.registry import POLICIES
-from tests.docs import parsed
-from tests.docs.shell_blocks import BLOCKS, MARKS, PAGES, REPOSITORY, Block
+from tests.support.docs import command_parsers
+from tests.support.docs.shell_blocks import BLOCKS, MARKS, PAGES, Block
+from tests.support.repository import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
 RULES = REPOSITORY / "deploy/telemetry/rules"
 ids = [str(page.relative_to(REPOSITORY)) for page in PAGES]
+TRACKED = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout.split()
+NAMING_FILES = [name for name in TRACKED if Path(name).name == "README.md" or re.fullmatch(r"docs/[^/]+\.md", name)]
 marked = [block for block in BLOCKS if block.marks]
 
 
@@ -33,6 +38,25 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_tests_that_are_named_exist(page: Path) -> None:
     named = set(re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text()))
     assert [f"{file}::{test}" for file, test in sorted(named) if not _has(REPOSITORY / file, test)] == []
+
+
+@pytest.mark.parametrize("page", NAMING_FILES)
+def test_the_source_files_that_are_named_exist(page: str) -> None:
+    folder = Path(page).parent
+    below = [Path(name) for name in TRACKED if Path(name).is_relative_to(folder)]
+    known = {*TRACKED, *(str(file.relative_to(folder)) for file in below), *(file.name for file in below)}
+    named = set(re.findall(r"`([\w./-]+\.py)(?:::\w+)?`", (REPOSITORY / page).read_text()))
+    assert named - known == set()
+
+
+def test_the_files_of_the_walks_exist() -> None:
+    section = (DOCS / "architecture.md").read_text().partition("\n## Five walks\n")[2].partition("\n## ")[0]
+    walks = section.split("\n### ")[1:]
+    assert len(walks) == 5
+    for walk in walks:
+        files = re.findall(r"`([\w.-]+/[\w./-]+)`", walk)
+        assert len(files) >= len(re.findall(r"^\d+\. ", walk, re.MULTILINE)) > 5
+        assert set(files) <= set(TRACKED), walk
 
 
 def _has(file: Path, test: str) -> bool:
@@ -57,7 +81,9 @@ def test_messages_that_are_shown_are_messages(page: Path) -> None:
 
 
 def test_the_names_of_messages_types_and_alerts_exist() -> None:
-    files = [*(REPOSITORY / "protos").rglob("*.proto"), *(REPOSITORY / "services").rglob("*.py"), *RULES.iterdir()]
+    folders = ("services", "lab", "connector", "tests/support")
+    sources = [file for part in folders for file in (REPOSITORY / part).rglob("*.py")]
+    files = [*(REPOSITORY / "protos").rglob("*.proto"), *sources, *RULES.iterdir()]
     code = "\n".join(file.read_text() for file in files)
     for page in set(DOCS.glob("*.md")) - {DOCS / "findings.md"}:
         named = set(re.findall(r"`([A-Z][a-z]+[A-Z]?\w+)`", page.read_text()))
@@ -74,7 +100,7 @@ def test_the_settings_are_those_of_the_code() -> None:
 
 
 def test_the_variables_that_are_named_exist() -> None:
-    parsed.command_line()  # Imports what has settings, the lab's too.
+    command_parsers.command_line()  # Imports what has settings, the lab's too.
     known = {
         f"{kind.model_config['env_prefix']}{name.upper()}"
         for kind in BaseSettings.__subclasses__()
@@ -96,22 +122,24 @@ def test_every_variable_that_the_services_read_is_on_the_page() -> None:
 
 
 def test_every_command_belongs_to_a_group() -> None:
-    assert {name for names in cli.GROUPS.values() for name in names} == set(parsed.command_line().commands)
+    assert {name for group in command_line.GROUPS for name in group.names} == set(
+        command_parsers.command_line().commands
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_commands_whose_answers_are_shown_are_understood(page: Path) -> None:
     shown = re.findall(r"^\$ (pointsman .*)$", page.read_text(), re.MULTILINE)
-    assert [said for command in shown if (said := parsed.problem(command))] == []
+    assert [said for command in shown if (said := command_parsers.problem(command))] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_commands_within_the_text_are_understood(page: Path) -> None:
     named = set(re.findall(r"`((?:pointsman|python -m bench|make) [^`<>]+)`", page.read_text()))
     shown = {one for one in named if not re.search(r"\b[A-Z]{2,}\b|\.\.\.", one)}
-    said = [parsed.problem(command) for command in sorted(shown)]
-    # Text may name a command without saying of what.
-    assert [one for one in said if one and "MissingParameter" not in one] == []
+    said = [command_parsers.problem(command) for command in sorted(shown)]
+    # Text may name a command without saying of what, and a group of commands.
+    assert [one for one in said if one and not re.search("MissingParameter|NoArgsIsHelp", one)] == []
 
 
 def test_only_known_marks_are_used() -> None:
@@ -120,7 +148,7 @@ def test_only_known_marks_are_used() -> None:
 
 @pytest.mark.parametrize("block", marked, ids=[block.where for block in marked])
 def test_commands_that_need_more_than_a_test_has_are_understood(block: Block) -> None:
-    assert [said for command in block.commands if (said := parsed.problem(command))] == []
+    assert [said for command in block.commands if (said := command_parsers.problem(command))] == []
 
 
 @pytest.mark.parametrize(
@@ -141,4 +169,4 @@ def test_commands_that_need_more_than_a_test_has_are_understood(block: Block) ->
     ],
 )
 def test_what_is_wrong_is_found(wrong: str) -> None:
-    assert parsed.problem(wrong)
+    assert command_parsers.problem(wrong)

@@ -9,8 +9,10 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.engine.servers import ADAPTER, ENGINE_PYTHON, Engine, EngineSpec, make_model, running_engines
-from tests.engine.stack import ControlPlane
+from tests.support.engines.fault_switches import installed
+from tests.support.engines.servers import ADAPTER, ENGINE_PYTHON, Engine, EngineSpec, make_model, running_engines
+from tests.support.engines.vllm_questions import Vllm, asking_vllm
+from tests.support.processes.control_plane import ControlPlane
 
 
 @pytest.fixture(scope="session")
@@ -21,11 +23,24 @@ def engine_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def model_folder(engine_folder: Path) -> Path:
-    """A folder with the small random model of tests/engine/model.py; its folder "adapter" holds a LoRA adapter of it."""
+    """A folder with the small random model of tests/support/engines/model.py; its folder "adapter" holds a LoRA adapter of it."""
     if not ENGINE_PYTHON.exists():
         pytest.fail(f"{ENGINE_PYTHON} is missing: `make test` makes it (requirements/engine.lock)", pytrace=False)
     folder = engine_folder / "model"
     return make_model(folder, folder / "adapter")
+
+
+@pytest.fixture(scope="session")
+def vllm(engine_folder: Path) -> Iterator[Vllm]:
+    """vLLM's own modules, past any engine."""
+    with asking_vllm(engine_folder / "inside.log") as vllm:
+        yield vllm
+
+
+@pytest.fixture(scope="session")
+def site(engine_folder: Path) -> Path:
+    """A folder for engines' PYTHONPATH: the connector package and the faulty connector."""
+    return installed(engine_folder / "connector")
 
 
 @pytest.fixture(scope="session")

@@ -13,11 +13,12 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from tests.engine.processes import until
-from tests.engine.servers import ADAPTER, SERVED_NAME, Engine
-from tests.engine.stack import ControlPlane, client_of, counters
-from tests.engine.talk import Answer, chat, complete, fresh_words, open_chat, user
-from tests.engine.web import ask
+from tests.support.engines.chat_client import Answer, chat, complete, fresh_words, open_chat, user
+from tests.support.engines.servers import ADAPTER, SERVED_NAME, Engine
+from tests.support.http_request import ask
+from tests.support.instances import counters
+from tests.support.processes.control_plane import ControlPlane, client_of
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

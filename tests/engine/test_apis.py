@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,14 @@ import anthropic
 import openai
 import pytest
 
-from services.gateway.dialects import Kind, parse
-from services.gateway.dialects.messages import merged_system, system_only_first
-from services.gateway.tokens import ModelTokenizer
-from tests.engine.servers import ENGINE_PYTHON, SERVED_NAME, Engine
-from tests.engine.stack import ControlPlane
-from tests.engine.talk import fresh_words, user
-from tests.engine.web import ask
+from pointsman.gateway.core.api import Endpoint, parse
+from pointsman.gateway.core.api.anthropic_messages import merged_system, system_only_first
+from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
+from tests.support.engines.chat_client import fresh_words, user
+from tests.support.engines.servers import SERVED_NAME, Engine
+from tests.support.engines.vllm_questions import Vllm
+from tests.support.http_request import ask
+from tests.support.processes.control_plane import ControlPlane
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -103,15 +103,19 @@ def claude(plane: ControlPlane) -> Iterator[anthropic.Anthropic]:
 
 @pytest.mark.parametrize(
     ("kind", "fields"),
-    [(kind, one) for kind, every in ((Kind.MESSAGES, MESSAGES), (Kind.RESPONSES, RESPONSES)) for one in every.values()],
+    [
+        (kind, one)
+        for kind, every in ((Endpoint.MESSAGES, MESSAGES), (Endpoint.RESPONSES, RESPONSES))
+        for one in every.values()
+    ],
     ids=[f"{api} {name}" for api, every in (("messages", MESSAGES), ("responses", RESPONSES)) for name in every],
 )
 def test_the_engine_renders_the_very_tokens(
-    engines: list[Engine], model_folder: Path, kind: Kind, fields: dict[str, Any]
+    engines: list[Engine], model_folder: Path, kind: Endpoint, fields: dict[str, Any]
 ) -> None:
-    body = {"model": SERVED_NAME, **({"max_tokens": 5} if kind is Kind.MESSAGES else {}), **fields}
+    body = {"model": SERVED_NAME, **({"max_tokens": 5} if kind is Endpoint.MESSAGES else {}), **fields}
     call = parse(kind, json.dumps(body).encode())
-    assert not call.opaque
+    assert not call.untokenizable
     rendered = engines[0].ask(f"{kind.value}/render", body)
     assert rendered.status == 200, rendered.text
     assert ModelTokenizer.load(model_folder).prompt(call).ids.tolist() == rendered.json()["token_ids"]
@@ -127,18 +131,16 @@ TEMPLATES = {
     "broken": "{% for",
 }
 _ASK_VLLM = """
-import json, sys
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages as serving
-asked = json.load(sys.stdin)
 request = AnthropicMessagesRequest(**asked["body"])
 chat = serving.to_chat_completion_request(request, merge_inline_system=True)
 found = {name: serving._detect_merge_inline_system(source) for name, source in asked["templates"].items()}
-print(json.dumps({"found": found, "messages": chat.model_dump()["messages"]}))
+answer = {"found": found, "messages": chat.model_dump()["messages"]}
 """
 
 
-def test_vllm_moves_late_system_messages_where_we_say_it_does() -> None:
+def test_vllm_moves_late_system_messages_where_we_say_it_does(vllm: Vllm) -> None:
     late = {"role": "system", "content": [text("re"), text("mind")]}
     body = {
         "model": "m",
@@ -146,13 +148,9 @@ def test_vllm_moves_late_system_messages_where_we_say_it_does() -> None:
         "system": "S.",
         "messages": [user("a"), late, assistant("b"), late, user("c")],
     }
-    asked = json.dumps({"body": body, "templates": TEMPLATES})
-    answered = subprocess.run(
-        [ENGINE_PYTHON, "-c", _ASK_VLLM], input=asked, check=True, capture_output=True, text=True, timeout=200
-    )
-    theirs = json.loads(answered.stdout.splitlines()[-1])
+    theirs = vllm.ask(_ASK_VLLM, {"body": body, "templates": TEMPLATES})
     assert {name: system_only_first(source) for name, source in TEMPLATES.items()} == theirs["found"]
-    call = parse(Kind.MESSAGES, json.dumps(body).encode())
+    call = parse(Endpoint.MESSAGES, json.dumps(body).encode())
     assert call.chat is not None
     assert merged_system(call.chat)["messages"] == theirs["messages"]
 

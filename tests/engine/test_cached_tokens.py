@@ -5,9 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 
-from tests.engine.servers import Engine
-from tests.engine.stack import ControlPlane, client_of
-from tests.engine.talk import (
+from tests.support.engines.chat_client import (
     MESSAGE_END,
     ONE_MESSAGE,
     assert_agree,
@@ -19,6 +17,8 @@ from tests.engine.talk import (
     prompt_tokens,
     user,
 )
+from tests.support.engines.servers import Engine
+from tests.support.processes.control_plane import ControlPlane, client_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

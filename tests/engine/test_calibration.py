@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from lab.bundle import read_bundle
-from lab.calibrate import CalibrateSettings, run
-from lab.profile import read_profile
-from lab.traces import TraceRequest
-from tests.engine.servers import Engine
-from tests.engine.stack import ControlPlane
+from pointsman.lab.engine.cost_profile import read_profile
+from pointsman.lab.live.calibrate_command import CalibrateSettings, run
+from pointsman.lab.report.bundle import read_bundle
+from pointsman.lab.workload.traces import TraceRequest
+from tests.support.engines.servers import Engine
+from tests.support.processes.control_plane import ControlPlane
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -44,8 +44,8 @@ def test_two_engines_are_measured_replayed_and_simulated(
 ) -> None:
     monkeypatch.setenv("POINTSMAN_OPERATOR_TOKEN", plane.tokens["operator"])
     # Enough to tell costs apart; how true they are is not judged.
-    monkeypatch.setattr("lab.profiler.BATCHES", (1, 4))
-    monkeypatch.setattr("lab.engine_client.EVENTS_WITHIN_S", 0.5)
+    monkeypatch.setattr("pointsman.lab.live.profile_command.BATCHES", (1, 4))
+    monkeypatch.setattr("pointsman.lab.live.engine_client.EVENTS_WITHIN_S", 0.5)
     file = tmp_path / "trace.jsonl"
     file.write_bytes(b"\n".join(map(msgspec.json.encode, trace())))
     out = tmp_path / "out"

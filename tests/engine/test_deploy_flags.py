@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
-import subprocess
 
 import yaml
 
-from tests.docs.shell_blocks import BLOCKS
-from tests.engine.servers import ENGINE_PYTHON, LAYERWISE
+from tests.support.docs.shell_blocks import BLOCKS
+from tests.support.engines.servers import LAYERWISE
+from tests.support.engines.vllm_questions import Vllm
 from tools import check_deploy
 from tools.deploycheck import compose, k8s
 
-# Runs in the engine's environment: command lines in as JSON, what vLLM made of them out.
+# Command lines in, what vLLM made of them out.
 PARSE = """
-import json, sys
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-parsed = []
-for words in json.load(sys.stdin):
+answer = []
+for words in asked:
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
     validate_parsed_serve_args(args)
     events = args.kv_events_config
     kv = args.kv_transfer_config
-    parsed.append([events.enable_kv_cache_events, events.replay_endpoint, args.enable_prompt_tokens_details,
+    answer.append([events.enable_kv_cache_events, events.replay_endpoint, args.enable_prompt_tokens_details,
         kv and [kv.kv_connector, kv.kv_connector_module_path, kv.kv_role, kv.kv_connector_extra_config["mooncake_protocol"]]])
-print("parsed", json.dumps(parsed))
 """
 
 
@@ -60,15 +57,10 @@ def pages_flags() -> list[list[str]]:
     return [words[2:] for words in commands if words[:2] == ["vllm", "serve"]]
 
 
-def test_vllm_takes_the_flags_of_deploy_and_of_the_pages() -> None:
+def test_vllm_takes_the_flags_of_deploy_and_of_the_pages(vllm: Vllm) -> None:
     pages = pages_flags()
-    flags = json.dumps(
-        [compose_flags(), compose_flags("offload.yaml"), k8s_flags("gpu"), k8s_flags("gpu-per-node"), *pages]
-    )
-    done = subprocess.run([ENGINE_PYTHON, "-c", PARSE], input=flags, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    parsed = json.loads(done.stdout.rpartition("parsed ")[2])
-    assert parsed == [
+    flags = [compose_flags(), compose_flags("offload.yaml"), k8s_flags("gpu"), k8s_flags("gpu-per-node"), *pages]
+    assert vllm.ask(PARSE, flags) == [
         [True, "tcp://*:5558", True, None],
         [
             True,

@@ -10,16 +10,19 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
-from tests.chaos.replay import Replay
-from tests.chaos.trouble import trouble
-from tests.engine.model import vocabulary
-from tests.engine.processes import Process, until
-from tests.engine.servers import SERVED_NAME, Engine
-from tests.engine.stack import IN_STEP, ControlPlane
+from tests.support.engines.model import vocabulary
+from tests.support.engines.servers import SERVED_NAME, Engine
+from tests.support.fault_under_load import fault_under_load
+from tests.support.http_request import serves
+from tests.support.instances import IN_STEP
+from tests.support.processes.control_plane import ControlPlane
+from tests.support.processes.process import Process
+from tests.support.trace_replay import CheckedLoad
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
-STOPPED_S, WELL_S = 2.0, 60.0
+STOPPED_S, HEALTHY_WITHIN_S = 2.0, 60.0
 Harm = Callable[[Process], Awaitable[None]]
 
 
@@ -29,30 +32,30 @@ class RealFleet:
     def __init__(self, plane: ControlPlane) -> None:
         self.plane = plane
         words = [f" {word}" for word in vocabulary()]
-        self.replay = Replay(plane.gateway_url, SERVED_NAME, words, scale=1 / 40, clients=4, known=False)
+        self.replay = CheckedLoad(plane.gateway_url, SERVED_NAME, words, scale=1 / 40, clients=4, known=False)
         self._made = self._generations()
         self._tracebacks: list[str] = []
 
-    async def mend(self) -> None:
+    async def repair(self) -> None:
         """Wait until all is well: the fixtures' business."""
-        await self.well()
+        await self.wait_until_healthy()
         self._made = self._generations()
 
-    async def well(self) -> None:
+    async def wait_until_healthy(self) -> None:
         """Until the gateway serves and the router knows all engines."""
-        await asyncio.to_thread(until, self._all_there, within_s=WELL_S, what="all there")
+        await asyncio.to_thread(until, self._all_there, within_s=HEALTHY_WITHIN_S, what="all there")
 
     def _all_there(self) -> bool:
         known = self.plane.instances()
         states = [known[one.instance_id].state in IN_STEP for one in self.plane.engines if one.instance_id in known]
-        return len(states) == len(self.plane.engines) and all(states) and self.plane._gateway_healthy()
+        return len(states) == len(self.plane.engines) and all(states) and serves(self.plane.gateway_url)
 
-    async def at_rest(self) -> None:
+    async def wait_until_at_rest(self) -> None:
         """Until nothing is open, and the router knows what the engines have cached."""
         await asyncio.to_thread(self.plane.wait_idle)
         await asyncio.to_thread(self.plane.wait_settled)
 
-    def doubled(self) -> list[str]:
+    def repeated_answers(self) -> list[str]:
         """Engines do not say which answers they have made, only how many."""
         made = {name: count - self._made.get(name, 0) for name, count in self._generations().items()}
         counts = self.replay.counts()
@@ -106,12 +109,12 @@ async def test_a_part_of_the_control_plane_fails(fleet: RealFleet, name: str, wh
     part: Process = getattr(fleet.plane, name)
     # No other gateway takes its place: connections are refused, and for a moment it knows no instance yet.
     may = ("reset", "broken", "503") if name == "gateway" else ()
-    async with trouble(fleet, f"real engines: {name} {_name(what)}", may=may):
+    async with fault_under_load(fleet, f"real engines: {name} {_name(what)}", may=may):
         await what(part)
 
 
 async def test_an_engine_stops_for_a_while(fleet: RealFleet) -> None:
-    async with trouble(fleet, "real engines: engine stopped"):
+    async with fault_under_load(fleet, "real engines: engine stopped"):
         await stopped(fleet.plane.engines[0].process)
 
 
@@ -123,12 +126,12 @@ async def test_an_engine_is_killed_and_starts_again(fleet: RealFleet) -> None:
         status = fleet.plane.instances().get(engine.instance_id)
         return status is not None and status.instance.incarnation != before and status.state in IN_STEP
 
-    async with trouble(fleet, "real engines: engine killed", may=("broken",)) as fault:
+    async with fault_under_load(fleet, "real engines: engine killed", may=("broken",)) as fault:
         await killed(engine.process)
-        fault.is_over()
+        fault.ends_now()
         await asyncio.to_thread(engine.wait_ready)
         fleet.forget(engine)
-        await asyncio.to_thread(until, reborn, within_s=WELL_S, what="its new life known")
+        await asyncio.to_thread(until, reborn, within_s=HEALTHY_WITHIN_S, what="its new life known")
 
 
 def _name(what: Harm) -> str:

@@ -13,13 +13,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.engine.direct_offloads import OUTPUT, Offload, Refused, alone, post, session
-from tests.engine.faulty import FAULTY, WITHIN_S, assert_nothing_left, faulty, installed, told
-from tests.engine.offloading import assert_offloaded, assert_tie, in_step, offloading, stopped
-from tests.engine.processes import until
-from tests.engine.servers import KV_EXPIRES_S, Engine, EngineSpec, running_engines
-from tests.engine.stack import ControlPlane
-from tests.engine.talk import complete, fresh_words
+from tests.support.engines.chat_client import complete, fresh_words
+from tests.support.engines.direct_offloads import OUTPUT, Offload, Refused, alone, post, session
+from tests.support.engines.fault_switches import FAULTY, WITHIN_S, assert_nothing_left, faulty, told
+from tests.support.engines.offloading import assert_offloaded, assert_tie, in_step, offloading, stopped
+from tests.support.engines.servers import KV_EXPIRES_S, Engine, EngineSpec, running_engines
+from tests.support.processes.control_plane import ControlPlane
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -30,11 +30,10 @@ LONGEST = 8_000
 
 
 @pytest.fixture(scope="module")
-def trio(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
+def trio(model_folder: Path, site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
     """One that computes prompts in chunks of 256 tokens, one in one piece, and a small one, which begins prompts that it has too
     few blocks for and computes itself what does not come."""
     folder = tmp_path_factory.mktemp("trio")
-    site = installed(folder)
 
     def spec(name: str, chunk: int, capacity: int, *more: str, **transfer: str) -> EngineSpec:
         return EngineSpec(
@@ -267,7 +266,7 @@ def test_500_aborts_leave_nothing_behind(trio: list[Engine]) -> None:
 @pytest.fixture(scope="module")
 def running_plane(trio: list[Engine], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """A control plane that offloads between the first two. Its agent looks at /metrics at its start, and hardly after."""
-    flags = {"--loads-listen": trio[0].spec.env["POINTSMAN_AGENT_LOADS"], "--scrape-interval-s": 50}
+    flags = {"--step-loads-listen": trio[0].spec.env["POINTSMAN_AGENT_LOADS"], "--scrape-interval-s": 50}
     folder = tmp_path_factory.mktemp("layerwise-plane")
     with offloading(trio[:2], folder, agent_flags=flags).running() as plane:
         yield plane

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.faulty import installed
-from tests.engine.model import VOCAB, make_config, make_tokenizer, text_config
-from tests.engine.servers import LAYERWISE, SERVED_NAME, EngineSpec, running_engines
-from tests.engine.talk import fresh_words
+from tests.support.engines.chat_client import fresh_words
+from tests.support.engines.model import VOCAB, make_config, make_tokenizer, text_config
+from tests.support.engines.servers import LAYERWISE, SERVED_NAME, EngineSpec, running_engines
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -41,14 +40,14 @@ def hybrid_model(folder: Path) -> Path:
     return folder
 
 
-def test_a_model_of_two_kv_groups_gets_its_kv_after_the_prefill(model_folder: Path, tmp_path: Path) -> None:
+def test_a_model_of_two_kv_groups_gets_its_kv_after_the_prefill(model_folder: Path, site: Path, tmp_path: Path) -> None:
     model = hybrid_model(tmp_path / "hybrid")
     spec = EngineSpec(
         "hybrid",
         model=model,
         kv_transfer=LAYERWISE,
         extra_args=("--load-format", "dummy"),
-        env={"PYTHONPATH": str(installed(tmp_path))},
+        env={"PYTHONPATH": str(site)},
     )
     with running_engines([spec], model_folder, tmp_path) as (engine,):
         body = {"model": SERVED_NAME, "prompt": fresh_words(100), "max_tokens": 4}

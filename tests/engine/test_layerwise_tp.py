@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.direct_offloads import Offload, alone, session
-from tests.engine.faulty import FAULTY, assert_nothing_left, installed, told
-from tests.engine.offloading import EXTERNAL, assert_tie
-from tests.engine.servers import Engine, EngineSpec, running_engines
-from tests.engine.talk import fresh_words
+from tests.support.engines.chat_client import fresh_words
+from tests.support.engines.direct_offloads import Offload, alone, session
+from tests.support.engines.fault_switches import FAULTY, assert_nothing_left, told
+from tests.support.engines.offloading import EXTERNAL, assert_tie
+from tests.support.engines.servers import Engine, EngineSpec, running_engines
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -21,9 +21,8 @@ LENGTHS = (1, 32, 33, 1_000)
 
 
 @pytest.fixture(scope="module")
-def pair(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
+def pair(model_folder: Path, site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
     folder = tmp_path_factory.mktemp("two-workers")
-    site = installed(folder)
     specs = [
         EngineSpec(
             name,

@@ -16,8 +16,9 @@ from typing import Any
 import openai
 import pytest
 
-from tests.engine.announcing import announcing
-from tests.engine.offloading import (
+from tests.support.engines.announcement_proxy import announcing
+from tests.support.engines.chat_client import chat, complete, fresh_words, open_chat, user
+from tests.support.engines.offloading import (
     WITHIN_S,
     assert_offloaded,
     assert_same,
@@ -32,11 +33,11 @@ from tests.engine.offloading import (
     wait_for_free_kv,
     with_cache_on,
 )
-from tests.engine.processes import until
-from tests.engine.servers import KV_EXPIRES_S, MOONCAKE, SERVED_NAME, Engine, EngineSpec, running_engines
-from tests.engine.stack import ControlPlane, client_of, counters
-from tests.engine.talk import chat, complete, fresh_words, open_chat, user
-from tests.engine.web import ask
+from tests.support.engines.servers import KV_EXPIRES_S, MOONCAKE, SERVED_NAME, Engine, EngineSpec, running_engines
+from tests.support.http_request import ask
+from tests.support.instances import counters
+from tests.support.processes.control_plane import ControlPlane, client_of
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -74,7 +75,7 @@ def plane(planes: dict[str, ControlPlane], request: pytest.FixtureRequest) -> It
 
 
 @pytest.fixture
-def in_turn(planes: dict[str, ControlPlane]) -> Iterator[ControlPlane]:
+def rotated(planes: dict[str, ControlPlane]) -> Iterator[ControlPlane]:
     """The one that sends D's request when P has answered."""
     with in_step(planes["in turn"]) as plane:
         yield plane
@@ -167,18 +168,24 @@ def answering(client: openai.OpenAI, engine: Engine, prompt: str) -> Iterator[No
             yield
 
 
-def test_elastic_tells_why_it_offloads_and_why_not(in_turn: ControlPlane, pair: list[Engine]) -> None:
-    plane, (p, d) = in_turn, pair
+def test_elastic_tells_why_it_offloads_and_why_not(rotated: ControlPlane, pair: list[Engine]) -> None:
+    plane, (p, d) = rotated, pair
     on_p, on_d = with_cache_on(p, plane), with_cache_on(d, plane)
     heavy = on_d + fresh_words(700)
     with plane.client() as client, policy(plane, "elastic", heavy_new_tokens=500):
         assert reason_of(plane, on_d + fresh_words(20)) == "below_threshold"
-        assert reason_of(plane, heavy) == "d_idle"
+        assert reason_of(plane, heavy) == "decode_idle"
         with answering(client, d, on_d):
             # A decode to spare on D, and nothing to do on P.
-            until(lambda: reason_of(plane, heavy) == "p_idle_d_busy", within_s=WITHIN_S, what="a reason to offload")
+            until(
+                lambda: reason_of(plane, heavy) == "prefill_idle_decode_busy",
+                within_s=WITHIN_S,
+                what="a reason to offload",
+            )
             with answering(client, p, on_p + fresh_words(400)):
-                until(lambda: reason_of(plane, heavy) == "p_overloaded", within_s=WITHIN_S, what="a reason not to")
+                until(
+                    lambda: reason_of(plane, heavy) == "prefill_overloaded", within_s=WITHIN_S, what="a reason not to"
+                )
 
 
 # ---- failures ----
@@ -203,10 +210,10 @@ def test_p_stands_still(plane: ControlPlane, pair: list[Engine]) -> None:
         assert_same(d, prompt, answer.text, 8)
 
 
-def test_d_stands_still(in_turn: ControlPlane, pair: list[Engine]) -> None:
+def test_d_stands_still(rotated: ControlPlane, pair: list[Engine]) -> None:
     """Nobody can tell whether D or the transfer is stuck: D is asked once more without it, and then P."""
-    plane, (p, d) = in_turn, pair
-    flags = {"transfer_timeout_s": 1, "first_byte_timeout_s": 1, "answer_timeout_s": 10}
+    plane, (p, d) = rotated, pair
+    flags = {"transfer_timeout_s": 1, "first_byte_timeout_s": 1, "response_timeout_s": 10}
     with plane.another_gateway("short", **flags) as url, client_of(url) as client:
         prompt = with_cache_on(d, plane) + fresh_words(300)
         with stopped(d), unnoticed(plane):
@@ -217,19 +224,19 @@ def test_d_stands_still(in_turn: ControlPlane, pair: list[Engine]) -> None:
 
 def test_p_dies_is_gone_and_comes_back_as_another(planes: dict[str, ControlPlane], pair: list[Engine]) -> None:
     p, d = pair
-    in_turn, at_once = planes["in turn"], planes["at once"]
+    rotated, at_once = planes["in turn"], planes["at once"]
     with (
         contextlib.ExitStack() as held,
-        in_turn.client() as client,
+        rotated.client() as client,
         at_once.client() as eager_client,
     ):
         for plane in planes.values():
             held.enter_context(in_step(plane))
-        clients = [(client, in_turn), (eager_client, at_once)]
+        clients = [(client, rotated), (eager_client, at_once)]
         for known, plane in clients:
             answer = complete(known, with_cache_on(d, plane) + fresh_words(300), max_tokens=8)
             assert list(decided(plane, answer.decision_id).notes) == []
-        beginnings = [with_cache_on(d, in_turn, at_once) for _ in range(4)]
+        beginnings = [with_cache_on(d, rotated, at_once) for _ in range(4)]
 
         def alone(asking: openai.OpenAI, plane: ControlPlane, words: int) -> str:
             """D answers the next request without P; why, as the decision has it."""
@@ -240,7 +247,7 @@ def test_p_dies_is_gone_and_comes_back_as_another(planes: dict[str, ControlPlane
             (note,) = decided(plane, answer.decision_id).notes
             return note
 
-        with unnoticed(in_turn, at_once):
+        with unnoticed(rotated, at_once):
             # It stands still while the requests are with it, so that it surely dies before a prefill is done.
             os.killpg(p.process.pid, signal.SIGSTOP)
             with ThreadPoolExecutor(2) as threads:
@@ -268,8 +275,8 @@ def test_p_dies_is_gone_and_comes_back_as_another(planes: dict[str, ControlPlane
 
         def offloaded() -> bool:
             before = external_tokens(pair)
-            again = complete(client, with_cache_on(d, in_turn) + fresh_words(300), max_tokens=8)
-            return not decided(in_turn, again.decision_id).notes and external_tokens(pair) - before == 300
+            again = complete(client, with_cache_on(d, rotated) + fresh_words(300), max_tokens=8)
+            return not decided(rotated, again.decision_id).notes and external_tokens(pair) - before == 300
 
         until(offloaded, within_s=WITHIN_S, what="offloaded to the engine that came back")
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.offloading import (
+from tests.support.engines.chat_client import complete, fresh_words
+from tests.support.engines.offloading import (
     assert_offloaded,
     assert_same,
     decided,
@@ -16,9 +17,8 @@ from tests.engine.offloading import (
     unnoticed,
     with_cache_on,
 )
-from tests.engine.servers import NIXL, Engine, EngineSpec, running_engines
-from tests.engine.stack import ControlPlane
-from tests.engine.talk import complete, fresh_words
+from tests.support.engines.servers import NIXL, Engine, EngineSpec, running_engines
+from tests.support.processes.control_plane import ControlPlane
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

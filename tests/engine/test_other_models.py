@@ -12,19 +12,29 @@ from typing import Any
 import openai
 import pytest
 
-from services.common.tracing import Place
-from tests.engine.collector import Collector, collecting
-from tests.engine.model import words
-from tests.engine.servers import Engine, EngineSpec, make_model, running_engines
-from tests.engine.stack import ControlPlane, client_of
-from tests.engine.talk import Answer, Message, assert_agree, assistant, chat, complete, fresh_words, prompt_tokens, user
-from tests.engine.web import ask
+from pointsman.common.core.tracing import SpanContext
+from tests.support.engines.chat_client import (
+    Answer,
+    Message,
+    assert_agree,
+    assistant,
+    chat,
+    complete,
+    fresh_words,
+    prompt_tokens,
+    user,
+)
+from tests.support.engines.model import words
+from tests.support.engines.servers import Engine, EngineSpec, make_model, running_engines
+from tests.support.fakes.span_collector import Collector, collecting
+from tests.support.http_request import ask
+from tests.support.processes.control_plane import ControlPlane, client_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 EYES, VECTORS = "eyes", "vectors"
 BLOCK = 32
-IMAGE_TOKENS = 67  # tests/engine/vision_model.py
+IMAGE_TOKENS = 67  # tests/support/engines/vision_model.py
 # "<|im_start|>user\n"
 HEAD = 3
 
@@ -152,7 +162,13 @@ def test_the_text_before_a_picture_goes_in_slices(plane: ControlPlane, client: o
     plane.wait_idle()
     seen = says(text(fresh_words(300)), image(0, 128, 0), text(fresh_words(200)))
     part = 3 * BLOCK
-    settings = {"slice_u": 1e-6, "slice_min_tokens": part, "express_u": 1e6, "start_u": 1e6, "light_u": 1e-3}
+    settings = {
+        "slice_factor": 1e-6,
+        "slice_min_tokens": part,
+        "light_wait_factor": 1e6,
+        "heavy_wait_factor": 1e6,
+        "light_factor": 1e-3,
+    }
     with plane.policy("foresight", **settings):
         answer = see(client, seen)
         plan = plane.plan(answer.decision_id)
@@ -160,7 +176,7 @@ def test_the_text_before_a_picture_goes_in_slices(plane: ControlPlane, client: o
         ("slice", part),
         ("slice", 2 * part),
         ("slice", 3 * part),
-        ("serve", 0),
+        ("last_part", 0),
     ]
     assert {one.outcome for one in plan} == {"OK"}
     assert answer.cached_tokens == 3 * part
@@ -292,7 +308,7 @@ def test_each_model_has_its_own_apis(plane: ControlPlane, client: openai.OpenAI)
 def test_the_engines_own_span_is_below_the_gateways(
     plane: ControlPlane, client: openai.OpenAI, collector: Collector
 ) -> None:
-    place = Place(0xE4914E, 0xABC, True)
+    place = SpanContext(0xE4914E, 0xABC, True)
     answer = see(client, user(fresh_words(50)), extra_headers={"traceparent": place.traceparent})
     spans = {span.name.split(" ", 1)[1]: span for span in collector.trace(f"{place.trace_id:032x}", 5)}
     request, ours, theirs = spans["POST /v1/chat/completions"], spans["serve"], spans["llm_request"]

@@ -7,10 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from tests.engine.processes import until
-from tests.engine.servers import Engine
-from tests.engine.stack import ControlPlane, counters
-from tests.engine.talk import assistant, chat, complete, fresh_words, prompt_tokens, user
+from tests.support.engines.chat_client import assistant, chat, complete, fresh_words, prompt_tokens, user
+from tests.support.engines.servers import Engine
+from tests.support.instances import counters
+from tests.support.processes.control_plane import ControlPlane
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -49,4 +50,4 @@ def test_the_next_turn_at_once_is_placed_by_what_the_last_one_computed(
             assert answer.cached_tokens >= decision.cached_tokens
             computed = prompt_tokens(answer)
             messages += [assistant(answer.text), user(fresh_words(70))]
-    until(lambda: plane.instance(engines[0]).credited_keys == 0, within_s=60, what="no credit left")
+    until(lambda: plane.instance(engines[0]).provisional_keys == 0, within_s=60, what="no credit left")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from tests.engine.servers import ENGINE_PYTHON, REPOSITORY
+from tests.support.engines.servers import ENGINE_PYTHON
+from tests.support.repository import REPOSITORY
 
 
 def test_every_layer_arrives_both_ways(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 import openai
 import pytest
 
-from tests.engine.servers import SERVED_NAME, Engine
-from tests.engine.stack import ControlPlane, counters
-from tests.engine.talk import chat, fresh_words, user
-from tests.engine.web import ask
+from tests.support.engines.chat_client import chat, fresh_words, user
+from tests.support.engines.servers import SERVED_NAME, Engine
+from tests.support.http_request import ask
+from tests.support.instances import counters
+from tests.support.processes.control_plane import ControlPlane
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from lab.bundle import read_bundle
-from lab.generate import SMALL, generate
-from lab.replay import ReplaySettings, replay, save
-from lab.trace_files import save_trace
-from tests.engine.stack import ControlPlane
+from pointsman.lab.live.replay_command import ReplaySettings, replay, save
+from pointsman.lab.report.bundle import read_bundle
+from pointsman.lab.workload.synthetic_trace import SMALL, generate
+from pointsman.lab.workload.trace_files import save_trace
+from tests.support.processes.control_plane import ControlPlane
 
 
 async def test_a_replays_bundle_agrees_with_the_engines(

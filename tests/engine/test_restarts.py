@@ -11,10 +11,11 @@ import openai
 import pytest
 
 from pointsman.router.v1 import fleet_pb2
-from tests.engine.processes import until
-from tests.engine.servers import Engine
-from tests.engine.stack import ControlPlane, client_of, counters
-from tests.engine.talk import assert_agree, assistant, chat, complete, fresh_words, open_chat, user
+from tests.support.engines.chat_client import assert_agree, assistant, chat, complete, fresh_words, open_chat, user
+from tests.support.engines.servers import Engine
+from tests.support.instances import counters
+from tests.support.processes.control_plane import ControlPlane, client_of
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

@@ -2,52 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lab.block_cache import AllCleared, BlocksRemoved, BlocksStored
-from lab.engine_events import EngineConfig, EngineRequest, FirstToken, Preempted, TokenGenerated
-from lab.engine_model import EngineModel
-from tests.engine.servers import ENGINE_PYTHON
+from pointsman.lab.engine.block_cache import AllCleared, BlocksRemoved, BlocksStored
+from pointsman.lab.engine.interface import EngineConfig, EngineRequest, FirstToken, Preempted, TokenGenerated
+from pointsman.lab.engine.model import EngineModel
+from tests.support.engines.vllm_questions import Vllm
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
-HERE = Path(__file__).parent
+PLAY = "import vllm_scheduler; answer = vllm_scheduler.play(**asked)"
 LENGTH = 192
-
-
-@pytest.fixture(scope="module")
-def vllm(model_folder: Path, engine_folder: Path) -> Iterator[tuple[IO[str], IO[str]]]:
-    """Where scripts go and answers come from: a process with vLLM's scheduler."""
-    environment = os.environ | {
-        "PYTHONPATH": str(HERE),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
-    with (engine_folder / "scheduler.log").open("w") as log:
-        process = subprocess.Popen(
-            [ENGINE_PYTHON, HERE / "vllm_scheduler.py", model_folder],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env=environment,
-        )
-    with process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        yield process.stdin, process.stdout
-        process.stdin.close()
-        process.wait(timeout=60)
 
 
 def model_of(script: dict[str, Any]) -> EngineModel:
@@ -179,20 +149,14 @@ def scripts(draw: st.DrawFn) -> dict[str, Any]:
     return {"config": draw(CONFIGS), "requests": requests, "actions": actions}
 
 
-def compare(vllm: tuple[IO[str], IO[str]], script: dict[str, Any]) -> None:
+def compare(vllm: Vllm, model: Path, script: dict[str, Any]) -> None:
     ours = play(script)
-    into, out = vllm
-    into.write(json.dumps(script) + "\n")
-    into.flush()
-    line = out.readline()
-    assert line, "vLLM's scheduler has ended: see scheduler.log"
-    theirs = json.loads(line)
-    assert isinstance(theirs, list), theirs
+    theirs = vllm.ask(PLAY, {"model": str(model), "script": script})
     for number, (expected, got) in enumerate(zip(theirs, ours, strict=True)):
         assert got == expected, f"step {number}"
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(script=scripts())
-def test_every_step_is_vllms(vllm: tuple[IO[str], IO[str]], script: dict[str, Any]) -> None:
-    compare(vllm, script)
+def test_every_step_is_vllms(vllm: Vllm, model_folder: Path, script: dict[str, Any]) -> None:
+    compare(vllm, model_folder, script)

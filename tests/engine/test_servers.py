@@ -6,7 +6,11 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.engine.servers import Engine
+import pytest
+
+from tests.support.engines.servers import Engine
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 
 def names(engine: Engine) -> Iterator[str]:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from services.shadow.read import LogReader
-from services.shadow.settings import ReadSettings
-from tests.engine.servers import SERVED_NAME, Engine
-from tests.engine.talk import assistant, fresh_words, user
+from pointsman.shadow.io.read_command import LogReader
+from pointsman.shadow.io.settings import ReadSettings
+from tests.support.engines.chat_client import assistant, fresh_words, user
+from tests.support.engines.servers import SERVED_NAME, Engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -41,20 +41,20 @@ async def test_a_log_of_requests_that_another_router_dealt(
     told = ReadSettings(
         log=tmp_path / "log",
         tokenizers=[f"{SERVED_NAME}={model_folder}"],
-        kv_tokens=8_192,
+        kv_capacity_tokens=8_192,
         compared=tmp_path / "compared",
     )
     reader = LogReader(told)
     await reader.run()
 
-    found = reader.study.summaries()[SERVED_NAME]
+    found = reader.comparison.summaries()[SERVED_NAME]
     assert (found["requests"], found["keyed"], found["placement_known"], found["output_known"]) == (turn,) * 4
     assert found["prompt_tokens"] == sum(line["usage"]["prompt_tokens"] for line in lines)
-    assert found["would_be"]["cached_tokens"] > found["as_recorded"]["cached_tokens"]
+    assert found["counterfactual"]["cached_tokens"] > found["recorded"]["cached_tokens"]
     compared = sorted(map(json.loads, (tmp_path / "compared").read_text().splitlines()), key=lambda one: one["at"])
     assert sum(one["engine_said_cached_tokens"] for one in compared) > 0
     for one in compared:
         (engine,) = [each for each in engines if each.url.endswith(one["instance"])]
         # Engines find whole blocks of their own size, of 32 and 64 tokens; the model has 16.
-        modelled = one["as_recorded"]["cached_tokens"]
+        modelled = one["recorded"]["cached_tokens"]
         assert abs(modelled - one["engine_said_cached_tokens"]) <= engine.spec.block_size, one

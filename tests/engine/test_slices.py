@@ -8,22 +8,22 @@ from typing import Any
 import openai
 import pytest
 
-from tests.engine.offloading import assert_same
-from tests.engine.processes import until
-from tests.engine.servers import Engine
-from tests.engine.stack import ControlPlane
-from tests.engine.talk import Answer, complete, fresh_words, prompt_tokens
+from tests.support.engines.chat_client import Answer, complete, fresh_words, prompt_tokens
+from tests.support.engines.offloading import assert_same
+from tests.support.engines.servers import Engine
+from tests.support.processes.control_plane import ControlPlane
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 HEAVY, SLICE, SMALL = 3_600, 1_024, 64
 # The first slices of a test come before anything is learned; so that they are of one size, u never sets it. Nobody is held.
 SETTINGS: dict[str, Any] = {
-    "slice_u": 1e-6,
+    "slice_factor": 1e-6,
     "slice_min_tokens": SLICE,
-    "express_u": 1e6,
-    "start_u": 1e6,
-    "light_u": 1e-3,
+    "light_wait_factor": 1e6,
+    "heavy_wait_factor": 1e6,
+    "light_factor": 1e-3,
 }
 
 
@@ -63,11 +63,11 @@ def test_small_requests_go_between_the_slices_of_a_heavy_one(
     assert prompt_tokens(heavy) == HEAVY
     plan = plane.plan(heavy.decision_id)
     slices = (HEAVY - SLICE // 4) // SLICE
-    assert [one.reason for one in plan] == ["slice"] * slices + ["serve"]
+    assert [one.reason for one in plan] == ["slice"] * slices + ["last_part"]
     assert [one.steps[0].prefix_tokens for one in plan] == [SLICE * number for number in range(1, slices + 1)] + [0]
     assert [one.cached_tokens for one in plan] == [SLICE * number for number in range(slices + 1)]
     assert {one.outcome for one in plan} == {"OK"}
-    assert [plane.decision(one.decision_id).reason for one in small] == ["serve"] * 4
+    assert [plane.decision(one.decision_id).reason for one in small] == ["last_part"] * 4
 
     # Each slice found those before it, and the answer found them all; the small ones found nothing.
     plane.wait_idle()

@@ -1,0 +1,1 @@
+"""A service, or several, over real sockets, before fake neighbours."""

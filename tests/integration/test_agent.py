@@ -11,12 +11,13 @@ import grpc
 import pytest
 import zmq.asyncio
 
+from pointsman.agent.core.kv_events import BlockRemoved
+from pointsman.agent.io.state_file import StateFile
 from pointsman.agent.v1 import agent_pb2 as pb
-from services.agent.kv_events import BlockRemoved
-from services.agent.persist import StateFile
-from services.common.keys import prompt_keys
-from tests.integration.agent_fakes import FakeEngine, FakeRouter, running, until
-from tests.unit.agent.test_agent_shadow import hash_of, store, tokens_of
+from pointsman.common.core.block_keys import prompt_keys
+from tests.support.fakes.agent_peers import FakeEngine, FakeRouter, running
+from tests.support.kv_events import hash_of, store, tokens_of
+from tests.support.waiting import eventually
 
 
 def keys_of(*paths: tuple[int, ...]) -> set[int]:
@@ -57,7 +58,7 @@ async def test_hello_snapshot_deltas_load_and_bookmarks(engine: FakeEngine, rout
     engine.running = 3
     async with running(engine.url, [router.address], tmp_path):
         name = name_of(engine)
-        await until(lambda: router.keys(name) == keys_of((1, 2)), "the first snapshot")
+        await eventually(lambda: router.keys(name) == keys_of((1, 2)), "the first snapshot")
         hello = router.streams[0].hello
         assert hello.instance.incarnation == "1000.000"
         assert (hello.instance.model, hello.instance.model_root) == ("tiny", "/models/tiny")
@@ -69,10 +70,10 @@ async def test_hello_snapshot_deltas_load_and_bookmarks(engine: FakeEngine, rout
         assert router.streams[0].loads[0].running == 3
         await engine.publish(store((1, 2, 3), first=2))
         await engine.publish(store((4,)), BlockRemoved(block_hashes=[hash_of((1, 2, 3))], medium="GPU"))
-        await until(lambda: router.keys(name) == keys_of((1, 2), (4,)), "the deltas")
+        await eventually(lambda: router.keys(name) == keys_of((1, 2), (4,)), "the deltas")
         engine.running = 5
-        await until(lambda: router.streams[0].loads[-1].running == 5, "a new load")
-        await until(lambda: router.bookmarks > 1, "bookmarks")
+        await eventually(lambda: router.streams[0].loads[-1].running == 5, "a new load")
+        await eventually(lambda: router.consistency_checks > 1, "consistency_checks")
     assert len(router.streams) == 1
     assert router.streams[0].goodbye is None
 
@@ -84,7 +85,7 @@ async def test_two_routers_are_told_alike(engine: FakeEngine, router: FakeRouter
         async with running(engine.url, [router.address, second.address], tmp_path):
             await engine.publish(store((1, 2)))
             for one in (router, second):
-                await until(lambda one=one: one.keys(name_of(engine)) == keys_of((1, 2)), "both know")
+                await eventually(lambda one=one: one.keys(name_of(engine)) == keys_of((1, 2)), "both know")
         assert second.problems == []
     finally:
         await second.stop()
@@ -93,10 +94,12 @@ async def test_two_routers_are_told_alike(engine: FakeEngine, router: FakeRouter
 async def test_a_gap_is_healed_by_replay(engine: FakeEngine, router: FakeRouter, tmp_path: Path) -> None:
     async with running(engine.url, [router.address], tmp_path):
         await engine.publish(store((1,)))
-        await until(lambda: router.keys(name_of(engine)) == keys_of((1,)), "the first block")
+        await eventually(lambda: router.keys(name_of(engine)) == keys_of((1,)), "the first block")
         await engine.publish(store((1, 2), first=1), mute=True)
         await engine.publish(store((1, 2, 3), first=2))
-        await until(lambda: router.keys(name_of(engine)) == keys_of((1, 2, 3)), "the missed block and the one after")
+        await eventually(
+            lambda: router.keys(name_of(engine)) == keys_of((1, 2, 3)), "the missed block and the one after"
+        )
     assert router.streams[0].kinds.count("snapshot_begin") == 1
 
 
@@ -105,11 +108,11 @@ async def test_a_gap_that_the_buffer_no_longer_has_drops_what_was_known(
 ) -> None:
     async with running(engine.url, [router.address], tmp_path):
         await engine.publish(store((1,)))
-        await until(lambda: router.keys(name_of(engine)) == keys_of((1,)), "the first block")
+        await eventually(lambda: router.keys(name_of(engine)) == keys_of((1,)), "the first block")
         await engine.publish(store((2,)), mute=True)
         engine.buffer.clear()
         await engine.publish(store((3,)), store((1, 9), first=1))
-        await until(lambda: router.keys(name_of(engine)) == keys_of((3,)), "only what came after the gap")
+        await eventually(lambda: router.keys(name_of(engine)) == keys_of((3,)), "only what came after the gap")
 
 
 async def test_without_a_replay_socket_a_gap_drops_what_was_known(
@@ -117,7 +120,7 @@ async def test_without_a_replay_socket_a_gap_drops_what_was_known(
 ) -> None:
     engine.replay_port = False
     async with running(engine.url, [router.address], tmp_path):
-        await until(lambda: router.keys(name_of(engine)) == set(), "an empty snapshot")
+        await eventually(lambda: router.keys(name_of(engine)) == set(), "an empty snapshot")
 
         # A subscriber that joins late hears nothing of what was before, so say something until it does.
         letter = 0
@@ -127,26 +130,26 @@ async def test_without_a_replay_socket_a_gap_drops_what_was_known(
             await asyncio.sleep(0.05)
         await engine.publish(store((901,)), mute=True)
         await engine.publish(store((902,)))
-        await until(lambda: router.keys(name_of(engine)) == keys_of((902,)), "only what came after the gap")
+        await eventually(lambda: router.keys(name_of(engine)) == keys_of((902,)), "only what came after the gap")
 
 
 async def test_an_engine_restart_is_another_incarnation(engine: FakeEngine, router: FakeRouter, tmp_path: Path) -> None:
     async with running(engine.url, [router.address], tmp_path):
         name = name_of(engine)
         await engine.publish(store((1,)))
-        await until(lambda: router.keys(name) == keys_of((1,)), "the first life")
+        await eventually(lambda: router.keys(name) == keys_of((1,)), "the first life")
         await engine.stop()
-        await until(lambda: not router.streams[0].loads[-1].healthy, "unhealthy while it is away")
+        await eventually(lambda: not router.streams[0].loads[-1].healthy, "unhealthy while it is away")
         engine.process_start = 2000.0
         engine.generation_tokens = 0
         await engine.start()
-        await until(lambda: len(router.streams) == 2, "another hello")
-        await until(lambda: router.keys(name) == set(), "an empty cache")
+        await eventually(lambda: len(router.streams) == 2, "another hello")
+        await eventually(lambda: router.keys(name) == set(), "an empty cache")
         assert router.streams[0].goodbye == "another process answers"
         assert router.streams[1].hello.instance.incarnation == "2000.000"
         assert router.streams[1].hello.latest_seq == 0
         await engine.publish(store((2,)))
-        await until(lambda: router.keys(name) == keys_of((2,)), "the second life")
+        await eventually(lambda: router.keys(name) == keys_of((2,)), "the second life")
 
 
 async def test_events_that_start_over_are_another_incarnation(
@@ -156,11 +159,11 @@ async def test_events_that_start_over_are_another_incarnation(
         name = name_of(engine)
         await engine.publish(store((1,)))
         await engine.publish(store((2,)))
-        await until(lambda: router.keys(name) == keys_of((1,), (2,)), "the first life")
+        await eventually(lambda: router.keys(name) == keys_of((1,), (2,)), "the first life")
         engine.rewind()
         await engine.publish(store((3,)))
-        await until(lambda: router.keys(name) == keys_of((3,)), "the second life")
-        await until(lambda: router.streams[0].goodbye == "its KV events started over", "goodbye")
+        await eventually(lambda: router.keys(name) == keys_of((3,)), "the second life")
+        await eventually(lambda: router.streams[0].goodbye == "its KV events started over", "goodbye")
         incarnations = [stream.hello.instance.incarnation for stream in router.streams]
         assert incarnations[0] == "1000.000"
         assert incarnations[1].startswith("1000.000-")
@@ -172,11 +175,11 @@ async def test_an_agent_restart_resumes_without_a_snapshot(
     name = name_of(engine)
     await engine.publish(store((1, 2)))
     async with running(engine.url, [router.address], tmp_path):
-        await until(lambda: router.keys(name) == keys_of((1, 2)), "the first agent")
+        await eventually(lambda: router.keys(name) == keys_of((1, 2)), "the first agent")
     await engine.publish(store((1, 2, 3), first=2))
     async with running(engine.url, [router.address], tmp_path):
-        await until(lambda: router.keys(name) == keys_of((1, 2, 3)), "the second agent")
-        await until(lambda: router.bookmarks > 0, "a bookmark")
+        await eventually(lambda: router.keys(name) == keys_of((1, 2, 3)), "the second agent")
+        await eventually(lambda: router.consistency_checks > 0, "a consistency_check")
     assert [stream.kinds.count("snapshot_begin") for stream in router.streams] == [1, 0]
     assert router.streams[0].hello.instance.incarnation == router.streams[1].hello.instance.incarnation
 
@@ -187,17 +190,17 @@ async def test_an_agent_that_died_restores_but_sends_a_snapshot(
     name = name_of(engine)
     await engine.publish(store((1, 2)))
     async with running(engine.url, [router.address], tmp_path):
-        await until(lambda: router.keys(name) == keys_of((1, 2)), "the first agent")
-        await until(lambda: any(tmp_path.glob("*.shadow")), "a save")
-        saved = next(tmp_path.glob("*.shadow"))  # noqa: ASYNC240
+        await eventually(lambda: router.keys(name) == keys_of((1, 2)), "the first agent")
+        await eventually(lambda: any(tmp_path.glob("*.blocks")), "a save")
+        saved = next(tmp_path.glob("*.blocks"))  # noqa: ASYNC240
         early = saved.read_bytes()
         await engine.publish(store((3,)))
-        await until(lambda: router.keys(name) == keys_of((1, 2), (3,)), "what the saved file does not know")
+        await eventually(lambda: router.keys(name) == keys_of((1, 2), (3,)), "what the saved file does not know")
     saved.write_bytes(early)
     engine.buffer = engine.buffer[-1:]
     async with running(engine.url, [router.address], tmp_path):
-        await until(lambda: len(router.streams) == 2, "the second agent")
-        await until(lambda: router.keys(name) == keys_of((1, 2), (3,)), "restored, and one batch replayed")
+        await eventually(lambda: len(router.streams) == 2, "the second agent")
+        await eventually(lambda: router.keys(name) == keys_of((1, 2), (3,)), "restored, and one batch replayed")
     assert router.streams[1].kinds.count("snapshot_begin") == 1
 
 
@@ -207,11 +210,11 @@ async def test_a_saved_state_that_the_publisher_does_not_confirm_is_dropped(
     name = name_of(engine)
     await engine.publish(store((1, 2)))
     async with running(engine.url, [router.address], tmp_path):
-        await until(lambda: router.keys(name) == keys_of((1, 2)), "the first agent")
+        await eventually(lambda: router.keys(name) == keys_of((1, 2)), "the first agent")
     engine.rewind()
     await engine.publish(store((5,)))
     async with running(engine.url, [router.address], tmp_path):
-        await until(lambda: router.keys(name) == keys_of((5,)), "the other lifetime only")
+        await eventually(lambda: router.keys(name) == keys_of((5,)), "the other lifetime only")
     assert len({stream.hello.instance.incarnation for stream in router.streams}) == 2
 
 
@@ -224,14 +227,14 @@ async def test_a_process_without_a_start_time_resumes_and_restarts(
         name = name_of(engine)
         await engine.publish(store((1, 2)))
         async with running(engine.url, [router.address], tmp_path):
-            await until(lambda: router.keys(name) == keys_of((1, 2)), "the first agent")
+            await eventually(lambda: router.keys(name) == keys_of((1, 2)), "the first agent")
         async with running(engine.url, [router.address], tmp_path):
-            await until(lambda: len(router.streams) == 2 and len(router.streams[1].loads) > 2, "the second agent")
+            await eventually(lambda: len(router.streams) == 2 and len(router.streams[1].loads) > 2, "the second agent")
             assert router.streams[1].kinds.count("snapshot_begin") == 0
             engine.generation_tokens = 0
             await engine.stop()
             await engine.start()
-            await until(lambda: len(router.streams) == 3 and router.keys(name) == set(), "another lifetime")
+            await eventually(lambda: len(router.streams) == 3 and router.keys(name) == set(), "another lifetime")
         incarnations = [stream.hello.instance.incarnation for stream in router.streams]
         assert incarnations[0] == incarnations[1] != incarnations[2]
     finally:
@@ -244,22 +247,22 @@ async def test_a_router_restart_is_followed_by_hello_and_a_snapshot(
     name = name_of(engine)
     async with running(engine.url, [router.address], tmp_path):
         await engine.publish(store((1,)))
-        await until(lambda: router.keys(name) == keys_of((1,)), "before")
+        await eventually(lambda: router.keys(name) == keys_of((1,)), "before")
         await router.stop()
         router.pairs.clear()
         router.seqs.clear()
         await engine.publish(store((2,)))
         await router.start()
-        await until(lambda: router.keys(name) == keys_of((1,), (2,)), "after")
+        await eventually(lambda: router.keys(name) == keys_of((1,), (2,)), "after")
     assert router.streams[-1].kinds.count("snapshot_begin") == 1
 
 
 async def test_a_resync_brings_a_snapshot(engine: FakeEngine, router: FakeRouter, tmp_path: Path) -> None:
     async with running(engine.url, [router.address], tmp_path):
         await engine.publish(store((1,)))
-        await until(lambda: router.keys(name_of(engine)) == keys_of((1,)), "the first snapshot")
+        await eventually(lambda: router.keys(name_of(engine)) == keys_of((1,)), "the first snapshot")
         router.streams[0].answers.put_nowait(pb.ReportResponse(resync=pb.Resync(reason="digest")))
-        await until(lambda: router.streams[0].kinds.count("snapshot_end") == 2, "the second snapshot")
+        await eventually(lambda: router.streams[0].kinds.count("snapshot_end") == 2, "the second snapshot")
 
 
 async def test_a_refusal_is_retried_slowly_and_told(
@@ -269,11 +272,11 @@ async def test_a_refusal_is_retried_slowly_and_told(
     engine.block_size = 24
     router.refuse = (grpc.StatusCode.FAILED_PRECONDITION, "block size 24 is no multiple of 16")
     async with running(engine.url, [router.address], tmp_path):
-        await until(lambda: len(router.streams) == 1, "one attempt")
+        await eventually(lambda: len(router.streams) == 1, "one attempt")
         looks = engine.generation_tokens
         engine.running = 9
         await engine.publish(store((1,)))
-        await until(lambda: engine.replays > 0 and looks > 0, "the agent goes on")
+        await eventually(lambda: engine.replays > 0 and looks > 0, "the agent goes on")
     assert len(router.streams) == 1
     assert router.streams[0].hello.instance.block_size == 24
     assert router.streams[0].metadata["authorization"] == "Bearer secret"
@@ -281,11 +284,11 @@ async def test_a_refusal_is_retried_slowly_and_told(
 
 async def test_a_load_balancer_is_refused(engine: FakeEngine, router: FakeRouter, tmp_path: Path) -> None:
     async with running(engine.url, [router.address], tmp_path):
-        await until(lambda: len(router.streams) == 1, "the first process")
+        await eventually(lambda: len(router.streams) == 1, "the first process")
         engine.process_start = 2000.0
-        await until(lambda: len(router.streams) == 2, "the second process")
+        await eventually(lambda: len(router.streams) == 2, "the second process")
         engine.process_start = 1000.0
-        await until(lambda: router.streams[1].goodbye is not None, "goodbye")
+        await eventually(lambda: router.streams[1].goodbye is not None, "goodbye")
         assert "several processes" in (router.streams[1].goodbye or "")
 
 
@@ -294,11 +297,11 @@ async def test_several_groups_are_reported_as_no_prefix_knowledge(
 ) -> None:
     async with running(engine.url, [router.address], tmp_path):
         await engine.publish(store((1,)))
-        await until(lambda: router.keys(name_of(engine)) == keys_of((1,)), "the first snapshot")
+        await eventually(lambda: router.keys(name_of(engine)) == keys_of((1,)), "the first snapshot")
         await engine.publish(store((2,), group_idx=1))
-        await until(lambda: len(router.streams) == 2, "another hello")
+        await eventually(lambda: len(router.streams) == 2, "another hello")
         assert "several KV cache groups" in router.streams[1].hello.instance.prefix_reason
-        await until(lambda: router.keys(name_of(engine)) == set(), "no keys")
+        await eventually(lambda: router.keys(name_of(engine)) == set(), "no keys")
 
 
 async def test_each_rank_is_an_instance(context: zmq.asyncio.Context, router: FakeRouter, tmp_path: Path) -> None:
@@ -307,7 +310,7 @@ async def test_each_rank_is_an_instance(context: zmq.asyncio.Context, router: Fa
     await engine.start()
     try:
         async with running(engine.url, [router.address], tmp_path):
-            await until(lambda: sum(len(stream.loads) for stream in router.streams) > 3, "loads")
+            await eventually(lambda: sum(len(stream.loads) for stream in router.streams) > 3, "loads")
         hellos = {stream.hello.instance.instance_id: stream.hello.instance for stream in router.streams}
         assert set(hellos) == {f"{name_of(engine)}/0", f"{name_of(engine)}/1"}
         assert [hellos[name].data_parallel_rank for name in sorted(hellos)] == [0, 1]
@@ -325,8 +328,8 @@ async def test_a_restored_file_is_clean_no_more(engine: FakeEngine, router: Fake
     await engine.publish(store((1,)))
     for agent in range(2):
         async with running(engine.url, [router.address], tmp_path, save_interval_s=600):
-            await until(lambda agent=agent: len(router.streams) == agent + 1, "hello")
-            await until(lambda: router.keys(name) == keys_of((1,)), "the keys")
+            await eventually(lambda agent=agent: len(router.streams) == agent + 1, "hello")
+            await eventually(lambda: router.keys(name) == keys_of((1,)), "the keys")
             state = file.load()
             cleans.append(state and state.clean)
         state = file.load()
@@ -341,7 +344,7 @@ async def test_a_full_disk_costs_what_is_saved_and_not_the_agent(
     name = name_of(engine)
     await engine.publish(store((1, 2)))
     async with running(engine.url, [router.address], tmp_path):
-        await until(lambda: router.keys(name) == keys_of((1, 2)), "the first agent")
+        await eventually(lambda: router.keys(name) == keys_of((1, 2)), "the first agent")
 
     def full(self: StateFile, state: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -351,13 +354,13 @@ async def test_a_full_disk_costs_what_is_saved_and_not_the_agent(
             disk.setattr(StateFile, "save", full)
             await engine.publish(store((1, 2, agent), first=2))
             async with running(engine.url, [router.address], tmp_path):
-                await until(lambda agent=agent: len(router.streams) == agent, "another agent")
+                await eventually(lambda agent=agent: len(router.streams) == agent, "another agent")
                 known = keys_of(*((1, 2, one) for one in range(2, agent + 1)))
-                await until(lambda known=known: router.keys(name) == known, "all that the engine has cached")
+                await eventually(lambda known=known: router.keys(name) == known, "all that the engine has cached")
     await engine.publish(store((1, 2, 4), first=2))
     async with running(engine.url, [router.address], tmp_path):
         known |= keys_of((1, 2, 4))
-        await until(lambda: router.keys(name) == known, "an agent with room again, and the first one's state")
+        await eventually(lambda: router.keys(name) == known, "an agent with room again, and the first one's state")
     assert [stream.kinds.count("snapshot_begin") for stream in router.streams] == [1, 1, 1, 1]
     assert len({stream.hello.instance.incarnation for stream in router.streams}) == 1
 
@@ -370,5 +373,5 @@ async def test_an_engine_that_is_not_up_yet_is_waited_for(
     await engine.stop()
     async with running(engine.url, [router.address], tmp_path):
         await engine.start()
-        await until(lambda: len(router.streams) == 1, "hello")
+        await eventually(lambda: len(router.streams) == 1, "hello")
     await engine.stop()

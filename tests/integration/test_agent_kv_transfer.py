@@ -8,7 +8,8 @@ import pytest
 import zmq.asyncio
 
 from pointsman.agent.v1 import agent_pb2 as pb
-from tests.integration.agent_fakes import FakeEngine, FakeRouter, running, until
+from tests.support.fakes.agent_peers import FakeEngine, FakeRouter, running
+from tests.support.waiting import eventually
 
 LAYERWISE = {"protocol": "mooncake", "role": "kv_both", "layerwise": "True", "bootstrap_port": "9001"}
 OFF = LAYERWISE | {"layerwise": "False"}
@@ -26,9 +27,9 @@ async def test_an_engine_started_anew_is_what_it_announces_now(
     await engine.start()
     await router.start()
     async with running(engine.url, [router.address], tmp_path):
-        await until(lambda: bool(router.streams and router.streams[-1].loads), "the first life")
+        await eventually(lambda: bool(router.streams and router.streams[-1].loads), "the first life")
         kv = router.streams[-1].hello.instance.kv_transfer
-        assert (kv.protocol, kv.bootstrap_url, kv.decode_first) == (
+        assert (kv.protocol, kv.bootstrap_url, kv.layerwise) == (
             pb.KV_PROTOCOL_MOONCAKE,
             "http://127.0.0.1:9001",
             True,
@@ -37,7 +38,7 @@ async def test_an_engine_started_anew_is_what_it_announces_now(
         engine.announced = second
         engine.process_start = process_start and process_start + 1.0
         await engine.start()
-        await until(lambda: not router.streams[-1].hello.instance.kv_transfer.decode_first, "the second life")
+        await eventually(lambda: not router.streams[-1].hello.instance.kv_transfer.layerwise, "the second life")
         assert router.streams[-1].hello.instance.HasField("kv_transfer") == bool(second)
     await engine.stop()
     await router.stop()
@@ -50,9 +51,9 @@ async def test_an_engine_without_the_package_is_what_the_operator_says(tmp_path:
     await engine.start()
     await router.start()
     async with running(f"{engine.url}?kv=mooncake", [router.address], tmp_path):
-        await until(lambda: bool(router.streams and router.streams[-1].loads), "a load")
+        await eventually(lambda: bool(router.streams and router.streams[-1].loads), "a load")
         kv = router.streams[-1].hello.instance.kv_transfer
-        assert (kv.protocol, kv.bootstrap_url, kv.decode_first) == (
+        assert (kv.protocol, kv.bootstrap_url, kv.layerwise) == (
             pb.KV_PROTOCOL_MOONCAKE,
             "http://127.0.0.1:8998",
             False,

@@ -13,13 +13,14 @@ import aiohttp
 import pytest
 import zmq.asyncio
 
-from services.agent.events import EventFeed, EventSource
-from services.agent.kv_events import END_OF_REPLAY
-from services.agent.shadow import Shadow, Tier
-from services.common.keys import prompt_keys
-from tests.engine.processes import free_port
-from tests.integration.agent_fakes import FakeEngine, FakeRouter, until
-from tests.unit.agent.test_agent_shadow import store, tokens_of
+from pointsman.agent.core.cached_blocks import CachedBlocks, Tier
+from pointsman.agent.core.kv_events import END_OF_REPLAY
+from pointsman.agent.io.kv_subscriber import KvEventSource, KvSubscriber
+from pointsman.common.core.block_keys import prompt_keys
+from tests.support.fakes.agent_peers import FakeEngine, FakeRouter
+from tests.support.kv_events import store, tokens_of
+from tests.support.processes.process import free_port
+from tests.support.waiting import eventually
 
 
 @pytest.fixture
@@ -47,12 +48,17 @@ async def test_the_command_reports_serves_its_figures_and_saves_when_asked_to_en
         listen,
     ]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", "from services.cli import main; main()", "agent", *flags, stderr=asyncio.subprocess.PIPE
+        sys.executable,
+        "-c",
+        "from pointsman.cli.main import main; main()",
+        "agent",
+        *flags,
+        stderr=asyncio.subprocess.PIPE,
     )
     try:
         await engine.publish(store((1, 2)))
         name = f"127.0.0.1:{engine.port}"
-        await until(lambda: len(router.keys(name) or ()) == 4, "four keys")
+        await eventually(lambda: len(router.keys(name) or ()) == 4, "four keys")
         async with aiohttp.ClientSession() as session:
             async with session.get(f"http://{listen}/metrics") as answer:
                 page = await answer.text()
@@ -101,15 +107,15 @@ async def test_a_replay_that_loses_messages_on_the_way_is_asked_for_again(contex
             await router.send_multipart([client, b"", b"", END_OF_REPLAY, b""])
 
     answering = asyncio.create_task(answer())
-    shadow = Shadow("tiny")
-    source = EventSource(f"tcp://127.0.0.1:{engine.events_port}", f"tcp://127.0.0.1:{port}")
-    feed = EventFeed(context, source, shadow, lambda: None)
+    cached_blocks = CachedBlocks("tiny")
+    source = KvEventSource(f"tcp://127.0.0.1:{engine.events_port}", f"tcp://127.0.0.1:{port}")
+    subscriber = KvSubscriber(context, source, cached_blocks, lambda: None)
     try:
-        assert await feed.start()
-        assert set(shadow.keys(Tier.DEVICE)) == set(prompt_keys(tokens_of(paths[-1]), "tiny"))
-        assert (feed.applied, feed.counts.lost, questions) == (39, 0, 2)
+        assert await subscriber.start()
+        assert set(cached_blocks.keys(Tier.DEVICE)) == set(prompt_keys(tokens_of(paths[-1]), "tiny"))
+        assert (subscriber.applied, subscriber.counts.lost, questions) == (39, 0, 2)
     finally:
-        feed.close()
+        subscriber.close()
         answering.cancel()
         await asyncio.wait([answering])
         router.close(linger=0)

@@ -12,9 +12,10 @@ import msgspec
 import pytest
 import zmq.asyncio
 
-from pointsman_connector import loads
-from services.agent.step_load import StepLoad
-from tests.integration.agent_fakes import FakeEngine, FakeRouter, RunningAgent, running, until
+from pointsman.agent.core.step_load import StepLoad
+from pointsman_connector import step_load
+from tests.support.fakes.agent_peers import FakeEngine, FakeRouter, RunningAgent, running
+from tests.support.waiting import eventually
 
 
 @pytest.fixture
@@ -33,9 +34,9 @@ async def pushing(context: zmq.asyncio.Context, address: str) -> AsyncIterator[z
 
 
 def load(**changes: Any) -> bytes:
-    counters = loads.Counters(generation_tokens=5_000, prefix_cache_hits=64, connector={"bytes_transferred": 1.0})
+    counters = step_load.Counters(generation_tokens=5_000, prefix_cache_hits=64, connector={"bytes_transferred": 1.0})
     fields: dict[str, Any] = {"process": 1000.0, "ports": [], "rank": 0, "running": 7, "waiting": 2, "kv_usage": 0.5}
-    return msgspec.msgpack.encode(loads.StepLoad(counters=counters, **fields | changes))
+    return msgspec.msgpack.encode(step_load.StepLoad(counters=counters, **fields | changes))
 
 
 def test_engine_and_agent_mean_the_same() -> None:
@@ -59,14 +60,14 @@ async def test_pushed_loads_reach_the_router(context: zmq.asyncio.Context, tmp_p
     address = f"ipc://{tmp_path}/loads"
     # Of the scrapes there is one, at the start: what comes after it was pushed.
     async with (
-        running(engine.url, [router.address], tmp_path, loads_listen=address, scrape_interval_s=60.0),
+        running(engine.url, [router.address], tmp_path, step_loads_listen=address, scrape_interval_s=60.0),
         pushing(context, address) as push,
     ):
-        await until(lambda: bool(router.streams and router.streams[0].loads), "the scraped load")
+        await eventually(lambda: bool(router.streams and router.streams[0].loads), "the scraped load")
         assert router.streams[0].loads[-1].running == 0
         for message in (b"\xc1", load(process=999.0, running=1), load(rank=3, running=1), load()):
             await push.send(message)
-        await until(lambda: router.streams[0].loads[-1].running == 7, "the pushed load")
+        await eventually(lambda: router.streams[0].loads[-1].running == 7, "the pushed load")
         seen = router.streams[0].loads[-1]
         assert (seen.waiting, seen.kv_usage, seen.generation_tokens, seen.prefix_cache_hits) == (2, 0.5, 5_000, 64)
         assert all(one.running in (0, 7) for one in router.streams[0].loads), "other processes' and ranks' loads"
@@ -84,7 +85,7 @@ async def test_engines_that_started_at_the_same_moment_are_told_apart_by_their_p
         await engine.start()
     await router.start()
     address = f"ipc://{tmp_path}/loads"
-    settings = {"loads_listen": address, "scrape_interval_s": 60.0}
+    settings = {"step_loads_listen": address, "scrape_interval_s": 60.0}
     agent = RunningAgent([engine.url for engine in engines], [router.address], tmp_path, **settings)
 
     def running_of(engine: FakeEngine) -> list[int]:
@@ -92,11 +93,13 @@ async def test_engines_that_started_at_the_same_moment_are_told_apart_by_their_p
         return [one.running for one in stream.loads]
 
     async with pushing(context, address) as push:
-        await until(lambda: len(router.streams) == 2 and all(one.loads for one in router.streams), "both scraped loads")
+        await eventually(
+            lambda: len(router.streams) == 2 and all(one.loads for one in router.streams), "both scraped loads"
+        )
         for running, ports in ((1, []), (2, [1]), (3, [one.port for one in engines]), (4, [1, engines[1].port])):
             await push.send(load(running=running, ports=ports))
         await push.send(load(running=5, ports=[engines[0].port]))
-        await until(lambda: running_of(engines[0])[-1] == 5, "the pushed load")
+        await eventually(lambda: running_of(engines[0])[-1] == 5, "the pushed load")
         assert running_of(engines[1])[-1] == 4
         assert {1, 2, 3}.isdisjoint(running_of(engines[0]) + running_of(engines[1]))
     await agent.stop()
@@ -118,17 +121,17 @@ async def test_an_engine_that_steps_is_healthy_though_its_metrics_fail(
             await push.send(load())
             await asyncio.sleep(0.02)
 
-    async with running(engine.url, [router.address], tmp_path, loads_listen=address) as agent:
-        await until(lambda: bool(router.streams and router.streams[0].loads), "a load")
+    async with running(engine.url, [router.address], tmp_path, step_loads_listen=address) as agent:
+        await eventually(lambda: bool(router.streams and router.streams[0].loads), "a load")
         async with pushing(context, address) as push:
             steps = asyncio.create_task(step(push))
-            await until(lambda: router.streams[0].loads[-1].running == 7, "a pushed load")
+            await eventually(lambda: router.streams[0].loads[-1].running == 7, "a pushed load")
             engine.metrics_broken = True
             count = len(router.streams[0].loads)
-            await until(lambda: len(router.streams[0].loads) > count + 20, "many more loads")
+            await eventually(lambda: len(router.streams[0].loads) > count + 20, "many more loads")
             assert all(one.healthy for one in router.streams[0].loads)
             steps.cancel()
-        await until(lambda: not router.streams[0].loads[-1].healthy, "that it is not, without steps")
+        await eventually(lambda: not router.streams[0].loads[-1].healthy, "that it is not, without steps")
         assert not agent.task.done()
     await engine.stop()
     await router.stop()

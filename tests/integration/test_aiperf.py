@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
@@ -15,14 +14,16 @@ from typing import Any
 import grpc
 import pytest
 
-from lab.generate import SMALL, generate
-from lab.text import TOKENIZER_DIR
-from lab.trace_files import load_trace
-from lab.traces import TraceRequest, by_session
+from pointsman.lab.workload.synthetic_trace import SMALL, generate
+from pointsman.lab.workload.tokenizer import TOKENIZER_DIR
+from pointsman.lab.workload.trace_files import load_trace
+from pointsman.lab.workload.traces import TraceRequest, by_session
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
-from tests.engine.processes import Process, free_port, until
+from tests.support.processes.pointsman import pointsman_process
+from tests.support.processes.process import Process, free_port
+from tests.support.repository import REPOSITORY
+from tests.support.waiting import until
 
-REPOSITORY = Path(__file__).parents[2]
 AIPERF = REPOSITORY / ".venv-aiperf/bin/aiperf"
 START_S = 120.0
 PLAY_S = 300.0
@@ -59,7 +60,7 @@ def hub_cache(folder: Path) -> Path:
 
 
 def pointsman(name: str, folder: Path, *arguments: str) -> Process:
-    return Process(name, [sys.executable, "-m", "services.cli", *arguments], folder / f"{name}.log", cwd=REPOSITORY)
+    return pointsman_process(name, folder, *arguments, cwd=REPOSITORY)
 
 
 @contextlib.contextmanager

@@ -17,14 +17,16 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.docs.parsed import command_line
-from tests.docs.shell_blocks import BLOCKS, PAGES, REPOSITORY, Block
-from tests.engine.processes import Process, free_port
+from tests.support.docs.command_parsers import command_line
+from tests.support.docs.shell_blocks import BLOCKS, PAGES, Block
+from tests.support.processes.pointsman import pointsman_command
+from tests.support.processes.process import Process, free_port
+from tests.support.repository import REPOSITORY
 
 READY_WITHIN_S = 90.0
 # What a page writes for each of these programs, done by what is here. grpcurl's own flags are not checked by this.
 SHIMS = {
-    "pointsman": f'PYTHONPATH={REPOSITORY} exec {sys.executable} -m services.cli "$@"',
+    "pointsman": f'PYTHONPATH={REPOSITORY} exec {sys.executable} -m pointsman.cli.main "$@"',
     "grpcurl": """data=()
 while [[ $1 == -* ]]; do
   case $1 in -plaintext) shift ;; -d) data=(-d "$2"); shift 2 ;; *) echo "grpcurl $1?"; exit 2 ;; esac
@@ -32,10 +34,6 @@ done
 if [ "$2" = list ]; then asked="--list-services http://$1"; else asked="http://$1/$2"; fi
 exec buf curl --protocol grpc --http2-prior-knowledge "${data[@]}" $asked""",
 }
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "services.cli", *arguments]
 
 
 @dataclass
@@ -53,7 +51,9 @@ class Fleet:
 
     def ask(self, *arguments: str, status: int = 0) -> str:
         """What a `pointsman` command prints; its exit status must be `status`."""
-        ended = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
+        ended = subprocess.run(
+            pointsman_command(*arguments), capture_output=True, text=True, timeout=60, cwd=REPOSITORY
+        )
         assert ended.returncode == status, ended.stdout + ended.stderr
         return ended.stdout
 
@@ -67,7 +67,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         port = url.rpartition(":")[2]
         flags = ["--port", port, "--speedup", "50"]
         started.append(
-            Process(f"engine{number}", command("emulate", *flags), folder / f"e{number}.log", cwd=REPOSITORY)
+            Process(f"engine{number}", pointsman_command("emulate", *flags), folder / f"e{number}.log", cwd=REPOSITORY)
         )
     gateway, router, console, metrics, agent = (f"127.0.0.1:{free_port()}" for _ in range(5))
     flags = ["--listen", gateway, "--router-listen", router, "--router-metrics", metrics, "--agent-metrics", agent]
@@ -75,7 +75,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     flags += [part for url in engines for part in ("--engine", url)]
     log = folder / "decisions.jsonl"
     logged = {"POINTSMAN_ROUTER_DECISION_LOG_FILE": str(log)}
-    up = Process("up", command("up", *flags), folder / "up.log", env=logged, cwd=REPOSITORY)
+    up = Process("up", pointsman_command("up", *flags), folder / "up.log", env=logged, cwd=REPOSITORY)
     started.append(up)
     try:
         for process in started:
@@ -103,7 +103,7 @@ def test_up_serves_and_its_decisions_can_be_questioned(fleet: Fleet) -> None:
     assert instance in fleet.ask("instances", "--router", fleet.router)
     assert decision in fleet.ask("decisions", "--router", fleet.router, "--session", "asked")
     explained = fleet.ask("explain", decision, "--router", fleet.router)
-    assert "lmetric_fallback" in explained
+    assert "least_load_x_work" in explained
     assert instance in explained
     assert "the engine said: 0 cached" in explained
     assert "NOT_FOUND" in _failed("explain", "nothing", "--router", fleet.router)
@@ -233,7 +233,7 @@ def test_the_answers_that_the_pages_show_have_todays_columns(fleet: Fleet, fille
         columns[name] = next(
             line.split() for line in lines if line.split()[:1] in (["instance"], ["decision"], ["candidate"])
         )
-    shown = [found for page in PAGES for found in SHOWN.findall(page.read_text()) if "replay" not in found[1]]
+    shown = [found for page in PAGES for found in SHOWN.findall(page.read_text()) if "verify" not in found[1]]
     assert {name for name, *_ in shown} >= {"decisions", "explain"}
     for name, flags, answer in shown:
         assert columns[name] in [line.split() for line in answer.splitlines()], f"pointsman {name}{flags}"
@@ -254,7 +254,7 @@ def test_up_ends_with_the_reason_when_a_part_cannot_start(fleet: Fleet, tmp_path
         "",
     ]
     ended = subprocess.run(
-        command("up", "--engine", fleet.engines[0], *flags, "--state-dir", str(tmp_path)),
+        pointsman_command("up", "--engine", fleet.engines[0], *flags, "--state-dir", str(tmp_path)),
         capture_output=True,
         text=True,
         timeout=100,
@@ -265,6 +265,6 @@ def test_up_ends_with_the_reason_when_a_part_cannot_start(fleet: Fleet, tmp_path
 
 
 def _failed(*arguments: str) -> str:
-    ended = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
+    ended = subprocess.run(pointsman_command(*arguments), capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
     assert ended.returncode == 1
     return ended.stderr

@@ -14,12 +14,13 @@ import aiohttp
 import pytest
 from google.protobuf import json_format
 
+from pointsman.common.io.settings import Tokens
+from pointsman.router.io.console import decision_stream
+from pointsman.router.io.main import RouterServer
+from pointsman.router.io.settings import RouterSettings
 from pointsman.router.v1 import fleet_pb2, placement_pb2
-from services.common.settings import Tokens
-from services.router.io import decision_stream
-from services.router.io.main import RouterServer
-from services.router.io.settings import RouterSettings
-from tests.integration.router_fixtures import WITHIN_S, Client, Report, Session, eventually, running
+from tests.support.router import Client, Report, Session, running
+from tests.support.waiting import WITHIN_S, eventually
 
 TOKENS = {"agent": "a-token", "gateway": "g-token", "operator": "o-token"}
 
@@ -62,7 +63,7 @@ def tokens() -> Tokens:
 )
 async def test_each_role_may_do_what_it_may_over_grpc(token: str, reads: int, operates: int) -> None:
     async with console(tokens=tokens()) as (_, _, browser):
-        for method in ("ListInstances", "ListDecisions", "ListSessions", "ListReplicas", "SumUpDecisions"):
+        for method in ("ListInstances", "ListDecisions", "ListSessions", "ListReplicas", "SummarizeDecisions"):
             assert (await browser.call(method, token=token))[0] == reads, method
         for method in ("Drain", "SetPolicy"):
             assert (await browser.call(method, token=token))[0] == operates, method
@@ -106,7 +107,7 @@ async def test_an_operator_drains_and_changes_the_policy() -> None:
         ("ListInstances", '{"model": ', 400, "INVALID_ARGUMENT"),
         ("ListInstances", b"\xff", 400, "INVALID_ARGUMENT"),
         ("ListDecisions", '{"pageSize": 1001}', 400, "INVALID_ARGUMENT"),
-        ("SumUpDecisions", '{"last": 10001}', 400, "INVALID_ARGUMENT"),
+        ("SummarizeDecisions", '{"last": 10001}', 400, "INVALID_ARGUMENT"),
         ("ListSessions", '{"pageSize": 1001}', 400, "INVALID_ARGUMENT"),
         ("WatchDecisions", "{}", 404, "NOT_FOUND"),
         ("Nonsense", "{}", 404, "NOT_FOUND"),
@@ -137,7 +138,7 @@ async def test_the_answers_are_the_messages_of_fleet_service() -> None:
         for method, request in (
             ("GetDecision", fleet_pb2.GetDecisionRequest(decision_id=placement.decision_id)),
             ("ListDecisions", fleet_pb2.ListDecisionsRequest()),
-            ("SumUpDecisions", fleet_pb2.SumUpDecisionsRequest()),
+            ("SummarizeDecisions", fleet_pb2.SummarizeDecisionsRequest()),
             ("ListPolicies", fleet_pb2.ListPoliciesRequest()),
             ("WhatIf", fleet_pb2.WhatIfRequest(last=1, policy=fleet_pb2.Policy(name="random"))),
         ):
@@ -180,7 +181,7 @@ async def test_a_busy_fleet_is_thinned_out_and_nobody_is_watched_for_in_vain() -
             while seen + passed < total:
                 event = await next_event(stream)
                 assert len(event["decisions"]) <= decision_stream.AT_MOST
-                seen, passed = seen + len(event["decisions"]), passed + event["passedOver"]
+                seen, passed = seen + len(event["decisions"]), passed + event["skipped"]
             assert seen + passed == total == len(log)
         await eventually(lambda: is_(not log.watched), "the viewer's leaving")
 
@@ -203,7 +204,7 @@ async def test_a_viewer_that_does_not_read_is_dropped() -> None:
 
 
 async def test_viewers_are_bounded() -> None:
-    async with console(console_viewers=1) as (_, _, browser), browser.http.get(browser.address + "/api/decisions"):
+    async with console(console_max_viewers=1) as (_, _, browser), browser.http.get(browser.address + "/api/decisions"):
         status, text, _ = await browser.get("/api/decisions")
         assert (status, json.loads(text)["code"]) == (429, "RESOURCE_EXHAUSTED")
         assert (await browser.call("ListInstances"))[0] == 200

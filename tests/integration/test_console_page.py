@@ -11,11 +11,11 @@ import pytest
 from playwright.async_api import Page, Request, async_playwright, expect
 
 from pointsman.agent.v1 import agent_pb2
+from pointsman.common.io.channel import open_channel
+from pointsman.common.io.settings import Tokens
+from pointsman.router.io.main import RouterServer
 from pointsman.router.v1 import placement_pb2
-from services.common.channel import open_channel
-from services.common.settings import Tokens
-from services.router.io.main import RouterServer
-from tests.integration.router_fixtures import Client, Report, Session, running
+from tests.support.router import Client, Report, Session, running
 
 # Nobody's markup may come to life: an instance and a session of these names are in every fleet here.
 EVIL = "<img src=x onerror=document.title='owned'>"
@@ -247,12 +247,12 @@ async def test_a_gateways_token_may_look_and_an_operators_may_act() -> None:
 async def test_a_page_says_what_only_another_router_knows() -> None:
     async with browser() as shown:
         replicas = {
-            "answering": {"routerId": "one"},
+            "thisReplica": {"routerId": "one"},
             "replicas": [
                 {"routerId": "one", "policy": {"name": "unified"}},
                 {
                     "routerId": "two",
-                    "silent": "0.1s",
+                    "heartbeatAge": "0.1s",
                     "policy": {"name": "lmetric"},
                     "consoleUrl": "http://127.0.0.1:1",
                 },

@@ -12,10 +12,10 @@ import grpc.aio
 import pytest
 
 from pointsman.agent.v1 import agent_pb2
+from pointsman.common.io.auth import bearer
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
-from services.common.auth import bearer
-from tests.engine.collector import Collector, collecting
-from tests.integration.deploy_stack import Stack, compose_stack
+from tests.support.fakes.span_collector import Collector, collecting
+from tests.support.processes.compose_services import Stack, compose_stack
 
 
 @pytest.fixture
@@ -77,24 +77,24 @@ async def test_profile_emulated_answers_requests(stack: Stack, collector: Collec
 VLLM = f"""#!{sys.executable}
 import json, os, sys
 from prometheus_client.core import GaugeMetricFamily
-from lab import engine_metrics
-from services import cli
+from pointsman.lab.emulator import vllm_metrics
+from pointsman.cli import main as command_line
 given = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[1:] if word.startswith("--") and "=" in word)
 events = json.loads(given["kv-events-config"])
 ports = [events[name].rpartition(":")[2] for name in ("endpoint", "replay_endpoint")]
 kv = json.loads(given["kv-transfer-config"])
 print("devices", os.environ["CUDA_VISIBLE_DEVICES"], "connector", kv["kv_connector"], flush=True)
-own = engine_metrics.EngineMetrics.collect
+own = vllm_metrics.EngineMetrics.collect
 def collect(metrics):
     yield from own(metrics)
     told = dict(protocol="mooncake", role=kv["kv_role"], layerwise=str(kv["kv_connector"].startswith("Layerwise")))
     family = GaugeMetricFamily("pointsman_kv_transfer_info", "as the connector package has it", labels=list(told))
     family.add_metric(list(told.values()), 1)
     yield family
-engine_metrics.EngineMetrics.collect = collect
+vllm_metrics.EngineMetrics.collect = collect
 sys.argv = ["pointsman", "emulate", "--port", given["port"], "--kv-events-port", ports[0], "--replay-port", ports[1],
             "--model", given["served-model-name"], "--max-model-len", given["max-model-len"]]
-cli.main()
+command_line.main()
 """
 
 
@@ -122,7 +122,7 @@ async def test_profile_gpu2_has_an_instance_on_each_gpu_that_passes_kv_on(tmp_pa
         assert listed.policy.name == "elastic"
         for status in listed.instances:
             instance = status.instance
-            assert (instance.model, instance.prefill_chunk_limit) == ("qwen3-coder", 4096)
+            assert (instance.model, instance.long_prefill_token_threshold) == ("qwen3-coder", 4096)
             assert instance.prefix_mode == agent_pb2.PREFIX_MODE_EXACT
             kv = instance.kv_transfer
-            assert (kv.protocol, kv.decode_first) == (agent_pb2.KV_PROTOCOL_MOONCAKE, True)
+            assert (kv.protocol, kv.layerwise) == (agent_pb2.KV_PROTOCOL_MOONCAKE, True)

@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 import yaml
 
-from tests.integration.deploy_stack import Stack, compose_stack
+from tests.support.processes.compose_services import Stack, compose_stack
 from tools import check_deploy
 
 TELEMETRY = check_deploy.DEPLOY / "telemetry"

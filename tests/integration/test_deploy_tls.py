@@ -6,14 +6,14 @@ import asyncio
 import os
 import ssl
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
 import pytest
 
-from tests.integration.deploy_stack import Stack, compose_stack
+from tests.support.processes.compose_services import Stack, compose_stack
+from tests.support.processes.pointsman import pointsman_command
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ async def instances(stack: Stack, **shown: str) -> tuple[int | None, str]:
     told = {"POINTSMAN_ROUTER": f"127.0.0.1:{stack.ports['router', '50051']}"}
     told |= {"POINTSMAN_OPERATOR_TOKEN": stack.secret("operator"), **shown}
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.cli", "instances", "--json",
+        *pointsman_command("instances", "--json"),
         env={**os.environ, **told}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     said, _ = await process.communicate()

@@ -16,17 +16,18 @@ import msgspec
 import pytest
 import typer
 
-from lab.bundle import Bundle, read_bundle, read_records
-from lab.emulator import Emulated, EmulateSettings, start
-from lab.generate import generate
-from lab.records import RequestRecord
-from lab.replay import ReplayError, ReplaySettings, config_of, replay, run
-from lab.trace_files import load_trace, save_trace
-from lab.traces import TraceError, by_session
+from pointsman.lab.emulator.emulated_engine import EmulatedEngine, EmulateSettings, start
+from pointsman.lab.live.replay_command import ReplayError, ReplaySettings, config_of, replay, run
+from pointsman.lab.report.bundle import Bundle, read_bundle, read_records
+from pointsman.lab.report.request_record import RequestRecord
+from pointsman.lab.workload.synthetic_trace import generate
+from pointsman.lab.workload.trace_files import load_trace, save_trace
+from pointsman.lab.workload.traces import TraceError, by_session
+from tests.support.processes.pointsman import pointsman_command
 
 
 @pytest.fixture
-async def engine() -> AsyncIterator[Emulated]:
+async def engine() -> AsyncIterator[EmulatedEngine]:
     running = await start(EmulateSettings(port=0, speedup=20.0))
     yield running
     await running.stop()
@@ -43,7 +44,7 @@ def settings(trace: Path, url: str, **more: Any) -> ReplaySettings:
     return ReplaySettings(**(fast | {"trace": trace, "url": url, "out": trace.parent / "run"} | more))
 
 
-async def test_a_replay_records_what_every_request_got(engine: Emulated, trace: Path) -> None:
+async def test_a_replay_records_what_every_request_got(engine: EmulatedEngine, trace: Path) -> None:
     told: list[RequestRecord] = []
     records = (await replay(settings(trace, engine.url), told.append)).records
     assert told == records
@@ -70,7 +71,7 @@ def turns_in_order(trace: Path) -> list[str]:
     return list(by_session(load_trace(trace)))
 
 
-async def test_failures_are_recorded_and_the_session_goes_on(engine: Emulated, trace: Path) -> None:
+async def test_failures_are_recorded_and_the_session_goes_on(engine: EmulatedEngine, trace: Path) -> None:
     records = (await replay(settings(trace, engine.url, model="other"))).records
     assert len(records) == len(load_trace(trace))
     assert {(record.status, record.ok) for record in records} == {(404, False)}
@@ -89,7 +90,7 @@ async def test_an_engine_that_dies_leaves_records(trace: Path) -> None:
     assert all(record.error for record in records)
 
 
-async def test_a_replay_that_cannot_begin_says_why(engine: Emulated, trace: Path, tmp_path: Path) -> None:
+async def test_a_replay_that_cannot_begin_says_why(engine: EmulatedEngine, trace: Path, tmp_path: Path) -> None:
     with pytest.raises(ReplayError, match=r"127\.0\.0\.1:1/v1/models"):
         await replay(settings(trace, "http://127.0.0.1:1"))
     with pytest.raises(ReplayError, match=r"router 127\.0\.0\.1:1: UNAVAILABLE"):
@@ -141,7 +142,7 @@ async def test_ctrl_c_keeps_what_had_finished(trace: Path) -> None:
     flags |= {"timing": "think", "max-sessions": 1}
     process = await asyncio.create_subprocess_exec(
         # Whoever runs the tests in the background may have told its children to ignore SIGINT.
-        *("env", "--default-signal=INT", sys.executable, "-m", "services.cli", "replay"),
+        *("env", "--default-signal=INT", *pointsman_command("replay")),
         *(str(part) for name, value in flags.items() for part in (f"--{name}", value)),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -166,7 +167,7 @@ async def test_ctrl_c_keeps_what_had_finished(trace: Path) -> None:
 async def demo(*arguments: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "services.cli", "demo", *arguments),
+        *("-m", "pointsman.cli.main", "demo", *arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         process_group=0,
@@ -197,7 +198,7 @@ def alive(pid: int) -> bool:
 def assert_bundle_is_whole(bundle: Bundle, folder: Path) -> None:
     """What the router and the gateway tell of a run agrees with what its client saw."""
     records = bundle.records
-    assert {record.route_class for record in records} <= {"WARM", "MEDIUM", "HEAVY"}
+    assert {record.route_class for record in records} <= {"LIGHT", "MEDIUM", "HEAVY"}
     assert all(record.mode == "COLOCATED" and record.reason and record.rule for record in records)
     assert bundle.breakdown
     rows = {row["decision"]: row for row in bundle.breakdown["requests"]}

@@ -7,9 +7,11 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
+from pointsman.router.core.policy.registry import POLICIES
 from pointsman.router.v1 import fleet_pb2, placement_pb2
-from services.router.policy.registry import POLICIES
-from tests.integration.router_fixtures import Client, Report, Session, eventually, redis_server, running
+from tests.support.processes.redis import redis_server
+from tests.support.router import Client, Report, Session, running
+from tests.support.waiting import eventually
 
 
 async def replicas_of(client: Client) -> fleet_pb2.ListReplicasResponse:
@@ -52,8 +54,8 @@ async def test_decisions_are_summed_up_by_how_they_ended() -> None:
         await gateway.finish("r0", cached_tokens=32, timings=timings)
         await gateway.finish("r1", outcome=placement_pb2.OUTCOME_FAILED)
 
-        async def summed(**wanted: object) -> fleet_pb2.SumUpDecisionsResponse:
-            return await client.fleet.SumUpDecisions(fleet_pb2.SumUpDecisionsRequest(**wanted))  # type: ignore[arg-type]
+        async def summed(**wanted: object) -> fleet_pb2.SummarizeDecisionsResponse:
+            return await client.fleet.SummarizeDecisions(fleet_pb2.SummarizeDecisionsRequest(**wanted))  # type: ignore[arg-type]
 
         async def both_ended() -> bool:
             return dict((await summed()).groups[0].outcomes) == {"OK": 1, "FAILED": 1, "OPEN": 1}
@@ -61,9 +63,9 @@ async def test_decisions_are_summed_up_by_how_they_ended() -> None:
         await eventually(both_ended, "the ends of two requests")
         answer = await summed()
         (group,) = answer.groups
-        assert (answer.decided, group.decided, group.route_class, group.mode) == (3, 3, "WARM", "COLOCATED")
+        assert (answer.decided, group.decided, group.route_class, group.mode) == (3, 3, "LIGHT", "COLOCATED")
         assert (group.input_tokens, group.reported, group.reported_cached_tokens) == (480, 1, 32)
-        assert group.first_token_p50.ToMilliseconds() == group.first_token_p95.ToMilliseconds() == 250
+        assert group.ttft_p50.ToMilliseconds() == group.ttft_p95.ToMilliseconds() == 250
         assert (await summed(last=2)).decided == 2
         assert (await summed(filter=fleet_pb2.DecisionFilter(session_id="s1"))).groups[0].outcomes == {"FAILED": 1}
         with pytest.raises(grpc.aio.AioRpcError) as error:
@@ -89,15 +91,15 @@ async def test_a_router_by_itself_tells_its_own_health() -> None:
         await gateway.place("r", session_id="s")
         answer = await replicas_of(client)
         address = f"127.0.0.1:{server.port}"
-        assert [(one.router_id, one.address, one.HasField("silent")) for one in answer.replicas] == [
+        assert [(one.router_id, one.address, one.HasField("heartbeat_age")) for one in answer.replicas] == [
             ("one", address, False)
         ]
         (pool,) = answer.pools
         assert (pool.model, pool.owner.router_id, pool.owner.address, pool.instances) == ("m", "one", address, 1)
-        own = answer.answering
-        assert (own.router_id, own.store, own.warm, own.degraded) == ("one", "memory", True, False)
+        own = answer.this_replica
+        assert (own.router_id, own.store, own.ready, own.degraded) == ("one", "memory", True, False)
         assert (own.gateways, own.agent_streams, own.open_requests, own.sessions, own.decisions) == (1, 1, 1, 1, 1)
-        assert not own.HasField("store_silent")
+        assert not own.HasField("store_answer_age")
 
 
 async def test_replicas_that_share_a_redis_see_each_other_come_and_go(tmp_path: Path) -> None:
@@ -122,8 +124,8 @@ async def test_replicas_that_share_a_redis_see_each_other_come_and_go(tmp_path: 
 
                 await eventually(both, "each knows both")
                 answer = await replicas_of(client)
-                assert all(one.silent.ToMilliseconds() < 30_000 for one in answer.replicas)
-                assert (answer.answering.store, answer.answering.HasField("store_silent")) == ("redis", True)
+                assert all(one.heartbeat_age.ToMilliseconds() < 30_000 for one in answer.replicas)
+                assert (answer.this_replica.store, answer.this_replica.HasField("store_answer_age")) == ("redis", True)
 
             async def alone() -> bool:
                 return [one.router_id for one in (await replicas_of(client)).replicas] == ["one"]
@@ -132,12 +134,12 @@ async def test_replicas_that_share_a_redis_see_each_other_come_and_go(tmp_path: 
             redis.kill()
 
             async def degraded() -> bool:
-                return (await replicas_of(client)).answering.degraded
+                return (await replicas_of(client)).this_replica.degraded
 
             await eventually(degraded, "Redis is missed")
-            silent = (await replicas_of(client)).answering.store_silent.ToNanoseconds()
+            heartbeat_age = (await replicas_of(client)).this_replica.store_answer_age.ToNanoseconds()
 
             async def more_silent() -> bool:
-                return (await replicas_of(client)).answering.store_silent.ToNanoseconds() > silent
+                return (await replicas_of(client)).this_replica.store_answer_age.ToNanoseconds() > heartbeat_age
 
             await eventually(more_silent, "the silence lasts")

@@ -11,26 +11,17 @@ import aiohttp
 import openai
 import pytest
 
+from pointsman.common.core.block_keys import prompt_keys
 from pointsman.router.v1 import placement_pb2
-from services.common.keys import prompt_keys
-from tests.integration.gateway_fakes import MODEL, Stack, refusal, stack, until
-
-CHAT = {
-    "model": MODEL,
-    "messages": [{"role": "user", "content": "set the points so that each train takes the right track"}],
-}
+from tests.support.fakes.gateway_peers import MODEL, Stack, refusal, stack
+from tests.support.gateway_requests import CHAT, post
+from tests.support.waiting import eventually
 
 
 @pytest.fixture
 async def up(tmp_path: Path) -> AsyncIterator[Stack]:
     async with stack(tmp_path) as running:
         yield running
-
-
-async def post(up: Stack, path: str, **kwargs: object) -> tuple[int, dict[str, object], dict[str, str]]:
-    async with aiohttp.ClientSession() as http, http.post(up.url + path, **kwargs) as answer:  # type: ignore[arg-type]
-        raw = await answer.read()
-        return answer.status, json.loads(raw), dict(answer.headers)
 
 
 def outcomes(up: Stack) -> list[int]:
@@ -121,7 +112,7 @@ async def test_a_client_that_leaves_frees_the_engine_and_the_reservation(up: Sta
         answer.close()
     await up.router.until(lambda: len(up.router.finished) == 1)
     assert outcomes(up) == [placement_pb2.OUTCOME_CANCELLED]
-    await until(lambda: not up.engines[0].open)
+    await eventually(lambda: not up.engines[0].open)
     assert up.engines[0].aborted == 1
     assert up.gateway.router.inflight() == {}
 
@@ -137,7 +128,7 @@ async def test_a_client_that_leaves_with_the_whole_answer_did_not_cancel_it(up: 
     await up.router.until(lambda: len(up.router.finished) == 1)
     assert outcomes(up) == [placement_pb2.OUTCOME_OK]
     assert up.router.finished[0].cached_tokens == 16
-    await until(lambda: not up.engines[0].open)
+    await eventually(lambda: not up.engines[0].open)
 
 
 async def test_a_client_that_leaves_before_the_placement_is_told_to_the_router(up: Stack) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +13,15 @@ import anthropic
 import openai
 import pytest
 
+from pointsman.common.core.block_keys import prompt_keys
+from pointsman.gateway.core.api import ROUTES, Endpoint, parse
+from pointsman.gateway.core.api.openai_responses import response_id
 from pointsman.router.v1 import placement_pb2
-from services.common.keys import prompt_keys
-from services.gateway.dialects import ROUTES, Kind, parse
-from services.gateway.dialects.responses import response_id
-from tests.integration.gateway_fakes import MODEL, Stack, refusal, stack, until
+from tests.support.fakes.gateway_peers import MODEL, Stack, refusal, stack
+from tests.support.gateway_requests import BODIES, MESSAGES, RESPONSES, WORDS, ask, claude, finished, gpt
+from tests.support.waiting import eventually
 
-WORDS = "set the points so that each train takes the right track " * 3
-MESSAGES: dict[str, Any] = {"model": MODEL, "max_tokens": 64, "messages": [{"role": "user", "content": WORDS}]}
-RESPONSES: dict[str, Any] = {"model": MODEL, "input": WORDS}
-BODIES: dict[Kind, dict[str, Any]] = {
-    Kind.CHAT: {"model": MODEL, "messages": MESSAGES["messages"]},
-    Kind.COMPLETION: {"model": MODEL, "prompt": WORDS},
-    Kind.MESSAGES: MESSAGES,
-    Kind.RESPONSES: RESPONSES,
-    Kind.EMBEDDINGS: {"model": MODEL, "input": [WORDS, "b"]},
-    Kind.RERANK: {"model": MODEL, "query": "a", "documents": ["b", "c"]},
-    Kind.SCORE: {"model": MODEL, "text_1": "a", "text_2": ["b"]},
-    Kind.POOLING: {"model": MODEL, "input": "a"},
-    Kind.CLASSIFY: {"model": MODEL, "input": ["a", "b"]},
-    Kind.COUNT_TOKENS: {"model": MODEL, "messages": MESSAGES["messages"]},
-    Kind.TOKENIZE: {"model": MODEL, "prompt": "a"},
-    Kind.DETOKENIZE: {"model": MODEL, "tokens": [1]},
-}
-PLACED = [kind for kind in Kind if kind.placed]
+PLACED = [kind for kind in Endpoint if kind.is_placed]
 
 
 @pytest.fixture
@@ -46,33 +30,7 @@ async def up(tmp_path: Path) -> AsyncIterator[Stack]:
         yield running
 
 
-@asynccontextmanager
-async def claude(up: Stack, key: str = "none") -> AsyncIterator[anthropic.AsyncAnthropic]:
-    async with anthropic.AsyncAnthropic(base_url=up.url, api_key=key, max_retries=0) as client:
-        yield client
-
-
-@asynccontextmanager
-async def gpt(up: Stack, key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{up.url}/v1", api_key=key, max_retries=0) as client:
-        yield client
-
-
-async def ask(up: Stack, path: str, body: object = None, **headers: str) -> tuple[int, Any]:
-    method = "GET" if body is None else "POST"
-    async with (
-        aiohttp.ClientSession() as http,
-        http.request(method, up.url + path, json=body, headers=headers) as answer,
-    ):
-        return answer.status, await answer.json(content_type=None)
-
-
-async def finished(up: Stack, count: int = 1) -> placement_pb2.Finished:
-    await up.router.until(lambda: len(up.router.finished) == count)
-    return up.router.finished[-1]
-
-
-def assert_exact(up: Stack, kind: Kind, body: dict[str, Any], done: placement_pb2.Finished) -> None:
+def assert_exact(up: Stack, kind: Endpoint, body: dict[str, Any], done: placement_pb2.Finished) -> None:
     """Placed by the very tokens that the engine counted, and reported as it counted them."""
     ids = up.engines[0].tokenizer.prompt(parse(kind, json.dumps(body).encode())).ids
     place = up.router.places[-1]
@@ -85,13 +43,13 @@ async def test_anthropics_client_gets_messages(up: Stack) -> None:
     async with claude(up) as client:
         answer = await client.messages.create(**MESSAGES)
         assert answer.content[0].text == "The points are set."
-        assert_exact(up, Kind.MESSAGES, MESSAGES, await finished(up))
+        assert_exact(up, Endpoint.MESSAGES, MESSAGES, await finished(up))
         async with client.messages.stream(**MESSAGES) as stream:
             text = "".join([piece async for piece in stream.text_stream])
             final = await stream.get_final_message()
         assert (text, final.stop_reason, final.usage.output_tokens) == ("The points are set.", "end_turn", 4)
-        assert_exact(up, Kind.MESSAGES, MESSAGES, await finished(up, 2))
-        assert (await client.messages.count_tokens(**BODIES[Kind.COUNT_TOKENS])).input_tokens == 9
+        assert_exact(up, Endpoint.MESSAGES, MESSAGES, await finished(up, 2))
+        assert (await client.messages.count_tokens(**BODIES[Endpoint.COUNT_TOKENS])).input_tokens == 9
     assert len(up.router.places) == 2
     assert [path for path, _, _ in up.engines[0].requests].count("/v1/messages") == 2
 
@@ -100,10 +58,10 @@ async def test_openais_client_gets_responses(up: Stack) -> None:
     async with gpt(up) as client:
         answer = await client.responses.create(**RESPONSES)
         assert answer.output_text == "The points are set."
-        assert_exact(up, Kind.RESPONSES, RESPONSES, await finished(up))
+        assert_exact(up, Endpoint.RESPONSES, RESPONSES, await finished(up))
         events = [event async for event in await client.responses.create(**RESPONSES, stream=True)]
     assert [event.type for event in events][0::7] == ["response.created", "response.completed"]
-    assert_exact(up, Kind.RESPONSES, RESPONSES, await finished(up, 2))
+    assert_exact(up, Endpoint.RESPONSES, RESPONSES, await finished(up, 2))
 
 
 async def test_a_stored_response_is_found_by_its_id_alone(up: Stack, tmp_path: Path) -> None:
@@ -139,7 +97,7 @@ async def test_without_a_router_a_stored_response_is_continued_where_it_is(up: S
         first = await client.responses.create(**RESPONSES)
         up.engines[0].mode = "ok"
         await up.router.stop()
-        await until(lambda: not up.gateway.router.connected)
+        await eventually(lambda: not up.gateway.router.connected)
         for _ in range(3):
             await client.responses.create(**RESPONSES, previous_response_id=first.id)
     assert len(up.engines[1].requests) == 4
@@ -147,14 +105,14 @@ async def test_without_a_router_a_stored_response_is_continued_where_it_is(up: S
 
 async def test_texts_are_embedded_ranked_and_scored(up: Stack) -> None:
     async with gpt(up) as client:
-        answer = await client.embeddings.create(**BODIES[Kind.EMBEDDINGS], encoding_format="float")
+        answer = await client.embeddings.create(**BODIES[Endpoint.EMBEDDINGS], encoding_format="float")
     assert answer.data[0].embedding == [0.5, -0.5]
     done, place = await finished(up), up.router.places[0]
     assert (done.outcome, done.prompt_tokens) == (placement_pb2.OUTCOME_OK, 9)
     assert (list(place.keys), place.session_id, place.max_output_tokens) == ([], "", 1)
     assert place.input_tokens == pytest.approx(len(WORDS) // 4, abs=10)
     for path, kind in ROUTES.items():
-        if kind.placed and not kind.generates:
+        if kind.is_placed and not kind.generates:
             status, answer = await ask(up, path, BODIES[kind])
             assert status == 200, path
             assert up.engines[0].requests[-1][0] == kind.value
@@ -163,20 +121,20 @@ async def test_texts_are_embedded_ranked_and_scored(up: Stack) -> None:
 
 
 async def test_tokens_are_any_instances_to_tell(up: Stack) -> None:
-    assert (await ask(up, "/tokenize", BODIES[Kind.TOKENIZE]))[1]["count"] >= 1
-    assert await ask(up, "/detokenize", BODIES[Kind.DETOKENIZE]) == (200, {"prompt": "x"})
+    assert (await ask(up, "/tokenize", BODIES[Endpoint.TOKENIZE]))[1]["count"] >= 1
+    assert await ask(up, "/detokenize", BODIES[Endpoint.DETOKENIZE]) == (200, {"prompt": "x"})
     for engine in up.engines:
         engine.mode = "500"
-    status, answer = await ask(up, "/v1/messages/count_tokens", BODIES[Kind.COUNT_TOKENS])
+    status, answer = await ask(up, "/v1/messages/count_tokens", BODIES[Endpoint.COUNT_TOKENS])
     assert (status, answer["error"]["type"]) == (502, "api_error")
     up.engines[1].mode = "ok"
     for _ in range(2):
-        assert (await ask(up, "/v1/messages/count_tokens", BODIES[Kind.COUNT_TOKENS]))[0] == 200
+        assert (await ask(up, "/v1/messages/count_tokens", BODIES[Endpoint.COUNT_TOKENS]))[0] == 200
     assert up.router.places == []
 
 
 @pytest.mark.parametrize("kind", PLACED)
-async def test_what_a_client_may_not_set_reaches_no_engine_on_any_api(up: Stack, kind: Kind) -> None:
+async def test_what_a_client_may_not_set_reaches_no_engine_on_any_api(up: Stack, kind: Endpoint) -> None:
     evil = {"kv_transfer_params": {"do_remote_prefill": True}, "ec_transfer_params": {}, "priority": -1}
     evil |= {"vllm_xargs": {"kv_transfer_params": "x", "mine": 1}, "cache_salt": "theirs", "request_id": "resp_x"}
     status, _ = await ask(up, kind.value, {**BODIES[kind], **evil, "unknown": [1]}, **{"X-Vllm-Priority": "-9"})
@@ -185,7 +143,7 @@ async def test_what_a_client_may_not_set_reaches_no_engine_on_any_api(up: Stack,
     assert seen["vllm_xargs"] == {"mine": 1}
     assert seen["unknown"] == [1]
     assert not {"kv_transfer_params", "ec_transfer_params", "priority", "cache_salt"} & seen.keys()
-    assert kind is not Kind.RESPONSES or seen["request_id"] != "resp_x"
+    assert kind is not Endpoint.RESPONSES or seen["request_id"] != "resp_x"
     assert "x-vllm-priority" not in {name.lower() for name in headers}
 
 
@@ -237,28 +195,28 @@ async def test_a_stream_that_breaks_ends_with_the_apis_own_error_event(up: Stack
     assert [one.outcome for one in up.router.finished] == [placement_pb2.OUTCOME_FAILED] * 2
 
 
-@pytest.mark.parametrize("kind", [Kind.CHAT, Kind.COMPLETION, Kind.MESSAGES, Kind.RESPONSES])
-async def test_an_engines_own_error_in_a_stream_names_no_address(up: Stack, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [Endpoint.CHAT, Endpoint.COMPLETION, Endpoint.MESSAGES, Endpoint.RESPONSES])
+async def test_an_engines_own_error_in_a_stream_names_no_address(up: Stack, kind: Endpoint) -> None:
     up.engines[0].mode = "confess"
     body = BODIES[kind] | {"stream": True}
     async with aiohttp.ClientSession() as http, http.post(up.url + kind.value, json=body) as answer:
         text = (await answer.read()).decode()
     assert "10.0.0.7" not in text
     assert text.count("boom at <address>") == 1
-    assert ("event: error\n" in text) == (kind in (Kind.MESSAGES, Kind.RESPONSES))
+    assert ("event: error\n" in text) == (kind in (Endpoint.MESSAGES, Endpoint.RESPONSES))
     done = await finished(up)
     assert (done.outcome, done.error) == (placement_pb2.OUTCOME_FAILED, "the engine reported an error")
 
 
-@pytest.mark.parametrize("kind", [Kind.MESSAGES, Kind.RESPONSES])
-async def test_a_client_that_leaves_frees_the_engine(up: Stack, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [Endpoint.MESSAGES, Endpoint.RESPONSES])
+async def test_a_client_that_leaves_frees_the_engine(up: Stack, kind: Endpoint) -> None:
     up.engines[0].hold = asyncio.Event()
     async with aiohttp.ClientSession() as http:
         answer = await http.post(up.url + kind.value, json=BODIES[kind] | {"stream": True})
         assert (await answer.content.readline()).startswith(b"event: ")
         answer.close()
     assert (await finished(up)).outcome == placement_pb2.OUTCOME_CANCELLED
-    await until(lambda: not up.engines[0].open)
+    await eventually(lambda: not up.engines[0].open)
     assert up.router.reserved == set()
 
 
@@ -269,12 +227,12 @@ async def test_aliases_are_listed_and_resolved(tmp_path: Path) -> None:
             assert (await client.models.retrieve("big")).id == "big"
             with pytest.raises(openai.NotFoundError):
                 await client.models.retrieve("gone")
-            answer = await client.chat.completions.create(**BODIES[Kind.CHAT] | {"model": "big"})
+            answer = await client.chat.completions.create(**BODIES[Endpoint.CHAT] | {"model": "big"})
             assert answer.model == MODEL
         async with claude(up) as other:
             assert (await anext(aiter(other.models.list()))).id == "big"
             await other.messages.create(**MESSAGES | {"model": "big"})
         assert {body["model"] for _, body, _ in up.engines[0].requests} == {MODEL}
         assert {place.model for place in up.router.places} == {MODEL}
-        status, answer = await ask(up, "/v1/chat/completions", BODIES[Kind.CHAT] | {"model": "gone"})
+        status, answer = await ask(up, "/v1/chat/completions", BODIES[Endpoint.CHAT] | {"model": "gone"})
         assert (status, answer["error"]["message"]) == (404, "The model `gone` does not exist.")

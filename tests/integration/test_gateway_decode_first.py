@@ -11,8 +11,18 @@ import aiohttp
 import pytest
 
 from pointsman.router.v1 import placement_pb2
-from tests.integration.gateway_fakes import Stack, until
-from tests.integration.offload_fakes import CHAT, STREAM, answered, halves, offload_stack, offloading, p_and_d, told
+from tests.support.fakes.gateway_peers import Stack
+from tests.support.fakes.offloading_peers import (
+    CHAT,
+    STREAM,
+    answered,
+    halves,
+    offload_stack,
+    offloading,
+    p_and_d,
+    told,
+)
+from tests.support.waiting import eventually
 
 BOTH = (True, True)
 
@@ -26,11 +36,11 @@ async def up(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[St
 
 @pytest.mark.parametrize("body", [STREAM, CHAT], ids=["stream", "whole"])
 async def test_where_both_want_it_both_requests_are_sent_at_once(up: Stack, body: dict[str, Any]) -> None:
-    offloading(up, decode_first=BOTH)
+    offloading(up, layerwise=BOTH)
     p, d = p_and_d(up)
     p.sends = d.fetches = "wait"
     asking = asyncio.ensure_future(answered(up, body))
-    await until(lambda: len(p.halves) == len(d.halves) == 1)
+    await eventually(lambda: len(p.halves) == len(d.halves) == 1)
     p.go.set()
     await up.router.until(lambda: told(up) == [(0, "")])
     d.go.set()
@@ -42,7 +52,7 @@ async def test_where_both_want_it_both_requests_are_sent_at_once(up: Stack, body
 
 
 async def test_the_step_after_the_prefill_is_not_given_back_when_it_comes_after_the_end(up: Stack) -> None:
-    offloading(up, decode_first=BOTH)
+    offloading(up, layerwise=BOTH)
     up.router.late = True
     p_and_d(up)[1].fetches = "wait"
     asking = asyncio.ensure_future(answered(up, STREAM))
@@ -55,11 +65,11 @@ async def test_the_step_after_the_prefill_is_not_given_back_when_it_comes_after_
 
 @pytest.mark.parametrize("wanted", [(True, False), (False, True)])
 async def test_where_one_does_not_want_it_the_second_request_waits(up: Stack, wanted: tuple[bool, bool]) -> None:
-    offloading(up, decode_first=wanted)
+    offloading(up, layerwise=wanted)
     p, d = p_and_d(up)
     p.sends = "wait"
     asking = asyncio.ensure_future(answered(up, STREAM))
-    await until(lambda: len(p.halves) == 1)
+    await eventually(lambda: len(p.halves) == 1)
     assert d.halves == []
     p.go.set()
     assert await asking == ("i1", "The points are set.")
@@ -67,7 +77,7 @@ async def test_where_one_does_not_want_it_the_second_request_waits(up: Stack, wa
 
 @pytest.mark.parametrize("body", [STREAM, CHAT], ids=["stream", "whole"])
 async def test_the_answer_does_not_wait_for_the_end_of_the_prefill(up: Stack, body: dict[str, Any]) -> None:
-    offloading(up, decode_first=BOTH)
+    offloading(up, layerwise=BOTH)
     p, _ = p_and_d(up)
     p.sends = "wait"
     assert await answered(up, body) == ("i1", "The points are set.")
@@ -91,7 +101,7 @@ async def test_the_answer_does_not_wait_for_the_end_of_the_prefill(up: Stack, bo
 async def test_when_p_fails_while_d_waits_d_is_asked_anew(
     up: Stack, body: dict[str, Any], fault: dict[str, str], error: str
 ) -> None:
-    offloading(up, decode_first=BOTH)
+    offloading(up, layerwise=BOTH)
     p, d = p_and_d(up)
     d.fetches = "hang"
     for name, value in fault.items():
@@ -100,12 +110,12 @@ async def test_when_p_fails_while_d_waits_d_is_asked_anew(
     assert told(up) == [(0, error)]
     assert (halves(up, 1), d.aborted, len(d.requests)) == (["fetch"], 1, 1)
     assert len(up.router.finished) == 1
-    await until(lambda: p.open == 0)
+    await eventually(lambda: p.open == 0)
 
 
 @pytest.mark.parametrize("body", [STREAM, CHAT], ids=["stream", "whole"])
 async def test_without_a_bootstrap_server_neither_is_asked(up: Stack, body: dict[str, Any]) -> None:
-    offloading(up, decode_first=BOTH)
+    offloading(up, layerwise=BOTH)
     p, d = p_and_d(up)
     p.engine_id = ""
     assert await answered(up, body) == ("i1", "The points are set.")
@@ -116,37 +126,37 @@ async def test_without_a_bootstrap_server_neither_is_asked(up: Stack, body: dict
 
 @pytest.mark.parametrize("body", [STREAM, CHAT], ids=["stream", "whole"])
 async def test_when_d_refuses_the_prefill_is_ended(up: Stack, body: dict[str, Any]) -> None:
-    offloading(up, decode_first=BOTH)
+    offloading(up, layerwise=BOTH)
     p, d = p_and_d(up)
     p.sends, d.fetches = "hang", "500"
     assert await answered(up, body) == ("i1", "The points are set.")
     assert told(up) == [(0, "the other instance: status 500")]
     assert not any(done.instance_failed for done in up.router.step_dones)
-    await until(lambda: p.open == 0)
+    await eventually(lambda: p.open == 0)
 
 
 async def test_when_d_is_gone_the_prefill_is_ended_and_another_answers(up: Stack) -> None:
     up.router.pools[0].instances[1].url = "http://127.0.0.1:1"
-    offloading(up, decode_first=BOTH)
+    offloading(up, layerwise=BOTH)
     p, _ = p_and_d(up)
     p.sends = "hang"
     assert await answered(up, STREAM) == ("i0", "The points are set.")
     ((_, error),) = told(up)
     assert error.startswith("the other instance: no answer")
     assert [list(one.exclude) for one in up.router.places] == [[], ["i1"]]
-    await until(lambda: p.open == 0)
+    await eventually(lambda: p.open == 0)
 
 
 @pytest.mark.parametrize("body", [STREAM, CHAT], ids=["stream", "whole"])
 async def test_a_client_that_leaves_ends_both(up: Stack, body: dict[str, Any]) -> None:
-    offloading(up, decode_first=BOTH)
+    offloading(up, layerwise=BOTH)
     p, d = p_and_d(up)
     p.sends = d.fetches = "hang"
     async with aiohttp.ClientSession() as http:
         asking = asyncio.ensure_future(http.post(f"{up.url}/v1/chat/completions", json=body))
-        await until(lambda: p.open == d.open == 1)
+        await eventually(lambda: p.open == d.open == 1)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
     await up.router.until(lambda: len(up.router.finished) == 1)
     assert up.router.finished[0].outcome == placement_pb2.OUTCOME_CANCELLED
-    await until(lambda: p.open == d.open == 0)
+    await eventually(lambda: p.open == d.open == 0)

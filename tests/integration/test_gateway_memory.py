@@ -13,10 +13,10 @@ import pytest
 from aiohttp import web
 
 from pointsman.router.v1 import placement_pb2
-from tests.integration.gateway_apis import Script
-from tests.integration.gateway_fakes import MODEL, FakeEngine, Stack, stack, until
-from tests.integration.test_gateway_away import gateway_process
-from tests.integration.test_gateway_fuzz import collect, ready, told_url
+from tests.support.fakes.engine_answers import Script
+from tests.support.fakes.gateway_peers import MODEL, FakeEngine, Stack, stack
+from tests.support.processes.gateway import gateway_running, ready, told_url
+from tests.support.waiting import eventually
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "set the points"}], "stream": True}
 EVENTS = 7_000
@@ -52,7 +52,7 @@ async def test_an_open_stream_does_not_keep_its_prompt(up: Stack) -> None:
     finally:
         tracemalloc.stop()
     assert [len(body["padding"]) for _, body, _ in up.engines[0].requests] == [600_000] * 3
-    await until(lambda: len(up.router.finished) == 3)
+    await eventually(lambda: len(up.router.finished) == 3)
 
 
 class Torrent(FakeEngine):
@@ -89,10 +89,7 @@ async def test_a_client_that_does_not_read_costs_little_and_nobody_else(tmp_path
     async with stack(tmp_path, engines=1, engine=Torrent) as up:
         (engine,) = up.engines
         assert isinstance(engine, Torrent)
-        process = await gateway_process({"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address})
-        log: list[bytes] = []
-        reading = asyncio.create_task(collect(process, log))
-        try:
+        async with gateway_running({"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address}) as (process, log):
             url = f"{await told_url(log)}/v1/chat/completions"
             await ready(url.partition("/v1")[0])
             async with aiohttp.ClientSession() as http, aiohttp.ClientSession() as others:
@@ -116,22 +113,18 @@ async def test_a_client_that_does_not_read_costs_little_and_nobody_else(tmp_path
             await up.router.until(lambda: len(up.router.finished) == 26)
             assert {one.outcome for one in up.router.finished} == {placement_pb2.OUTCOME_OK}
             assert up.router.reserved == set()
-        finally:
-            process.terminate()
-            await process.wait()
-            await reading
         assert not [line for line in log if b"Traceback" in line or b'"error"' in line]
 
 
 async def test_bodies_beyond_what_may_be_held_are_refused_and_end_well(tmp_path: Path) -> None:
-    async with stack(tmp_path, max_body_bytes=1_500_000, max_held_bytes=2_000_000) as up:
+    async with stack(tmp_path, max_body_bytes=1_500_000, max_buffered_body_bytes=2_000_000) as up:
         url = f"{up.url}/v1/chat/completions"
         large = CHAT | {"padding": "x" * 900_000}
         for one in up.engines:
             one.mode = "hang"
         async with aiohttp.ClientSession() as http:
             waiting = [asyncio.create_task(http.post(url, json=large)) for _ in range(2)]
-            await until(lambda: sum(len(one.requests) for one in up.engines) == 2)
+            await eventually(lambda: sum(len(one.requests) for one in up.engines) == 2)
             async with http.post(url, json=large) as refused:
                 assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
                 assert (await refused.json())["error"] == {
@@ -147,6 +140,6 @@ async def test_bodies_beyond_what_may_be_held_are_refused_and_end_well(tmp_path:
             for one in waiting:
                 one.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
-            await until(lambda: not any(one.open for one in up.engines))
+            await eventually(lambda: not any(one.open for one in up.engines))
             async with http.post(url, json=large) as taken:
                 assert (await taken.read()).endswith(b"[DONE]\n\n")

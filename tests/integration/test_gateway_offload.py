@@ -14,8 +14,18 @@ from prometheus_client import generate_latest
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.v1 import placement_pb2
-from tests.integration.gateway_fakes import MODEL, Stack, until
-from tests.integration.offload_fakes import CHAT, STREAM, answered, halves, offload_stack, offloading, p_and_d, told
+from tests.support.fakes.gateway_peers import MODEL, Stack
+from tests.support.fakes.offloading_peers import (
+    CHAT,
+    STREAM,
+    answered,
+    halves,
+    offload_stack,
+    offloading,
+    p_and_d,
+    told,
+)
+from tests.support.waiting import eventually
 
 
 @pytest.fixture
@@ -106,7 +116,7 @@ async def test_when_p_fails_d_answers_alone(up: Stack, body: dict[str, Any], fau
     assert [done.instance_failed for done in up.router.step_dones] == [to_blame]
     assert (d.halves, len(d.requests)) == ([], 1)
     assert len(up.router.finished) == 1
-    await until(lambda: p.open == 0)
+    await eventually(lambda: p.open == 0)
 
 
 @pytest.mark.parametrize("body", [STREAM, CHAT], ids=["stream", "whole"])
@@ -125,7 +135,7 @@ async def test_when_the_kv_does_not_come_d_answers_alone(
     assert told(up) == [(0, ""), (1, error)]
     assert not any(done.instance_failed for done in up.router.step_dones)
     assert (halves(up, 0), halves(up, 1), len(d.requests)) == (["send"], ["fetch"], 1)
-    await until(lambda: d.open == 0)
+    await eventually(lambda: d.open == 0)
 
 
 async def test_a_stream_that_begins_with_an_error_is_not_the_answer(up: Stack) -> None:
@@ -185,9 +195,9 @@ async def test_kv_that_certainly_nobody_fetches_is_let_go(up: Stack, body: dict[
 
         up.router.placer = then_there
     await answered(up, body)
-    await until(lambda: released(up) == [[p.halves[0][2]["transfer_id"]], []])
+    await eventually(lambda: released(up) == [[p.halves[0][2]["transfer_id"]], []])
     counted = 'pointsman_gateway_kv_releases_total{outcome="released"} 1.0'
-    await until(lambda: counted in generate_latest(up.gateway.telemetry.registry).decode())
+    await eventually(lambda: counted in generate_latest(up.gateway.telemetry.registry).decode())
 
 
 async def test_what_d_may_have_fetched_is_left_to_d_and_p(up: Stack) -> None:
@@ -201,7 +211,7 @@ async def test_what_d_may_have_fetched_is_left_to_d_and_p(up: Stack) -> None:
     # What is let go is let go in order: were there more, they would have come.
     d.fetches = "500"
     await answered(up, STREAM)
-    await until(lambda: released(up)[0] != [])
+    await eventually(lambda: released(up)[0] != [])
     assert released(up) == [[p.halves[-1][2]["transfer_id"]], []]
 
 
@@ -211,7 +221,7 @@ async def test_nixls_kv_is_let_go_by_another_than_p(up: Stack) -> None:
     p.answers = {"do_remote_prefill": True, "remote_engine_id": "p", "transfer_id": "named by P"}
     d.fetches = "500"
     await answered(up, STREAM)
-    await until(lambda: released(up) == [[], ["named by P"]])
+    await eventually(lambda: released(up) == [[], ["named by P"]])
 
 
 @pytest.mark.parametrize("stuck", ["sends", "fetches"])
@@ -221,12 +231,12 @@ async def test_a_client_that_leaves_ends_what_is_open(up: Stack, stuck: str, bod
     setattr(engine, stuck, "hang")
     async with aiohttp.ClientSession() as http:
         asking = asyncio.ensure_future(http.post(f"{up.url}/v1/chat/completions", json=body))
-        await until(lambda: engine.open == 1)
+        await eventually(lambda: engine.open == 1)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
     await up.router.until(lambda: len(up.router.finished) == 1)
     assert up.router.finished[0].outcome == placement_pb2.OUTCOME_CANCELLED
-    await until(lambda: engine.open == 0)
+    await eventually(lambda: engine.open == 0)
 
 
 async def test_a_client_cannot_steer_a_transfer(up: Stack) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import aiohttp
 
-from tests.integration.gateway_fakes import Stack, stack, until
-from tests.integration.test_gateway import CHAT
-from tests.integration.test_gateway_away import gateway_process
-from tests.integration.test_gateway_fuzz import collect
+from tests.support.fakes.gateway_peers import Stack, stack
+from tests.support.gateway_requests import CHAT
+from tests.support.processes.gateway import gateway_process, gateway_running
+from tests.support.waiting import eventually
 
 
 async def figures(url: str) -> dict[str, float]:
@@ -49,7 +49,7 @@ async def chat(url: str, key: str = "") -> int:
 
 
 async def both_are_ready(up: Stack, log: list[bytes], times: int) -> str:
-    await until(lambda: len(serving_ids(log)) == times)
+    await eventually(lambda: len(serving_ids(log)) == times)
     (url,) = {json.loads(line)["url"] for line in log if b'"url"' in line}
     while True:
         told = await figures(url)
@@ -64,10 +64,7 @@ async def both_are_ready(up: Stack, log: list[bytes], times: int) -> str:
 async def test_processes_share_an_address_and_are_counted_as_one(tmp_path: Path) -> None:
     async with stack(tmp_path) as up:
         environment = {"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address, "PROCESSES": "2", "GATEWAY_ID": "gw"}
-        process = await gateway_process(environment)
-        log: list[bytes] = []
-        reading = asyncio.create_task(collect(process, log))
-        try:
+        async with gateway_running(environment) as (process, log):
             url = await both_are_ready(up, log, 2)
             await up.router.until(lambda: {hello.gateway_id for hello in up.router.hellos} >= {"gw-0", "gw-1"})
             assert [await chat(url) for _ in range(20)] == [200] * 20
@@ -83,26 +80,19 @@ async def test_processes_share_an_address_and_are_counted_as_one(tmp_path: Path)
             process.send_signal(signal.SIGTERM)
             assert await process.wait() == 0
             assert gone(left)
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-            await reading
         assert sum(b"a gateway process died" in line for line in log) == 1
         assert not re.search(rb"Traceback", b"".join(log))
 
 
 async def test_processes_end_with_their_parent(tmp_path: Path) -> None:
     async with stack(tmp_path) as up:
-        process = await gateway_process({"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address, "PROCESSES": "2"})
-        log: list[bytes] = []
-        reading = asyncio.create_task(collect(process, log))
-        await both_are_ready(up, log, 2)
-        left = children(process.pid)
-        process.kill()
-        await process.wait()
-        await until(lambda: gone(left))
-        await reading
+        environment = {"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address, "PROCESSES": "2"}
+        async with gateway_running(environment) as (process, log):
+            await both_are_ready(up, log, 2)
+            left = children(process.pid)
+            process.kill()
+            await process.wait()
+            await eventually(lambda: gone(left))
 
 
 async def test_an_address_that_is_taken_is_said_in_one_line(tmp_path: Path) -> None:
@@ -120,12 +110,8 @@ async def test_an_address_that_is_taken_is_said_in_one_line(tmp_path: Path) -> N
 async def test_processes_hold_a_keys_limits_as_one(tmp_path: Path) -> None:
     async with stack(tmp_path) as up:
         limited = {"API_KEYS": "acme:k1 requests_per_minute=4;acme:k2"}
-        process = await gateway_process(
-            {"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address, "PROCESSES": "2", **limited}
-        )
-        log: list[bytes] = []
-        reading = asyncio.create_task(collect(process, log))
-        try:
+        environment = {"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address, "PROCESSES": "2", **limited}
+        async with gateway_running(environment) as (_, log):
             url = await both_are_ready(up, log, 2)
             # A minute's worth comes at once; what fills up again while this machine is slow is counted too.
             began = asyncio.get_running_loop().time()
@@ -134,7 +120,3 @@ async def test_processes_hold_a_keys_limits_as_one(tmp_path: Path) -> None:
             assert set(told) == {200, 429}
             assert 4 <= told.count(200) <= 4 + 1 + 4 * took_s / 60
             assert await chat(url, "k2") == 200
-        finally:
-            process.terminate()
-            await process.wait()
-            await reading

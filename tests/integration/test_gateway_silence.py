@@ -11,14 +11,14 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from pointsman.gateway.core import dead_peers
+from pointsman.gateway.io.engines import connection_pool
 from pointsman.router.v1 import placement_pb2
-from services.gateway.http import client, silence
-from tests.integration.gateway_fakes import MODEL, FakeEngine, Placer, Stack, serve, stack, until
-from tests.integration.offload_fakes import STREAM, KvEngine, answered, offload_stack, told
-from tests.integration.test_gateway import CHAT
-from tests.integration.test_gateway_away import gateway_process
-from tests.integration.test_gateway_fuzz import collect, ready, told_url
-from tests.integration.test_gateway_slices import LONG, slicing
+from tests.support.fakes.gateway_peers import MODEL, FakeEngine, Placer, Stack, serve, stack
+from tests.support.fakes.offloading_peers import STREAM, KvEngine, answered, offload_stack, slicing, told
+from tests.support.gateway_requests import CHAT, LONG
+from tests.support.processes.gateway import gateway_running, ready, told_url
+from tests.support.waiting import eventually
 
 GONE = "went silent, and nobody listens there any more"
 
@@ -52,10 +52,7 @@ async def test_only_an_engine_that_does_not_listen_any_more_loses_its_answers(tm
         up.router.placer = by_session(up)
         leaves, takes_long, _ = up.engines
         leaves.hold, takes_long.hold = asyncio.Event(), asyncio.Event()
-        process = await gateway_process({"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address})
-        log: list[bytes] = []
-        reading = asyncio.create_task(collect(process, log))
-        try:
+        async with gateway_running({"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address}) as (process, log):
             url = await told_url(log)
             await ready(url)
             async with (
@@ -67,7 +64,7 @@ async def test_only_an_engine_that_does_not_listen_any_more_loses_its_answers(tm
                     assert (await answer.content.readline()) != b""
                 leaves.mode = "hang"
                 before_a_byte = [asyncio.create_task(whole(url, "i0", stream=stream)) for stream in (True, False)]
-                await until(lambda: leaves.open == 4)
+                await eventually(lambda: leaves.open == 4)
                 await leaves.stop_listening()
                 for again in before_a_byte:
                     at, body = await again
@@ -82,11 +79,9 @@ async def test_only_an_engine_that_does_not_listen_any_more_loses_its_answers(tm
             failed = [one.error for one in up.router.finished if one.outcome == placement_pb2.OUTCOME_FAILED]
             assert sorted(failed) == [f"no answer: {GONE}"] * 2 + [GONE] * 2
             # Not even the connections are left.
-            await until(lambda: leaves.open == 0)
-        finally:
+            await eventually(lambda: leaves.open == 0)
             process.terminate()
             assert await process.wait() == 0
-            await reading
         assert len([line for line in log if GONE.encode() in line]) == 4
         assert not [line for line in log if b"Traceback" in line or b'"level": "error"' in line]
 
@@ -94,10 +89,10 @@ async def test_only_an_engine_that_does_not_listen_any_more_loses_its_answers(tm
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence is short."""
-    monkeypatch.setattr(client, "SWEEP_S", 0.05)
-    monkeypatch.setattr(client, "SILENT_S", 0.1)
-    monkeypatch.setattr(silence, "AGAIN_S", 0.1)
-    monkeypatch.setattr(silence, "EVERY_S", 0.1)
+    monkeypatch.setattr(connection_pool, "SWEEP_S", 0.05)
+    monkeypatch.setattr(connection_pool, "SILENT_S", 0.1)
+    monkeypatch.setattr(dead_peers, "REPROBE_S", 0.1)
+    monkeypatch.setattr(dead_peers, "PROBE_EVERY_S", 0.1)
 
 
 @pytest.mark.usefixtures("soon")
@@ -107,12 +102,12 @@ async def test_a_prefill_for_another_instance_that_is_gone_is_not_waited_for(tmp
         assert isinstance(p, KvEngine)
         p.sends = "hang"
         asking = asyncio.create_task(answered(up, STREAM))
-        await until(lambda: p.halves)
+        await eventually(lambda: p.halves)
         await p.stop_listening()
         assert await asking == ("i1", "The points are set.")
         assert told(up) == [(0, f"no answer: {GONE}")]
         assert [done.instance_failed for done in up.router.step_dones] == [True]
-        await until(lambda: p.open == 0)
+        await eventually(lambda: p.open == 0)
 
 
 @pytest.mark.usefixtures("soon")
@@ -124,9 +119,9 @@ async def test_a_slice_on_an_instance_that_is_gone_is_not_waited_for(tmp_path: P
         engine: FakeEngine = up.engines[0]
         engine.mode = "hang"
         asking = asyncio.create_task(whole(up.url, "i0", **LONG))
-        await until(lambda: engine.open)
+        await eventually(lambda: engine.open)
         await engine.stop_listening()
         at, body = await asking
         assert (at, json.loads(body)["model"]) == ("i1", MODEL)
         assert told(up)[0] == (0, f"no answer: {GONE}")
-        await until(lambda: engine.open == 0)
+        await eventually(lambda: engine.open == 0)

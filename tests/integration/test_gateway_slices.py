@@ -9,13 +9,12 @@ from typing import Any
 import aiohttp
 import pytest
 
+from pointsman.gateway.core.api import ApiCall
+from pointsman.gateway.core.tokens.model_tokenizer import Prompt
 from pointsman.router.v1 import placement_pb2
-from services.gateway.dialects import Call
-from services.gateway.tokens import Prompt
-from tests.integration.gateway_fakes import MODEL, FakeEngine, Stack, stack
-from tests.integration.offload_fakes import told
-
-LONG = {"model": MODEL, "messages": [{"role": "user", "content": "set the points " * 400}], "max_tokens": 4}
+from tests.support.fakes.gateway_peers import FakeEngine, Stack, stack
+from tests.support.fakes.offloading_peers import slicing, told
+from tests.support.gateway_requests import LONG
 
 
 @pytest.fixture
@@ -25,26 +24,6 @@ async def up(tmp_path: Path) -> AsyncIterator[Stack]:
         yield running
         assert [engine.open for engine in running.engines] == [0, 0]
         assert running.router.reserved == set()
-
-
-def slicing(up: Stack, *prefixes: int) -> None:
-    """The router's plan: PREFILLs of so many tokens on i0, then SERVE there; after a failure SERVE at once."""
-    one = up.router.pools[0].instances[0]
-
-    def step(index: int, tokens: int = 0) -> placement_pb2.Placement:
-        kind = placement_pb2.STEP_KIND_PREFILL if tokens else placement_pb2.STEP_KIND_SERVE
-        given = placement_pb2.Step(index=index, kind=kind, instance=one, prefix_tokens=tokens)
-        return placement_pb2.Placement(decision_id="d", step=given, last=not tokens)
-
-    def first(request: placement_pb2.PlacementRequest) -> placement_pb2.Placement:
-        up.router.next_steps = [*(step(at, tokens) for at, tokens in enumerate(prefixes) if at), step(len(prefixes))]
-        given = step(0, prefixes[0])
-        given.request_id = request.request_id
-        return given
-
-    up.router.placer = first
-    # A router that goes on slicing: the gateway knows better.
-    up.router.after_failure = lambda done: step(done.step_index + 1, 1_024)
 
 
 async def ask(up: Stack, body: dict[str, Any], path: str = "/v1/chat/completions") -> None:
@@ -106,7 +85,7 @@ async def test_after_counts_that_differ_nothing_is_sliced(up: Stack) -> None:
     tokenizer = up.engines[0].tokenizer
     real = tokenizer.prompt
 
-    def one_less(call: Call) -> Prompt:
+    def one_less(call: ApiCall) -> Prompt:
         prompt = real(call)
         return Prompt(prompt.ids[1:], prompt.longest - 1)
 
@@ -136,7 +115,7 @@ async def test_a_router_that_does_not_know_the_plan_is_asked_for_another_one(up:
     ) -> placement_pb2.Placement | placement_pb2.Refusal:
         given = planned(request)
         if len(up.router.places) == 1:
-            up.router.next_steps = [placement_pb2.Refusal(code=14, message="another's plan", not_now=True)]
+            up.router.next_steps = [placement_pb2.Refusal(code=14, message="another's plan", not_serving=True)]
         return given
 
     up.router.placer = known_from_the_second_time_on

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import aiohttp
 
-from services.gateway.main import Gateway
-from tests.integration.gateway_fakes import Stack, stack, until
-from tests.integration.test_gateway import CHAT
+from pointsman.gateway.io.main import Gateway
+from tests.support.fakes.gateway_peers import Stack, stack
+from tests.support.gateway_requests import CHAT
+from tests.support.waiting import eventually
 
 REQUESTS = 150
 
@@ -44,7 +45,7 @@ async def test_nothing_is_left_after_a_storm(tmp_path: Path) -> None:
 
         async def trouble() -> None:
             """The router restarts in the middle."""
-            await until(lambda: len(up.router.finished) > REQUESTS // 4)
+            await eventually(lambda: len(up.router.finished) > REQUESTS // 4)
             port = int(up.router.address.rpartition(":")[2])
             await up.router.stop()
             await up.router.start(port)
@@ -54,11 +55,11 @@ async def test_nothing_is_left_after_a_storm(tmp_path: Path) -> None:
         assert set(ends) <= {"200", "502", "503", "left"}
         assert "200" in ends
         assert "left" in ends
-        await until(lambda: not any(engine.open for engine in up.engines))
+        await eventually(lambda: not any(engine.open for engine in up.engines))
         gateway: Gateway = up.gateway
-        await until(lambda: gateway.router.open_count == 0)
-        await until(lambda: gateway.router.connected)
-        await until(lambda: not up.router.reserved)
+        await eventually(lambda: gateway.router.open_count == 0)
+        await eventually(lambda: gateway.router.connected)
+        await eventually(lambda: not up.router.reserved)
         # Who leaves while it is being placed ends twice: by itself, and with the placement, which is given back.
         late = "the placement came too late"
         told = [done.request_id for done in up.router.finished if done.error != late]

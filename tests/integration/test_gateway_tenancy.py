@@ -11,16 +11,17 @@ import anthropic
 import openai
 import pytest
 
-from services.common.keys import prompt_keys
-from services.gateway.auth import LOOK_AGAIN_S
-from services.gateway.dialects import Kind
-from tests.integration.gateway_fakes import MODEL, Stack, stack, until
-from tests.integration.test_gateway_apis import BODIES, MESSAGES, RESPONSES, ask, claude, finished, gpt
+from pointsman.common.core.block_keys import prompt_keys
+from pointsman.gateway.core.api import Endpoint
+from pointsman.gateway.io.api_keys import LOOK_AGAIN_S
+from tests.support.fakes.gateway_peers import MODEL, Stack, stack
+from tests.support.gateway_requests import BODIES, MESSAGES, RESPONSES, ask, claude, finished, gpt
+from tests.support.waiting import eventually
 
-CHAT = BODIES[Kind.CHAT]
+CHAT = BODIES[Endpoint.CHAT]
 
 
-async def status_of(up: Stack, key: str, body: dict[str, Any] = CHAT, path: str = Kind.CHAT.value) -> int:
+async def status_of(up: Stack, key: str, body: dict[str, Any] = CHAT, path: str = Endpoint.CHAT.value) -> int:
     headers = {"Authorization": f"Bearer {key}"}
     async with aiohttp.ClientSession(headers=headers) as http, http.post(up.url + path, json=body) as answer:
         await answer.read()
@@ -106,7 +107,7 @@ async def test_streams_in_flight_are_limited_and_come_back(tmp_path: Path) -> No
         up.engines[0].hold = asyncio.Event()
         headers = {"Authorization": "Bearer k1"}
         async with aiohttp.ClientSession(headers=headers) as http:
-            one, two = [await http.post(up.url + Kind.CHAT.value, json=CHAT | {"stream": True}) for _ in range(2)]
+            one, two = [await http.post(up.url + Endpoint.CHAT.value, json=CHAT | {"stream": True}) for _ in range(2)]
             assert await status_of(up, "k1") == 429
             one.close()
             await finished(up)
@@ -114,14 +115,14 @@ async def test_streams_in_flight_are_limited_and_come_back(tmp_path: Path) -> No
             assert await status_of(up, "k1") == 200
             assert b"[DONE]" in await two.read()
         (key,) = up.gateway._keys.digests
-        await until(lambda: not up.gateway._limiter.in_flight(key))
+        await eventually(lambda: not up.gateway._rate_limiter.in_flight(key))
 
 
 async def test_a_tenants_salt_enters_payload_and_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("red:k1 cache_salt=s4lt\nblue:k2\n")
     async with stack(tmp_path, api_keys_file=file, client_cache_salt=True) as up:
-        for kind in (Kind.CHAT, Kind.MESSAGES, Kind.RESPONSES, Kind.COMPLETION):
+        for kind in (Endpoint.CHAT, Endpoint.MESSAGES, Endpoint.RESPONSES, Endpoint.COMPLETION):
             body = BODIES[kind] | {"cache_salt": "theirs", "session_id": "s"}
             assert await status_of(up, "k1", body, kind.value) == 200
             path, seen, headers = up.engines[0].requests[-1]
@@ -148,7 +149,7 @@ async def test_a_response_is_its_tenants_own(tmp_path: Path) -> None:
 
 
 async def test_placements_are_told_only_where_that_is_wanted(tmp_path: Path) -> None:
-    async with stack(tmp_path, tell_placement=False) as up:
+    async with stack(tmp_path, expose_placement=False) as up:
         async with gpt(up) as client:
             raw = await client.chat.completions.with_raw_response.create(**CHAT)
             assert not [name for name in raw.headers if name.lower().startswith("x-pointsman")]
@@ -156,7 +157,7 @@ async def test_placements_are_told_only_where_that_is_wanted(tmp_path: Path) -> 
             with pytest.raises(openai.BadRequestError) as refused:
                 await client.chat.completions.create(**CHAT)
         assert not [name for name in refused.value.response.headers if name.lower().startswith("x-pointsman")]
-        status, answer = await ask(up, Kind.CHAT.value, CHAT, **{"X-Pointsman-Dry-Run": "1"})
+        status, answer = await ask(up, Endpoint.CHAT.value, CHAT, **{"X-Pointsman-Dry-Run": "1"})
         assert (status, answer["error"]["code"]) == (403, "dry_run_disabled")
         assert up.router.explained == []
 

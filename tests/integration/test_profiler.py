@@ -11,14 +11,14 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from lab.emulator import Emulated, EmulateSettings, start
-from lab.engine_client import EngineBusyError, EngineClient, EngineError
-from lab.fit import DecodeTime, fit
-from lab.front import measure_front
-from lab.profile import Profile, ProfileFile, read_profile
-from lab.profiler import ProfileSettings, measure, profile_of, run, usual
-from lab.replay import ReplaySettings
-from lab.text import ChatTokenizer
+from pointsman.lab.emulator.emulated_engine import EmulatedEngine, EmulateSettings, start
+from pointsman.lab.engine.cost_fit import DecodeTime, fit
+from pointsman.lab.engine.cost_profile import Profile, ProfileFile, read_profile
+from pointsman.lab.live.engine_client import EngineBusyError, EngineClient, EngineError
+from pointsman.lab.live.profile_command import ProfileSettings, measure, median_measurement, profile_of, run
+from pointsman.lab.live.replay_command import ReplaySettings
+from pointsman.lab.live.request_overhead import measure_overhead
+from pointsman.lab.workload.tokenizer import ChatTokenizer
 
 FAST = Profile(step_s=0.002, prefill_token_s=1e-5, prefill_pair_s=1e-9, decode_sequence_s=1e-5, decode_kv_token_s=1e-9)
 # Time enough for a machine that stalls: what is measured is then always the same.
@@ -26,7 +26,7 @@ SHORT = {"seconds": 600.0, "longest": 700, "repeats": 1, "pause_s": 0.0}
 
 
 @pytest.fixture
-async def engine() -> AsyncIterator[Emulated]:
+async def engine() -> AsyncIterator[EmulatedEngine]:
     """An emulated engine whose steps take 256 tokens."""
     settings = EmulateSettings(port=0, block_size=32, kv_blocks=500, max_model_len=4_096, max_num_batched_tokens=256)
     emulated = await start(settings, FAST)
@@ -34,7 +34,7 @@ async def engine() -> AsyncIterator[Emulated]:
     await emulated.stop()
 
 
-async def test_an_engine_is_measured(engine: Emulated, tmp_path: Path) -> None:
+async def test_an_engine_is_measured(engine: EmulatedEngine, tmp_path: Path) -> None:
     measured = await measure(ProfileSettings(url=engine.url, **SHORT))
     known = {"block_size": 32, "kv_blocks": 500, "max_model_len": 4_096, "max_num_batched_tokens": 256}
     assert measured.engine == known
@@ -62,7 +62,7 @@ async def test_an_engine_is_measured(engine: Emulated, tmp_path: Path) -> None:
     assert found.profile.step_s > 0
 
 
-async def test_rounds_are_taken_while_there_is_time(engine: Emulated) -> None:
+async def test_rounds_are_taken_while_there_is_time(engine: EmulatedEngine) -> None:
     measured = await measure(ProfileSettings(url=engine.url, **SHORT | {"repeats": 2}), chunk=256)
     # Each measurement is one, however often it was taken.
     assert (len(measured.prefills), len(measured.decodes)) == (10, 14)
@@ -75,10 +75,10 @@ async def test_rounds_are_taken_while_there_is_time(engine: Emulated) -> None:
 
 def test_the_usual_one_counts() -> None:
     seen = [DecodeTime(1, 64.0, seconds) for seconds in (3.0, 1.0, 9.0, 1.5, 2.0)]
-    assert usual(seen).seconds == 2.0
+    assert median_measurement(seen).seconds == 2.0
 
 
-async def test_a_busy_engine_is_left_alone(engine: Emulated) -> None:
+async def test_a_busy_engine_is_left_alone(engine: EmulatedEngine) -> None:
     async with aiohttp.ClientSession() as http:
         body = {"prompt": "x", "max_tokens": 4_000, "ignore_eos": True, "stream": True}
         async with http.post(f"{engine.url}/v1/completions", json=body) as stream:
@@ -88,7 +88,7 @@ async def test_a_busy_engine_is_left_alone(engine: Emulated) -> None:
             assert len(engine.model.cache.cached_hashes()) < 1_000
 
 
-async def test_others_requests_end_the_measurement(engine: Emulated) -> None:
+async def test_others_requests_end_the_measurement(engine: EmulatedEngine) -> None:
     async def disturb() -> None:
         async with aiohttp.ClientSession() as http:
             while True:
@@ -105,9 +105,9 @@ async def test_others_requests_end_the_measurement(engine: Emulated) -> None:
 
 
 async def test_without_kv_events_the_chunk_is_taken_from_the_flag(
-    engine: Emulated, monkeypatch: pytest.MonkeyPatch
+    engine: EmulatedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lab.engine_client.EngineClient._event_endpoint", _no_events)
+    monkeypatch.setattr("pointsman.lab.live.engine_client.EngineClient._event_endpoint", _no_events)
     measured = await measure(ProfileSettings(url=engine.url, **SHORT, max_num_batched_tokens=100))
     assert measured.engine["max_num_batched_tokens"] == 100
     assert [one.steps for one in measured.prefills[:3]] == [1, 2, 3]
@@ -117,9 +117,11 @@ async def _no_events(self: object) -> str:
     return ""
 
 
-async def test_what_requests_pay_beside_the_engines_time(engine: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_requests_pay_beside_the_engines_time(
+    engine: EmulatedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer, pace = ChatTokenizer(), ReplaySettings(url=engine.url)
-    front = await measure_front(pace, [engine.url], tokenizer, (64, 200), 3, 0.0)
+    front = await measure_overhead(pace, [engine.url], tokenizer, (64, 200), 3, 0.0)
     assert front.request_s + 200 * front.prompt_token_s > 0
     # Steps of one sequence that go on from the prompt.
     assert len(front.decodes) == 6
@@ -131,12 +133,12 @@ async def test_what_requests_pay_beside_the_engines_time(engine: Emulated, monke
     assert counters.prompt_tokens > 3 * (64 + 200)
     assert counters.prefix_cache_hits == 0
     with pytest.raises(EngineError, match="does not answer a chat: 400"):
-        await measure_front(pace, [engine.url], tokenizer, (5_000,), 1, 0.0)
+        await measure_overhead(pace, [engine.url], tokenizer, (5_000,), 1, 0.0)
     other = await start(EmulateSettings(port=0), FAST)
     try:
-        monkeypatch.setattr("lab.front.METRICS_WITHIN_S", 0.1)
+        monkeypatch.setattr("pointsman.lab.live.request_overhead.METRICS_WITHIN_S", 0.1)
         with pytest.raises(EngineError, match="are all named"):
-            await measure_front(pace, [other.url], tokenizer, (64,), 1, 0.0)
+            await measure_overhead(pace, [other.url], tokenizer, (64,), 1, 0.0)
     finally:
         await other.stop()
 
@@ -152,7 +154,7 @@ async def test_an_answer_that_breaks_off_is_no_measurement() -> None:
             await EngineClient(str(server.make_url("/")), http).complete([1, 2], 2, "salt")
 
 
-async def test_what_is_no_vllm_is_refused(engine: Emulated) -> None:
+async def test_what_is_no_vllm_is_refused(engine: EmulatedEngine) -> None:
     with pytest.raises(EngineError, match=r"127\.0\.0\.1:9/v1/models"):
         await measure(ProfileSettings(url="http://127.0.0.1:9", **SHORT))
     with pytest.raises(EngineError, match="too short"):

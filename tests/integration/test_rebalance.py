@@ -9,10 +9,11 @@ import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from pointsman.router.core.ownership import preferred
 from pointsman.router.v1 import fleet_pb2
-from services.router.ownership import preferred
-from tests.integration.replica_fixtures import Gateway, Replicas, RouterProcess, keep_reporting
-from tests.integration.router_fixtures import eventually, redis_server
+from tests.support.processes.redis import redis_server
+from tests.support.processes.replicas import Gateway, Replicas, RouterProcess, keep_reporting
+from tests.support.waiting import eventually
 
 MODELS = [f"model-{at}" for at in range(6)]
 THEIRS = {model for model in MODELS if preferred(model, ["one", "two"]) == "two"}
@@ -23,7 +24,7 @@ async def test_pools_move_to_the_replica_that_joins_and_nothing_is_lost(tmp_path
     assert 0 < len(THEIRS) < len(MODELS)
     with redis_server(tmp_path) as (url, redis), contextlib.ExitStack() as processes:
         routers = {
-            name: RouterProcess(name, url, tmp_path, **{"warm-up-s": 0.5, "max-requests-per-instance": 2})
+            name: RouterProcess(name, url, tmp_path, **{"startup-wait-s": 0.5, "max-requests-per-instance": 2})
             for name in ("one", "two")
         }
         fleet = Replicas(redis, routers, {model: [model] for model in MODELS})

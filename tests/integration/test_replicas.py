@@ -14,13 +14,14 @@ import redis.asyncio
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.load.reservations import Reservation
+from pointsman.router.core.types import Decision
 from pointsman.router.v1 import fleet_pb2, placement_pb2
-from services.router import events as ev
-from services.router.domain import Decision
-from services.router.reservations import Reservation
-from tests.integration.replica_fixtures import BIG, Gateway, double_bookings, replicas
-from tests.integration.router_fixtures import Client, Session, eventually
-from tests.unit.router.builders import join, request, state
+from tests.support.processes.replicas import BIG, Gateway, double_bookings, replicas
+from tests.support.router import Client, Session
+from tests.support.router_values import join, request, state
+from tests.support.waiting import eventually
 
 ROUNDS = 100
 OPEN = "pointsman:{default:m}:open"
@@ -31,7 +32,7 @@ async def test_a_storm_through_all_replicas_never_books_an_instance_twice(tmp_pa
     async with replicas(tmp_path, count=3) as fleet:
         doubles = 0
         for _ in range(ROUNDS):
-            doubles += double_bookings(await fleet.storm())
+            doubles += double_bookings(await fleet.burst())
             await fleet.idle()
         assert doubles == 0
         assert all(set(gateway.answers.values()) == {1} for gateway in fleet.gateways)
@@ -107,7 +108,7 @@ async def test_a_replica_that_does_not_own_the_pool_names_the_one_that_does(tmp_
             assert error.value.code() is grpc.StatusCode.UNAVAILABLE
             await session.send(place=wanted)
             refusal = (await session.read("refusal")).refusal
-            assert (refusal.not_now, refusal.owner.router_id) == (True, owner)
+            assert (refusal.not_serving, refusal.owner.router_id) == (True, owner)
             assert refusal.owner.address == fleet.routers[owner].address
         await fleet.idle()
 
@@ -117,10 +118,10 @@ async def test_the_owner_is_killed_in_the_middle_of_storms(tmp_path: Path) -> No
     async with replicas(tmp_path) as fleet:
         for _ in range(5):
             owner = await fleet.owner()
-            storm = asyncio.create_task(fleet.storm())
+            burst = asyncio.create_task(fleet.burst())
             await asyncio.sleep(rng.uniform(0.0, 0.01))
             fleet.routers[owner].process.kill()
-            assert double_bookings(await storm) == 0
+            assert double_bookings(await burst) == 0
             await fleet.idle()
             fleet.routers[owner].process.start()
             await fleet.ready()
@@ -167,7 +168,7 @@ async def test_an_owner_that_slept_past_its_lease_writes_nothing_and_loses_its_g
             finally:
                 os.kill(process.pid, signal.SIGCONT)
             refusal = (await session.read("refusal")).refusal
-            assert refusal.not_now
+            assert refusal.not_serving
 
             async def told() -> bool:
                 await session.send(place=placement_pb2.PlacementRequest(request_id="late", model="m", input_tokens=BIG))
@@ -220,7 +221,7 @@ async def test_an_empty_redis_replaces_the_one_that_died(tmp_path: Path) -> None
             fleet.gateways[0].finish("held")
             await _kept(store, set())
         await fleet.idle()
-        assert double_bookings(await fleet.storm()) == 0
+        assert double_bookings(await fleet.burst()) == 0
         await fleet.idle()
 
 

@@ -16,10 +16,12 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from pointsman.agent.v1 import agent_pb2
+from pointsman.common.core.block_keys import prompt_keys
+from pointsman.common.io.settings import Tokens
 from pointsman.router.v1 import fleet_pb2, placement_pb2
-from services.common.keys import prompt_keys
-from services.common.settings import Tokens
-from tests.integration.router_fixtures import Client, Report, Session, eventually, running
+from tests.support.processes.pointsman import pointsman_command
+from tests.support.router import Client, Report, Session, running
+from tests.support.waiting import eventually
 
 PROMPT = list(range(160))
 KEYS = prompt_keys(PROMPT, "m")
@@ -104,7 +106,7 @@ async def test_a_gateways_session_from_place_to_finish_and_the_questions_about_i
         assert decision.decision_id == placement.decision_id
         assert decision.finished.cached_tokens == 96
         assert {one.instance_id: one.score for one in decision.candidates} == {"a": 160.0, "b": 64.0}
-        assert (decision.runner_up, decision.margin, decision.route_class) == ("a", 96.0, "WARM")
+        assert (decision.runner_up, decision.margin, decision.route_class) == ("a", 96.0, "LIGHT")
         assert (await client.instances())["b"].num_requests == 0
 
         listed = await client.fleet.ListDecisions(
@@ -112,7 +114,7 @@ async def test_a_gateways_session_from_place_to_finish_and_the_questions_about_i
         )
         assert [one.decision_id for one in listed.decisions] == [decision.decision_id]
         assert not listed.decisions[0].candidates
-        nothing = fleet_pb2.ListDecisionsRequest(filter=fleet_pb2.DecisionFilter(reason="affinity"))
+        nothing = fleet_pb2.ListDecisionsRequest(filter=fleet_pb2.DecisionFilter(reason="session_affinity"))
         assert not (await client.fleet.ListDecisions(nothing)).decisions
 
         would = await client.fleet.Explain(
@@ -122,7 +124,7 @@ async def test_a_gateways_session_from_place_to_finish_and_the_questions_about_i
                 )
             )
         )
-        assert (would.decision.outcome, would.decision.reason) == ("DRY_RUN", "affinity")
+        assert (would.decision.outcome, would.decision.reason) == ("DRY_RUN", "session_affinity")
         assert (await client.instances())["b"].num_requests == 0
 
         what_if = await client.fleet.WhatIf(
@@ -299,7 +301,7 @@ async def _code(call: object, open_s: float) -> str:
 
 
 def test_a_router_without_tokens_refuses_to_listen_off_the_loopback() -> None:
-    command = [sys.executable, "-m", "services.cli", "router", "--listen", "0.0.0.0:0", "--metrics-listen", ""]
+    command = pointsman_command("router", "--listen", "0.0.0.0:0", "--metrics-listen", "")
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     assert "refusing to listen on 0.0.0.0:0 without tokens" in ended.stderr
@@ -323,8 +325,8 @@ async def test_every_decision_is_written_to_the_file_and_can_be_made_again_from_
             "what-if", "--policy", "least_requests", "--last", "5", *router
         )
         assert "unified" in await _pointsman("what-if", "r", "--policy", "unified", "--set", "decode_weight=0", *router)
-        assert "lmetric_fallback" in await _pointsman("decisions", "--since", "60", *router)
-    assert await _pointsman("decisions", "replay", str(file)) == "1 of 1 decisions are the same when made again\n"
+        assert "least_load_x_work" in await _pointsman("decisions", "--since", "60", *router)
+    assert await _pointsman("decisions", "verify", str(file)) == "1 of 1 decisions are the same when made again\n"
     decided, closed = map(json.loads, file.read_text().splitlines())
     assert decided["decision"]["request"]["input_tokens"] == 40
     assert closed["decision_id"] == decided["decision"]["decision_id"]
@@ -344,7 +346,7 @@ async def test_a_shell_can_ask_through_reflection() -> None:
 
 async def _pointsman(*arguments: str) -> str:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.cli", *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        *pointsman_command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     out, err = await process.communicate()
     assert process.returncode == 0, err.decode()

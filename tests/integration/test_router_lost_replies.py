@@ -11,10 +11,12 @@ from pathlib import Path
 
 import redis.asyncio
 
-from services.router.io import redis_scripts
-from services.router.io.main import RouterServer
-from tests.integration.proxy import Proxy, proxied
-from tests.integration.router_fixtures import Client, Report, Session, eventually, redis_server, running
+from pointsman.router.io.main import RouterServer
+from pointsman.router.io.store import redis_scripts
+from tests.support.processes.redis import redis_server
+from tests.support.router import Client, Report, Session, running
+from tests.support.tcp_proxies import LossyProxy, proxied
+from tests.support.waiting import eventually
 
 LEASE_S = 0.6
 OPEN = "pointsman:{default:m}:open"
@@ -28,7 +30,7 @@ class Scene:
     server: RouterServer
     client: Client
     session: Session
-    proxy: Proxy
+    proxy: LossyProxy
     store: redis.asyncio.Redis  # past the proxy
 
     async def open_in_redis(self) -> set[str]:
@@ -41,7 +43,7 @@ class Scene:
 
     async def normal(self) -> bool:
         """Whether the router owns the pool and works with Redis."""
-        return self.server.router.store.holds("m") and not self.server.router.state.degraded
+        return self.server.router.store.may_place("m") and not self.server.router.state.degraded
 
 
 @asynccontextmanager

@@ -10,16 +10,18 @@ import pytest
 import redis
 import redis.asyncio
 
+from pointsman.router.io.main import RouterServer
 from pointsman.router.v1 import placement_pb2
-from services.router.io.main import RouterServer
-from tests.integration.router_fixtures import Report, Session, eventually, redis_server, running
+from tests.support.processes.redis import redis_server
+from tests.support.router import Report, Session, running
+from tests.support.waiting import eventually
 
 PLACE = placement_pb2.PlaceRequest(request=placement_pb2.PlacementRequest(request_id="p", model="m", input_tokens=10))
 
 
 async def owns(server: RouterServer) -> None:
     async def check() -> bool:
-        return server.router.store.holds("m")
+        return server.router.store.may_place("m")
 
     await eventually(check, "the router owns the pool")
 
@@ -40,12 +42,12 @@ async def test_a_restarted_router_knows_the_open_requests_the_sessions_and_what_
                     return set(await store.hkeys("pointsman:{default:m}:open")) == {"open"}
 
             await eventually(kept, "written")
-            usual = server.router.state.prefills.usual("m")
-            assert usual.tokens
+            mean_work = server.router.state.prefill_observer.mean_work("m")
+            assert mean_work.tokens
         async with running(redis_url=url, gateway_lease_s=30) as (server, client):
             await Report(client).join("a")
             await owns(server)
-            assert server.router.state.prefills.usual("m") == usual
+            assert server.router.state.prefill_observer.mean_work("m") == mean_work
             assert server.router.store.epoch == 2
             status = (await client.instances())["a"]
             assert (status.num_requests, status.ongoing_tokens, status.sessions) == (1, 100, 1)
@@ -98,13 +100,13 @@ async def test_an_owner_that_slept_past_its_lease_is_fenced_off(tmp_path: Path) 
                 await store.incr("pointsman:{default:m}:epoch")
 
             async def fenced() -> bool:
-                return not one.router.store.holds("m")
+                return not one.router.store.may_place("m")
 
             await eventually(fenced, "fenced")
             assert len(one.router.state.reservations) == 0
             await session.send(place=PLACE.request)
             refusal = (await session.read("refusal")).refusal
-            assert (refusal.not_now, refusal.owner.router_id, refusal.owner.epoch) == (True, "two", 2)
+            assert (refusal.not_serving, refusal.owner.router_id, refusal.owner.epoch) == (True, "two", 2)
             async with redis.asyncio.Redis.from_url(url) as store:
                 assert await store.hget("pointsman:{default:m}:lease", "id") == b"two"
 
@@ -137,7 +139,7 @@ async def test_without_redis_the_owner_places_degraded_and_fills_an_empty_one_on
 
             await eventually(healed, "the empty Redis holds what the owner knows")
             assert not (await session.place("after")).degraded
-            assert server.router.store.holds("m")
+            assert server.router.store.may_place("m")
 
 
 async def test_a_fleet_name_keeps_fleets_apart(tmp_path: Path) -> None:
@@ -160,7 +162,7 @@ async def test_what_another_version_has_written_is_taken_as_far_as_it_can_be_rea
     with redis_server(tmp_path) as (url, _):
         with redis.Redis.from_url(url) as client:
             client.hset("pointsman:{default:m}:open", mapping={name: json.dumps(one) for name, one in kept.items()})
-            client.hset("pointsman:{default:m}:usual", "work", json.dumps({"work": 7}))
+            client.hset("pointsman:{default:m}:mean_work", "work", json.dumps({"work": 7}))
         async with running(redis_url=url, owner_lease_s=0.5) as (server, agent):
             await Report(agent).join("a")
 

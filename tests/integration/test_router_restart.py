@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -18,13 +17,17 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pointsman.common.core.block_keys import prompt_keys
+from pointsman.common.io.channel import open_channel
+from pointsman.gateway.io.routing.router_client import RouterClient
 from pointsman.router.v1 import fleet_pb2, placement_pb2
-from services.common.channel import open_channel
-from services.common.keys import prompt_keys
-from services.gateway.router_client import RouterClient
-from tests.engine.processes import Process, free_port
-from tests.integration.replica_fixtures import RouterProcess
-from tests.integration.router_fixtures import Client, Report, Session, eventually, redis_server, running
+from tests.support.instances import counters
+from tests.support.processes.pointsman import pointsman_process
+from tests.support.processes.process import Process, free_port
+from tests.support.processes.redis import redis_server
+from tests.support.processes.replicas import RouterProcess
+from tests.support.router import Client, Report, Session, running
+from tests.support.waiting import eventually
 
 AGENT, PLACEMENT, FLEET = (
     "pointsman.agent.v1.AgentService",
@@ -32,8 +35,8 @@ AGENT, PLACEMENT, FLEET = (
     "pointsman.router.v1.FleetService",
 )
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-COLD = {"": NOT_SERVING, PLACEMENT: NOT_SERVING, AGENT: SERVING, FLEET: SERVING}
-WARM = dict.fromkeys(COLD, SERVING)
+NOT_PLACING = {"": NOT_SERVING, PLACEMENT: NOT_SERVING, AGENT: SERVING, FLEET: SERVING}
+PLACING = dict.fromkeys(NOT_PLACING, SERVING)
 ENGINES, BLOCK, CACHED = 3, 16, 12 * 16
 LONG_S = 120.0  # beyond any stall of a busy machine: what ends a wait is what it waits for
 MODEL = "pointsman-emulated"
@@ -43,7 +46,7 @@ async def health(address: str) -> dict[str, int]:
     """What the router at `address` says of itself (""), and of each of its services."""
     async with open_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        return {name: (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status for name in COLD}
+        return {name: (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status for name in NOT_PLACING}
 
 
 async def until_health(address: str, wanted: dict[str, int]) -> None:
@@ -56,13 +59,13 @@ async def until_health(address: str, wanted: dict[str, int]) -> None:
 
 
 async def test_a_router_serves_when_its_instances_and_those_that_gateways_remember_are_in_step() -> None:
-    async with running(warm_up_s=LONG_S) as (server, client):
+    async with running(startup_wait_s=LONG_S) as (server, client):
         address = f"127.0.0.1:{server.port}"
-        assert await health(address) == COLD
+        assert await health(address) == NOT_PLACING
         session = Session(client)
         hello = placement_pb2.GatewayHello(gateway_id="g", known_instance_ids=["a", "b"])
         await session.send(hello=hello)
-        assert (await session.read("fleet")).fleet.warming
+        assert (await session.read("fleet")).fleet.starting
         await Report(client).join("a")
         b = Report(client)
         await b.hello("b")
@@ -73,17 +76,17 @@ async def test_a_router_serves_when_its_instances_and_those_that_gateways_rememb
             return len(known) == 2 and known["a"].state == fleet_pb2.INSTANCE_STATE_READY
 
         await eventually(both, "both known, a in step")
-        assert await health(address) == COLD
+        assert await health(address) == NOT_PLACING
         await session.send(place=placement_pb2.PlacementRequest(request_id="r", model="m", input_tokens=10))
-        assert (await session.read("refusal")).refusal.not_now
+        assert (await session.read("refusal")).refusal.not_serving
         await b.snapshot([])
-        await until_health(address, WARM)
+        await until_health(address, PLACING)
         assert (await session.place("r", 10)).request_id == "r"
 
 
 async def test_without_any_instance_the_warm_up_ends_by_its_deadline() -> None:
-    async with running(warm_up_s=0.2) as (server, _):
-        await until_health(f"127.0.0.1:{server.port}", WARM)
+    async with running(startup_wait_s=0.2) as (server, _):
+        await until_health(f"127.0.0.1:{server.port}", PLACING)
 
 
 class Sessions:
@@ -145,16 +148,17 @@ class Fleet:
 
 @contextmanager
 def processes(folder: Path, redis_url: str) -> Iterator[tuple[RouterProcess, Process]]:
-    def command(name: str, *arguments: str) -> Process:
-        return Process(name, [sys.executable, "-m", "services.cli", *arguments], folder / f"{name}.log")
-
     ports = [free_port() for _ in range(ENGINES)]
     flags = ["--speedup", "50", "--model", MODEL]
-    engines = [command(f"e{port}", "emulate", "--port", str(port), *flags) for port in ports]
-    router = RouterProcess("one", redis_url, folder, **{"warm-up-s": LONG_S, "gateway-lease-s": LONG_S})
+    engines = [pointsman_process(f"e{port}", folder, "emulate", "--port", str(port), *flags) for port in ports]
+    router = RouterProcess("one", redis_url, folder, **{"startup-wait-s": LONG_S, "gateway-lease-s": LONG_S})
     flags = ["--metrics-listen", "", "--state-dir", str(folder), "--routers", router.address]
-    agent = command(
-        "agent", "agent", *flags, *(part for port in ports for part in ("--engines", f"http://127.0.0.1:{port}"))
+    agent = pointsman_process(
+        "agent",
+        folder,
+        "agent",
+        *flags,
+        *(part for port in ports for part in ("--engines", f"http://127.0.0.1:{port}")),
     )
     with ExitStack() as stack:
         for process in (*engines, agent, router.process):
@@ -216,7 +220,7 @@ async def test_a_restart_under_load_forgets_nothing_and_guesses_nothing(tmp_path
                     asyncio.ensure_future(load.turn(f"second-{at}", f"s{at}", prompt_of(at, 2))) for at in range(4, 7)
                 ]
                 up.router.process.start()
-                await until_health(up.router.address, COLD)
+                await until_health(up.router.address, NOT_PLACING)
                 async with open_channel(up.router.address) as channel:
                     early = placement_pb2.PlacementRequest(request_id="early", model=MODEL, input_tokens=10)
                     with pytest.raises(grpc.aio.AioRpcError) as error:
@@ -228,17 +232,17 @@ async def test_a_restart_under_load_forgets_nothing_and_guesses_nothing(tmp_path
 
                 await eventually(back, "the gateway is back", LONG_S)
                 assert not any(one.done() for one in waiting)
-                assert await health(up.router.address) == COLD
+                assert await health(up.router.address) == NOT_PLACING
             finally:
                 os.kill(up.agent.pid, signal.SIGCONT)
-            await until_health(up.router.address, WARM)
+            await until_health(up.router.address, PLACING)
 
             placed = await asyncio.gather(*waiting)
             for at, answer in zip(range(4, 7), placed, strict=True):
                 assert answer.cached_tokens == CACHED, "placed with what its engine has cached"
                 assert answer.step.instance.instance_id == owners[at].instance_id
                 if shared:
-                    assert await reason(up, f"second-{at}") == "affinity"
+                    assert await reason(up, f"second-{at}") == "session_affinity"
             known = await up.instances()
             assert {name: (one.instance.incarnation, one.state) for name, one in known.items()} == {
                 name: (one.instance.incarnation, one.state) for name, one in before.items()
@@ -263,5 +267,4 @@ def streams(known: dict[str, fleet_pb2.InstanceStatus]) -> dict[str, tuple[int, 
 
 
 def idle(one: Any) -> bool:
-    counters = (one.num_requests, one.pending_prefill_tokens, one.ongoing_decode_tokens, one.ongoing_tokens)
-    return counters == (0, 0, 0, 0)
+    return not any(counters(one).values())

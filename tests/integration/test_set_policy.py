@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,12 +18,15 @@ from grpc_status import rpc_status
 from redis import Redis
 
 from pointsman.agent.v1 import agent_pb2
+from pointsman.common.core.block_keys import prompt_keys
+from pointsman.router.core.policy.registry import POLICIES, make_policy
+from pointsman.router.io.main import RouterServer
+from pointsman.router.io.runtime import ReplicaInfo
 from pointsman.router.v1 import fleet_pb2, placement_pb2
-from services.common.keys import prompt_keys
-from services.router.io.main import RouterServer
-from services.router.io.runtime import About
-from services.router.policy.registry import POLICIES, make_policy
-from tests.integration.router_fixtures import Client, Report, Session, eventually, redis_server, running
+from tests.support.processes.pointsman import pointsman_command
+from tests.support.processes.redis import redis_server
+from tests.support.router import Client, Report, Session, running
+from tests.support.waiting import eventually
 
 KV = agent_pb2.KvTransfer(protocol=agent_pb2.KV_PROTOCOL_NIXL)
 KEYS = prompt_keys(list(range(160)), "m")
@@ -177,7 +179,7 @@ async def test_decisions_are_listed_and_watched_by_every_filter() -> None:
         placed = await session.place("one", 40_000, session_id="s")
         await session.place("two", 160, keys=KEYS, session_id="t")
         one, two = await decision(client, "one"), await decision(client, "two")
-        assert (one.route_class, two.route_class) == ("HEAVY", "WARM")
+        assert (one.route_class, two.route_class) == ("HEAVY", "LIGHT")
         age = fleet_pb2.DecisionFilter()
         age.since.FromSeconds(600)
         old = fleet_pb2.DecisionFilter()
@@ -185,13 +187,13 @@ async def test_decisions_are_listed_and_watched_by_every_filter() -> None:
         filters = {
             "session": (fleet_pb2.DecisionFilter(session_id="s"), ["one"]),
             "instance": (fleet_pb2.DecisionFilter(instance_id=placed.step.instance.instance_id), ["one"]),
-            "class": (fleet_pb2.DecisionFilter(route_class="WARM"), ["two"]),
+            "class": (fleet_pb2.DecisionFilter(route_class="LIGHT"), ["two"]),
             "reason": (fleet_pb2.DecisionFilter(reason=two.reason), ["two", "one"]),
             "no such reason": (fleet_pb2.DecisionFilter(reason="migrate"), []),
             "request": (fleet_pb2.DecisionFilter(request_id="two"), ["two"]),
             "since": (age, ["two", "one"]),
             "until": (old, []),
-            "both": (fleet_pb2.DecisionFilter(session_id="s", route_class="WARM"), []),
+            "both": (fleet_pb2.DecisionFilter(session_id="s", route_class="LIGHT"), []),
         }
         assert one.reason == two.reason
         for name, (wanted, found) in filters.items():
@@ -235,7 +237,7 @@ async def test_replicas_share_a_policy_and_keep_it_over_restarts(tmp_path: Path)
         async with running(router_id="one", **shared) as (_, one), running(router_id="two", **shared) as (_, two):
             assert [await in_force(one), await in_force(two)] == ["unified", "unified"]
             request = fleet_pb2.SetPolicyRequest(policy=policy("elastic", decider="heuristic"))
-            assert not (await one.fleet.SetPolicy(request)).here_alone
+            assert not (await one.fleet.SetPolicy(request)).this_replica_only
             await eventually(places_by(two, "elastic"), "two follows")
             assert (await two.fleet.ListInstances(fleet_pb2.ListInstancesRequest())).policy.settings[
                 "decider"
@@ -253,7 +255,7 @@ async def test_replicas_share_a_policy_and_keep_it_over_restarts(tmp_path: Path)
                 await eventually(told, "each tells what it places by")
             redis.kill()
             alone = await two.fleet.SetPolicy(fleet_pb2.SetPolicyRequest(policy=policy("lmetric")))
-            assert (alone.here_alone, alone.policy.name, await in_force(one)) == (True, "lmetric", "elastic")
+            assert (alone.this_replica_only, alone.policy.name, await in_force(one)) == (True, "lmetric", "elastic")
             # An empty Redis returns: what was set last is the fleet's.
             with redis_server(tmp_path, port=int(url.rpartition(":")[2].partition("/")[0])):
                 await eventually(places_by(one, "lmetric"), "one follows when Redis is back")
@@ -264,7 +266,7 @@ async def test_a_policy_that_a_replica_does_not_know_changes_nothing(tmp_path: P
     with redis_server(tmp_path) as (url, _):
         with Redis.from_url(url) as client:
             client.hset(
-                "pointsman:{default}:orders", mapping={"version": 3, "orders": '{"policy":["of the future",{}]}'}
+                "pointsman:{default}:config", mapping={"version": 3, "config": '{"policy":["of the future",{}]}'}
             )
         async with running(router_id="one", redis_url=url, owner_lease_s=0.5) as (server, one):
 
@@ -273,11 +275,11 @@ async def test_a_policy_that_a_replica_does_not_know_changes_nothing(tmp_path: P
 
             await eventually(seen, "Redis has answered")
             assert (await one.fleet.ListInstances(fleet_pb2.ListInstancesRequest())).policy.name == "unified"
-            assert About.read("what another version tells") == About.read("") == About()
+            assert ReplicaInfo.read("what another version tells") == ReplicaInfo.read("") == ReplicaInfo()
             # What is set here is newer than that.
             await one.fleet.SetPolicy(fleet_pb2.SetPolicyRequest(policy=policy("sticky")))
             with Redis.from_url(url, decode_responses=True) as client:
-                assert client.hget("pointsman:{default}:orders", "version") == "4"
+                assert client.hget("pointsman:{default}:config", "version") == "4"
 
 
 async def test_a_drain_is_an_order_to_all_replicas_until_the_engine_restarts(tmp_path: Path) -> None:
@@ -305,7 +307,7 @@ async def test_a_drain_is_an_order_to_all_replicas_until_the_engine_restarts(tmp
                 await eventually(told(client, a=ready, b=ready), "both instances")
             # At both replicas at once, of two instances: neither order undoes the other.
             answers = await asyncio.gather(drain(one, "a"), drain(two, "b"))
-            assert [(one.instance.state, one.here_alone) for one in answers] == [(draining, False)] * 2
+            assert [(one.instance.state, one.this_replica_only) for one in answers] == [(draining, False)] * 2
             for client in (one, two):
                 await eventually(told(client, a=draining, b=draining), "both drain at both")
             assert (await drain(two, "b", resume=True)).instance.state == ready
@@ -321,12 +323,12 @@ async def test_a_drain_is_an_order_to_all_replicas_until_the_engine_restarts(tmp
                 assert (await states(one))["a"] == (await states(two))["a"] == ready
             redis.kill()
             alone = await drain(two, "b")
-            assert (alone.here_alone, alone.instance.state) == (True, draining)
+            assert (alone.this_replica_only, alone.instance.state) == (True, draining)
             assert (await states(one))["b"] == ready
             with redis_server(tmp_path, port=int(url.rpartition(":")[2].partition("/")[0])):
                 await eventually(told(one, a=ready, b=draining), "one follows when Redis is back")
                 with Redis.from_url(url, decode_responses=True) as client:
-                    kept = client.hget("pointsman:{default}:orders", "orders")
+                    kept = client.hget("pointsman:{default}:config", "config")
                 assert kept == '{"policy":null,"drained":{"b":"1"}}', "of a's life before nothing is kept"
 
 
@@ -346,7 +348,7 @@ async def test_the_command_sets_the_policy_and_says_what_is_wrong() -> None:
 
 async def _pointsman(*arguments: str) -> tuple[int | None, str]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.cli", *arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        *pointsman_command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     out, _ = await process.communicate()
     return process.returncode, out.decode()

@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import signal
-import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -22,14 +21,15 @@ import grpc
 import grpc.aio
 import pytest
 
-from lab.emulator import Emulated, EmulateSettings, start
+from pointsman.common.io.settings import Tokens
+from pointsman.lab.emulator.emulated_engine import EmulatedEngine, EmulateSettings, start
+from pointsman.router.io.main import RouterServer
+from pointsman.router.io.settings import RouterSettings
 from pointsman.router.v1 import placement_pb2, placement_pb2_grpc
-from services.common.settings import Tokens
-from services.router.io.main import RouterServer
-from services.router.io.settings import RouterSettings
-from services.shadow.fleet import FleetQuestions, Model
-from tests.engine.processes import Process, free_port
-from tests.integration.router_fixtures import Client, Report
+from pointsman.shadow.io.fleet_queries import FleetQueries, ServedModel
+from tests.support.processes.pointsman import pointsman_command
+from tests.support.processes.process import Process, free_port
+from tests.support.router import Client, Report
 
 DOCS = Path(__file__).parents[2] / "docs" / "shadow.md"
 MODEL = "pointsman-emulated"
@@ -74,7 +74,7 @@ async def converse(url: str, sessions: int = SESSIONS, turns: int = TURNS, salt:
 
 
 @pytest.fixture
-async def engines() -> AsyncIterator[list[Emulated]]:
+async def engines() -> AsyncIterator[list[EmulatedEngine]]:
     running = [await start(EmulateSettings(port=0, kv_blocks=KV_TOKENS // 16, max_model_len=32_000)) for _ in range(3)]
     yield running
     for one in running:
@@ -84,7 +84,7 @@ async def engines() -> AsyncIterator[list[Emulated]]:
 class Docs:
     """The page's blocks, with addresses and files of a test's own."""
 
-    def __init__(self, folder: Path, engines: list[Emulated]) -> None:
+    def __init__(self, folder: Path, engines: list[EmulatedEngine]) -> None:
         self.shadow, self.front, self.router = (f"127.0.0.1:{free_port()}" for _ in range(3))
         self._own = {
             "127.0.0.1:8080": self.front,
@@ -111,12 +111,11 @@ class Docs:
 
     def process(self, name: str, words: list[str], *more: str) -> Process:
         """A command's process."""
-        argv = [sys.executable, "-m", "services.cli", *words, *more]
-        return Process(name, argv, self._folder / f"{name}.log", cwd=self._folder)
+        return Process(name, pointsman_command(*words, *more), self._folder / f"{name}.log", cwd=self._folder)
 
     async def run(self, words: list[str]) -> str:
         """What a command prints that ends by itself, with status 0."""
-        argv = [sys.executable, "-m", "services.cli", *words]
+        argv = pointsman_command(*words)
         child = await asyncio.create_subprocess_exec(*argv, cwd=self._folder, stdout=PIPE, stderr=PIPE)
         out, err = await child.communicate()
         assert child.returncode == 0, (words, err.decode())
@@ -153,7 +152,7 @@ async def answered(url: str, ready: Callable[[dict[str, Any]], bool] = bool, wit
     return told
 
 
-async def test_it_says_what_really_comes(engines: list[Emulated], tmp_path: Path) -> None:
+async def test_it_says_what_really_comes(engines: list[EmulatedEngine], tmp_path: Path) -> None:
     docs = Docs(tmp_path, engines)
     (router,), (agent,), (alone, beside_router) = (
         docs.commands(*words) for words in (("router",), ("agent",), ("shadow", "serve"))
@@ -177,12 +176,12 @@ async def test_it_says_what_really_comes(engines: list[Emulated], tmp_path: Path
         assert sum(one.model.counters.prefix_cache_queries for one in engines) == as_it_is.prompt_tokens
         now = (await answered(report_url, lambda told: bool(told) and told["now"]["placed"] == as_it_is.answers))["now"]
         # Facts: what the engines' events told was cached where requests went is what the engines said themselves.
-        assert now["there_tokens"] == pytest.approx(as_it_is.cached_tokens, rel=0.02)
-        assert now["placed_cached_tokens"] > now["there_tokens"]
+        assert now["actual_cached_tokens"] == pytest.approx(as_it_is.cached_tokens, rel=0.02)
+        assert now["would_be_cached_tokens"] > now["actual_cached_tokens"]
         async with aiohttp.ClientSession() as client, client.get(f"http://{docs.shadow}/metrics") as answer:
             page = await answer.text()
         assert "pointsman_shadow_prompt_tokens_total" in page
-        assert 'pointsman_shadow_left_out_total{reason="backlog"} 0.0' in page
+        assert 'pointsman_shadow_excluded_total{reason="backlog"} 0.0' in page
         shadow.stop()
         log, record = ((tmp_path / name).read_bytes() for name in ("access.jsonl", "shadow-record.jsonl"))
 
@@ -216,8 +215,8 @@ async def test_it_says_what_really_comes(engines: list[Emulated], tmp_path: Path
         *(docs.run([*words, *(["--out", told_by[id(words)]] if id(words) in told_by else [])]) for words in first)
     )
     assert len(printed) == 5
-    (replay,) = docs.commands("decisions", "replay")
-    assert "50 of 50 decisions are the same" in await docs.run(replay)
+    (verify,) = docs.commands("decisions", "verify")
+    assert "50 of 50 decisions are the same" in await docs.run(verify)
     told = {line.partition("  ")[0]: line.split() for line in printed[len(of_record)].splitlines()}
     assert f"{MODEL}, 3 engines: 50 requests, {as_it_is.prompt_tokens:,} prompt tokens" in told
     # What the serving shadow said itself.
@@ -229,14 +228,14 @@ async def test_it_says_what_really_comes(engines: list[Emulated], tmp_path: Path
     for model in found:
         assert (model["requests"], model["placement_known"], model["keyed"], model["failed"]) == (50, 50, 50, 0)
         # The same placement in the model and in the engines; then what it promises, and what really came.
-        assert model["as_recorded"]["cached_tokens"] == pytest.approx(as_it_is.cached_tokens, rel=0.01)
+        assert model["recorded"]["cached_tokens"] == pytest.approx(as_it_is.cached_tokens, rel=0.01)
         # Engines that share two cores with clients are not as fast as their model: loads differ here and there, and with them
         # placements. A session that begins on another engine misses a whole system prompt. The gain itself is no such accident.
-        assert model["would_be"]["cached_tokens"] == pytest.approx(really.cached_tokens, abs=gain / 2)
+        assert model["counterfactual"]["cached_tokens"] == pytest.approx(really.cached_tokens, abs=gain / 2)
         assert model["saved_tokens"] > gain / 2
     compared = [json.loads(line) for line in (tmp_path / "compared.jsonl").read_text().splitlines()]
-    assert sum(one["as_recorded"]["cached_tokens"] for one in compared) == found[1]["as_recorded"]["cached_tokens"]
-    assert {one["as_recorded"]["instance"] for one in compared} == {one.url.removeprefix("http://") for one in engines}
+    assert sum(one["recorded"]["cached_tokens"] for one in compared) == found[1]["recorded"]["cached_tokens"]
+    assert {one["recorded"]["instance"] for one in compared} == {one.url.removeprefix("http://") for one in engines}
     # No text of a request is in what is recorded.
     assert all(
         "brief" not in (tmp_path / name).read_text()
@@ -248,9 +247,9 @@ async def test_its_token_is_an_observers(monkeypatch: pytest.MonkeyPatch) -> Non
     tokens = Tokens(agent_token="A", gateway_token="G", operator_token="O", observer_token="S", token_dir=None)  # type: ignore[arg-type]
     server = RouterServer(RouterSettings(listen="127.0.0.1:0", metrics_listen=""), tokens)
     await server.start()
-    told: asyncio.Queue[dict[str, Model]] = asyncio.Queue()
+    told: asyncio.Queue[dict[str, ServedModel]] = asyncio.Queue()
     monkeypatch.setenv("POINTSMAN_OBSERVER_TOKEN", "S")
-    questions = FleetQuestions(f"127.0.0.1:{server.port}", 0.05, "unified", {})
+    questions = FleetQueries(f"127.0.0.1:{server.port}", 0.05, "unified", {})
     watching = asyncio.create_task(questions.watch(told.put))
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:

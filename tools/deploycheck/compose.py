@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from tools.deploycheck import env as services
+from tools.deploycheck import service_environment as services
 
 Object = dict[str, Any]
 # ${NAME}, ${NAME:-default} and so on; $$ is a dollar.
@@ -70,8 +70,8 @@ def check(raw: Object, example: str, secret_files: set[str], optional: str = "")
     for name, service in project["services"].items():
         problems += _references(name, service, project)
         problems += _rules(name, service)
-        if _command(service) and str(service.get("image", "")).startswith("pointsman:"):
-            problems += _told(name, service, project)
+        if _command(service) and services.subcommand_of(str(service.get("image", ""))):
+            problems += _check_environment(name, service, project)
     for name, secret in project.get("secrets", {}).items():
         folder, _, file = secret["file"].rpartition("/")
         if folder != "./secrets" or file not in secret_files:
@@ -168,15 +168,15 @@ def mounted_files(project: Object) -> Iterator[tuple[str, str]]:
                 yield name, volume.split(":")[0]
 
 
-def _told(name: str, service: Object, project: Object) -> list[str]:
+def _check_environment(name: str, service: Object, project: Object) -> list[str]:
     command = _command(service)[0]
     files = {f"/run/secrets/{s['target'] if isinstance(s, dict) else s}" for s in service.get("secrets", [])}
     env = {key: str(value) for key, value in service.get("environment", {}).items()}
     # Variables that the entry point sets from files.
     late = set(re.findall(r"\b(POINTSMAN_\w+)=", " ".join(service.get("entrypoint", []))))
-    told = services.Told(name, command, env, frozenset(files), frozenset(late))
+    told = services.ServiceEnvironment(name, command, service["image"], env, frozenset(files), frozenset(late))
     problems = services.check(told)
-    for variable, host, port in services.dialled(told) if not problems else ():
+    for variable, host, port in services.dialed_addresses(told) if not problems else ():
         target = project["services"].get(host)
         if target is None:
             problems.append(f"{name}: {variable}: {host} is no service")

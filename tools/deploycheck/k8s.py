@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tools.deploycheck import env as services
+from tools.deploycheck import service_environment as services
 
 Object = dict[str, Any]
 WORKLOADS = ("Deployment", "StatefulSet", "DaemonSet")
@@ -128,8 +128,8 @@ def _container(container: Container, objects: list[Object]) -> list[str]:
     defined = {*env, *secret}
     for variable in sorted({v for word in words for v in re.findall(r"\$\((\w+)\)", word)} - defined):
         problems.append(f"{container.where}: $({variable}) is not in its environment")
-    if container.spec["image"].split(":")[0] == "pointsman":
-        problems += _told(container, env, secret, objects)
+    if services.subcommand_of(container.spec["image"]):
+        problems += _check_environment(container, env, secret, objects)
     return problems
 
 
@@ -211,9 +211,10 @@ def environment(container: Container, objects: list[Object]) -> tuple[dict[str, 
     return env, unknown, problems
 
 
-def _told(container: Container, env: dict[str, str], secret: set[str], objects: list[Object]) -> list[str]:
+def _check_environment(container: Container, env: dict[str, str], secret: set[str], objects: list[Object]) -> list[str]:
     command = container.spec["args"][0]
-    told = services.Told(container.where, command, env, frozenset(_files(container, objects)), frozenset(secret))
+    files = frozenset(_files(container, objects))
+    told = services.ServiceEnvironment(container.where, command, container.spec["image"], env, files, frozenset(secret))
     problems = services.check(told)
     ports = {p["containerPort"] for p in container.spec.get("ports", [])}
     for variable, port in services.listens(told):
@@ -235,7 +236,7 @@ def _told(container: Container, env: dict[str, str], secret: set[str], objects: 
         if entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath") == "status.hostIP"
     }
     beside = {p["containerPort"] for c in container.pod["containers"] for p in c.get("ports", [])}
-    for variable, host, port in services.dialled(told) if not problems else ():
+    for variable, host, port in services.dialed_addresses(told) if not problems else ():
         if host in ("127.0.0.1", "localhost"):
             reachable = port in beside
         else:

@@ -14,13 +14,13 @@ class Chunk:
     """One step's work on one prompt whose KV goes to another engine.
 
     `new_blocks` are ids of the engine's blocks that the prompt got since its last chunk, all of them when it `restarted`;
-    `upto` is the number of leading blocks that may be sent once a layer is through, `total` the prompt's.
+    `up_to` is the number of leading blocks that may be sent once a layer is through, `total` the prompt's.
     """
 
     transfer_id: str
     request_id: str
     new_blocks: tuple[int, ...]
-    upto: int
+    up_to: int
     total: int
     restarted: bool
 
@@ -96,7 +96,7 @@ class ChunkTracker:
                 transfer_id=one.transfer_id,
                 request_id=request_id,
                 new_blocks=tuple(blocks[known:]),
-                upto=blocks_of(done, prompt, self._block_size),
+                up_to=blocks_of(done, prompt, self._block_size),
                 total=total,
                 restarted=restarted,
             )

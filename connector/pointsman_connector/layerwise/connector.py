@@ -21,7 +21,7 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from pointsman_connector.layerwise import guard
+from pointsman_connector.layerwise import vllm_compatibility
 from pointsman_connector.layerwise.chunks import Chunk, ChunkTracker
 from pointsman_connector.layerwise.receiver import LayerwiseWorker
 from pointsman_connector.layerwise.stats import LayerwiseStats
@@ -52,7 +52,7 @@ class LayerwiseMooncakeConnector(AnyDeviceMooncakeConnector):
         if not self._layerwise:
             super().__init__(vllm_config, role, kv_cache_config)
             return
-        guard.check()
+        vllm_compatibility.check()
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         self.engine_id = vllm_config.kv_transfer_config.engine_id
         self.connector_scheduler: LayerwiseScheduler | None = None
@@ -63,7 +63,7 @@ class LayerwiseMooncakeConnector(AnyDeviceMooncakeConnector):
             with some_device():
                 self.connector_worker = self.worker_class(vllm_config, self.engine_id, kv_cache_config)
             if not self.connector_worker.is_kv_consumer:
-                guard.check_worker(self.connector_worker)
+                vllm_compatibility.check_worker(self.connector_worker)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

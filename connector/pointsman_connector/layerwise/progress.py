@@ -27,7 +27,7 @@ class Batch:
     epoch: int
 
 
-class Computed:
+class ComputedBlocks:
     """The sender's side of one prompt: which blocks the engine has, and how many of them each layer has computed.
 
     `total` is the number of blocks of the whole prompt. `layers` are the names of all layers that will be saved.
@@ -47,10 +47,10 @@ class Computed:
             self._computed = dict.fromkeys(self._computed, 0)
         self.blocks.extend(new_blocks)
 
-    def layer_saved(self, layer: str, upto: int) -> None:
-        """`layer` now holds the KV of the first `upto` blocks. Layers that are not ours are ignored."""
+    def layer_saved(self, layer: str, up_to: int) -> None:
+        """`layer` now holds the KV of the first `up_to` blocks. Layers that are not ours are ignored."""
         if layer in self._computed:
-            self._computed[layer] = max(self._computed[layer], min(upto, self.total))
+            self._computed[layer] = max(self._computed[layer], min(up_to, self.total))
 
     def of(self, layers: Collection[str]) -> int:
         """How many leading blocks all of `layers` have."""
@@ -59,7 +59,7 @@ class Computed:
     @property
     def complete(self) -> bool:
         """Every layer has the whole prompt."""
-        return all(upto == self.total for upto in self._computed.values())
+        return all(up_to == self.total for up_to in self._computed.values())
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Delivery:
     _sent: list[int] = field(default_factory=list)
     _epoch: int = 0
 
-    def take(self, computed: Computed) -> Batch | None:
+    def next_batch(self, computed: ComputedBlocks) -> Batch | None:
         """Everything that can be written now, as one batch; None when there is nothing, or a write is under way, or failed."""
         if self.writing or self.failed:
             return None
@@ -90,14 +90,14 @@ class Delivery:
         self.writing = True
         return Batch(tuple(spans), computed.epoch)
 
-    def landed(self, batch: Batch) -> None:
+    def write_finished(self, batch: Batch) -> None:
         """`batch` is written. What was read before a restart does not count."""
         self.writing = False
         if batch.epoch == self._epoch:
             for span in batch.spans:
                 self._sent[span.region] = span.end
 
-    def broke(self) -> None:
+    def write_failed(self) -> None:
         """The write under way failed: nothing that was pushed counts any more."""
         self.writing = False
         self.failed = True
@@ -106,14 +106,14 @@ class Delivery:
         """No further writes."""
         self.failed = True
 
-    def done(self, computed: Computed) -> bool:
+    def done(self, computed: ComputedBlocks) -> bool:
         """The receiver has all that it wanted."""
         return not self.failed and computed.complete and not self._missing(computed)
 
     def _bytes(self, spans: Sequence[Span]) -> int:
         return sum((span.end - span.first) * self.block_bytes[span.region] for span in spans)
 
-    def _missing(self, computed: Computed) -> list[Span]:
+    def _missing(self, computed: ComputedBlocks) -> list[Span]:
         if self._epoch != computed.epoch or not self._sent:
             self._epoch = computed.epoch
             self._sent = [computed.total - self.wanted] * len(self.regions)

@@ -19,10 +19,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 from vllm.logger import init_logger
 
 from pointsman_connector.layerwise.fence import Fence
-from pointsman_connector.layerwise.progress import Batch, Computed
+from pointsman_connector.layerwise.progress import Batch, ComputedBlocks
+from pointsman_connector.layerwise.sleeping_writes import SleepingTransferEngine
 from pointsman_connector.layerwise.stats import LayerwiseStats
 from pointsman_connector.layerwise.transfer import Receiver, Transfer
-from pointsman_connector.layerwise.writes import RestingEngine
 
 logger = init_logger(__name__)
 
@@ -38,10 +38,10 @@ class LayerwisePusher(MooncakeConnectorWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Transfers whose blocks may have been overwritten.
-        self._gone: set[str] = set()
+        self._overwritten: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         super().__init__(*args, **kwargs)
-        self.engine = RestingEngine(self.engine)
+        self.engine = SleepingTransferEngine(self.engine)
         self.xfer_stats = LayerwiseStats()
 
     def _layers_in(self, region: TransferRegion) -> Collection[str]:
@@ -52,11 +52,11 @@ class LayerwisePusher(MooncakeConnectorWorker):
         return inside | {region.layer_name}
 
     def _push_on(self, transfer: Transfer, receiver: Receiver) -> None:
-        if transfer.computed is not None and (batch := receiver.delivery.take(transfer.computed)) is not None:
+        if transfer.computed is not None and (batch := receiver.delivery.next_batch(transfer.computed)) is not None:
             receiver.idle.clear()
             self._spawn(self._push(transfer, transfer.computed, receiver, batch))
 
-    async def _push(self, transfer: Transfer, computed: Computed, receiver: Receiver, first: Batch) -> None:
+    async def _push(self, transfer: Transfer, computed: ComputedBlocks, receiver: Receiver, first: Batch) -> None:
         """Write `first`, then whatever became ready meanwhile, in as few writes as that takes."""
         batch: Batch | None = first
         try:
@@ -73,14 +73,14 @@ class LayerwisePusher(MooncakeConnectorWorker):
                         dst,
                         lengths,
                     )
-                if status != 0 or transfer.transfer_id in self._gone:
-                    receiver.delivery.broke()
+                if status != 0 or transfer.transfer_id in self._overwritten:
+                    receiver.delivery.write_failed()
                     return
-                receiver.delivery.landed(batch)
+                receiver.delivery.write_finished(batch)
                 self.xfer_stats.record_push(len(batch.spans))
-                batch = receiver.delivery.take(computed)
+                batch = receiver.delivery.next_batch(computed)
         except BaseException:
-            receiver.delivery.broke()
+            receiver.delivery.write_failed()
             raise
         finally:
             receiver.idle.set()
@@ -96,7 +96,7 @@ class LayerwisePusher(MooncakeConnectorWorker):
         return self._send_blocks(session, src, dst, lengths)
 
     async def _pointers(
-        self, transfer: Transfer, computed: Computed, receiver: Receiver, batch: Batch
+        self, transfer: Transfer, computed: ComputedBlocks, receiver: Receiver, batch: Batch
     ) -> tuple[list[int], list[int], list[int]]:
         """Addresses and lengths of a batch, by upstream's own arithmetic for a part of the regions and of the blocks."""
         src: list[int] = []

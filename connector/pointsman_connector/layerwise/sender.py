@@ -28,11 +28,11 @@ from vllm.logger import init_logger
 
 from pointsman_connector.layerwise.chunks import Chunk
 from pointsman_connector.layerwise.fence import Fence, marker
-from pointsman_connector.layerwise.progress import Computed, Delivery
+from pointsman_connector.layerwise.progress import ComputedBlocks, Delivery
 from pointsman_connector.layerwise.pusher import LEAST_WRITE_BYTES, LayerwisePusher
+from pointsman_connector.layerwise.sleeping_writes import WRITE_S
 from pointsman_connector.layerwise.support import unsupported_receiver
 from pointsman_connector.layerwise.transfer import Receiver, Transfer, session_of
-from pointsman_connector.layerwise.writes import WRITE_S
 
 logger = init_logger(__name__)
 
@@ -53,17 +53,18 @@ class LayerwiseSender(LayerwisePusher):
         self._done_sending: set[str] = set()
         self._may_free: set[str] = set()
         # When a conversation's receivers may have given up: seconds of the loop's clock, which runs on in a stopped process.
-        self._latest: dict[asyncio.Task[Any] | None, float] = {}
+        self._deadline_of: dict[asyncio.Task[Any] | None, float] = {}
         # A blocking event lets the thread that waits for it sleep.
         self._mark = marker(partial(torch.cuda.Event, blocking=True) if torch.cuda.is_available() else None)
         super().__init__(*args, **kwargs)
 
     # ---- called by the engine's thread ----
 
-    def begin_step(self, chunks: Sequence[Chunk], gone: Collection[str]) -> None:
-        """A step is about to compute `chunks`. The blocks of the transfers `gone` may be overwritten by it: what is read of them
-        from here on counts for nothing, and a write that ends later must see that at once, not when the loop hears of it."""
-        self._gone.update(gone)
+    def begin_step(self, chunks: Sequence[Chunk], overwritten: Collection[str]) -> None:
+        """A step is about to compute `chunks`. The blocks of the transfers `overwritten` may be overwritten by it: what is read
+        of them from here on counts for nothing, and a write that ends later must see that at once, not when the loop hears of
+        it."""
+        self._overwritten.update(overwritten)
         if chunks or self._steps_layers:
             self._steps_layers = bool(chunks)
             self.sender_loop.call_soon_threadsafe(self._begin, chunks)
@@ -82,7 +83,7 @@ class LayerwiseSender(LayerwisePusher):
             if transfer.computed is None:
                 transfer.request_id = chunk.request_id
                 self._transfer_of[chunk.request_id] = chunk.transfer_id
-                transfer.computed = Computed(chunk.total, set(self.registered_layer_names))
+                transfer.computed = ComputedBlocks(chunk.total, set(self.registered_layer_names))
             if chunk.restarted and (waiting := self.reqs_need_send.get(chunk.transfer_id)) is not None:
                 transfer.announced = False
                 waiting.ready.clear()
@@ -93,14 +94,14 @@ class LayerwiseSender(LayerwisePusher):
         for transfer, chunk in self._step:
             computed = transfer.computed
             assert computed is not None
-            computed.layer_saved(layer, chunk.upto)
+            computed.layer_saved(layer, chunk.up_to)
             transfer.fence = fence
             for receiver in transfer.receivers.values():
                 self._push_on(transfer, receiver)
             if computed.complete and not transfer.announced and transfer.aborted_at is None:
                 self._announce(transfer, computed)
 
-    def _announce(self, transfer: Transfer, computed: Computed) -> None:
+    def _announce(self, transfer: Transfer, computed: ComputedBlocks) -> None:
         """The whole prompt is computed: receivers are served from now on, one step before the scheduler knows its end."""
         transfer.announced = True
         waiting = self.reqs_need_send.get(transfer.transfer_id)
@@ -122,24 +123,24 @@ class LayerwiseSender(LayerwisePusher):
 
     async def _serve(self, identity: bytes, sock: zmq.asyncio.Socket, message: bytes) -> None:
         conversation = asyncio.current_task()
-        self._latest[conversation] = self._patience_ends()
+        self._deadline_of[conversation] = self._last_write_deadline()
         try:
             meta = self._xfer_meta_decoder.decode(message)
-            self._meet(meta)
+            self._start_pushing(meta)
             await self.send_kv_to_decode(identity, sock, meta)
-            self._part(meta)
+            self._drop_answered_receivers(meta)
         except Exception as error:
             logger.exception("Could not serve a receiver of KV")
             refusal = MooncakeXferResponse(status=MooncakeXferResponseStatus.ERROR, err_msg=str(error))
             await sock.send_multipart((identity, self._encoder.encode(refusal)))
         finally:
-            del self._latest[conversation]
+            del self._deadline_of[conversation]
 
-    def _patience_ends(self) -> float:
+    def _last_write_deadline(self) -> float:
         """When receivers of whom was heard now must not be written to any more. They wait for one write longer."""
         return self.sender_loop.time() + envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT + WRITE_S
 
-    def _meet(self, meta: MooncakeXferMetadata) -> None:
+    def _start_pushing(self, meta: MooncakeXferMetadata) -> None:
         """Start to push to the receivers that come while their prompt is computed. Upstream refuses those that do not fit."""
         local, remote, error = self._prepare_transfer_regions(meta)
         if error is not None or not self._fits(meta, local, remote):
@@ -209,11 +210,11 @@ class LayerwiseSender(LayerwisePusher):
                 continue
             if transfer is not None and any(agent_meta.req_blocks[request_id][1]):
                 # Only the scheduler can say that the blocks stay what they are until they are sent.
-                await transfer.settled.wait()
+                await transfer.scheduler_confirmed.wait()
                 if transfer.aborted_at is not None:
                     never.append(request_id)
                     continue
-            if self.sender_loop.time() > self._latest[asyncio.current_task()]:
+            if self.sender_loop.time() > self._deadline_of[asyncio.current_task()]:
                 late.append(request_id)
                 continue
             rest.append((request_id, send_meta))
@@ -222,13 +223,13 @@ class LayerwiseSender(LayerwisePusher):
         src, dst, lengths, errors, message = await super()._build_transfer_params(
             rest, agent_meta, local_regions, remote_regions
         )
-        self._latest[asyncio.current_task()] = self._patience_ends()
+        self._deadline_of[asyncio.current_task()] = self._last_write_deadline()
         if never or late:
             reason = "the prefill was given up" if never else "the receiver has given up"
             return src, dst, lengths, [*errors, *never, *late], message or reason
         return src, dst, lengths, errors, message
 
-    def _part(self, meta: MooncakeXferMetadata) -> None:
+    def _drop_answered_receivers(self, meta: MooncakeXferMetadata) -> None:
         """The receivers of `meta` have been answered: forget what was only kept for them."""
         session = session_of(meta)
         for request_id, (transfer_id, _) in meta.req_blocks.items():
@@ -265,7 +266,7 @@ class LayerwiseSender(LayerwisePusher):
             if blocks:
                 self._may_free.add(request_id)
                 if transfer is not None:
-                    transfer.settled.set()
+                    transfer.scheduler_confirmed.set()
             if transfer is not None and transfer.announced:
                 if transfer_id not in self.reqs_need_send:
                     # Its receivers were served before the scheduler's word came here.
@@ -280,12 +281,12 @@ class LayerwiseSender(LayerwisePusher):
         await super().record_send_reqs(known)
         for transfer_id in metadata.reqs_not_processed:
             self._abort(transfer_id)
-            self._gone.discard(transfer_id)
+            self._overwritten.discard(transfer_id)
 
     def _abort(self, transfer_id: str) -> None:
         """The prompt will never be complete: tell who waits for it, now or when it comes."""
         transfer = self._transfers.setdefault(transfer_id, Transfer(transfer_id))
-        transfer.settled.set()
+        transfer.scheduler_confirmed.set()
         if transfer.delivered or (transfer.announced and transfer_id not in self.reqs_need_send):
             self._forget(transfer_id)
             return

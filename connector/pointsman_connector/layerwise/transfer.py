@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 )
 
 from pointsman_connector.layerwise.fence import Fence
-from pointsman_connector.layerwise.progress import Computed, Delivery
+from pointsman_connector.layerwise.progress import ComputedBlocks, Delivery
 
 
 @dataclass
@@ -43,14 +43,14 @@ class Transfer:
 
     transfer_id: str
     request_id: str = ""
-    computed: Computed | None = None
+    computed: ComputedBlocks | None = None
     receivers: dict[tuple[str, str], Receiver] = field(default_factory=dict)
     fence: Fence | None = None
     announced: bool = False
     delivered: bool = False
     aborted_at: float | None = None
     # The scheduler's word is here: the prompt's blocks are kept until it is sent, or it is given up.
-    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    scheduler_confirmed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 def session_of(meta: MooncakeXferMetadata) -> str:

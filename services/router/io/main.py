@@ -18,21 +18,21 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
+from pointsman.common.io.auth import TokenInterceptor, is_loopback, read_bound_tokens
+from pointsman.common.io.channel import SERVER_OPTIONS
+from pointsman.common.io.logs import configure_logs
+from pointsman.common.io.metrics_page import metrics_page
+from pointsman.common.io.settings import Tokens
+from pointsman.common.io.tls import TlsSettings
+from pointsman.router.core.policy.base import SettingError
+from pointsman.router.io.console.console import Console
+from pointsman.router.io.console.decision_stream import DecisionStream
+from pointsman.router.io.rpc.agent_service import AgentService
+from pointsman.router.io.rpc.fleet_service import FleetService
+from pointsman.router.io.rpc.placement_service import PlacementService
+from pointsman.router.io.runtime import Router
+from pointsman.router.io.settings import RouterSettings
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placement_pb2_grpc
-from services.common.auth import TokenInterceptor, is_loopback, read_bound_tokens
-from services.common.channel import SERVER_OPTIONS
-from services.common.logs import configure_logs
-from services.common.metrics_page import metrics_page
-from services.common.settings import Tokens
-from services.common.tls import Tls
-from services.router.io.agent_service import AgentService
-from services.router.io.console import Console
-from services.router.io.decision_stream import DecisionStream
-from services.router.io.fleet_service import FleetService
-from services.router.io.placement_service import PlacementService
-from services.router.io.runtime import Router
-from services.router.io.settings import RouterSettings
-from services.router.policy.base import SettingError
 
 log = structlog.get_logger()
 
@@ -52,7 +52,7 @@ class RouterServer:
         self.router = Router(settings)
         bound = read_bound_tokens(settings.agents_file) if settings.agents_file else ()
         interceptor = TokenInterceptor(tokens, bound)
-        tls = Tls()
+        tls = TlsSettings()
         self._credentials = tls.for_server()
         for listen in filter(None, (settings.listen, settings.console_listen)):
             if interceptor.open and not settings.insecure and not is_loopback(listen):
@@ -77,8 +77,8 @@ class RouterServer:
         self._web: web.AppRunner | None = None
         self.console: Console | None = None
         if settings.console_listen:
-            news = DecisionStream(self.router.decisions, fleet.told)
-            listen, viewers = settings.console_listen, settings.console_viewers
+            news = DecisionStream(self.router.decisions, fleet.without_candidates)
+            listen, viewers = settings.console_listen, settings.console_max_viewers
             self.console = Console(fleet, news, interceptor, listen, viewers, tls.for_console())
         self.port = 0
 
@@ -93,7 +93,7 @@ class RouterServer:
         await self._server.start()
         for service in (AGENT_SERVICE, FLEET_SERVICE):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
-        self.router.on_warm(self._serve_placements)
+        self.router.on_ready(self._serve_placements)
         self._tasks.add(asyncio.create_task(self.router.run()))
         if self.settings.metrics_listen:
             await self._start_metrics()
@@ -126,9 +126,9 @@ class RouterServer:
         if self.router.tracer is not None:
             await self.router.tracer.close()
 
-    def _serve_placements(self, warm: bool) -> None:
+    def _serve_placements(self, ready: bool) -> None:
         # The router as a whole is there to place; that it can be asked and reported to is said of these services alone.
-        status = health_pb2.HealthCheckResponse.SERVING if warm else health_pb2.HealthCheckResponse.NOT_SERVING
+        status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", PLACEMENT_SERVICE):
             task = asyncio.ensure_future(self._health.set(service, status))
             self._tasks.add(task)
@@ -140,7 +140,7 @@ class RouterServer:
             return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
         async def healthy(_: web.Request) -> web.Response:
-            return web.json_response({"router_id": self.settings.router_id, "warm": self.router.warm})
+            return web.json_response({"router_id": self.settings.router_id, "ready": self.router.ready})
 
         app = web.Application()
         app.add_routes([web.get("/metrics", metrics), web.get("/health", healthy)])

@@ -12,30 +12,30 @@ import structlog
 from msgspec.structs import replace
 
 from pointsman.agent.v1 import agent_pb2
+from pointsman.common.io.batch_queue import BatchQueue
+from pointsman.common.io.line_file import LostLines
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.instances.circuit_breaker import CircuitSettings
+from pointsman.router.core.instances.saturation import SaturationLimits
+from pointsman.router.core.ownership import Owner
+from pointsman.router.core.policy.base import Policy, SettingError
+from pointsman.router.core.policy.registry import make_policy
+from pointsman.router.core.requests.hold_queue import QueueSettings
+from pointsman.router.core.requests.place_or_hold import not_serving
+from pointsman.router.core.router_state import RouterState, StateSettings
+from pointsman.router.core.types import InstanceInfo, PlacementRequest
+from pointsman.router.io.convert import gateway_messages
+from pointsman.router.io.settings import RouterSettings
+from pointsman.router.io.store.redis_store import RedisStore
+from pointsman.router.io.store.store import MemoryStore, Store, StoreEffect
+from pointsman.router.io.telemetry.decision_log import DecisionLog
+from pointsman.router.io.telemetry.event_metrics import EventMetrics
+from pointsman.router.io.telemetry.spans import PlacementSpans
+from pointsman.router.io.telemetry.state_metrics import StateCollector
 from pointsman.router.v1 import placement_pb2
-from services.common.lines import LostLines
-from services.common.outbox import Outbox
-from services.router import events as ev
-from services.router.circuit import CircuitSettings
-from services.router.domain import InstanceInfo, PlacementRequest
-from services.router.holding import not_now
-from services.router.io.decision_log import DecisionLog
-from services.router.io.fleet_metrics import FleetCollector
-from services.router.io.redis_store import RedisStore
-from services.router.io.settings import RouterSettings
-from services.router.io.spans import PlacementSpans
-from services.router.io.store import MemoryStore, Store, StoreEffect
-from services.router.io.telemetry import Telemetry
-from services.router.io.wire import gateways
-from services.router.ownership import Owner
-from services.router.policy.base import Policy, SettingError
-from services.router.policy.registry import make_policy
-from services.router.queue import QueueSettings
-from services.router.saturation import Limits
-from services.router.state import RouterState, StateSettings
 
 if TYPE_CHECKING:
-    from services.common.otlp import Tracer
+    from pointsman.common.io.otlp import Tracer
 
 log = structlog.get_logger()
 
@@ -44,14 +44,14 @@ TICK_S = 0.5
 MAX_DRAINED = 1_000
 
 
-class About(msgspec.Struct):
+class ReplicaInfo(msgspec.Struct):
     """What a replica tells the others of itself: the policy that it places by, and where its console is ("": nowhere)."""
 
     policy: tuple[str, dict[str, float | bool | str]] | None = None
     console_url: str = ""
 
     @classmethod
-    def read(cls, text: str) -> About:
+    def read(cls, text: str) -> ReplicaInfo:
         """What another replica has told, as far as it can be understood."""
         try:
             return msgspec.json.decode(text or "{}", type=cls)
@@ -59,7 +59,7 @@ class About(msgspec.Struct):
             return cls()
 
 
-class Orders(msgspec.Struct, frozen=True):
+class OperatorConfig(msgspec.Struct, frozen=True):
     """What operators have told the fleet: the policy to place by (None: each replica's own), and the instances that are to get
     nothing new, with the incarnation that this was said of."""
 
@@ -67,8 +67,8 @@ class Orders(msgspec.Struct, frozen=True):
     drained: dict[str, str] = {}
 
     @classmethod
-    def read(cls, text: str) -> Orders:
-        """Orders as the store keeps them. Raises msgspec.MsgspecError."""
+    def read(cls, text: str) -> OperatorConfig:
+        """The configuration as the store keeps it. Raises msgspec.MsgspecError."""
         return msgspec.json.decode(text or "{}", type=cls)
 
 
@@ -83,11 +83,11 @@ class GatewayStream:
     """What the router still has to say on one gateway's stream."""
 
     def __init__(self) -> None:
-        self.outbox: Outbox[placement_pb2.SessionResponse] = Outbox()
+        self.batch_queue: BatchQueue[placement_pb2.SessionResponse] = BatchQueue()
 
     def send(self, **kind: object) -> None:
         """Queue a SessionResponse made of its one field."""
-        self.outbox.put(placement_pb2.SessionResponse(**kind))  # type: ignore[arg-type]
+        self.batch_queue.put(placement_pb2.SessionResponse(**kind))  # type: ignore[arg-type]
 
 
 class Router:
@@ -96,11 +96,11 @@ class Router:
     def __init__(self, settings: RouterSettings) -> None:
         self.settings = settings
         url = settings.redis_url.get_secret_value()
-        self.telemetry = Telemetry()
+        self.telemetry = EventMetrics()
         self.tracer: Tracer | None = None
         self.spans: PlacementSpans | None = None
         if settings.otlp_endpoint:
-            from services.common.otlp import Tracer
+            from pointsman.common.io.otlp import Tracer
 
             self.tracer = Tracer(settings.otlp_endpoint, "router", settings.router_id)
             self.spans = PlacementSpans(self.tracer.send)
@@ -110,9 +110,8 @@ class Router:
             StateSettings(
                 affinity_ttl_s=settings.affinity_ttl_s,
                 gateway_lease_s=settings.gateway_lease_s,
-                place_lease_s=settings.place_lease_s,
                 lost_instance_s=settings.lost_instance_s,
-                limits=Limits(settings.max_requests_per_instance, settings.max_kv_usage),
+                limits=SaturationLimits(settings.max_requests_per_instance, settings.max_kv_usage),
                 queue=QueueSettings(
                     size=settings.queue_size,
                     timeout_s=settings.queue_timeout_s,
@@ -128,8 +127,7 @@ class Router:
                 stale_report_s=settings.stale_report_s,
                 stale_keys_s=settings.stale_keys_s,
                 max_keys=settings.max_keys,
-                approximate_keys=settings.approximate_keys,
-                warm_up_s=settings.warm_up_s,
+                startup_wait_s=settings.startup_wait_s,
             ),
             router_id=settings.router_id,
             owns_all=not url,
@@ -138,9 +136,9 @@ class Router:
         self.gateways: dict[str, GatewayStream] = {}
         self._callers: dict[str, set[asyncio.Future[ev.Placed | ev.Refused]]] = {}
         self.store: Store
-        self._warm_watchers: list[Callable[[bool], None]] = []
-        self._warm = False
-        self._told_fleet: placement_pb2.Fleet | None = None
+        self._ready_watchers: list[Callable[[bool], None]] = []
+        self._ready = False
+        self._sent_fleet: placement_pb2.Fleet | None = None
         if url:
             self.store = RedisStore(
                 url,
@@ -150,38 +148,38 @@ class Router:
                 settle_s=settings.settle_s,
                 affinity_ttl_s=settings.affinity_ttl_s,
                 on_event=self.submit,
-                on_owners=self._tell_fleet,
+                on_owners=self._send_fleet,
                 snapshot=self._snapshot,
             )
         else:
             self.store = MemoryStore(settings.router_id)
         self.telemetry.registry.register(LostLines("router", lambda: self.decisions.lost))
-        self.store.about = self._about
-        self.store.on_orders = self._orders_told
+        self.store.replica_info = self._replica_info
+        self.store.on_operator_config = self._take_operator_config
         self.console_url = ""
-        self.telemetry.registry.register(FleetCollector(self.state, lambda: self._warm))
+        self.telemetry.registry.register(StateCollector(self.state, lambda: self._ready))
 
     @property
-    def warm(self) -> bool:
+    def ready(self) -> bool:
         """Whether this replica knows the fleet well enough to place, or has waited long enough to."""
-        return self._warm
+        return self._ready
 
-    def on_warm(self, watcher: Callable[[bool], None]) -> None:
+    def on_ready(self, watcher: Callable[[bool], None]) -> None:
         """Call `watcher` with False or True now and when that changes."""
-        self._warm_watchers.append(watcher)
-        watcher(self._warm)
+        self._ready_watchers.append(watcher)
+        watcher(self._ready)
 
     def owner_elsewhere(self, refused: ev.Refused) -> Owner | None:
         """The other replica that a refused request is to be sent to, as far as known."""
-        owner = self.store.owner(refused.pool) if refused.not_now else None
+        owner = self.store.owner(refused.pool) if refused.not_serving else None
         return owner if owner is None or owner.router_id != self.settings.router_id else None
 
     def place(self, event: ev.PlaceRequested, traceparent: str) -> None:
         """Submit a placement request, unless this replica's lease of the pool has run out while it slept."""
         if self.spans is not None:
             self.spans.asked(event.request.request_id, event.gateway_id, traceparent)
-        pool = self.state.fleet.pool_of(event.request.model)
-        if pool and self.state.owned.owns(pool) and not self.store.holds(pool):
+        pool = self.state.instances.pool_of(event.request.model)
+        if pool and self.state.owned.owns(pool) and not self.store.may_place(pool):
             self._deliver(replace(_changing(event.request.request_id, pool), gateway_id=event.gateway_id))
         else:
             self.submit(event)
@@ -194,39 +192,39 @@ class Router:
     def end_sessions(self) -> None:
         """Let all gateways go."""
         for gateway in self.gateways.values():
-            gateway.outbox.end()
+            gateway.batch_queue.end()
 
     async def set_policy(self, policy: Policy) -> bool:
         """Place by `policy` from now on, here and at all replicas. False when those get it only once the shared store is back."""
         ref = policy.ref()
-        return await self._order(lambda orders: replace(orders, policy=(ref.name, dict(ref.settings))))
+        return await self._change_config(lambda config: replace(config, policy=(ref.name, dict(ref.settings))))
 
     async def drain(self, info: InstanceInfo, resume: bool) -> bool:
         """Let the instance get nothing new from any replica while its incarnation lasts, or again. False as for set_policy."""
 
-        def change(orders: Orders) -> Orders:
+        def change(config: OperatorConfig) -> OperatorConfig:
             drained = {
-                one: life for one, life in orders.drained.items() if one != info.instance_id and lasts(one, life)
+                one: life for one, life in config.drained.items() if one != info.instance_id and lasts(one, life)
             }
             if not resume:
                 drained[info.instance_id] = info.incarnation
-            return replace(orders, drained=dict(list(drained.items())[-MAX_DRAINED:]))
+            return replace(config, drained=dict(list(drained.items())[-MAX_DRAINED:]))
 
         def lasts(instance_id: str, incarnation: str) -> bool:
-            record = self.state.fleet.get(instance_id)
+            record = self.state.instances.get(instance_id)
             return record is None or record.info.incarnation == incarnation
 
-        return await self._order(change)
+        return await self._change_config(change)
 
-    async def _order(self, change: Callable[[Orders], Orders]) -> bool:
+    async def _change_config(self, change: Callable[[OperatorConfig], OperatorConfig]) -> bool:
         def changed(text: str) -> str:
             try:
-                orders = Orders.read(text)
+                config = OperatorConfig.read(text)
             except msgspec.MsgspecError:
-                orders = Orders()  # of a replica in another version, and said so in the log when it came
-            return msgspec.json.encode(change(orders)).decode()
+                config = OperatorConfig()  # of a replica in another version, and said so in the log when it came
+            return msgspec.json.encode(change(config)).decode()
 
-        return await self.store.change_orders(changed)
+        return await self.store.change_operator_config(changed)
 
     async def run(self) -> None:
         """Keep the store and the clock going until cancelled."""
@@ -244,16 +242,16 @@ class Router:
         fleet_changed = False
         for effect in effects:
             match effect:
-                case ev.Reserved() | ev.Released() | ev.OwnerSet() | ev.UsualSet():
+                case ev.Reserved() | ev.Released() | ev.SessionOwnerSet() | ev.MeanWorkSet():
                     kept.append(effect)
-                case ev.Decided(decision):
+                case ev.DecisionMade(decision):
                     self.decisions.decided(decision, time.time(), elapsed)
                     self.telemetry.decided(decision, elapsed)
-                case ev.Noted(decision_id, note):
+                case ev.DecisionNoted(decision_id, note):
                     self.decisions.noted(decision_id, note, time.time())
                     if (logged := self.decisions.get(decision_id)) is not None:
                         self.telemetry.fell_back(logged.decision)
-                case ev.Closed(decision_id, finished):
+                case ev.DecisionClosed(decision_id, finished):
                     logged = self.decisions.get(decision_id)
                     self.decisions.closed(decision_id, finished, time.time())
                     self.telemetry.closed(logged.decision if logged else None, finished)
@@ -261,9 +259,13 @@ class Router:
                     self.telemetry.refused(effect.code)
                     answers.append(effect)
                 case ev.Welcome() | ev.Resync() | ev.RefuseReport():
-                    self._tell_agent(effect)
-                case ev.Distrusted(instance_id, reason):
-                    log.warning("an instance's prefix keys are not believed", instance=instance_id, reason=reason)
+                    self._reply_to_agent(effect)
+                case ev.PredictionAuditFailed(instance_id, reason):
+                    log.warning(
+                        "an instance's predictions failed the audit; its prefix keys are dropped",
+                        instance=instance_id,
+                        reason=reason,
+                    )
                 case ev.FleetChanged():
                     fleet_changed = True
                 case ev.Placed():
@@ -277,24 +279,24 @@ class Router:
         for answer in answers:
             self._answer(answer)
         if fleet_changed:
-            self.store.want(pool.model for pool in self.state.fleet.pools())
-            self._check_warmth()
-            self._tell_fleet()
+            self.store.compete_for(pool.model for pool in self.state.instances.pools())
+            self._check_ready()
+            self._send_fleet()
         return effects
 
     def fleet(self) -> placement_pb2.Fleet:
         """The fleet for gateways."""
-        return gateways.fleet_to_wire(
-            self.state.fleet.pools(),
+        return gateway_messages.fleet_to_wire(
+            self.state.instances.pools(),
             self.store.owner,
-            warming=not self._warm,
-            owner_within_s=self.settings.owner_within_s,
+            starting=not self._ready,
+            ownerless_timeout_s=self.settings.ownerless_timeout_s,
         )
 
     def opened(self, hello: ev.GatewayHello, stream: GatewayStream) -> None:
         """A gateway opened a stream: from now on its answers go there, and an older stream of it is done with."""
         if (before := self.gateways.get(hello.gateway_id)) is not None:
-            before.outbox.end()
+            before.batch_queue.end()
         self.gateways[hello.gateway_id] = stream
         self.submit(hello)
 
@@ -340,7 +342,7 @@ class Router:
         def stored(kept: bool) -> None:
             self._deliver(effect if kept else replace(lost, gateway_id=effect.gateway_id))
 
-        self.store.after(pool, stored)
+        self.store.when_stored(pool, stored)
 
     def _deliver(self, effect: ev.Placed | ev.Refused) -> None:
         if self.spans is not None:
@@ -352,24 +354,24 @@ class Router:
         if (stream := self.gateways.get(effect.gateway_id)) is None:
             log.warning("an answer to a gateway that left", request_id=effect.request_id)
         elif isinstance(effect, ev.Placed):
-            stream.send(placement=gateways.placement_to_wire(self.state, effect))
+            stream.send(placement=gateway_messages.placement_to_wire(self.state, effect))
         else:
-            stream.send(refusal=gateways.refusal_to_wire(effect, self.owner_elsewhere(effect)))
+            stream.send(refusal=gateway_messages.refusal_to_wire(effect, self.owner_elsewhere(effect)))
 
     def _answer_callers(self, answer: ev.Placed | ev.Refused) -> None:
         for waiting in self._callers.get(answer.request_id, ()):
             if not waiting.done():
                 waiting.set_result(answer)
 
-    def _tell_fleet(self) -> None:
+    def _send_fleet(self) -> None:
         fleet = self.fleet()
-        if fleet == self._told_fleet:
+        if fleet == self._sent_fleet:
             return
-        self._told_fleet = fleet
+        self._sent_fleet = fleet
         for gateway in self.gateways.values():
             gateway.send(fleet=fleet)
 
-    def _tell_agent(self, effect: ev.Welcome | ev.Resync | ev.RefuseReport) -> None:
+    def _reply_to_agent(self, effect: ev.Welcome | ev.Resync | ev.RefuseReport) -> None:
         stream = self.agents.get(effect.stream_id)
         if stream is None:
             return
@@ -387,43 +389,43 @@ class Router:
                 log.warning("refusing an agent's report", reason=effect.reason)
                 stream.replies.put_nowait(effect)
 
-    def _about(self) -> str:
+    def _replica_info(self) -> str:
         ref = self.state.policy.ref()
-        return msgspec.json.encode(About((ref.name, dict(ref.settings)), self.console_url)).decode()
+        return msgspec.json.encode(ReplicaInfo((ref.name, dict(ref.settings)), self.console_url)).decode()
 
-    def _orders_told(self, text: str) -> None:
+    def _take_operator_config(self, text: str) -> None:
         try:
-            orders = Orders.read(text)
-            self.submit(ev.Drained(orders.drained))
-            policy = make_policy(*orders.policy) if orders.policy else self.state.policy
+            config = OperatorConfig.read(text)
+            self.submit(ev.DrainsChanged(config.drained))
+            policy = make_policy(*config.policy) if config.policy else self.state.policy
         except (msgspec.MsgspecError, SettingError) as error:
             # Of a replica in another version: better two policies than none.
-            log.error("the fleet's orders cannot be taken whole", orders=text, error=str(error))
+            log.error("the operators' configuration cannot be applied in full", config=text, error=str(error))
             return
         if policy.ref() != self.state.policy.ref():
-            log.info("the fleet's policy is taken", policy=policy.ref().name)
+            log.info("the fleet's policy is applied", policy=policy.ref().name)
             self.state.policy = policy
 
-    def _check_warmth(self) -> None:
-        warm = not self.state.cold(time.monotonic())
-        if warm is not self._warm:
-            self._warm = warm
-            for watcher in self._warm_watchers:
-                watcher(warm)
-            self._tell_fleet()
+    def _check_ready(self) -> None:
+        ready = not self.state.starting(time.monotonic())
+        if ready is not self._ready:
+            self._ready = ready
+            for watcher in self._ready_watchers:
+                watcher(ready)
+            self._send_fleet()
 
     def _snapshot(self, pool: str) -> list[StoreEffect]:
         reserved = [ev.Reserved(reservation) for reservation in self.state.reservations.of_pool(pool)]
-        owned = [ev.OwnerSet(*owner, pool) for owner in self.state.affinity.of_pool(pool).items()]
-        usual = self.state.prefills.kept(pool)
-        return [*reserved, *owned, *([ev.UsualSet(usual, pool)] if usual else [])]
+        owned = [ev.SessionOwnerSet(*owner, pool) for owner in self.state.affinity.of_pool(pool).items()]
+        mean_work = self.state.prefill_observer.mean_work_record(pool)
+        return [*reserved, *owned, *([ev.MeanWorkSet(mean_work, pool)] if mean_work else [])]
 
     async def _ticks(self) -> None:
         while True:
-            self._check_warmth()
+            self._check_ready()
             self.submit(ev.Tick())
             await asyncio.sleep(TICK_S)
 
 
 def _changing(request_id: str, pool: str) -> ev.Refused:
-    return not_now(request_id, pool, "the pool's owner is changing")
+    return not_serving(request_id, pool, "the pool's owner is changing")

@@ -11,7 +11,11 @@ from typing import Literal
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from services.common.settings import OtlpEndpoint
+from pointsman.common.io.settings import OtlpEndpoint
+from pointsman.router.core.router_state import StateSettings
+
+# The defaults of what the state is told stand there, once.
+_STATE = StateSettings()
 
 
 def _router_id() -> str:
@@ -30,7 +34,7 @@ class RouterSettings(BaseSettings):
     console_advertise: str = Field(
         "", description="URL at which people reach this very router's console; empty: as `console_listen` says"
     )
-    console_viewers: int = Field(16, ge=1, description="how many may watch decisions in the console at a time")
+    console_max_viewers: int = Field(16, ge=1, description="maximum viewers of the console's decision stream")
     agents_file: Path | None = Field(
         None,
         description="file with lines TOKEN PATTERN... [cert=NAME...]: tokens of agents that may report only instances whose ids, "
@@ -51,47 +55,73 @@ class RouterSettings(BaseSettings):
     policy_settings: dict[str, float | bool | str] = Field(
         default_factory=dict, description="JSON object of the policy's settings"
     )
-    affinity_ttl_s: float = Field(3_600.0, gt=0, description="a session keeps its owner this long after its last use")
-    gateway_lease_s: float = Field(15.0, gt=0, description="reservations outlive their gateway's stream this long")
-    place_lease_s: float = Field(600.0, gt=0, description="reservations made by the unary Place end after this long")
+    affinity_ttl_s: float = Field(
+        _STATE.affinity_ttl_s, gt=0, description="a session keeps its owner this long after its last use"
+    )
+    gateway_lease_s: float = Field(
+        _STATE.gateway_lease_s, gt=0, description="reservations outlive their gateway's stream this long"
+    )
     max_requests_per_instance: int = Field(
-        0, ge=0, description="an instance with so many open requests gets no more; 0: any"
+        _STATE.limits.max_requests, ge=0, description="maximum open requests per instance; 0: unlimited"
     )
     max_kv_usage: float = Field(
-        0.0, ge=0, le=1, description="an instance that reports this KV usage and waiting requests gets no more; 0: any"
+        _STATE.limits.max_kv_usage,
+        ge=0,
+        le=1,
+        description="KV usage from which an instance with waiting requests gets no more; 0: unlimited",
     )
     queue_size: int = Field(
-        256, ge=0, description="requests held for each model while no instance may take them; 0: none"
+        _STATE.queue.size, ge=0, description="requests held for each model while no instance may take them; 0: none"
     )
-    queue_timeout_s: float = Field(30.0, gt=0, description="a held request is answered after this long at the latest")
-    queue_tenant_share: float = Field(1.0, gt=0, le=1, description="share of a model's queue that one tenant may fill")
+    queue_timeout_s: float = Field(
+        _STATE.queue.timeout_s, gt=0, description="a held request is answered after this long at the latest"
+    )
+    queue_tenant_share: float = Field(
+        _STATE.queue.tenant_share, gt=0, le=1, description="share of a model's queue that one tenant may fill"
+    )
     queue_ageing_tokens_per_s: float = Field(
-        5_000.0, ge=0, description="held requests go by new tokens less this for each second of waiting"
+        _STATE.queue.ageing_tokens_per_s,
+        ge=0,
+        description="held requests go by new tokens less this for each second of waiting",
     )
-    queue_fair: bool = Field(True, description="tenants with held requests take turns")
+    queue_fair: bool = Field(_STATE.queue.fair, description="tenants with held requests take turns")
     hold_expiry: Literal["place", "refuse"] = Field(
-        "place", description="a request that the policy held to the end: place by the default policy, or refuse"
+        _STATE.queue.expiry,
+        description="a request that the policy held to the end: place by the default policy, or refuse",
     )
     circuit_failures: int = Field(
-        3, ge=0, description="failed requests in a row after which an instance is left alone; 0: never"
+        _STATE.circuit.failures,
+        ge=0,
+        description="failed requests in a row that open an instance's circuit; 0: never",
     )
     circuit_first_open_s: float = Field(
-        1.0, gt=0, description="how long, before one request is tried; doubled by each trial that fails"
-    )
-    circuit_max_open_s: float = Field(30.0, gt=0, description="the longest that an instance is left alone")
-    lost_instance_s: float = Field(30.0, gt=0, description="an instance outlives its agent's stream this long")
-    migration_window_s: float = Field(10.0, ge=0, description="a migration weighs on its target this long")
-    stale_report_s: float = Field(5.0, gt=0, description="an engine's own figures are not used when older than this")
-    stale_keys_s: float = Field(
-        10.0,
+        _STATE.circuit.first_open_s,
         gt=0,
-        description="an instance whose agent was silent for this long earns no prefix credit; more than agents' intervals",
+        description="how long a circuit is open before one request is tried; doubled by each failed trial",
     )
-    max_keys: int = Field(8_000_000, ge=1, description="block keys in the index; instances beyond are approximated")
-    approximate_keys: int = Field(
-        16_384, ge=1, description="block keys believed of an instance without KV events or a known KV capacity"
+    circuit_max_open_s: float = Field(
+        _STATE.circuit.max_open_s, gt=0, description="longest time that a circuit is open"
     )
-    warm_up_s: float = Field(
+    lost_instance_s: float = Field(
+        _STATE.lost_instance_s, gt=0, description="an instance outlives its agent's stream this long"
+    )
+    migration_window_s: float = Field(
+        _STATE.migration_window_s,
+        ge=0,
+        description="how long an offloaded request counts as recent migration of its target",
+    )
+    stale_report_s: float = Field(
+        _STATE.stale_report_s, gt=0, description="an engine's own figures are not used when older than this"
+    )
+    stale_keys_s: float = Field(
+        _STATE.stale_keys_s,
+        gt=0,
+        description="an instance's cache counts as empty when its agent was silent for this long; more than agents' intervals",
+    )
+    max_keys: int = Field(
+        _STATE.max_keys, ge=1, description="block keys in the index; instances beyond are approximated"
+    )
+    startup_wait_s: float = Field(
         3.0, ge=0, description="after a start, wait at most this long for the instances to report before placing"
     )
     decision_log_size: int = Field(
@@ -112,13 +142,14 @@ class RouterSettings(BaseSettings):
         return json.loads(value) if isinstance(value, str) else value
 
     @property
-    def owner_within_s(self) -> float:
+    def ownerless_timeout_s(self) -> float:
         """How long a pool may be without an owner that places, in s: a dead owner's lease, another replica's wait for the
-        preferred one, a lease more where Redis has lost its data too, then this router's warm-up; and a second of slack."""
+        preferred one, a lease more where Redis has lost its data too, then this router's start-up wait; and a second of slack."""
         takeover_s = 3 * self.owner_lease_s if self.redis_url.get_secret_value() else 0.0
-        return takeover_s + self.warm_up_s + 1.0
+        return takeover_s + self.startup_wait_s + 1.0
 
     @property
     def settle_s(self) -> float:
-        """How long another replica lives before a pool is handed over to it, in s: a warm-up like this one's, and some leases."""
-        return self.warm_up_s + 3 * self.owner_lease_s
+        """How long another replica lives before a pool is handed over to it, in s: a start-up wait like this one's, and some
+        leases."""
+        return self.startup_wait_s + 3 * self.owner_lease_s

@@ -101,6 +101,10 @@ def use_latest(project: Project) -> None:
     project["services"]["redis"]["image"] = "redis:latest"
 
 
+def run_in_another_image(project: Project) -> None:
+    project["services"]["gateway"]["image"] = project["services"]["router"]["image"]
+
+
 def keep_capabilities(project: Project) -> None:
     del project["services"]["vllm-0"]["cap_drop"]
 
@@ -147,6 +151,7 @@ def change_a_default(project: Project) -> None:
         (use_unknown_secret, "redis: no secret redis-tls"),
         (name_unmade_secret, "secret api-keys: make-secrets.sh does not make ./secrets/keys"),
         (use_latest, "redis: the image needs a tag other than latest"),
+        (run_in_another_image, "gateway: the image pointsman-router:0.1.0 has not what `pointsman gateway` needs"),
         (keep_capabilities, "vllm-0: all capabilities must be dropped"),
         (never_restart, "redis: no restart policy"),
         (lose_health_check, "gateway: waits for the health of router, which has no health check"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 from aiohttp import web
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from pointsman.common.io.channel import SERVER_OPTIONS
 from tools import check_deploy
+from tools.deploycheck import service_environment
 
 PROBE = check_deploy.DEPLOY / "docker/probe.py"
 
@@ -36,6 +39,26 @@ def test_missing_tool_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert "is missing" in check_deploy.check_compose(check_deploy.DEPLOY / "compose/compose.yaml")[0]
 
 
+def test_images_install_their_own_packages_alone() -> None:
+    requirements = check_deploy.ROOT / "requirements"
+    parts = [image.removeprefix("pointsman-") for image in service_environment.IMAGES]
+    locked = {
+        part: set(re.findall(r"^([\w-]+)==", (requirements / f"{part}.lock").read_text(), re.MULTILINE))
+        for part in parts
+    }
+    only_theirs = {
+        "pyzmq": {"agent", "lab"},
+        "redis": {"router"},
+        "tokenizers": {"gateway", "lab"},
+        "matplotlib": {"lab"},
+    }
+    for package, owners in only_theirs.items():
+        assert {part for part in parts if package in locked[part]} == owners
+    for part in parts:
+        dockerfile = (check_deploy.DEPLOY / "docker/Dockerfile").read_text()
+        assert part in re.findall(r"\w+", re.findall(r"PART:\?([^}]+)", dockerfile)[0])
+
+
 async def probe(*arguments: str) -> tuple[int | None, str]:
     process = await asyncio.create_subprocess_exec(sys.executable, str(PROBE), *arguments, stderr=subprocess.PIPE)
     _, stderr = await process.communicate()
@@ -43,7 +66,7 @@ async def probe(*arguments: str) -> tuple[int | None, str]:
 
 
 async def test_grpc_probe() -> None:
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=SERVER_OPTIONS)
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

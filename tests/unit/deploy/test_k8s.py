@@ -100,7 +100,7 @@ def drop_config(objects: Objects) -> None:
 
 def misspell_setting(objects: Objects) -> None:
     data = find(objects, "ConfigMap", "gateway")["data"]
-    data["POINTSMAN_GATEWAY_DRAIN_SECONDS"] = data.pop("POINTSMAN_GATEWAY_DRAIN_S")
+    data["POINTSMAN_GATEWAY_DRAIN_SECONDS"] = data.pop("POINTSMAN_GATEWAY_DRAIN_TIMEOUT_S")
 
 
 def set_bad_value(objects: Objects) -> None:
@@ -141,6 +141,10 @@ def link_services(objects: Objects) -> None:
 
 def use_latest(objects: Objects) -> None:
     pod(objects, "StatefulSet", "redis")["containers"][0]["image"] = "redis:latest"
+
+
+def run_in_another_image(objects: Objects) -> None:
+    pod(objects, "Deployment", "gateway")["containers"][0]["image"] = "pointsman-agent:0.1.0"
 
 
 def ask_for_nothing(objects: Objects) -> None:
@@ -215,6 +219,7 @@ def define_twice(objects: Objects) -> None:
         (write_to_root, "Deployment/gateway/gateway: readOnlyRootFilesystem must be true"),
         (link_services, "StatefulSet/vllm: enableServiceLinks must be false"),
         (use_latest, "StatefulSet/redis/redis: image redis needs a tag other than latest"),
+        (run_in_another_image, "the image pointsman-agent:0.1.0 has not what `pointsman gateway` needs"),
         (ask_for_nothing, "StatefulSet/router/router: resources.requests.memory is not said"),
         (mount_unknown_volume, "StatefulSet/redis/redis: no volume disk"),
         (open_unknown_port, "NetworkPolicy/vllm: port grpc is not a port of what it selects"),

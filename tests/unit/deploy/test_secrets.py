@@ -13,8 +13,8 @@ import pytest
 import redis.asyncio
 from redis.exceptions import AuthenticationError, NoPermissionError
 
-from services.router import events as ev
-from services.router.io.redis_store import RedisStore
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.io.store.redis_store import RedisStore
 from tools.check_deploy import DEPLOY, make_secrets, run
 
 REDIS_SERVER = Path(sys.executable).parent / "redis-server"
@@ -137,7 +137,7 @@ async def test_router_may_keep_its_state_and_is_no_administrator(redis_url: tupl
         redis_url[0], router_id="a", fleet="default", lease_s=2.0, settle_s=5.0, affinity_ttl_s=60.0,
         on_event=events.append, on_owners=lambda: None, snapshot=lambda pool: [],
     )  # fmt: skip
-    store.want(["m"])
+    store.compete_for(["m"])
     running = asyncio.create_task(store.run())
     try:
         async with redis.asyncio.Redis.from_url(redis_url[0], decode_responses=True) as client:
@@ -149,7 +149,7 @@ async def test_router_may_keep_its_state_and_is_no_administrator(redis_url: tupl
                 return await client.hget("pointsman:{default:m}:affinity", "session") == "engine:8000"
 
             await until(owns)
-            store.record([ev.OwnerSet("session", "engine:8000", "m")])
+            store.record([ev.SessionOwnerSet("session", "engine:8000", "m")])
             await until(kept)
             for command in (["FLUSHALL"], ["CONFIG", "GET", "*"], ["KEYS", "*"], ["ACL", "LIST"]):
                 with pytest.raises(NoPermissionError):

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from services.gateway.http.connection import HIGH_WATER, SMALL_BODY, Connection
-from services.gateway.http.message import Request, Response
-from services.gateway.http.server import Limits, Server
+from pointsman.gateway.core.http_message import Request, Response
+from pointsman.gateway.io.http.client_connection import HIGH_WATER, SMALL_BODY, ClientConnection
+from pointsman.gateway.io.http.server import Server
+from pointsman.gateway.io.http.server_types import ServerLimits
 
-LIMITS = Limits(max_body_bytes=100_000, max_held_bytes=150_000, max_head_bytes=2_000, max_headers=10)
+LIMITS = ServerLimits(max_body_bytes=100_000, max_buffered_body_bytes=150_000, max_head_bytes=2_000, max_headers=10)
 HEAD = b"POST /echo?q=1 HTTP/1.1\r\nHost: h\r\n"
 WHOLE = HEAD + b"Content-Length: 5\r\n\r\nhello"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n3\r\nhel\r\n2;x=y\r\nlo\r\n0\r\nTrailer: t\r\n\r\n"
@@ -73,11 +74,11 @@ class Echo:
         if request.path == "/fault":
             raise ZeroDivisionError
         if request.path == "/stream":
-            request.outgoing.begin(200, {"Content-Type": "text/event-stream"}, self.source)
+            request.writer.begin(200, {"Content-Type": "text/event-stream"}, self.source)
             for piece in (b"one", b"two", request.body):
-                request.outgoing.write(piece)
+                request.writer.write(piece)
                 await asyncio.sleep(0)
-            request.outgoing.end()
+            request.writer.end()
             return None
         try:
             if request.path == "/hang":
@@ -95,10 +96,10 @@ class Client:
     """One connection to a server that serves Echo."""
 
     def __init__(self, beside: Client | None = None) -> None:
-        self.site = Echo() if beside is None else beside.site
-        self.server = Server(self.site, LIMITS) if beside is None else beside.server
+        self.handler = Echo() if beside is None else beside.handler
+        self.server = Server(self.handler, LIMITS) if beside is None else beside.server
         self.wire = Wire()
-        self.connection = Connection(self.server)
+        self.connection = ClientConnection(self.server)
         self.connection.connection_made(self.wire)
 
     async def send(self, *pieces: bytes) -> bytes:
@@ -123,7 +124,7 @@ async def test_a_request_is_the_same_however_it_is_cut(request_bytes: bytes) -> 
     for at in range(1, len(request_bytes)):
         client = Client()
         assert await client.send(request_bytes[:at], request_bytes[at:]) == expected
-        (seen,) = client.site.seen
+        (seen,) = client.handler.seen
         assert (seen.method, seen.path, seen.query, seen.body) == ("POST", "/echo", "q=1", b"hello")
     one_by_one = Client()
     assert await one_by_one.send(*(request_bytes[at : at + 1] for at in range(len(request_bytes)))) == expected
@@ -134,9 +135,9 @@ async def test_a_connection_takes_request_after_request() -> None:
     client = Client()
     for _ in range(3):
         assert (await client.send(b"\r\n" + WHOLE)).endswith(b"hello")
-    assert len(client.site.seen) == 3
+    assert len(client.handler.seen) == 3
     assert (await client.send(b"GET http://h/abs?x HTTP/1.1\r\nHost: h\r\n\r\n")).endswith(b"\r\n\r\n")
-    assert (client.site.seen[-1].path, client.site.seen[-1].query) == ("/abs", "x")
+    assert (client.handler.seen[-1].path, client.handler.seen[-1].query) == ("/abs", "x")
 
 
 @pytest.mark.parametrize("head", [b"Connection: close\r\n", b""])
@@ -185,7 +186,7 @@ async def test_what_could_be_read_in_two_ways_is_refused(name: str) -> None:
         assert status_of(answer) == 400, answer
         assert answer.count(b"HTTP/1.1 ") == 1
         assert client.wire.eof
-        assert client.site.seen == []
+        assert client.handler.seen == []
 
 
 @pytest.mark.parametrize(
@@ -209,7 +210,7 @@ async def test_what_is_too_much_is_refused(request_bytes: bytes, status: int) ->
         answer = await client.send(*pieces)
         assert status_of(answer) == status
         assert client.wire.eof
-        assert client.site.seen == []
+        assert client.handler.seen == []
         assert await client.send(b"x" * 100_000) == b""
 
 
@@ -255,7 +256,7 @@ async def test_a_request_that_does_not_wait_for_the_one_before_is_refused(togeth
     assert second.startswith(b"400")
     assert second.endswith(b"pipelining_unsupported")
     assert client.wire.eof
-    assert len(client.site.seen) == 1
+    assert len(client.handler.seen) == 1
 
 
 async def test_head_is_get_without_the_body() -> None:
@@ -291,7 +292,7 @@ async def test_a_client_that_leaves_cancels_its_answer(way: str) -> None:
     assert client.connection in client.server.connections, "its task still runs"
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert client.site.cancelled == 1
+    assert client.handler.cancelled == 1
     assert client.server.connections == set()
 
 
@@ -313,7 +314,7 @@ async def test_a_slow_client_makes_its_source_wait_and_is_given_up_in_the_end() 
             self.told.append("resume")
 
     client = Client()
-    client.site.source = Source()
+    client.handler.source = Source()
     client.connection.data_received(WHOLE.replace(b"/echo", b"/stream"))
     await asyncio.sleep(0)
     client.connection.pause_writing()
@@ -362,8 +363,8 @@ async def test_after_a_client_left_nothing_of_its_answer_is_written() -> None:
         client = Client()
         client.connection.data_received(WHOLE.replace(b"/echo", b"/hang"))
         await asyncio.sleep(0)
-        out = client.site.seen[-1].outgoing
-        out.begin(200, {}, client.site.source)
+        out = client.handler.seen[-1].writer
+        out.begin(200, {}, client.handler.source)
         if written:
             out.write(b"a piece")
         before, client.wire.closed = client.wire.out, True
@@ -412,27 +413,28 @@ async def test_all_bodies_together_are_bounded() -> None:
     assert status_of(await small.send(WHOLE)) == 200
     unframed = Client(one)
     assert await unframed.send(chunks_of(90_000), b"x" * 69_000) == b""
-    assert one.server.held_bytes == 149_000
+    assert one.server.buffered_body_bytes == 149_000
     assert status_of(await unframed.send(b"x" * 2_000)) == 503
-    assert one.server.held_bytes == 80_000
+    assert one.server.buffered_body_bytes == 80_000
     await one.send(b"x" * 10_000)
-    assert len(one.site.seen[-1].body) == one.server.held_bytes == 90_000
+    assert len(one.handler.seen[-1].body) == one.server.buffered_body_bytes == 90_000
     one.connection.connection_lost(None)
     await asyncio.sleep(0)
-    assert one.server.held_bytes == 0
+    assert one.server.buffered_body_bytes == 0
     assert status_of(await Client(one).send(posting(90_000, "/echo"), b"x" * 90_000)) == 200
-    assert one.server.held_bytes == 0
+    assert one.server.buffered_body_bytes == 0
 
 
 async def test_a_body_is_held_until_its_answer_begins() -> None:
     client = Client()
     client.connection.data_received(posting(90_000, "/stream"))
     client.connection.data_received(b"x" * 90_000)
-    assert client.server.held_bytes == 90_000
+    assert client.server.buffered_body_bytes == 90_000
     while not client.wire.out:  # noqa: ASYNC110
         await asyncio.sleep(0)
-    assert client.server.held_bytes == 0
+    assert client.server.buffered_body_bytes == 0
+    assert (await client.send()).endswith(b"\r\n0\r\n\r\n")
     left = Client(client)
     left.connection.data_received(posting(90_000) + b"x" * 1000)
     left.connection.connection_lost(None)
-    assert client.server.held_bytes == 0
+    assert client.server.buffered_body_bytes == 0

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lab.block_cache import BlockCache, Holding
+from pointsman.lab.engine.block_cache import BlockCache, HeldBlocks
 
 
 class Plain:
@@ -73,7 +73,7 @@ class Sequence:
     """A request: what it holds in the cache and in the plain pool, and the hashes of its blocks, `stored` so far."""
 
     hashes: list[int]
-    holding: Holding
+    holding: HeldBlocks
     blocks: list[int]
     stored: int
 
@@ -93,7 +93,7 @@ class RunsAreBlocks(RuleBasedStateMachine):
         evicted = self.cache.allocate(sequence.holding, count)
         assert (list(evicted.hashes) if evicted else []) == removed
         there = {value for value, of in self.plain.blocks_of.items() if of}
-        gone = Counter(removed) - Counter(evicted.left if evicted else ())
+        gone = Counter(removed) - Counter(evicted.still_cached if evicted else ())
         assert set(gone) == set(removed) - there
 
     def fill(self, sequence: Sequence, count: int) -> None:
@@ -108,16 +108,16 @@ class RunsAreBlocks(RuleBasedStateMachine):
     @rule(
         path=st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=7),
         stops_early=st.sampled_from([0, 0, 1, 3]),
-        blank=st.integers(0, 2),
+        empty=st.integers(0, 2),
         filled=st.sampled_from([9, 9, 1, 2, 3]),
     )
-    def admit(self, path: list[int], stops_early: int, blank: int, filled: int) -> None:
+    def admit(self, path: list[int], stops_early: int, empty: int, filled: int) -> None:
         """A hit stops early, now and then, so that known blocks are computed again; others compute the same ones meanwhile."""
         hashes = chain(path)
         found = self.plain.lookup(hashes[: max(len(hashes) - stops_early, 0)])
         idle = sum(not self.plain.references[block] for block in found)
         assert self.cache.find(hashes, len(hashes) - stops_early) == (len(found), idle)
-        missing = len(hashes) - len(found) + blank
+        missing = len(hashes) - len(found) + empty
         if missing + idle > self.cache.free:
             return
         self.plain.hold(found)
@@ -155,8 +155,8 @@ class RunsAreBlocks(RuleBasedStateMachine):
     @rule(evicted=st.integers(1, 24))
     def press(self, evicted: int) -> None:
         """Something else needs so many of the blocks that are known for a moment."""
-        sequence = Sequence([], Holding(), [], 0)
-        self.take(sequence, min(self.cache.blank + evicted, self.cache.free))
+        sequence = Sequence([], HeldBlocks(), [], 0)
+        self.take(sequence, min(self.cache.empty + evicted, self.cache.free))
         self.plain.release(sequence.blocks)
         self.cache.release(sequence.holding)
 
@@ -185,8 +185,8 @@ def copies(release: list[int]) -> RunsAreBlocks:
     """Three have computed the same four blocks at once, and a fourth one two others; they end in this order."""
     both = RunsAreBlocks()
     for _ in range(3):
-        both.admit([0, 0, 0, 0], stops_early=0, blank=0, filled=0)
-    both.admit([1, 1], stops_early=0, blank=0, filled=9)
+        both.admit([0, 0, 0, 0], stops_early=0, empty=0, filled=0)
+    both.admit([1, 1], stops_early=0, empty=0, filled=9)
     for number in 0, 1, 2:
         both.go_on(number, 4)
     for number in release:
@@ -204,7 +204,7 @@ def press(both: RunsAreBlocks, *evicted: int) -> None:
 def test_copies_are_cut_where_they_are_in_the_order_of_eviction() -> None:
     both = copies([1, 2, 0, 0])
     # One goes on from the middle of their blocks, and holds those that came first.
-    both.admit([0, 0, 1], stops_early=0, blank=0, filled=9)
+    both.admit([0, 0, 1], stops_early=0, empty=0, filled=9)
     press(both, 1, 2, 1, 4, 4, 4)
     both.release(0)
     press(both, 24)
@@ -213,6 +213,6 @@ def test_copies_are_cut_where_they_are_in_the_order_of_eviction() -> None:
 def test_of_copies_the_oldest_is_hit() -> None:
     both = copies([0, 0, 1, 0])
     press(both, 4)
-    both.admit([0, 0, 0, 0], stops_early=0, blank=0, filled=9)
+    both.admit([0, 0, 0, 0], stops_early=0, empty=0, filled=9)
     both.release(0)
     press(both, 2, 2, 2, 4)

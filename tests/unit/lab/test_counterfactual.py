@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from lab.counterfactual import Compared, Observed, Totals, Twins
-from lab.engine_events import EngineConfig
-from lab.open_simulator import OpenSimulator
-from lab.simulation import Simulation
-from lab.simulator import Simulator
-from lab.traces import TraceRequest
-from services.router import events as ev
+from pointsman.lab.engine.interface import EngineConfig
+from pointsman.lab.simulation.config import SimulationConfig
+from pointsman.lab.simulation.counterfactual import ObservedRequest, PairedFleets, PlacementTotals, RequestPair
+from pointsman.lab.simulation.online_simulator import OnlineSimulator
+from pointsman.lab.simulation.simulator import Simulator
+from pointsman.lab.workload.traces import TraceRequest
+from pointsman.router.core import events_and_effects as ev
 
 NAMES = ("a:1", "b:1")
 BLOCKS = 100
 
 
-def simulation(policy: str = "unified") -> Simulation:
-    return Simulation(
+def simulation(policy: str = "unified") -> SimulationConfig:
+    return SimulationConfig(
         instances=2, names=NAMES, policy=policy, engine=EngineConfig(kv_blocks=8_000, max_model_len=100_000)
     )
 
 
-def observed(number: int, at_s: float, blocks: range, instance: str = "", **more: object) -> Observed:
-    return Observed(
+def observed(number: int, at_s: float, blocks: range, instance: str = "", **more: object) -> ObservedRequest:
+    return ObservedRequest(
         timestamp_ms=1e12 + at_s * 1e3,
         session_id="s",
         turn=number,
@@ -38,10 +38,12 @@ def observed(number: int, at_s: float, blocks: range, instance: str = "", **more
     )
 
 
-def compare(requests: list[Observed], policy: str = "unified", assumed: str = "round_robin") -> list[Compared]:
-    twins = Twins(simulation(policy), assumed)
-    ended = [one for request in requests for one in twins.tell(request)] + twins.finish()
-    assert twins.open == 0
+def compare(
+    requests: list[ObservedRequest], policy: str = "unified", assumed: str = "round_robin"
+) -> list[RequestPair]:
+    fleets = PairedFleets(simulation(policy), assumed)
+    ended = [one for request in requests for one in fleets.submit(request)] + fleets.finish()
+    assert fleets.open == 0
     return sorted(ended, key=lambda one: one.request.turn)
 
 
@@ -49,40 +51,42 @@ def test_what_another_placement_would_have_found() -> None:
     """A session sent to and fro finds nothing on its second instance; where it stays it finds its whole last prompt."""
     requests = [observed(n, n * 10.0, range(BLOCKS + n), instance=NAMES[n % 2]) for n in range(4)]
     compared = compare(requests)
-    assert [one.as_recorded.instance for one in compared] == ["a:1", "b:1", "a:1", "b:1"]
-    assert [one.as_recorded.cached_tokens for one in compared] == [0, 0, (BLOCKS + 1) * 16, (BLOCKS + 2) * 16]
-    assert len({one.would_be.instance for one in compared}) == 1
+    assert [one.recorded.instance for one in compared] == ["a:1", "b:1", "a:1", "b:1"]
+    assert [one.recorded.cached_tokens for one in compared] == [0, 0, (BLOCKS + 1) * 16, (BLOCKS + 2) * 16]
+    assert len({one.counterfactual.instance for one in compared}) == 1
     # An answer goes on in the begun block of its prompt, and all but its last token is there for the next one.
-    assert [one.would_be.cached_tokens for one in compared] == [0, *((BLOCKS + n) * 16 for n in (1, 2, 3))]
+    assert [one.counterfactual.cached_tokens for one in compared] == [0, *((BLOCKS + n) * 16 for n in (1, 2, 3))]
 
-    totals = Totals()
+    totals = PlacementTotals()
     for one in compared:
         totals.add(one)
     told = totals.summary()
     assert told["saved_tokens"] == sum(
-        (one.would_be.cached_tokens or 0) - (one.as_recorded.cached_tokens or 0) for one in compared
+        (one.counterfactual.cached_tokens or 0) - (one.recorded.cached_tokens or 0) for one in compared
     )
     assert told["placement_known"] == 4
-    assert told["same_instance"] == sum(one.request.instance == one.would_be.instance for one in compared)
-    assert told["as_recorded"]["instances"]["a:1"]["requests"] == 2
+    assert told["same_instance"] == sum(one.request.instance == one.counterfactual.instance for one in compared)
+    assert told["recorded"]["instances"]["a:1"]["requests"] == 2
 
 
 def test_the_same_placement_finds_the_same() -> None:
     requests = [observed(n, n * 0.2, range(BLOCKS + n)) for n in range(12)]
     first = compare(requests)
-    again = compare([observed(n, n * 0.2, range(BLOCKS + n), one.would_be.instance) for n, one in enumerate(first)])
+    again = compare(
+        [observed(n, n * 0.2, range(BLOCKS + n), one.counterfactual.instance) for n, one in enumerate(first)]
+    )
     for one in again:
-        assert one.as_recorded.cached_tokens == one.would_be.cached_tokens
-        assert one.as_recorded.ttft_s == one.would_be.ttft_s
+        assert one.recorded.cached_tokens == one.counterfactual.cached_tokens
+        assert one.recorded.ttft_s == one.counterfactual.ttft_s
 
 
 def test_an_unknown_placement_is_assumed() -> None:
     compared = compare([observed(n, n * 10.0, range(BLOCKS), instance) for n, instance in enumerate(("", "gone:1"))])
-    assert [one.as_recorded.instance for one in compared] == ["a:1", "b:1"]
+    assert [one.recorded.instance for one in compared] == ["a:1", "b:1"]
 
 
 def test_what_the_engines_said_is_compared_with_the_model_of_the_same_placement() -> None:
-    totals = Totals()
+    totals = PlacementTotals()
     went = (("a:1", 0), ("a:1", 1_000), ("b:1", 0), ("elsewhere:1", 5))
     requests = [
         observed(number, number * 9.0, range(BLOCKS), instance, cached_tokens=said)
@@ -90,7 +94,7 @@ def test_what_the_engines_said_is_compared_with_the_model_of_the_same_placement(
     ]
     for one in compare(requests):
         totals.add(one)
-    said = totals.summary()["engines_said"]
+    said = totals.summary()["engine_reported"]
     assert said == {
         "requests": 3,
         "cached_tokens": 1_000,
@@ -101,7 +105,7 @@ def test_what_the_engines_said_is_compared_with_the_model_of_the_same_placement(
 
 
 def test_a_request_that_no_engine_could_serve_is_counted_apart() -> None:
-    totals = Totals()
+    totals = PlacementTotals()
     for one in compare([observed(0, 0.0, range(7_000)), observed(1, 1.0, range(5))]):
         totals.add(one)
     told = totals.summary()
@@ -110,7 +114,7 @@ def test_a_request_that_no_engine_could_serve_is_counted_apart() -> None:
 
 def test_one_that_was_noted_late_comes_when_it_is_told() -> None:
     compared = compare([observed(0, 5.0, range(9)), observed(1, 2.0, range(9)), observed(2, 6.0, range(9))])
-    assert [one.would_be.t_send for one in compared] == [0.0, 0.0, 1.0]
+    assert [one.counterfactual.t_send for one in compared] == [0.0, 0.0, 1.0]
 
 
 def test_a_simulation_told_one_by_one_is_the_one_told_at_once() -> None:
@@ -120,14 +124,14 @@ def test_a_simulation_told_one_by_one_is_the_one_told_at_once() -> None:
         for n in range(40)
     ]  # fmt: skip
     whole = Simulator(trace, simulation()).run()
-    told: list[ev.Decided | ev.Noted | ev.Closed] = []
-    stepwise = OpenSimulator(simulation(), lambda effect, now: told.append(effect))
+    told: list[ev.DecisionMade | ev.DecisionNoted | ev.DecisionClosed] = []
+    stepwise = OnlineSimulator(simulation(), lambda effect, now: told.append(effect))
     records = []
     for request in trace:
         moment = request.timestamp_ms / 1e3
         records += stepwise.advance(moment)
-        stepwise.ask(request, moment)
+        stepwise.submit(request, moment)
     records += stepwise.finish()
     assert records == whole
-    assert sum(isinstance(effect, ev.Decided) for effect in told) == len(trace)
+    assert sum(isinstance(effect, ev.DecisionMade) for effect in told) == len(trace)
     stepwise.router.check_invariants()

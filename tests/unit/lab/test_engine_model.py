@@ -10,20 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lab.block_cache import AllCleared, BlocksRemoved, BlocksStored
-from lab.engine_events import (
+from pointsman.lab.engine.block_cache import AllCleared, BlocksRemoved, BlocksStored
+from pointsman.lab.engine.cost_profile import Profile
+from pointsman.lab.engine.interface import (
     EngineConfig,
     EngineRequest,
     Event,
     Finished,
     FirstToken,
-    KvAwaited,
     Preempted,
     StepResult,
     TokenGenerated,
+    WaitingForRemoteKv,
 )
-from lab.engine_model import EngineModel
-from lab.profile import Profile
+from pointsman.lab.engine.model import EngineModel
 
 # Round numbers, so that durations can be computed in the head.
 PLAIN = Profile(step_s=1.0, prefill_token_s=0.1, prefill_pair_s=0.0, decode_sequence_s=0.01, decode_kv_token_s=0.001)
@@ -75,7 +75,7 @@ def test_the_first_step_after_there_was_nothing_to_do_takes_longer() -> None:
     steps = [first, *run_out(model)]
     assert [step.duration_s for step in steps] == pytest.approx([5.0 + 11.0, 1.0 + 0.11 + 1.0, 1.02])
     model.submit(ask("c", list(range(300, 310)), max_tokens=1), 9.0)
-    assert model.leap() is None
+    assert model.decode_only_steps() is None
     assert [step.duration_s for step in run_out(model)] == pytest.approx([5.0 + 2.0])
     # What awaits its KV is no work yet: the step after it pays.
     model.submit(ask("d", list(range(400, 432)), max_tokens=1, remote_tokens=32), 20.0)
@@ -258,7 +258,7 @@ def test_kv_from_another_instance_leaves_one_token_to_compute() -> None:
     model = engine()
     model.submit(ask("a", list(range(100)), max_tokens=1, remote_tokens=100), 0.0)
     steps = run_out(model)
-    assert steps[0] == StepResult(0.0, [], {}, (KvAwaited("a", 100),))
+    assert steps[0] == StepResult(0.0, [], {}, (WaitingForRemoteKv("a", 100),))
     assert [step.scheduled for step in steps] == [{}, {"a": 1}]
     assert events_of(steps, FirstToken) == [FirstToken("a", 0, 100)]
     # As vLLM counts: what came is the whole prompt, though its last token was computed again.
@@ -275,7 +275,7 @@ def test_kv_that_is_awaited_holds_blocks_while_others_compute() -> None:
     model.submit(ask("c", list(range(200, 230)), max_tokens=1), 0.0)
     step = model.step(0.0)
     # b takes four blocks at once and computes nothing; c, behind it, needs two where one is left.
-    assert (step.scheduled, step.awaited) == ({"a": 1}, (KvAwaited("b", 64),))
+    assert (step.scheduled, step.awaited) == ({"a": 1}, (WaitingForRemoteKv("b", 64),))
     assert (model.num_running, model.num_waiting, model.cache.free) == (1, 2, 1)
     assert model.step(0.0).scheduled == {"a": 1}
     assert model.receive("b", 0.0)

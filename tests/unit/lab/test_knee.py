@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab.compare import CompareSettings, run
-from lab.draws import Arrivals
-from lab.experiments import Cell, Trial, Workload
-from lab.generate import generate
-from lab.knee import knees, power
-from lab.simulation import Simulation
-from lab.trace_files import save_trace
+from pointsman.lab.experiments.compare_command import CompareSettings, run
+from pointsman.lab.experiments.knee import knees, power
+from pointsman.lab.experiments.trials import Cell, Trial, Workload
+from pointsman.lab.simulation.config import SimulationConfig
+from pointsman.lab.workload.session_starts import Arrivals
+from pointsman.lab.workload.synthetic_trace import generate
+from pointsman.lab.workload.trace_files import save_trace
 
 
 def cell(policy: str, rate: float, instances: int = 8) -> Cell:
     workload = Workload(Path("t"), Arrivals(rate=rate))
-    return Cell(policy, f"rate {rate:g} x{instances}", workload, Simulation(instances=instances))
+    return Cell(policy, f"rate {rate:g} x{instances}", workload, SimulationConfig(instances=instances))
 
 
 def trial(one: Cell, seed: int, throughput: float, e2e_s: float) -> Trial:

@@ -10,24 +10,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lab.generate import generate
-from lab.records import RequestRecord
-from lab.simulation import Simulation, SimulationError
-from lab.simulator import Simulator
-from lab.traces import TraceRequest
-from services.router.domain import FleetView, PlacementRequest, Ruling, Step, StepKind
-from services.router.policy.base import Policy
-from tests.unit.lab import builders
-from tests.unit.lab.builders import PLAIN, OneAtATime
+from pointsman.lab.report.request_record import RequestRecord
+from pointsman.lab.simulation.config import SimulationConfig, SimulationError
+from pointsman.lab.simulation.simulator import Simulator
+from pointsman.lab.workload.synthetic_trace import generate
+from pointsman.lab.workload.traces import TraceRequest
+from pointsman.router.core.policy.base import Policy
+from pointsman.router.core.types import FleetView, PlacementRequest, PolicyResult, Step, StepKind
+from tests.support import lab_values
+from tests.support.lab_values import PLAIN, OneAtATime
 
-TWO = Simulation(instances=1, profile=PLAIN, routers=2, takeover_s=3.0)
+TWO = SimulationConfig(instances=1, profile=PLAIN, routers=2, takeover_s=3.0)
 
 
 def ask(session: str, at_s: float, length: int, output: int = 1) -> TraceRequest:
-    return builders.ask(session, 1, at_s, (), length, output)
+    return lab_values.ask(session, 1, at_s, (), length, output)
 
 
-def simulate(requests: list[TraceRequest], asked: Simulation) -> tuple[Simulator, dict[str, RequestRecord]]:
+def simulate(requests: list[TraceRequest], asked: SimulationConfig) -> tuple[Simulator, dict[str, RequestRecord]]:
     simulator = Simulator(requests, asked)
     records = simulator.run()
     assert sorted((one.session, one.turn) for one in records) == sorted((one.session, one.turn) for one in requests)
@@ -43,23 +43,23 @@ class Sliced(Policy):
 
     name: ClassVar[str] = "sliced"
 
-    def rule(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> Ruling:
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         first = view.eligible()[0].instance_id
         steps = (Step(StepKind.PREFILL, first, "slice", prefix_tokens=64), Step(StepKind.SERVE, first, "whole"))
-        return Ruling(steps, "sliced")
+        return PolicyResult(steps, "sliced")
 
 
 def test_a_standby_changes_nothing() -> None:
     requests = generate(15, 20.0, seed=2)
-    alone = Simulator(requests, Simulation(instances=3)).run()
-    shared = Simulator(requests, Simulation(instances=3, routers=3)).run()
+    alone = Simulator(requests, SimulationConfig(instances=3)).run()
+    shared = Simulator(requests, SimulationConfig(instances=3, routers=3)).run()
     assert [(one.session, one.turn, one.ttft_s) for one in shared] == [
         (one.session, one.turn, one.ttft_s) for one in alone
     ]
 
 
 def test_each_pool_has_an_owner_and_its_own_instances() -> None:
-    asked = Simulation(instances=4, pools=4, routers=2)
+    asked = SimulationConfig(instances=4, pools=4, routers=2)
     simulator, records = simulate([ask(f"s{number}", float(number), 32) for number in range(8)], asked)
     # Sessions and instances are dealt in turn.
     assert [records[f"s{number}"].instance for number in range(8)] == ["i0", "i1", "i2", "i3"] * 2
@@ -69,16 +69,16 @@ def test_each_pool_has_an_owner_and_its_own_instances() -> None:
 
 def test_who_comes_while_nobody_owns_the_pool_waits_for_the_new_owner() -> None:
     requests = [ask("first", 0.0, 100), ask("between", 10.0, 100), ask("after", 30.0, 100)]
-    simulator, records = simulate(requests, replace(TWO, owner_dies_s=9.0))
+    simulator, records = simulate(requests, replace(TWO, owner_dies_at_s=9.0))
     # 1 + 100 * 0.01 s; the second one waits until 12 s first.
     assert [one.ttft_s for one in records.values()] == pytest.approx([2.0, 4.0, 2.0])
-    assert simulator.asked_again == 1
+    assert simulator.resent_requests == 1
     assert len(simulator.routers.states) == 1
 
 
 def test_a_hand_over_keeps_both_and_costs_its_own_time() -> None:
     requests = [ask("first", 0.0, 100), ask("between", 10.0, 100)]
-    simulator, records = simulate(requests, replace(TWO, hand_over_s=9.5, handing_s=1.0))
+    simulator, records = simulate(requests, replace(TWO, hand_over_at_s=9.5, hand_over_takes_s=1.0))
     assert records["between"].ttft_s == pytest.approx(2.5)
     assert len(simulator.routers.states) == 2
 
@@ -86,9 +86,9 @@ def test_a_hand_over_keeps_both_and_costs_its_own_time() -> None:
 def test_what_was_held_is_asked_again_with_its_age() -> None:
     # Held from 0.25 s on for at most 4 s; the owner dies at 1, the next one comes at 2 s. At the tick at 4.5 s it is over.
     requests = [ask("a", 0.0, 64, output=60), ask("b", 0.25, 64)]
-    asked = replace(TWO, policy=OneAtATime(4.0), owner_dies_s=1.0, takeover_s=1.0)
+    asked = replace(TWO, policy=OneAtATime(4.0), owner_dies_at_s=1.0, takeover_s=1.0)
     simulator, records = simulate(requests, asked)
-    assert simulator.asked_again == 1
+    assert simulator.resent_requests == 1
     # a's step under way then ends at 4.64 s, and b takes one of 1.64 s.
     assert records["b"].ttft_s == pytest.approx(4.64 + 1.64 - 0.25)
 
@@ -96,21 +96,21 @@ def test_what_was_held_is_asked_again_with_its_age() -> None:
 def test_open_streams_are_announced_and_count_at_the_new_owner() -> None:
     # Held while a is open, also by an owner that had not placed a: until a's end at 10.64 s.
     requests = [ask("a", 0.0, 64, output=10), ask("b", 6.0, 64)]
-    _, records = simulate(requests, replace(TWO, policy=OneAtATime(), owner_dies_s=1.0, takeover_s=1.0))
+    _, records = simulate(requests, replace(TWO, policy=OneAtATime(), owner_dies_at_s=1.0, takeover_s=1.0))
     assert records["b"].ttft_s == pytest.approx(10.64 + 1.64 - 6.0)
 
 
 def test_a_plan_that_went_with_its_owner_is_made_anew_by_the_next_one() -> None:
     # The slice ends at 1.64 s. No owner then: the next one, at 4 s, plans the same slice, of which the last block is computed
     # again in 1.16 s, and then the rest.
-    simulator, records = simulate([ask("a", 0.0, 128)], replace(TWO, policy=Sliced(), owner_dies_s=1.0))
+    simulator, records = simulate([ask("a", 0.0, 128)], replace(TWO, policy=Sliced(), owner_dies_at_s=1.0))
     assert (records["a"].ttft_s, records["a"].cached_tokens) == (pytest.approx(4.0 + 1.16 + 1.64), 64)
-    assert (simulator.asked_again, simulator.alone) == (1, 0)
+    assert (simulator.resent_requests, simulator.steps_without_router) == (1, 0)
     # A new owner there is by then: it knows no plan, and the request asks it at once.
-    asked = replace(TWO, policy=Sliced(), owner_dies_s=0.5, takeover_s=0.5)
+    asked = replace(TWO, policy=Sliced(), owner_dies_at_s=0.5, takeover_s=0.5)
     simulator, records = simulate([ask("a", 0.0, 128)], asked)
     assert records["a"].ttft_s == pytest.approx(1.64 + 1.16 + 1.64)
-    assert (simulator.asked_again, simulator.alone) == (1, 0)
+    assert (simulator.resent_requests, simulator.steps_without_router) == (1, 0)
 
 
 @dataclass(frozen=True)
@@ -119,29 +119,29 @@ class Offloads(Policy):
 
     name: ClassVar[str] = "offloads"
 
-    def rule(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> Ruling:
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         one, other = sorted(candidate.instance_id for candidate in view.eligible())
-        return Ruling(
+        return PolicyResult(
             (Step(StepKind.PREFILL, one, "there"), Step(StepKind.SERVE, other, "here", kv_source=one)), "offload"
         )
 
 
 @pytest.mark.parametrize("takeover_s", [0.5, 3.0])
 def test_an_offload_that_lost_its_owner_is_answered_where_the_prefix_is(takeover_s: float) -> None:
-    asked = replace(TWO, instances=2, policy=Offloads(), owner_dies_s=0.5, takeover_s=takeover_s)
+    asked = replace(TWO, instances=2, policy=Offloads(), owner_dies_at_s=0.5, takeover_s=takeover_s)
     simulator, records = simulate([ask("a", 0.0, 128)], asked)
-    assert (records["a"].instance, simulator.asked_again, simulator.alone) == ("i0", 0, 1)
+    assert (records["a"].instance, simulator.resent_requests, simulator.steps_without_router) == ("i0", 0, 1)
     assert records["a"].ttft_s == pytest.approx(2.28 + 1.16)
 
 
 def test_an_answer_on_its_way_from_a_dead_owner_does_not_count() -> None:
     asked = replace(TWO, placement_s=4.0, takeover_s=1.0)
     plain, _ = simulate([ask(f"s{number}", 20.0 * number, 32) for number in range(20)], asked)
-    assert plain.asked_again == 0
+    assert plain.resent_requests == 0
     requests = [ask(f"s{number}", 0.1 * number, 32) for number in range(30)]
-    simulator, records = simulate(requests, replace(asked, owner_dies_s=1.5))
+    simulator, records = simulate(requests, replace(asked, owner_dies_at_s=1.5))
     assert all(one.ok for one in records.values())
-    assert simulator.asked_again > 5
+    assert simulator.resent_requests > 5
 
 
 MOMENTS = st.none() | st.floats(0.0, 40.0)
@@ -154,7 +154,7 @@ def test_every_request_is_answered_once_whatever_happens_to_owners(
 ) -> None:
     requests = generate(12, 20.0, seed=seed)
     policies: list[Any] = ["unified", OneAtATime(2.0), Sliced(), "elastic", "foresight"]
-    asked = Simulation(
+    asked = SimulationConfig(
         instances=3,
         policy=policies[seed % len(policies)],
         routers=2 + seed % 2,
@@ -162,8 +162,8 @@ def test_every_request_is_answered_once_whatever_happens_to_owners(
         placement_s=placement_s,
         report_loss=loss,
         api_s=placement_s / 3,
-        owner_dies_s=dies,
-        hand_over_s=handed,
+        owner_dies_at_s=dies,
+        hand_over_at_s=handed,
         takeover_s=1.5,
     )
     simulator = Simulator(requests, asked)
@@ -182,8 +182,8 @@ def test_every_request_is_answered_once_whatever_happens_to_owners(
     [
         {"routers": 0},
         {"pools": 9},
-        {"owner_dies_s": 1.0},
-        {"hand_over_s": 1.0},
+        {"owner_dies_at_s": 1.0},
+        {"hand_over_at_s": 1.0},
         {"takeover_s": -1.0, "routers": 2},
         {"api_s": -1.0},
         {"timing": "never"},
@@ -191,15 +191,15 @@ def test_every_request_is_answered_once_whatever_happens_to_owners(
 )
 def test_impossible_replicas_name_their_field(wrong: dict[str, Any]) -> None:
     with pytest.raises(SimulationError, match=f"^{next(iter(wrong))}: "):
-        Simulation(**wrong)
+        SimulationConfig(**wrong)
 
 
 def test_a_dead_replica_comes_back_and_takes_what_is_its_own() -> None:
-    turns = [builders.ask("a", turn, at_s, range(turn), 64 * turn) for turn, at_s in ((1, 0.0), (2, 20.0), (3, 60.0))]
-    asked = replace(TWO, instances=2, owner_dies_s=10.0, back_s=15.0)
+    turns = [lab_values.ask("a", turn, at_s, range(turn), 64 * turn) for turn, at_s in ((1, 0.0), (2, 20.0), (3, 60.0))]
+    asked = replace(TWO, instances=2, owner_dies_at_s=10.0, owner_back_after_s=15.0)
     simulator = Simulator(turns, asked)
     first = simulator.run()
-    # The heir has it from 13 s on; from 10 + 15 + 6 s on the other is settled, and has it back.
+    # The successor has it from 13 s on; from 10 + 15 + 6 s on the other is settled, and has it back.
     owner = simulator.routers.owner("simulated")
     assert (owner, [one.decision.rpartition("-")[0] for one in first]) == (
         "sim-1",
@@ -212,12 +212,12 @@ def test_a_dead_replica_comes_back_and_takes_what_is_its_own() -> None:
         state.check_invariants()
 
 
-def most_lost_s(requests: list[TraceRequest], asked: Simulation, moments: list[float]) -> float:
+def most_lost_s(requests: list[TraceRequest], asked: SimulationConfig, moments: list[float]) -> float:
     """By how much an owner's death at any of the moments lets any request wait longer for its first token."""
     _, alive = simulate(requests, asked)
     lost = []
     for moment in moments:
-        _, records = simulate(requests, replace(asked, owner_dies_s=moment))
+        _, records = simulate(requests, replace(asked, owner_dies_at_s=moment))
         lost += [(one.ttft_s or 0.0) - (alive[name].ttft_s or 0.0) for name, one in records.items()]
     return max(lost)
 
@@ -238,16 +238,16 @@ def test_an_owners_death_costs_nobody_more_than_its_takeover(policy: str | Polic
 
 
 def test_an_owners_death_costs_small_requests_between_slices_no_more_than_its_takeover() -> None:
-    requests = [builders.ask(f"usual{number}", 1, number, (), 4_000, output=4) for number in range(12)]
-    requests.append(builders.ask("heavy", 1, 15.0, (), 60_000, output=20))
-    requests += [builders.ask(f"small{number}", 1, 15.2 + number, (), 3_000, output=4) for number in range(14)]
-    asked = Simulation(instances=1, policy="foresight", routers=2, takeover_s=1.5)
+    requests = [lab_values.ask(f"usual{number}", 1, number, (), 4_000, output=4) for number in range(12)]
+    requests.append(lab_values.ask("heavy", 1, 15.0, (), 60_000, output=20))
+    requests += [lab_values.ask(f"small{number}", 1, 15.2 + number, (), 3_000, output=4) for number in range(14)]
+    asked = SimulationConfig(instances=1, policy="foresight", routers=2, takeover_s=1.5)
     _, alive = simulate(requests, asked)
-    assert {one.rule for one in alive.values()} == {"express", "slice"}
+    assert {one.rule for one in alive.values()} == {"at_once", "slice"}
     alone_s = alive["usual0"].ttft_s or 0.0
     # They wait for what is left of a slice, not for the 13 s of the whole prompt.
     assert alone_s < most_waited_s(alive) < 3 * alone_s
     for moment in (15.1, 16.4, 17.9, 19.0, 22.0, 27.0):
-        _, records = simulate(requests, replace(asked, owner_dies_s=moment))
+        _, records = simulate(requests, replace(asked, owner_dies_at_s=moment))
         # The longest wait, not each one's own: at which moment of a slice a request comes is chance, with or without a death.
         assert most_waited_s(records) <= most_waited_s(alive) + 1.5

@@ -11,32 +11,32 @@ import pytest
 import typer
 from msgspec import structs
 
-from lab.analysis import summarise
-from lab.bundle import read_records
-from lab.content import NamedPrompt
-from lab.engine_events import EngineConfig
-from lab.floor import Floor
-from lab.generate import generate
-from lab.profile import Profile, ProfileError, load_profile
-from lab.prompts import Prompts
-from lab.records import RequestRecord
-from lab.samples import InstanceSample
-from lab.simulate import SimulateSettings, run
-from lab.simulation import Simulation, SimulationError
-from lab.simulator import Simulator
-from lab.trace_files import save_trace
-from lab.traces import TraceRequest, shared_prefix
-from services.router import events as ev
-from services.router.domain import FleetView, PlacementRequest, Ruling, Step, StepKind
-from services.router.policy.base import Policy, SettingError, offload
-from services.router.queue import QueueSettings
-from services.router.saturation import Limits
-from services.router.state import StateSettings
-from tests.unit.lab.builders import PLAIN, OneAtATime, ask
+from pointsman.lab.engine.cost_profile import Profile, ProfileError, load_profile
+from pointsman.lab.engine.interface import EngineConfig
+from pointsman.lab.engine.prompt_content import NamedPrompt
+from pointsman.lab.experiments.latency_bounds import LatencyBound
+from pointsman.lab.experiments.simulate_command import SimulateSettings, run
+from pointsman.lab.report.bundle import read_records
+from pointsman.lab.report.instance_samples import InstanceSample
+from pointsman.lab.report.request_record import RequestRecord
+from pointsman.lab.report.run_summary import summarise
+from pointsman.lab.simulation.config import SimulationConfig, SimulationError
+from pointsman.lab.simulation.simulator import Simulator
+from pointsman.lab.workload.block_names import PromptBlocks
+from pointsman.lab.workload.synthetic_trace import generate
+from pointsman.lab.workload.trace_files import save_trace
+from pointsman.lab.workload.traces import TraceRequest, shared_prefix
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.instances.saturation import SaturationLimits
+from pointsman.router.core.policy.base import Policy, SettingError, offload
+from pointsman.router.core.requests.hold_queue import QueueSettings
+from pointsman.router.core.router_state import StateSettings
+from pointsman.router.core.types import FleetView, PlacementRequest, PolicyResult, Step, StepKind
+from tests.support.lab_values import PLAIN, OneAtATime, ask
 
 
 def simulate(requests: list[TraceRequest], **asked: Any) -> list[RequestRecord]:
-    simulator = Simulator(requests, Simulation(**asked))
+    simulator = Simulator(requests, SimulationConfig(**asked))
     records = simulator.run()
     simulator.router.check_invariants()
     assert len(records) == len(requests)
@@ -69,10 +69,10 @@ def test_a_turn_goes_on_from_the_answer_before_it() -> None:
     # another session can have said something else after the blocks that the trace names: it finds those.
     assert [record.cached_tokens for record in records] == [0, 128, 208, 192, 64, 192]
     assert records[1].ttft_s == pytest.approx(1.72)
-    floor = Floor([turns, [other]], Simulation(profile=PLAIN)).run()
+    floor = LatencyBound([turns, [other]], SimulationConfig(profile=PLAIN)).run()
     assert [record.cached_tokens for record in floor] == [0, 128, 208, 192, 64, 192]
-    made_up = simulate([*turns, other], instances=1, profile=PLAIN, answers_return=False)
-    assert [record.cached_tokens for record in made_up] == [0, 64, 192, 192, 64, 192]
+    synthetic_sessions = simulate([*turns, other], instances=1, profile=PLAIN, prompts_include_answers=False)
+    assert [record.cached_tokens for record in synthetic_sessions] == [0, 64, 192, 192, 64, 192]
 
 
 def test_two_prompts_at_once_go_to_two_instances_and_a_session_comes_back() -> None:
@@ -97,7 +97,7 @@ def test_a_run_is_repeatable_and_affinity_beats_round_robin() -> None:
 def test_what_the_router_predicts_is_what_the_engine_finds() -> None:
     # One request at a time, so that nothing is evicted or stored between decision and admission.
     requests = [ask(f"s{number}", 1, 100.0 * number, [number % 3, 7 + number % 2], 128) for number in range(12)]
-    simulator = Simulator(requests, Simulation(instances=3))
+    simulator = Simulator(requests, SimulationConfig(instances=3))
     records = simulator.run()
     for record in records:
         again = PlacementRequest(f"{record.session}#1", "simulated", 128)
@@ -117,11 +117,11 @@ def test_an_over_long_prompt_fails_alone() -> None:
 def test_names_are_shared_where_ids_are(block_size: int) -> None:
     def names(session: str, ids: list[int], length: int) -> tuple[int, ...]:
         request = structs.replace(ask(session, 1, 0, ids, length), block_size=block_size)
-        made = prompts.of(request)
+        made = prompts.prompt_of(request)
         assert (made.length, len(made.names), len(set(made.names))) == (length, length // 16, length // 16)
         return tuple(made.names)
 
-    prompts = Prompts()
+    prompts = PromptBlocks()
     ids = list(range(10, 10 + 192 // block_size))
     one, other = names("a", ids, 197), names("b", [*ids[:-1], 99], 192)
     assert shared_prefix(one, other) == (192 - block_size) // 16
@@ -131,14 +131,14 @@ def test_names_are_shared_where_ids_are(block_size: int) -> None:
         shared_prefix(names("d", ids, 192 + min(block_size - 1, 32)), names("e", ids, 192 + min(block_size - 1, 32)))
         == 12
     )
-    assert prompts.fresh()[0] not in {*one, *other}
+    assert prompts.new_names()[0] not in {*one, *other}
 
 
 @pytest.mark.parametrize("block_size", [64, 24, 8])
 def test_names_of_answers_are_those_of_the_next_prompt(block_size: int) -> None:
     def make(turn: int, ids: list[int], length: int, output: int) -> NamedPrompt:
         request = structs.replace(ask("a", turn, 0, ids, length, output), block_size=block_size)
-        made = prompts.of(request, last=False)
+        made = prompts.prompt_of(request, last=False)
         whole = [*made.names, *made.answer]
         assert (len(made.names), len(whole), len({*whole})) == (
             length // 16,
@@ -147,7 +147,7 @@ def test_names_of_answers_are_those_of_the_next_prompt(block_size: int) -> None:
         )
         return made
 
-    prompts = Prompts()
+    prompts = PromptBlocks()
     ids = list(range(10, 10 + 800 // block_size))
     first = make(1, ids[: 200 // block_size], 200, 90)
     second = make(2, ids[: 400 // block_size], 400, 150)
@@ -162,14 +162,14 @@ def test_names_of_answers_are_those_of_the_next_prompt(block_size: int) -> None:
 
 
 def test_names_are_forgotten_with_what_no_cache_holds() -> None:
-    prompts = Prompts(tokens=4 * 64)
-    shared = tuple(prompts.of(ask("a", 1, 0, [1, 2], 128)).names)
+    prompts = PromptBlocks(tokens=4 * 64)
+    shared = tuple(prompts.prompt_of(ask("a", 1, 0, [1, 2], 128)).names)
     for number in range(20):
         # The first block is asked for all the time, the second one never again.
-        other = tuple(prompts.of(ask("b", number + 1, 0, [1, 10 + number], 128)).names)
+        other = tuple(prompts.prompt_of(ask("b", number + 1, 0, [1, 10 + number], 128)).names)
         assert other[:4] == shared[:4]
         assert len(prompts) <= 4
-    last = tuple(prompts.of(ask("a", 2, 0, [1, 2], 128)).names)
+    last = tuple(prompts.prompt_of(ask("a", 2, 0, [1, 2], 128)).names)
     assert last[:4] == shared[:4]
     assert not {*last[4:]} & {*shared[4:]}
     assert len(prompts) == 4
@@ -178,9 +178,9 @@ def test_names_are_forgotten_with_what_no_cache_holds() -> None:
 def test_what_cannot_be_simulated_is_refused() -> None:
     requests = [ask("a", 1, 0.0, [], 10)]
     with pytest.raises(SettingError, match="nonsense"):
-        Simulator(requests, Simulation(policy="nonsense"))
+        Simulator(requests, SimulationConfig(policy="nonsense"))
     with pytest.raises(SimulationError, match="block_size"):
-        Simulator(requests, Simulation(engine=EngineConfig(block_size=32)))
+        Simulator(requests, SimulationConfig(engine=EngineConfig(block_size=32)))
 
 
 def test_the_command_writes_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,12 +217,12 @@ class Sliced(Policy):
 
     name: ClassVar[str] = "sliced"
 
-    def rule(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> Ruling:
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         first = view.eligible()[0].instance_id
         serve = Step(StepKind.SERVE, first, "whole")
         if request.input_tokens <= 64:
-            return Ruling((serve,), "small")
-        return Ruling((Step(StepKind.PREFILL, first, "slice", prefix_tokens=64), serve), "sliced")
+            return PolicyResult((serve,), "small")
+        return PolicyResult((Step(StepKind.PREFILL, first, "slice", prefix_tokens=64), serve), "sliced")
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class Passed(Policy):
 
     name: ClassVar[str] = "passed"
 
-    def rule(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> Ruling:
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         first, second = view.eligible()
         return offload(request, first, second, "offload", "always")
 
@@ -287,7 +287,9 @@ def test_a_hold_that_expires_is_placed_all_the_same() -> None:
 
 
 def full(**changes: Any) -> StateSettings:
-    return StateSettings(limits=Limits(max_requests=1), queue=QueueSettings(size=0), retry_after_s=2.0, **changes)
+    return StateSettings(
+        limits=SaturationLimits(max_requests=1), queue=QueueSettings(size=0), retry_after_s=2.0, **changes
+    )
 
 
 def test_a_refused_client_comes_back_when_it_was_told_to() -> None:
@@ -305,8 +307,8 @@ def test_asking_and_tokenising_take_their_time() -> None:
     assert record.ttft_s == pytest.approx(3.0 + 2.0)
     # PLAIN prefills 100 tokens in 2 s. What every request pays is no draw: each pays the same.
     turns = [ask(f"s{number}", 1, 50.0 * number, [], 100, output=1) for number in range(3)]
-    paid = {"instances": 1, "profile": PLAIN, "front_s": 0.5, "tokenise_token_s": 0.03}
-    floor = Floor([[turn] for turn in turns], Simulation(**paid)).run()
+    paid = {"instances": 1, "profile": PLAIN, "frontend_s": 0.5, "tokenise_token_s": 0.03}
+    floor = LatencyBound([[turn] for turn in turns], SimulationConfig(**paid)).run()
     for records in (simulate(turns, **paid), floor):
         assert [record.ttft_s for record in records] == pytest.approx([0.5 + 3.0 + 2.0] * 3)
     turns = [ask(f"s{number}", 1, 50.0 * number, [], 100, output=1) for number in range(200)]
@@ -328,18 +330,18 @@ def test_late_reports_leave_the_router_with_what_it_knows_itself() -> None:
 @pytest.mark.parametrize("delay_s", [0.0, 1.0])
 def test_lost_reports_are_made_good_by_snapshots(delay_s: float) -> None:
     requests = generate(30, 60.0, seed=5)
-    simulator = Simulator(requests, Simulation(instances=2, report_loss=0.3, report_delay_s=delay_s))
+    simulator = Simulator(requests, SimulationConfig(instances=2, report_loss=0.3, report_delay_s=delay_s))
     records = simulator.run()
     simulator.router.check_invariants()
     assert all(record.ok for record in records)
-    assert sum(one.sync.resyncs for one in simulator.router.fleet.records()) > 0
+    assert sum(one.sync.resyncs for one in simulator.router.instances.records()) > 0
     assert sum(record.cached_tokens or 0 for record in records) > 0
 
 
 @pytest.mark.parametrize("wrong", [{"report_loss": 1.0}, {"report_delay_s": -1.0}])
 def test_impossible_links_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(SimulationError, match=next(iter(wrong))):
-        Simulator([ask("a", 1, 0.0, [], 10)], Simulation(**wrong))
+        Simulator([ask("a", 1, 0.0, [], 10)], SimulationConfig(**wrong))
 
 
 def test_a_profile_file_sets_what_steps_cost(tmp_path: Path) -> None:
@@ -357,7 +359,7 @@ def test_a_profile_file_sets_what_steps_cost(tmp_path: Path) -> None:
 def test_instances_are_sampled_once_a_second() -> None:
     samples: list[InstanceSample] = []
     requests = [ask("a", 1, 0.0, [1, 2], 128), ask("b", 1, 0.0, [3, 4], 128), ask("a", 2, 8.0, [1, 2], 130)]
-    Simulator(requests, Simulation(instances=1, profile=PLAIN), samples.append).run()
+    Simulator(requests, SimulationConfig(instances=1, profile=PLAIN), samples.append).run()
     assert [sample.t for sample in samples[:6]] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     # a's prompt is a step of 2.28 s, then b's and a's second token another; b ends 1 s after that.
     first, second, idle = samples[0], samples[2], samples[5]

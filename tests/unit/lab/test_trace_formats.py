@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from lab.trace_commands import app
-from lab.trace_files import load_trace, read_trace, save_trace
-from lab.trace_formats import Chains
-from lab.traces import TraceError, TraceRequest, by_session
+from pointsman.lab.workload.trace_commands import app
+from pointsman.lab.workload.trace_files import load_trace, read_trace, save_trace
+from pointsman.lab.workload.trace_formats import SessionDeriver
+from pointsman.lab.workload.traces import TraceError, TraceRequest, by_session
 
 
 def write(path: Path, *lines: dict[str, Any]) -> Path:
@@ -53,7 +53,7 @@ def test_mooncake_sessions_follow_from_prefixes(tmp_path: Path) -> None:
 
 
 def test_a_session_that_keeps_half_or_less_is_another_one() -> None:
-    chains = Chains()
+    chains = SessionDeriver()
     assert chains.add((1, 2, 3, 4), 40) == (0, 1)
     assert chains.add((1, 2, 3, 6, 7), 50) == (0, 2)
     assert chains.add((1, 2, 9, 10, 11, 12), 60) == (1, 1)
@@ -68,7 +68,7 @@ def test_a_session_that_keeps_half_or_less_is_another_one() -> None:
 
 
 def test_what_two_sessions_share_belongs_to_neither() -> None:
-    chains = Chains()
+    chains = SessionDeriver()
     assert chains.add((1, 2, 3), 30) == (0, 1)
     assert chains.add((1, 2, 4), 30) == (1, 1)
     # Longer than either, and with more than half of either's blocks.

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from lab.trace_commands import app
-from lab.trace_files import load_trace, save_trace
-from lab.trace_formats import Chains
-from lab.trace_stats import statistics
-from lab.traces import TraceRequest, by_session
+from pointsman.lab.workload.trace_commands import app
+from pointsman.lab.workload.trace_files import load_trace, save_trace
+from pointsman.lab.workload.trace_formats import SessionDeriver
+from pointsman.lab.workload.trace_stats import statistics
+from pointsman.lab.workload.traces import TraceRequest, by_session
 
 SHARED = Path(os.environ.get("POINTSMAN_TEST_TRACES", Path(__file__).parents[4] / "shared" / "traces"))
 
@@ -50,7 +50,7 @@ def test_a_small_trace_by_hand() -> None:
     assert (unlimited["tokens"], unlimited["hit_ratio"]) == (None, found["ideal_hit_ratio"])
     # Three blocks: b's 4 drives out 3, then a finds 1 and 2.
     assert (small["tokens"], small["hit_ratio"]) == (300, round(300 / 1260, 4))
-    assert unlimited["classes"] == {"WARM": 1.0, "MEDIUM": 0.0, "HEAVY": 0.0}
+    assert unlimited["classes"] == {"LIGHT": 1.0, "MEDIUM": 0.0, "HEAVY": 0.0}
     flight = found["sessions_in_flight"]
     assert flight["max"] == 2
     # a is there for 11 s, b for 2 s, c for 1 s, of 31 s.
@@ -61,7 +61,7 @@ def test_a_small_trace_by_hand() -> None:
 def test_classes_are_the_routers() -> None:
     heavy = [ask("h", 1, 0.0, list(range(200)), 20_000), ask("m", 1, 0.0, list(range(200, 270)), 7_000)]
     found = statistics([*heavy, ask("h", 2, 5.0, list(range(200)), 20_050)], cache_tokens=())
-    assert found["caches"][0]["classes"] == pytest.approx({"WARM": 1 / 3, "MEDIUM": 1 / 3, "HEAVY": 1 / 3}, abs=1e-4)
+    assert found["caches"][0]["classes"] == pytest.approx({"LIGHT": 1 / 3, "MEDIUM": 1 / 3, "HEAVY": 1 / 3}, abs=1e-4)
 
 
 def test_nothing_shared_and_nothing_at_all() -> None:
@@ -100,6 +100,6 @@ def test_the_development_traces_are_read(name: str, count: int, sessions: int, h
     found = statistics(requests)
     assert (found["requests"], found["sessions"], found["ideal_hit_ratio"]) == (count, sessions, hit_ratio)
     # Sessions that were known, or derived by another rule, are found again from prefixes alone, but for a few.
-    chains = Chains()
+    chains = SessionDeriver()
     derived = {chains.add(request.whole_blocks, request.input_length)[0] for request in requests}
     assert len(derived) == pytest.approx(len(by_session(requests)), rel=0.03)

@@ -10,13 +10,13 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 
 from pointsman.agent.v1 import agent_pb2
+from pointsman.router.core.load.affinity import Affinity
+from pointsman.router.core.policy.registry import POLICIES
+from pointsman.router.io.console.console import _names_loopback
+from pointsman.router.io.console.decision_stream import NOTHING, WAITING, Viewer
+from pointsman.router.io.console.json_text import json_chunks
+from pointsman.router.io.convert.operator_messages import policy_description
 from pointsman.router.v1 import fleet_pb2, placement_pb2
-from services.router.affinity import Affinity
-from services.router.io.console import _names_loopback
-from services.router.io.decision_stream import NOTHING, WAITING, Viewer
-from services.router.io.json_text import pieces
-from services.router.io.wire.operators import policy_description
-from services.router.policy.registry import POLICIES
 
 
 def decision(candidates: int) -> fleet_pb2.Decision:
@@ -45,16 +45,16 @@ def decision(candidates: int) -> fleet_pb2.Decision:
         fleet_pb2.GetDecisionResponse(decision=decision(3)),
         fleet_pb2.GetDecisionResponse(decision=decision(0)),
         fleet_pb2.ListDecisionsResponse(decisions=[decision(0), decision(2)]),
-        fleet_pb2.SumUpDecisionsResponse(groups=[fleet_pb2.SumUpDecisionsResponse.Group(outcomes={"OK": 2})]),
+        fleet_pb2.SummarizeDecisionsResponse(groups=[fleet_pb2.SummarizeDecisionsResponse.Group(outcomes={"OK": 2})]),
     ],
 )
 def test_the_pieces_are_protobufs_json(message: Message) -> None:
-    assert json.loads("".join(pieces(message))) == json_format.MessageToDict(message)
+    assert json.loads("".join(json_chunks(message))) == json_format.MessageToDict(message)
 
 
 def test_no_piece_is_long() -> None:
     message = fleet_pb2.GetDecisionResponse(decision=decision(500))
-    assert len(list(pieces(message))) > 500
+    assert len(list(json_chunks(message))) > 500
 
 
 async def test_a_viewer_gets_what_waits_and_a_word_when_nothing_does() -> None:

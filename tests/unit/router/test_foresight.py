@@ -7,83 +7,85 @@ from typing import Any
 
 import pytest
 
-from services.router.curve import CostCurve, Work
-from services.router.domain import Candidate, FleetView, PlacementRequest, Prefilling, Ruling, StepKind
-from services.router.policy.foresight import Foresight
-from tests.unit.router.builders import candidate, request
+from pointsman.router.core.policy.foresight import Foresight
+from pointsman.router.core.prefill_curve import PrefillCurve, PrefillWork
+from pointsman.router.core.types import Candidate, FleetView, PlacementRequest, PolicyResult, PrefillBacklog, StepKind
+from tests.support.router_values import candidate, request
 
 # A token a millisecond, whatever comes before it; u is 1 s.
-CURVE = CostCurve(0.0, 1e-3, 0.0)
+CURVE = PrefillCurve(0.0, 1e-3, 0.0)
 RNG = random.Random(0)
-SLICES = Foresight(slice_u=1.5, slice_min_tokens=16, start_u=0.8)
+SLICES = Foresight(slice_factor=1.5, slice_min_tokens=16, heavy_wait_factor=0.8)
 
 
-def seen(*candidates: Candidate, now: float = 10.0, curve: CostCurve = CURVE, usual: float = 1_000.0) -> FleetView:
-    return FleetView(candidates, now=now, curves={"": curve}, usual=Work(usual, 0.0))
+def seen(
+    *candidates: Candidate, now: float = 10.0, curve: PrefillCurve = CURVE, mean_work: float = 1_000.0
+) -> FleetView:
+    return FleetView(candidates, now=now, curves={"": curve}, mean_work=PrefillWork(mean_work, 0.0))
 
 
 def one(name: str, tokens: int, cached: int = 0, open_tokens: int = 0, decodes: int = 0, **work: Any) -> Candidate:
     queue = ((open_tokens, 0),) if open_tokens else ()
-    requests = len(work.get("queue", queue)) + len(work.get("rests", ()))
-    prefilling = Prefilling(**{"queue": queue, "moved_at": 10.0, "requests": requests, **work})
+    requests = len(work.get("queue", queue)) + len(work.get("remainders", ()))
+    prefill_backlog = PrefillBacklog(**{"queue": queue, "advanced_at": 10.0, "requests": requests, **work})
     return candidate(
         name,
         new=tokens - cached,
         cached=cached,
         num_requests=requests + decodes,
-        prefilling=prefilling,
+        prefill_backlog=prefill_backlog,
     )
 
 
-def rule(tokens: int, *candidates: Candidate, policy: Foresight | None = None, **changes: Any) -> Ruling:
+def rule(tokens: int, *candidates: Candidate, policy: Foresight | None = None, **changes: Any) -> PolicyResult:
     asked: PlacementRequest = request(tokens=tokens, sliceable_tokens=changes.pop("sliceable_tokens", tokens))
-    return (policy or SLICES).rule(asked, seen(*candidates, **changes), RNG)
+    return (policy or SLICES).choose(asked, seen(*candidates, **changes), RNG)
 
 
 def test_scores_are_predicted_seconds() -> None:
-    ruling = rule(1_000, one("a", 1_000), one("b", 1_000, cached=800, open_tokens=500, decodes=2))
+    result = rule(1_000, one("a", 1_000), one("b", 1_000, cached=800, open_tokens=500, decodes=2))
     # b: 0.5 s of wait, 0.2 s of its own, 0.05 and for half of the fleet's prefilling 0.15 for each of two decodes beside 0.2 s;
     # a: 1 s, and 0.3 of the 0.8 s more.
-    assert ruling.scores == pytest.approx({"a": 1.0 + 0.3 * 0.8, "b": 0.7 + 0.2 * 0.2 * 2})
-    assert (ruling.steps[0].instance_id, ruling.reason) == ("b", "express")
-    assert ruling.figures == pytest.approx({"usual_s": 1.0, "wait_s": 0.5, "prefill_s": 0.2})
+    assert result.scores == pytest.approx({"a": 1.0 + 0.3 * 0.8, "b": 0.7 + 0.2 * 0.2 * 2})
+    assert (result.steps[0].instance_id, result.reason) == ("b", "at_once")
+    assert result.figures == pytest.approx({"mean_cost_s": 1.0, "wait_s": 0.5, "prefill_s": 0.2})
 
 
 def test_what_costs_more_than_the_second_best_is_not_weighed() -> None:
     far = [one(name, 10_000, decodes=1) for name in "cd"]
-    ruling = rule(10_000, *far, one("b", 10_000, cached=9_800, open_tokens=500), one("a", 10_000, cached=9_000))
-    assert ruling.scores == pytest.approx({"a": 1.0 + 0.3 * 0.8, "b": 0.7})
+    result = rule(10_000, *far, one("b", 10_000, cached=9_800, open_tokens=500), one("a", 10_000, cached=9_000))
+    assert result.scores == pytest.approx({"a": 1.0 + 0.3 * 0.8, "b": 0.7})
 
 
 def test_attention_counts_what_is_cached() -> None:
-    curve = CostCurve(0.0, 1e-3, 1e-6)
-    ruling = rule(2_000, one("a", 2_000, cached=1_000), curve=curve)
-    assert ruling.scores["a"] == pytest.approx(1.0 + 1e-6 * 1_000 * (2 * 1_000 + 1_000))
+    curve = PrefillCurve(0.0, 1e-3, 1e-6)
+    result = rule(2_000, one("a", 2_000, cached=1_000), curve=curve)
+    assert result.scores["a"] == pytest.approx(1.0 + 1e-6 * 1_000 * (2 * 1_000 + 1_000))
 
 
 def test_a_light_one_waits_in_the_router_where_its_engine_is_busy() -> None:
-    assert rule(1_400, one("a", 1_400, open_tokens=1_500)).reason == "express"
+    assert rule(1_400, one("a", 1_400, open_tokens=1_500)).reason == "at_once"
     held = rule(1_400, one("a", 1_400, open_tokens=1_600))
     assert (held.steps, held.reason) == ((), "held")
-    assert held.handicap_s == pytest.approx(14.0)
+    assert held.queue_penalty_s == pytest.approx(14.0)
 
 
 def test_it_waits_for_its_own_cache_rather_than_compute_all_elsewhere() -> None:
-    ruling = rule(10_000, one("a", 10_000, cached=9_800, open_tokens=2_000), one("b", 10_000))
-    assert ruling.reason == "held"
-    assert min(ruling.scores, key=lambda name: ruling.scores[name]) == "a"
+    result = rule(10_000, one("a", 10_000, cached=9_800, open_tokens=2_000), one("b", 10_000))
+    assert result.reason == "held"
+    assert min(result.scores, key=lambda name: result.scores[name]) == "a"
 
 
 def test_what_a_prefill_has_done_since_it_moved_is_no_wait() -> None:
-    busy = one("a", 1_000, open_tokens=4_000, moved_at=7.0)
+    busy = one("a", 1_000, open_tokens=4_000, advanced_at=7.0)
     assert rule(1_000, busy).figures["wait_s"] == pytest.approx(1.0)
     # It may be slower than predicted, but until it is told to be over it is not.
     assert rule(1_000, busy, now=60.0).figures["wait_s"] == pytest.approx(0.4)
 
 
 def test_a_heavy_prompt_goes_in_slices_of_so_many_usual_requests() -> None:
-    ruling = rule(10_000, one("a", 10_000))
-    [step] = ruling.steps
+    result = rule(10_000, one("a", 10_000))
+    [step] = result.steps
     assert (step.kind, step.prefix_tokens, step.reason) == (StepKind.PREFILL, 1_488, "slice")
     [step] = rule(10_000, one("a", 10_000, cached=4_000, block_size=64)).steps
     assert step.prefix_tokens == 4_000 + 1_472, "whole blocks of the engine's own"
@@ -98,10 +100,10 @@ def test_the_last_part_of_a_heavy_prompt_goes_whole() -> None:
     [step] = rule(10_000, one("a", 10_000, cached=7_900)).steps
     assert (step.kind, step.reason) == (StepKind.PREFILL, "slice")
     [step] = rule(10_000, one("a", 10_000, cached=8_000)).steps
-    assert (step.kind, step.reason) == (StepKind.SERVE, "express"), "it is light now"
-    always = Foresight(slice_u=1.5, slice_min_tokens=16, light_u=0)
+    assert (step.kind, step.reason) == (StepKind.SERVE, "at_once"), "it is light now"
+    always = Foresight(slice_factor=1.5, slice_min_tokens=16, light_factor=0)
     [step] = rule(10_000, one("a", 10_000, cached=8_200), policy=always).steps
-    assert (step.kind, step.reason) == (StepKind.SERVE, "serve"), "a crumb is no slice of its own"
+    assert (step.kind, step.reason) == (StepKind.SERVE, "last_part"), "a crumb is no slice of its own"
 
 
 def test_slices_end_where_the_gateway_knows_the_tokens() -> None:
@@ -114,10 +116,10 @@ def test_slices_end_where_the_gateway_knows_the_tokens() -> None:
 
 @pytest.mark.parametrize("why", ["the gateway cannot", "switched off"])
 def test_what_is_not_sliced(why: str) -> None:
-    policy = Foresight(slice_u=0.0) if why == "switched off" else None
+    policy = Foresight(slice_factor=0.0) if why == "switched off" else None
     known = 0 if why == "the gateway cannot" else 90_000
-    ruling = rule(90_000, one("a", 90_000), policy=policy, sliceable_tokens=known)
-    assert [step.kind for step in ruling.steps] == [StepKind.SERVE]
+    result = rule(90_000, one("a", 90_000), policy=policy, sliceable_tokens=known)
+    assert [step.kind for step in result.steps] == [StepKind.SERVE]
 
 
 def test_a_heavy_one_starts_where_little_is_open() -> None:
@@ -128,9 +130,9 @@ def test_a_heavy_one_starts_where_little_is_open() -> None:
 def test_heavy_prompts_do_not_take_turns() -> None:
     """Of those begun on an instance the one with the least left goes on until it is through."""
 
-    def go_on(mine: int, others: int, cached: int = 1_000) -> Ruling:
+    def go_on(mine: int, others: int, cached: int = 1_000) -> PolicyResult:
         begun = (("r", mine, 1_000), ("other", others, 5_000))
-        return rule(10_000, one("a", 10_000, cached=cached, rests=begun))
+        return rule(10_000, one("a", 10_000, cached=cached, remainders=begun))
 
     assert go_on(9_000, 8_999).reason == "held"
     assert go_on(9_000, 9_000).reason == "slice", "one of them must"
@@ -138,70 +140,70 @@ def test_heavy_prompts_do_not_take_turns() -> None:
     assert go_on(9_000, 800).reason == "slice", "what is little is not worth a pause"
     assert go_on(9_000, 9_500, cached=0).reason == "slice", "what was evicted meanwhile makes it no longer than it was"
     # One that comes is first, too, where it is the shorter one, whatever the other has had.
-    begun = one("a", 6_000, rests=(("other", 7_000, 5_000),))
+    begun = one("a", 6_000, remainders=(("other", 7_000, 5_000),))
     assert rule(6_000, begun).reason == "slice"
-    assert rule(8_000, one("a", 8_000, rests=(("other", 7_000, 5_000),))).reason == "held"
+    assert rule(8_000, one("a", 8_000, remainders=(("other", 7_000, 5_000),))).reason == "held"
     # Light ones pass.
-    assert rule(1_400, one("a", 1_400, rests=(("other", 1_000, 5_000),))).reason == "express"
+    assert rule(1_400, one("a", 1_400, remainders=(("other", 1_000, 5_000),))).reason == "at_once"
 
 
 def test_behind_an_engine_that_cuts_long_prompts_a_small_one_waits_for_a_chunk() -> None:
-    ruling = rule(500, one("a", 500, open_tokens=50_000, chunk_limit=1_000))
-    assert ruling.reason == "express"
-    assert ruling.figures["wait_s"] == pytest.approx(1.0)
+    result = rule(500, one("a", 500, open_tokens=50_000, chunk_limit=1_000))
+    assert result.reason == "at_once"
+    assert result.figures["wait_s"] == pytest.approx(1.0)
     assert rule(1_200, one("a", 1_200, open_tokens=1_500, chunk_limit=1_000)).figures["wait_s"] == pytest.approx(1.5)
 
 
 def test_light_ones_of_several_chunks_are_not_computed_side_by_side() -> None:
     """Each would be through only when both are."""
     cuts = {"chunk_limit": 1_000}
-    assert rule(1_000, one("a", 1_000, open_tokens=900, **cuts)).reason == "express"
+    assert rule(1_000, one("a", 1_000, open_tokens=900, **cuts)).reason == "at_once"
     assert rule(1_001, one("a", 1_001, open_tokens=900, **cuts)).reason == "held"
     [step] = rule(1_900, one("a", 1_900, open_tokens=700, **cuts)).steps
-    assert (step.kind, step.reason) == (StepKind.SERVE, "serve")
+    assert (step.kind, step.reason) == (StepKind.SERVE, "last_part")
 
 
 def test_an_answer_beside_the_rest_of_a_heavy_prompt_has_its_price() -> None:
-    paused = one("a", 1_000, rests=(("heavy", 4_000, 3_000), ("other", 1_000, 500)))
-    ruling = rule(1_000, paused, one("b", 1_000))
+    paused = one("a", 1_000, remainders=(("heavy", 4_000, 3_000), ("other", 1_000, 500)))
+    result = rule(1_000, paused, one("b", 1_000))
     # 5 s are left of others, and half of the instances have no prefill.
-    assert ruling.scores == pytest.approx({"a": 1.0 + 0.3 * 0.5 * 5.0, "b": 1.0})
-    assert ruling.steps[0].instance_id == "b"
+    assert result.scores == pytest.approx({"a": 1.0 + 0.3 * 0.5 * 5.0, "b": 1.0})
+    assert result.steps[0].instance_id == "b"
     # Where all have one there is nowhere to go: to leave a cache would only be more work for all.
     assert rule(1_000, paused, one("b", 1_000, open_tokens=100)).scores["a"] == pytest.approx(1.0)
     # What computes a part of its own prompt there is no answer that anything slows.
-    assert rule(1_000, one("a", 1_000, rests=(("r", 1_000, 500),))).scores == pytest.approx({"a": 1.0})
+    assert rule(1_000, one("a", 1_000, remainders=(("r", 1_000, 500),))).scores == pytest.approx({"a": 1.0})
 
 
 def test_crowds_of_decodes_are_left_alone_where_no_instance_is_idle() -> None:
     crowd = one("a", 1_000, decodes=4)
     # Nobody prefills: 0.05 for each decode beside 1 s. Half do: 0.3 / 2 more for each.
     assert rule(1_000, crowd).scores == pytest.approx({"a": 1.0 + 0.05 * 4})
-    ruling = rule(1_000, crowd, one("b", 1_000, open_tokens=2_000))
-    assert ruling.scores == pytest.approx({"a": 1.0 + 0.2 * 4, "b": 3.0})
-    ruling = rule(1_000, one("a", 1_000, open_tokens=100, decodes=4), one("b", 1_000, open_tokens=2_000))
-    assert ruling.scores == pytest.approx({"a": 1.1 + 0.35 * 4, "b": 3.0})
+    result = rule(1_000, crowd, one("b", 1_000, open_tokens=2_000))
+    assert result.scores == pytest.approx({"a": 1.0 + 0.2 * 4, "b": 3.0})
+    result = rule(1_000, one("a", 1_000, open_tokens=100, decodes=4), one("b", 1_000, open_tokens=2_000))
+    assert result.scores == pytest.approx({"a": 1.1 + 0.35 * 4, "b": 3.0})
 
 
 def test_full_kv_has_its_price() -> None:
     full = candidate(
-        "a", new=100, num_requests=1, ongoing_tokens=950, kv_capacity_tokens=1_000, prefilling=Prefilling()
+        "a", new=100, num_requests=1, ongoing_tokens=950, kv_capacity_tokens=1_000, prefill_backlog=PrefillBacklog()
     )
-    ruling = rule(100, full, one("b", 100, decodes=1))
-    assert ruling.scores["a"] == pytest.approx(ruling.scores["b"] + 1.0)
-    own = Prefilling(rests=(("r", 100, 50),), requests=1)
-    its_own = candidate("a", new=100, num_requests=2, ongoing_tokens=950, kv_capacity_tokens=1_000, prefilling=own)
+    result = rule(100, full, one("b", 100, decodes=1))
+    assert result.scores["a"] == pytest.approx(result.scores["b"] + 1.0)
+    own = PrefillBacklog(remainders=(("r", 100, 50),), requests=1)
+    its_own = candidate("a", new=100, num_requests=2, ongoing_tokens=950, kv_capacity_tokens=1_000, prefill_backlog=own)
     assert rule(150, its_own).scores["a"] == pytest.approx(0.1 + 0.35 * 0.1), "what is open is not counted twice"
 
 
 def test_the_first_request_of_all_is_placed_at_once() -> None:
-    assert rule(90_000, one("a", 90_000, open_tokens=10**6), usual=0.0).reason == "express"
+    assert rule(90_000, one("a", 90_000, open_tokens=10**6), mean_work=0.0).reason == "at_once"
 
 
 def test_eager_holds_nobody_and_slices_all_the_same() -> None:
-    eager = Foresight(slice_min_tokens=16).eager()
-    assert isinstance(eager, Foresight)
-    assert rule(1_400, one("a", 1_400, open_tokens=90_000), policy=eager).reason == "express"
-    assert rule(10_000, one("a", 10_000, open_tokens=90_000), policy=eager).reason == "slice"
-    begun = one("a", 10_000, rests=(("other", 7_000, 5_000),))
-    assert rule(10_000, begun, policy=eager).reason == "slice"
+    without_holds = Foresight(slice_min_tokens=16).without_holds()
+    assert isinstance(without_holds, Foresight)
+    assert rule(1_400, one("a", 1_400, open_tokens=90_000), policy=without_holds).reason == "at_once"
+    assert rule(10_000, one("a", 10_000, open_tokens=90_000), policy=without_holds).reason == "slice"
+    begun = one("a", 10_000, remainders=(("other", 7_000, 5_000),))
+    assert rule(10_000, begun, policy=without_holds).reason == "slice"

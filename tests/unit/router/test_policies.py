@@ -6,18 +6,18 @@ import random
 
 import pytest
 
-from services.router.domain import FleetView, PlacementRequest, route_class
-from services.router.policy.base import SettingError, decide
-from services.router.policy.registry import POLICIES, make_policy
-from services.router.replay import inputs_digest
-from tests.unit.router.builders import candidate, request, view
+from pointsman.router.core.analysis.decision_replay import inputs_digest
+from pointsman.router.core.policy.base import SettingError, decide
+from pointsman.router.core.policy.registry import POLICIES, make_policy
+from pointsman.router.core.types import FleetView, PlacementRequest, route_class
+from tests.support.router_values import candidate, request, view
 
 
 def choose(
     name: str, seen: FleetView, asked: PlacementRequest | None = None, **settings: float | str | bool
 ) -> tuple[str, str]:
     decision = decide(make_policy(name, settings), asked or request(tokens=100), "m", seen, random.Random(0), "d")
-    return decision.instance_id, decision.ruling.reason
+    return decision.instance_id, decision.result.reason
 
 
 def test_unified_scores_work_times_requests() -> None:
@@ -28,8 +28,8 @@ def test_unified_scores_work_times_requests() -> None:
         candidate("c", new=90, cached=10, pending_prefill_tokens=10, num_requests=1),
     )
     decision = decide(make_policy("unified"), request(tokens=100), "m", seen, random.Random(0), "d")
-    assert decision.ruling.scores == {"a": 110.0, "b": 140.0, "c": 100.0}
-    assert (decision.instance_id, decision.ruling.reason) == ("c", "lmetric_fallback")
+    assert decision.result.scores == {"a": 110.0, "b": 140.0, "c": 100.0}
+    assert (decision.instance_id, decision.result.reason) == ("c", "least_load_x_work")
     assert (decision.runner_up, decision.margin) == ("a", 10.0)
 
 
@@ -39,7 +39,7 @@ def test_unified_keeps_a_session_with_its_owner_even_where_another_scores_better
         candidate("b", new=100, num_requests=1),
         owner="a",
     )
-    assert choose("unified", seen) == ("a", "affinity")
+    assert choose("unified", seen) == ("a", "session_affinity")
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_unified_gate(cached: int, owner_requests: int, other_requests: int, sta
         candidate("b", new=100, num_requests=other_requests),
         owner="a",
     )
-    assert choose("unified", seen) == (("a", "affinity") if stays else ("b", "lmetric_fallback"))
+    assert choose("unified", seen) == (("a", "session_affinity") if stays else ("b", "least_load_x_work"))
 
 
 def test_unified_ties_break_by_new_tokens_then_requests_then_turn() -> None:
@@ -81,8 +81,8 @@ def test_unified_ceiling_passes_over_an_overloaded_owner_that_has_all_cached(ove
         owner="a",
     )
     without = choose("unified", seen, overload_factor=overload_factor, **NO_CEILING)
-    assert without == ("a", "affinity" if overload_factor > 2 else "lmetric_fallback")
-    assert choose("unified", seen, overload_factor=overload_factor) == ("b", "ceiling_fallback")
+    assert without == ("a", "session_affinity" if overload_factor > 2 else "least_load_x_work")
+    assert choose("unified", seen, overload_factor=overload_factor) == ("b", "ceiling_changed_choice")
 
 
 @pytest.mark.parametrize(
@@ -106,12 +106,12 @@ def test_unified_ceiling_is_a_multiple_of_the_others_mean(owner_requests: int, o
 
 
 def test_unified_ceiling_spares_the_only_one_and_the_least_loaded() -> None:
-    assert choose("unified", view(candidate("a", num_requests=1_000))) == ("a", "lmetric_fallback")
+    assert choose("unified", view(candidate("a", num_requests=1_000))) == ("a", "least_load_x_work")
     tight = {"ceiling_factor": 1.0, "ceiling_min": 0.0}
     assert choose("unified", view(candidate("a", num_requests=9), candidate("b", num_requests=9)), **tight)[0] == "a"
     # An excluded instance is no reason to pass over the only one left.
     alone = view(candidate("a", num_requests=100), candidate("b", excluded="draining"))
-    assert choose("unified", alone) == ("a", "lmetric_fallback")
+    assert choose("unified", alone) == ("a", "least_load_x_work")
 
 
 def test_excluded_candidates_are_never_chosen() -> None:
@@ -130,7 +130,7 @@ def test_baselines() -> None:
     )
     assert choose("round_robin", seen) == ("c", "round_robin")
     assert choose("least_requests", seen) == ("c", "least_requests")
-    assert choose("sticky", seen) == ("a", "affinity")
+    assert choose("sticky", seen) == ("a", "session_affinity")
     assert choose("sticky", view(*seen.candidates, owner="gone", turn=1)) == ("b", "least_requests")
     assert {choose("random", seen)[0] for _ in range(3)} == {choose("random", seen)[0]}  # seeded: always the same
 
@@ -159,9 +159,9 @@ def test_wrong_settings_name_the_field(name: str, settings: dict[str, object], f
     ("new", "total", "expected"),
     [
         (20_000, 130_000, "HEAVY"),
-        (19_999, 40_001, "WARM"),
+        (19_999, 40_001, "LIGHT"),
         (19_999, 39_998, "MEDIUM"),
-        (4_999, 4_999, "WARM"),
+        (4_999, 4_999, "LIGHT"),
         (5_000, 5_000, "MEDIUM"),
     ],
 )

@@ -12,20 +12,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from services.router.curve import CostCurve, Work
-from services.router.domain import (
+from pointsman.router.core.policy.base import NO_KV_TRANSFER, Policy, decide
+from pointsman.router.core.policy.registry import POLICIES, make_policy
+from pointsman.router.core.policy.unified import Unified
+from pointsman.router.core.prefill_curve import PrefillCurve, PrefillWork
+from pointsman.router.core.types import (
     Candidate,
     FleetView,
     InstanceState,
     PlacementRequest,
-    Prefilling,
+    PrefillBacklog,
     PrefixSource,
     StepKind,
 )
-from services.router.policy.base import NO_KV_TRANSFER, Policy, decide
-from services.router.policy.registry import POLICIES, make_policy
-from services.router.policy.unified import Unified
-from tests.unit.router.builders import request
+from tests.support.router_values import request
 
 # A busy machine is no finding.
 patient = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
@@ -35,10 +35,10 @@ NAMES = ("a", "b", "c", "d", "e", "f")
 TOKENS = st.one_of(st.integers(0, 3), st.integers(0, 300_000), st.integers(0, 10**9))
 REQUESTS = st.one_of(st.integers(0, 3), st.integers(0, 40), st.integers(0, 10**5))
 WORK = st.builds(
-    Prefilling,
+    PrefillBacklog,
     queue=st.lists(st.tuples(st.integers(1, 200_000), st.integers(0, 200_000)), max_size=3).map(tuple),
-    moved_at=st.floats(0, 60),
-    rests=st.lists(
+    advanced_at=st.floats(0, 60),
+    remainders=st.lists(
         st.tuples(st.sampled_from(("r", "other")), st.integers(1, 200_000), st.integers(0, 200_000)), max_size=2
     ).map(tuple),
     requests=st.integers(0, 5),
@@ -73,7 +73,7 @@ def candidates(
         kv_capacity_tokens=draw(st.sampled_from((0, 1, 280_000))),
         kv_gives=draw(st.sampled_from(KV_WAYS)),
         kv_takes=draw(st.sampled_from(KV_WAYS)),
-        prefilling=draw(WORK),
+        prefill_backlog=draw(WORK),
     )
 
 
@@ -86,8 +86,8 @@ def cases(draw: st.DrawFn) -> tuple[PlacementRequest, FleetView]:
         draw(st.sampled_from(("", "gone", *names))),
         draw(st.integers(0, 100)),
         draw(st.floats(0, 60)),
-        {"": CostCurve(), "fast": CostCurve(0.001, 1e-6, 1e-10)},
-        draw(st.builds(Work, st.floats(0, 1e5), st.floats(0, 1e9))),
+        {"": PrefillCurve(), "fast": PrefillCurve(0.001, 1e-6, 1e-10)},
+        draw(st.builds(PrefillWork, st.floats(0, 1e5), st.floats(0, 1e9))),
     )
     if not seen.eligible():
         seen = replace(
@@ -122,26 +122,26 @@ def test_every_policy_decides_soundly(
     policy = data.draw(configured(name))
     decision = decide(policy, asked, "m", seen, random.Random(seed), "d")
     eligible = {candidate.instance_id for candidate in seen.eligible()}
-    ruling = decision.ruling
+    result = decision.result
 
-    assert ruling.reason
-    assert {step.instance_id for step in ruling.steps} <= eligible
-    assert all(step.reason for step in ruling.steps)
-    assert ruling.scores.keys() <= eligible
-    assert all(math.isfinite(score) for score in (*ruling.scores.values(), *ruling.figures.values()))
+    assert result.reason
+    assert {step.instance_id for step in result.steps} <= eligible
+    assert all(step.reason for step in result.steps)
+    assert result.scores.keys() <= eligible
+    assert all(math.isfinite(score) for score in (*result.scores.values(), *result.figures.values()))
     assert decide(policy, asked, "m", seen, random.Random(seed), "d") == decision
-    if not ruling.steps:
+    if not result.steps:
         assert decision.mode == "HELD"
         return
-    if ruling.steps[-1].kind is StepKind.PREFILL:
-        [part] = ruling.steps
+    if result.steps[-1].kind is StepKind.PREFILL:
+        [part] = result.steps
         found = seen.find(part.instance_id)
         assert found is not None
         assert found.cached_tokens < part.prefix_tokens <= asked.sliceable_tokens
         assert part.prefix_tokens < asked.input_tokens
         assert decision.mode == "COLOCATED"
         return
-    *prefills, serve = ruling.steps
+    *prefills, serve = result.steps
     assert (serve.kind, serve.prefix_tokens) == (StepKind.SERVE, 0)
     assert len(prefills) <= 1
     for prefill in prefills:
@@ -153,8 +153,8 @@ def test_every_policy_decides_soundly(
         assert target is not None
         assert source.kv_gives == target.kv_takes != ""
     assert bool(serve.kv_source) == (decision.mode == "OFFLOAD")
-    assert ruling.reason != NO_KV_TRANSFER, "a policy of ours plans no transfer that cannot be"
-    assert decision.next_owner in {step.instance_id for step in ruling.steps}
+    assert result.reason != NO_KV_TRANSFER, "a policy of ours plans no transfer that cannot be"
+    assert decision.next_owner in {step.instance_id for step in result.steps}
 
     assert decision.margin is None or math.isfinite(decision.margin)
     assert decision.runner_up in (eligible - {decision.instance_id}) | {""}
@@ -172,7 +172,7 @@ def test_excluded_candidates_change_nothing(
     asked, seen = case
     policy = data.draw(configured(name))
     without = replace(seen, candidates=seen.eligible())
-    assert policy.rule(asked, seen, random.Random(seed)) == policy.rule(asked, without, random.Random(seed))
+    assert policy.choose(asked, seen, random.Random(seed)) == policy.choose(asked, without, random.Random(seed))
 
 
 @patient
@@ -181,10 +181,10 @@ def test_the_ceiling_changes_nothing_while_nobody_is_above_it(case: tuple[Placem
     asked, seen = case
     unified, without = Unified(), Unified(ceiling_min=1e6)
     below = unified.below_ceiling(seen.eligible())
-    ruling = unified.rule(asked, seen, random.Random(0))
+    result = unified.choose(asked, seen, random.Random(0))
     if below == seen.eligible():
-        assert ruling == without.rule(asked, seen, random.Random(0))
-    assert ruling.steps[0].instance_id in {candidate.instance_id for candidate in below}
+        assert result == without.choose(asked, seen, random.Random(0))
+    assert result.steps[0].instance_id in {candidate.instance_id for candidate in below}
 
 
 @patient

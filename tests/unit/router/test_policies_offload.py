@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from services.router.domain import Candidate, Decision, FleetView, Step, StepKind
-from services.router.policy.base import decide
-from services.router.policy.registry import make_policy
-from tests.unit.router.builders import candidate, request, view
+from pointsman.router.core.policy.base import decide
+from pointsman.router.core.policy.registry import make_policy
+from pointsman.router.core.types import Candidate, Decision, FleetView, Step, StepKind
+from tests.support.router_values import candidate, request, view
 
 TOKENS = 100_000
 
@@ -23,7 +23,7 @@ def ruled(name: str, seen: FleetView, **settings: float | str | bool) -> Decisio
 
 
 def plan(decision: Decision) -> list[tuple[str, str]]:
-    return [(step.instance_id, step.reason) for step in decision.ruling.steps]
+    return [(step.instance_id, step.reason) for step in decision.result.steps]
 
 
 def holding(name: str, cached: int, **load: int) -> Candidate:
@@ -41,13 +41,13 @@ def test_adaptive_offload_always_offloads_heavy_requests() -> None:
         owner="a",
     )
     decision = ruled("adaptive_offload", seen)
-    assert decision.ruling.steps == (
+    assert decision.result.steps == (
         Step(StepKind.PREFILL, "b", "offload", prefix_tokens=TOKENS),
         Step(StepKind.SERVE, "c", "offload", kv_source="b"),
     )
-    assert (decision.ruling.reason, decision.mode, decision.next_owner) == ("heavy", "OFFLOAD", "c")
+    assert (decision.result.reason, decision.mode, decision.next_owner) == ("heavy", "OFFLOAD", "c")
     assert decision.route_class == "HEAVY"
-    assert decision.ruling.scores == {"a": 100_000.0, "b": 100_000.0, "c": 40_000.0}
+    assert decision.result.scores == {"a": 100_000.0, "b": 100_000.0, "c": 40_000.0}
 
 
 def test_adaptive_offload_breaks_ties_by_load_then_cache_then_turn() -> None:
@@ -60,7 +60,7 @@ def test_adaptive_offload_breaks_ties_by_load_then_cache_then_turn() -> None:
 @pytest.mark.parametrize(
     ("cached_a", "cached_b", "owner", "expected", "reason"),
     [
-        (80_001, 90_000, "a", "a", "affinity"),  # 19,999 new on the owner
+        (80_001, 90_000, "a", "a", "session_affinity"),  # 19,999 new on the owner
         (80_000, 90_000, "a", "b", "best_cache_hit"),  # HEAVY on the owner, not on b
         (80_001, 90_000, "", "b", "best_cache_hit"),
     ],
@@ -70,7 +70,7 @@ def test_adaptive_offload_keeps_light_requests_whole(
 ) -> None:
     decision = ruled("adaptive_offload", view(holding("a", cached_a), holding("b", cached_b), owner=owner))
     assert plan(decision) == [(expected, reason)]
-    assert (decision.ruling.reason, decision.mode) == (reason, "COLOCATED")
+    assert (decision.result.reason, decision.mode) == (reason, "COLOCATED")
 
 
 def test_adaptive_offload_alone() -> None:
@@ -96,58 +96,58 @@ def pair(p_ongoing: int, d_decode: int, d_ongoing: int = 50_000, d_cached: int =
 @pytest.mark.parametrize(
     ("seen", "reason"),
     [
-        (pair(15_999, 1), "p_idle_d_busy"),
-        (pair(16_000, 1), "p_overloaded"),  # 2 s are not more than 1.6 + 0.4 s
-        (pair(0, 0), "d_idle"),
-        (pair(50_000, 0), "d_idle"),
+        (pair(15_999, 1), "prefill_idle_decode_busy"),
+        (pair(16_000, 1), "prefill_overloaded"),  # 2 s are not more than 1.6 + 0.4 s
+        (pair(0, 0), "decode_idle"),
+        (pair(50_000, 0), "decode_idle"),
         (pair(0, 1, d_cached=80_001), "below_threshold"),
-        (pair(0, 1, d_cached=80_000), "p_idle_d_busy"),
+        (pair(0, 1, d_cached=80_000), "prefill_idle_decode_busy"),
     ],
 )
 def test_elastic_by_cost(seen: FleetView, reason: str) -> None:
     decision = ruled("elastic", seen, **COST)
-    assert decision.ruling.reason == reason
-    if reason == "p_idle_d_busy":
+    assert decision.result.reason == reason
+    if reason == "prefill_idle_decode_busy":
         assert plan(decision) == [("p", "offload"), ("d", "offload")]
-        assert decision.ruling.steps[0].prefix_tokens == TOKENS
-        assert decision.ruling.steps[1].kv_source == "p"
+        assert decision.result.steps[0].prefix_tokens == TOKENS
+        assert decision.result.steps[1].kv_source == "p"
         assert (decision.mode, decision.next_owner) == ("OFFLOAD", "d")
     else:
-        assert plan(decision) == [("d", "affinity")]
+        assert plan(decision) == [("d", "session_affinity")]
         assert decision.mode == "COLOCATED"
 
 
 def test_elastic_tells_what_it_compared() -> None:
-    assert ruled("elastic", pair(5_000, 1), **COST).ruling.figures == {
+    assert ruled("elastic", pair(5_000, 1), **COST).result.figures == {
         "gain_s": 2.0,
         "queue_s": 0.5,
         "transfer_s": 0.4,
-        "d_new_tokens": 40_000,
-        "p_new_tokens": 100_000,
+        "decode_new_tokens": 40_000,
+        "prefill_new_tokens": 100_000,
     }
-    assert ruled("elastic", pair(5_000, 1), decider="heuristic").ruling.figures == {
-        "p_ongoing_tokens": 5_000,
-        "d_ongoing_tokens": 50_000,
+    assert ruled("elastic", pair(5_000, 1), decider="heuristic").result.figures == {
+        "prefill_ongoing_tokens": 5_000,
+        "decode_ongoing_tokens": 50_000,
         "mean_ongoing_tokens": 27_500,
-        "d_new_tokens": 40_000,
-        "p_new_tokens": 100_000,
+        "decode_new_tokens": 40_000,
+        "prefill_new_tokens": 100_000,
     }
 
 
 def test_elastic_says_when_no_idle_instance_could_pay_for_the_transfer() -> None:
-    assert ruled("elastic", pair(0, 1), **COST, transfer_base_s=1.6).ruling.reason == "transfer_dominates"
-    assert ruled("elastic", pair(0, 1), **COST, transfer_base_s=1.59).ruling.reason == "p_idle_d_busy"
+    assert ruled("elastic", pair(0, 1), **COST, transfer_base_s=1.6).result.reason == "transfer_dominates"
+    assert ruled("elastic", pair(0, 1), **COST, transfer_base_s=1.59).result.reason == "prefill_idle_decode_busy"
 
 
 @pytest.mark.parametrize(
     ("p_ongoing", "d_ongoing", "d_decode", "third", "reason"),
     [
-        (10, 50, 1, 90, "p_idle_d_busy"),  # 10 < 50, 10 <= 1.5 * 50
-        (50, 50, 1, 90, "p_overloaded"),  # P.ongoing >= D.ongoing
-        (49, 50, 1, 90, "p_idle_d_busy"),
-        (10, 50, 0, 90, "d_idle"),
-        (60, 50, 0, 90, "d_idle"),
-        (0, 0, 0, 0, "d_idle"),
+        (10, 50, 1, 90, "prefill_idle_decode_busy"),  # 10 < 50, 10 <= 1.5 * 50
+        (50, 50, 1, 90, "prefill_overloaded"),  # P.ongoing >= D.ongoing
+        (49, 50, 1, 90, "prefill_idle_decode_busy"),
+        (10, 50, 0, 90, "decode_idle"),
+        (60, 50, 0, 90, "decode_idle"),
+        (0, 0, 0, 0, "decode_idle"),
     ],
 )
 def test_elastic_by_heuristic(p_ongoing: int, d_ongoing: int, d_decode: int, third: int, reason: str) -> None:
@@ -157,15 +157,20 @@ def test_elastic_by_heuristic(p_ongoing: int, d_ongoing: int, d_decode: int, thi
         owner="d",
     )
     decision = ruled("elastic", seen, decider="heuristic")
-    assert decision.ruling.reason == reason
-    assert len(decision.ruling.steps) == (2 if reason == "p_idle_d_busy" else 1)
+    assert decision.result.reason == reason
+    assert len(decision.result.steps) == (2 if reason == "prefill_idle_decode_busy" else 1)
 
 
 def test_elastic_heuristic_refuses_a_p_above_its_share_of_the_mean() -> None:
     # The mean is 35; P is the least loaded other one, so only a factor below its usual value can forbid 20.
     seen = pair(20, 1, d_ongoing=50)
-    assert ruled("elastic", seen, decider="heuristic", p_overload_factor=0.5).ruling.reason == "p_overloaded"
-    assert ruled("elastic", seen, decider="heuristic", p_overload_factor=0.6).ruling.reason == "p_idle_d_busy"
+    assert (
+        ruled("elastic", seen, decider="heuristic", prefill_overload_factor=0.5).result.reason == "prefill_overloaded"
+    )
+    assert (
+        ruled("elastic", seen, decider="heuristic", prefill_overload_factor=0.6).result.reason
+        == "prefill_idle_decode_busy"
+    )
 
 
 def test_elastic_prefills_on_the_least_loaded_other_instance_and_needs_one() -> None:
@@ -179,7 +184,7 @@ def test_elastic_prefills_on_the_least_loaded_other_instance_and_needs_one() -> 
     mixed = view(*seen.candidates[:3], replace(seen.candidates[3], kv_gives="NIXL"), owner="d")
     assert plan(ruled("elastic", mixed, **COST))[0][0] == "q"
     alone = ruled("elastic", view(seen.candidates[0], candidate("p", excluded="unhealthy"), owner="d"), **COST)
-    assert (plan(alone), alone.ruling.reason) == ([("d", "affinity")], "no_other_instance")
+    assert (plan(alone), alone.result.reason) == ([("d", "session_affinity")], "no_other_instance")
 
 
 def test_elastic_offloads_to_the_cache_owner_even_where_unified_would_leave_it() -> None:
@@ -188,7 +193,7 @@ def test_elastic_offloads_to_the_cache_owner_even_where_unified_would_leave_it()
         holding("p", 0, ongoing_tokens=1_000, num_requests=1),
         owner="d",
     )
-    assert plan(ruled("unified", seen)) == [("p", "lmetric_fallback")]
+    assert plan(ruled("unified", seen)) == [("p", "least_load_x_work")]
     assert plan(ruled("elastic", seen, **COST)) == [("p", "offload"), ("d", "offload")]
     # When it does not pay, unified's choice stands with its own rule, and elastic's reason.
     idle = view(
@@ -197,7 +202,7 @@ def test_elastic_offloads_to_the_cache_owner_even_where_unified_would_leave_it()
         owner="d",
     )
     decision = ruled("elastic", idle, **COST)
-    assert (plan(decision), decision.ruling.reason) == ([("p", "lmetric_fallback")], "d_idle")
+    assert (plan(decision), decision.result.reason) == ([("p", "least_load_x_work")], "decode_idle")
 
 
 def test_elastic_takes_unifieds_choice_for_d_when_caches_are_equal() -> None:
@@ -215,7 +220,7 @@ def test_elastic_passes_over_a_cache_owner_above_the_ceiling() -> None:
         holding("d", 60_000, ongoing_decode_tokens=9_000, num_requests=17), holding("p", 0, num_requests=1), owner="d"
     )
     decision = ruled("elastic", seen, **COST)
-    assert (plan(decision), decision.ruling.reason) == ([("p", "lmetric_fallback")], "no_other_instance")
+    assert (plan(decision), decision.result.reason) == ([("p", "least_load_x_work")], "no_other_instance")
 
 
 @given(
@@ -250,13 +255,13 @@ def migrated(seen: FleetView, **settings: float | str | bool) -> Decision:
 
 def test_migrate_prefills_on_the_host_and_decodes_elsewhere() -> None:
     decision = migrated(host_and(holding("a", 0, num_requests=7)))
-    assert decision.ruling.steps == (
+    assert decision.result.steps == (
         Step(StepKind.PREFILL, "h", "migrate", prefix_tokens=TOKENS),
         Step(StepKind.SERVE, "a", "migrate", kv_source="h"),
     )
-    assert (decision.ruling.reason, decision.mode, decision.instance_id) == ("migrate", "OFFLOAD", "a")
-    assert decision.ruling.figures == {"host_load": 10, "target_load": 7}
-    assert decision.route_class == "WARM"  # the prefill is the host's, with 90 % cached
+    assert (decision.result.reason, decision.mode, decision.instance_id) == ("migrate", "OFFLOAD", "a")
+    assert decision.result.figures == {"host_load": 10, "target_load": 7}
+    assert decision.route_class == "LIGHT"  # the prefill is the host's, with 90 % cached
 
 
 @pytest.mark.parametrize(("rotate", "owner"), [(False, "h"), (True, "a")])
@@ -282,16 +287,16 @@ def test_migrate_keeps_or_rotates_the_affinity(rotate: bool, owner: str) -> None
 )
 def test_migrate_knobs(seen: FleetView, settings: dict[str, float], reason: str) -> None:
     decision = migrated(seen, **settings)
-    assert decision.ruling.reason == reason
+    assert decision.result.reason == reason
     if reason != "migrate":
-        assert plan(decision) == [("h", "affinity")]
+        assert plan(decision) == [("h", "session_affinity")]
         assert decision.next_owner == "h"
 
 
 def test_migrate_counts_answers_on_their_way_as_load() -> None:
-    assert migrated(host_and(holding("a", 0, num_requests=5, recent_migrations=2))).ruling.reason == "migrate"
+    assert migrated(host_and(holding("a", 0, num_requests=5, recent_migrations=2))).result.reason == "migrate"
     hot = migrated(host_and(holding("a", 0, num_requests=5, recent_migrations=3)))
-    assert (plan(hot), hot.ruling.reason) == ([("h", "affinity")], "no_lighter_instance")
+    assert (plan(hot), hot.result.reason) == ([("h", "session_affinity")], "no_lighter_instance")
 
 
 def test_migrate_rotation_is_blind_to_caches_and_cache_rich_is_not() -> None:

@@ -7,10 +7,10 @@ from collections import Counter
 
 import pytest
 
-from services.router.domain import Candidate, Decision, FleetView
-from services.router.policy.base import decide
-from services.router.policy.registry import make_policy
-from tests.unit.router.builders import candidate, request, view
+from pointsman.router.core.policy.base import decide
+from pointsman.router.core.policy.registry import make_policy
+from pointsman.router.core.types import Candidate, Decision, FleetView
+from tests.support.router_values import candidate, request, view
 
 
 def ruled(name: str, seen: FleetView, tokens: int = 1_600, seed: int = 0, **settings: float | bool) -> Decision:
@@ -18,7 +18,7 @@ def ruled(name: str, seen: FleetView, tokens: int = 1_600, seed: int = 0, **sett
 
 
 def outcome(decision: Decision) -> tuple[str, str]:
-    return decision.instance_id, decision.ruling.reason
+    return decision.instance_id, decision.result.reason
 
 
 def holding(name: str, cached: int, tokens: int = 1_600, **load: float) -> Candidate:
@@ -43,10 +43,10 @@ def test_dynamo_adds_prefill_and_decode_blocks() -> None:
         holding("c", 0, pending_prefill_tokens=480),  # 30 + 100
     )
     decision = ruled("dynamo_kv", seen)
-    assert decision.ruling.scores == {"a": 160.0, "b": 120.0, "c": 130.0}
+    assert decision.result.scores == {"a": 160.0, "b": 120.0, "c": 130.0}
     assert outcome(decision) == ("b", "kv_cost")
     assert outcome(ruled("dynamo_kv", seen, prefill_load_scale=0)) == ("c", "kv_cost")
-    assert ruled("dynamo_kv", seen, prefill_load_scale=3).ruling.scores == {"a": 280.0, "b": 320.0, "c": 390.0}
+    assert ruled("dynamo_kv", seen, prefill_load_scale=3).result.scores == {"a": 280.0, "b": 320.0, "c": 390.0}
 
 
 def test_dynamo_temperature_draws_the_better_more_often() -> None:
@@ -56,7 +56,7 @@ def test_dynamo_temperature_draws_the_better_more_often() -> None:
     hot = Counter(ruled("dynamo_kv", seen, seed=seed, temperature=1_000).instance_id for seed in range(300))
     assert 110 < hot["a"] < 190
     assert {ruled("dynamo_kv", seen, seed=seed, temperature=1e-9).instance_id for seed in range(20)} == {"a"}
-    assert ruled("dynamo_kv", view(seen.candidates[0]), temperature=1).ruling.reason == "kv_softmax"
+    assert ruled("dynamo_kv", view(seen.candidates[0]), temperature=1).result.reason == "kv_softmax"
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_dynamo_disaggregates_on_conditions(
     )
     decision = ruled("dynamo_kv", seen, 8_000, **settings)
     assert outcome(decision) == ("d", reason)
-    assert [step.instance_id for step in decision.ruling.steps] == (["p", "d"] if reason == "remote_prefill" else ["d"])
+    assert [step.instance_id for step in decision.result.steps] == (["p", "d"] if reason == "remote_prefill" else ["d"])
 
 
 def test_dynamo_alone_cannot_disaggregate() -> None:
@@ -112,9 +112,9 @@ def test_sglang(loads: tuple[int, int], cached: int, expected: tuple[str, str]) 
     decision = ruled("sglang_cache_aware", seen)
     assert outcome(decision) == expected
     if expected[1] == "prefix_match":
-        assert decision.ruling.scores == {"a": -cached / 1_600, "b": 0.0}
+        assert decision.result.scores == {"a": -cached / 1_600, "b": 0.0}
     else:
-        assert decision.ruling.scores == {"a": float(loads[0]), "b": float(loads[1])}
+        assert decision.result.scores == {"a": float(loads[0]), "b": float(loads[1])}
 
 
 # ---- llmd_default ----
@@ -127,19 +127,19 @@ def test_llmd_weighs_queue_kv_and_prefix() -> None:
         holding("c", 400, waiting=1, kv_usage=1.0),  # -(2 * 0.75 + 0 + 3 * 0.25)
     )
     decision = ruled("llmd_default", seen)
-    assert decision.ruling.scores == {"a": -2.5, "b": -3.5, "c": -2.25}
+    assert decision.result.scores == {"a": -2.5, "b": -3.5, "c": -2.25}
     assert outcome(decision) == ("b", "weighted_score")
     assert outcome(ruled("llmd_default", seen, prefix_weight=6)) == ("a", "weighted_score")
     equal = view(holding("a", 0, waiting=3), holding("b", 0, waiting=3))
-    assert ruled("llmd_default", equal).ruling.scores == {"a": -4.0, "b": -4.0}
+    assert ruled("llmd_default", equal).result.scores == {"a": -4.0, "b": -4.0}
 
 
 @pytest.mark.parametrize(("threshold", "places"), [(0, ["a"]), (801, ["a"]), (800, ["c", "a"]), (1, ["c", "a"])])
 def test_llmd_splits_from_a_threshold(threshold: int, places: list[str]) -> None:
     seen = view(holding("a", 800), holding("b", 0, kv_usage=0.9), holding("c", 0, kv_usage=0.1))
     decision = ruled("llmd_default", seen, pd_threshold_tokens=threshold)
-    assert [step.instance_id for step in decision.ruling.steps] == places
-    assert decision.ruling.reason == ("weighted_score" if len(places) == 1 else "pd_threshold")
+    assert [step.instance_id for step in decision.result.steps] == places
+    assert decision.result.reason == ("weighted_score" if len(places) == 1 else "pd_threshold")
     alone = ruled("llmd_default", view(seen.candidates[0]), pd_threshold_tokens=threshold)
     assert alone.mode == "COLOCATED"
 
@@ -166,8 +166,8 @@ def test_aibrix(loads: tuple[int, ...], cached: tuple[int, ...], expected: tuple
 
 def test_aibrix_scores_only_the_matches_it_would_take() -> None:
     seen = view(holding("a", 1_600, num_requests=8), holding("b", 0, num_requests=2), holding("c", 160, num_requests=2))
-    assert ruled("aibrix_prefix", seen).ruling.scores == {"c": -0.1}
-    assert ruled("aibrix_prefix", seen, sigmas=2).ruling.scores == {"a": -1.0, "c": -0.1}
+    assert ruled("aibrix_prefix", seen).result.scores == {"c": -0.1}
+    assert ruled("aibrix_prefix", seen, sigmas=2).result.scores == {"a": -1.0, "c": -0.1}
 
 
 # ---- preble ----
@@ -196,7 +196,7 @@ def test_preble_explores_when_the_match_is_overloaded() -> None:
         holding("c", 100),
     )
     decision = ruled("preble", seen)
-    assert decision.ruling.scores == {"a": 2_200.0, "b": 1_600.0, "c": 1_500.0}
+    assert decision.result.scores == {"a": 2_200.0, "b": 1_600.0, "c": 1_500.0}
     assert outcome(decision) == ("c", "explore")
     assert outcome(ruled("preble", seen, overload_factor=3)) == ("a", "exploit")
 
@@ -208,5 +208,5 @@ def test_preble_counts_what_it_would_evict() -> None:
         holding("c", 0, kv_usage=0.5, kv_capacity_tokens=4_000),  # fits
     )
     decision = ruled("preble", seen)
-    assert decision.ruling.scores == {"a": 2_000.0, "b": 1_600.0, "c": 1_600.0}
-    assert ruled("preble", seen, eviction_weight=0).ruling.scores["a"] == 1_500.0
+    assert decision.result.scores == {"a": 2_000.0, "b": 1_600.0, "c": 1_600.0}
+    assert ruled("preble", seen, eviction_weight=0).result.scores["a"] == 1_500.0

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from services.shadow.access_log import LineError, read_line, upstream_of
-from services.shadow.book import Ended
+from pointsman.shadow.core.access_log import LineError, read_line, upstream_of
+from pointsman.shadow.core.pending_requests import RequestOutcome
 
 
 def test_a_line_as_nginx_writes_it() -> None:
@@ -18,9 +18,9 @@ def test_a_line_as_nginx_writes_it() -> None:
              "session": "", "path": "/v1/completions?x=1", "body": body}
         ).encode()
     )  # fmt: skip
-    assert (line.came_at, line.ended_at) == (1700000009.0, 1700000010.25)
+    assert (line.arrived_at, line.ended_at) == (1700000009.0, 1700000010.25)
     assert line.request == ("/v1/completions", body.encode())
-    assert line.end == Ended(200, "10.0.0.1:8000")
+    assert line.end == RequestOutcome(200, "10.0.0.1:8000")
 
 
 def test_a_line_with_tokens_and_usage() -> None:
@@ -30,10 +30,10 @@ def test_a_line_with_tokens_and_usage() -> None:
             {"time": "2026-01-01T00:00:00+00:00", "model": "m", "prompt_token_ids": [1, 2, 3], "usage": usage}
         ).encode()
     )
-    assert line.came_at == 1767225600.0
+    assert line.arrived_at == 1767225600.0
     assert line.request is not None
     assert json.loads(line.request[1]) == {"model": "m", "prompt": [1, 2, 3]}
-    assert line.end == Ended(output_tokens=7, cached_tokens=2)
+    assert line.end == RequestOutcome(output_tokens=7, cached_tokens=2)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_the_upstream_that_answered(text: str, upstream: str) -> None:
 def test_a_line_that_cannot_be_used_is_named(line: bytes, word: str) -> None:
     def use() -> object:
         found = read_line(line)
-        return found.came_at, found.end, found.request
+        return found.arrived_at, found.end, found.request
 
     with pytest.raises(LineError, match=word):
         use()

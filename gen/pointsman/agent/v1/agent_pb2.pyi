@@ -131,7 +131,7 @@ class ReportRequest(_message.Message):
     SNAPSHOT_END_FIELD_NUMBER: _builtins.int
     DELTA_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
-    BOOKMARK_FIELD_NUMBER: _builtins.int
+    CONSISTENCY_CHECK_FIELD_NUMBER: _builtins.int
     GOODBYE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
@@ -158,8 +158,8 @@ class ReportRequest(_message.Message):
         """load is the newest load sample; it has no sequence number, the latest wins."""
 
     @_builtins.property
-    def bookmark(self) -> Global___Bookmark:
-        """bookmark lets the router check its copy."""
+    def consistency_check(self) -> Global___ConsistencyCheck:
+        """consistency_check lets the router check its copy."""
 
     @_builtins.property
     def goodbye(self) -> Global___Goodbye:
@@ -174,14 +174,14 @@ class ReportRequest(_message.Message):
         snapshot_end: Global___SnapshotEnd | None = ...,
         delta: Global___Delta | None = ...,
         load: Global___Load | None = ...,
-        bookmark: Global___Bookmark | None = ...,
+        consistency_check: Global___ConsistencyCheck | None = ...,
         goodbye: Global___Goodbye | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bookmark", b"bookmark", "delta", b"delta", "goodbye", b"goodbye", "hello", b"hello", "kind", b"kind", "load", b"load", "snapshot_begin", b"snapshot_begin", "snapshot_chunk", b"snapshot_chunk", "snapshot_end", b"snapshot_end"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["consistency_check", b"consistency_check", "delta", b"delta", "goodbye", b"goodbye", "hello", b"hello", "kind", b"kind", "load", b"load", "snapshot_begin", b"snapshot_begin", "snapshot_chunk", b"snapshot_chunk", "snapshot_end", b"snapshot_end"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bookmark", b"bookmark", "delta", b"delta", "goodbye", b"goodbye", "hello", b"hello", "kind", b"kind", "load", b"load", "snapshot_begin", b"snapshot_begin", "snapshot_chunk", b"snapshot_chunk", "snapshot_end", b"snapshot_end"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consistency_check", b"consistency_check", "delta", b"delta", "goodbye", b"goodbye", "hello", b"hello", "kind", b"kind", "load", b"load", "snapshot_begin", b"snapshot_begin", "snapshot_chunk", b"snapshot_chunk", "snapshot_end", b"snapshot_end"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "snapshot_begin", "snapshot_chunk", "snapshot_end", "delta", "load", "bookmark", "goodbye"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "snapshot_begin", "snapshot_chunk", "snapshot_end", "delta", "load", "consistency_check", "goodbye"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -201,7 +201,7 @@ class ReportResponse(_message.Message):
 
     @_builtins.property
     def resync(self) -> Global___Resync:
-        """resync asks for a new snapshot; until it ends the instance earns no prefix credit."""
+        """resync asks for a new snapshot; until it ends the instance's cache counts as empty."""
 
     def __init__(
         self,
@@ -242,7 +242,7 @@ class Instance(_message.Message):
     NODE_FIELD_NUMBER: _builtins.int
     KV_TRANSFER_FIELD_NUMBER: _builtins.int
     HARDWARE_FIELD_NUMBER: _builtins.int
-    PREFILL_CHUNK_LIMIT_FIELD_NUMBER: _builtins.int
+    LONG_PREFILL_TOKEN_THRESHOLD_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """instance_id is unique in the fleet and stable over restarts, for example "10.0.0.7:8000" or "10.0.0.7:8000/1" for rank 1."""
     incarnation: _builtins.str
@@ -271,8 +271,8 @@ class Instance(_message.Message):
     """node is the agent's host name."""
     hardware: _builtins.str
     """hardware is one word for all instances that compute equally fast: what prefills cost is learned for each."""
-    prefill_chunk_limit: _builtins.int
-    """prefill_chunk_limit is the engine's long_prefill_token_threshold in tokens; 0 when it has none, or nobody said."""
+    long_prefill_token_threshold: _builtins.int
+    """long_prefill_token_threshold is the engine's --long-prefill-token-threshold, in tokens; 0 when it has none, or nobody said."""
     @_builtins.property
     def served_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """served_names are all names the engine answers to, LoRA adapters excluded."""
@@ -305,11 +305,11 @@ class Instance(_message.Message):
         node: _builtins.str = ...,
         kv_transfer: Global___KvTransfer | None = ...,
         hardware: _builtins.str = ...,
-        prefill_chunk_limit: _builtins.int = ...,
+        long_prefill_token_threshold: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "kv_transfer", b"kv_transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "block_size", b"block_size", "data_parallel_rank", b"data_parallel_rank", "engine_version", b"engine_version", "hardware", b"hardware", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_transfer", b"kv_transfer", "lora_names", b"lora_names", "max_model_len", b"max_model_len", "model", b"model", "model_root", b"model_root", "node", b"node", "prefill_chunk_limit", b"prefill_chunk_limit", "prefix_mode", b"prefix_mode", "prefix_reason", b"prefix_reason", "served_names", b"served_names", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "block_size", b"block_size", "data_parallel_rank", b"data_parallel_rank", "engine_version", b"engine_version", "hardware", b"hardware", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_transfer", b"kv_transfer", "long_prefill_token_threshold", b"long_prefill_token_threshold", "lora_names", b"lora_names", "max_model_len", b"max_model_len", "model", b"model", "model_root", b"model_root", "node", b"node", "prefix_mode", b"prefix_mode", "prefix_reason", b"prefix_reason", "served_names", b"served_names", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_parallel_rank: _TypeAlias = _typing.Literal["data_parallel_rank"]  # noqa: Y015
     _WhichOneofArgType__data_parallel_rank: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]  # noqa: Y015
@@ -326,18 +326,18 @@ class KvTransfer(_message.Message):
     PROTOCOL_FIELD_NUMBER: _builtins.int
     BOOTSTRAP_URL_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
-    LAYOUT_FIELD_NUMBER: _builtins.int
-    DECODE_FIRST_FIELD_NUMBER: _builtins.int
+    CACHE_DTYPE_FIELD_NUMBER: _builtins.int
+    LAYERWISE_FIELD_NUMBER: _builtins.int
     protocol: Global___KvProtocol.ValueType
     """protocol that its connector speaks."""
     bootstrap_url: _builtins.str
     """bootstrap_url is the base address of its bootstrap server, without a trailing slash (Mooncake only)."""
     role: Global___KvRole.ValueType
     """role is which sides of a transfer it can be."""
-    layout: _builtins.str
-    """layout of its KV cache in a word; KV goes between equal ones only."""
-    decode_first: _builtins.bool
-    """decode_first: it wants the second request of a transfer before the first has ended (Mooncake only). The gateway sends
+    cache_dtype: _builtins.str
+    """cache_dtype is the element type of its KV cache; KV goes between equal ones only."""
+    layerwise: _builtins.bool
+    """layerwise: it wants the second request of a transfer before the first has ended (Mooncake only). The gateway sends
     both at once where both engines want it.
     """
     def __init__(
@@ -346,12 +346,12 @@ class KvTransfer(_message.Message):
         protocol: Global___KvProtocol.ValueType = ...,
         bootstrap_url: _builtins.str = ...,
         role: Global___KvRole.ValueType = ...,
-        layout: _builtins.str = ...,
-        decode_first: _builtins.bool = ...,
+        cache_dtype: _builtins.str = ...,
+        layerwise: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bootstrap_url", b"bootstrap_url", "decode_first", b"decode_first", "layout", b"layout", "protocol", b"protocol", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bootstrap_url", b"bootstrap_url", "cache_dtype", b"cache_dtype", "layerwise", b"layerwise", "protocol", b"protocol", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -373,7 +373,7 @@ class Hello(_message.Message):
     oldest_seq: _builtins.int
     """oldest_seq is the first delta the agent still has; latest_seq + 1 when it has none."""
     latest_seq: _builtins.int
-    """latest_seq is the last delta the agent applied to its shadow; 0 before the first."""
+    """latest_seq is the last delta the agent applied to its set of keys; 0 before the first."""
     agent_id: _builtins.str
     """agent_id names the agent process in logs."""
     @_builtins.property
@@ -531,7 +531,7 @@ Global___SnapshotEnd: _TypeAlias = SnapshotEnd  # noqa: Y015
 
 @_typing.final
 class Delta(_message.Message):
-    """Delta is one change of the shadow's set of keys; the sequence has no holes."""
+    """Delta is one change of the instance's set of keys; the sequence has no holes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -572,8 +572,8 @@ class Delta(_message.Message):
 Global___Delta: _TypeAlias = Delta  # noqa: Y015
 
 @_typing.final
-class Bookmark(_message.Message):
-    """Bookmark states what the set is after a delta."""
+class ConsistencyCheck(_message.Message):
+    """ConsistencyCheck states what the set is after a delta."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -599,7 +599,7 @@ class Bookmark(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Bookmark: _TypeAlias = Bookmark  # noqa: Y015
+Global___ConsistencyCheck: _TypeAlias = ConsistencyCheck  # noqa: Y015
 
 @_typing.final
 class Load(_message.Message):

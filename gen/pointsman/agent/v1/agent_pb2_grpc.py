@@ -48,7 +48,7 @@ class AgentServiceServicer:
 
     def Report(self, request_iterator, context):
         """Report carries one instance's state for one incarnation. The agent opens one stream for each instance and router.
-        Order: Hello -> Welcome -> (SnapshotBegin SnapshotChunk* SnapshotEnd)? -> Delta*, with Load and Bookmark in between.
+        Order: Hello -> Welcome -> (SnapshotBegin SnapshotChunk* SnapshotEnd)? -> Delta*, with Load and ConsistencyCheck in between.
         Errors: FAILED_PRECONDITION when the instance cannot be placed at all (another key scheme, a block size that is no
         multiple of 16, an address that answers for several processes), UNAUTHENTICATED or PERMISSION_DENIED for tokens.
         """

@@ -35,7 +35,7 @@ class AgentServiceStub:
     def __new__(cls, channel: _aio.Channel) -> AgentServiceAsyncStub: ...
     Report: _grpc.StreamStreamMultiCallable[_agent_pb2.ReportRequest, _agent_pb2.ReportResponse]
     """Report carries one instance's state for one incarnation. The agent opens one stream for each instance and router.
-    Order: Hello -> Welcome -> (SnapshotBegin SnapshotChunk* SnapshotEnd)? -> Delta*, with Load and Bookmark in between.
+    Order: Hello -> Welcome -> (SnapshotBegin SnapshotChunk* SnapshotEnd)? -> Delta*, with Load and ConsistencyCheck in between.
     Errors: FAILED_PRECONDITION when the instance cannot be placed at all (another key scheme, a block size that is no
     multiple of 16, an address that answers for several processes), UNAUTHENTICATED or PERMISSION_DENIED for tokens.
     """
@@ -47,7 +47,7 @@ class AgentServiceAsyncStub(AgentServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Report: _aio.StreamStreamMultiCallable[_agent_pb2.ReportRequest, _agent_pb2.ReportResponse]  # type: ignore[assignment]
     """Report carries one instance's state for one incarnation. The agent opens one stream for each instance and router.
-    Order: Hello -> Welcome -> (SnapshotBegin SnapshotChunk* SnapshotEnd)? -> Delta*, with Load and Bookmark in between.
+    Order: Hello -> Welcome -> (SnapshotBegin SnapshotChunk* SnapshotEnd)? -> Delta*, with Load and ConsistencyCheck in between.
     Errors: FAILED_PRECONDITION when the instance cannot be placed at all (another key scheme, a block size that is no
     multiple of 16, an address that answers for several processes), UNAUTHENTICATED or PERMISSION_DENIED for tokens.
     """
@@ -62,7 +62,7 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_agent_pb2.ReportResponse], _abc.AsyncIterator[_agent_pb2.ReportResponse]]:
         """Report carries one instance's state for one incarnation. The agent opens one stream for each instance and router.
-        Order: Hello -> Welcome -> (SnapshotBegin SnapshotChunk* SnapshotEnd)? -> Delta*, with Load and Bookmark in between.
+        Order: Hello -> Welcome -> (SnapshotBegin SnapshotChunk* SnapshotEnd)? -> Delta*, with Load and ConsistencyCheck in between.
         Errors: FAILED_PRECONDITION when the instance cannot be placed at all (another key scheme, a block size that is no
         multiple of 16, an address that answers for several processes), UNAUTHENTICATED or PERMISSION_DENIED for tokens.
         """

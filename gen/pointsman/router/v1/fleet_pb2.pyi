@@ -33,7 +33,7 @@ class _InstanceStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Instanc
     INSTANCE_STATE_UNSPECIFIED: _InstanceState.ValueType  # 0
     """INSTANCE_STATE_UNSPECIFIED is not sent."""
     INSTANCE_STATE_SYNCING: _InstanceState.ValueType  # 1
-    """INSTANCE_STATE_SYNCING: known, its keys not complete: placeable without prefix credit."""
+    """INSTANCE_STATE_SYNCING: known, its keys not complete: placeable, its cache counts as empty."""
     INSTANCE_STATE_READY: _InstanceState.ValueType  # 2
     """INSTANCE_STATE_READY: placeable, keys as its prefix mode says."""
     INSTANCE_STATE_UNHEALTHY: _InstanceState.ValueType  # 3
@@ -49,7 +49,7 @@ class InstanceState(_InstanceState, metaclass=_InstanceStateEnumTypeWrapper):
 INSTANCE_STATE_UNSPECIFIED: InstanceState.ValueType  # 0
 """INSTANCE_STATE_UNSPECIFIED is not sent."""
 INSTANCE_STATE_SYNCING: InstanceState.ValueType  # 1
-"""INSTANCE_STATE_SYNCING: known, its keys not complete: placeable without prefix credit."""
+"""INSTANCE_STATE_SYNCING: known, its keys not complete: placeable, its cache counts as empty."""
 INSTANCE_STATE_READY: InstanceState.ValueType  # 2
 """INSTANCE_STATE_READY: placeable, keys as its prefix mode says."""
 INSTANCE_STATE_UNHEALTHY: InstanceState.ValueType  # 3
@@ -73,10 +73,10 @@ class _PrefixSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PrefixSo
     PREFIX_SOURCE_APPROXIMATE: _PrefixSource.ValueType  # 2
     """PREFIX_SOURCE_APPROXIMATE: the router's own placements, corrected by what the engine reports."""
     PREFIX_SOURCE_NONE: _PrefixSource.ValueType  # 3
-    """PREFIX_SOURCE_NONE: no credit now: keys incomplete, agent lost or silent, or beliefs just proven wrong."""
+    """PREFIX_SOURCE_NONE: its cache counts as empty: keys incomplete, agent lost or silent, or predictions just proven wrong."""
 
 class PrefixSource(_PrefixSource, metaclass=_PrefixSourceEnumTypeWrapper):
-    """PrefixSource is what an instance's prefix credit rests on."""
+    """PrefixSource is where an instance's cached tokens are known from."""
 
 PREFIX_SOURCE_UNSPECIFIED: PrefixSource.ValueType  # 0
 """PREFIX_SOURCE_UNSPECIFIED is not sent."""
@@ -85,7 +85,7 @@ PREFIX_SOURCE_EVENTS: PrefixSource.ValueType  # 1
 PREFIX_SOURCE_APPROXIMATE: PrefixSource.ValueType  # 2
 """PREFIX_SOURCE_APPROXIMATE: the router's own placements, corrected by what the engine reports."""
 PREFIX_SOURCE_NONE: PrefixSource.ValueType  # 3
-"""PREFIX_SOURCE_NONE: no credit now: keys incomplete, agent lost or silent, or beliefs just proven wrong."""
+"""PREFIX_SOURCE_NONE: its cache counts as empty: keys incomplete, agent lost or silent, or predictions just proven wrong."""
 Global___PrefixSource: _TypeAlias = PrefixSource  # noqa: Y015
 
 @_typing.final
@@ -106,9 +106,9 @@ class InstanceStatus(_message.Message):
     SESSIONS_FIELD_NUMBER: _builtins.int
     PREFIX_SOURCE_FIELD_NUMBER: _builtins.int
     PREFIX_REASON_FIELD_NUMBER: _builtins.int
-    BELIEVED_KEYS_FIELD_NUMBER: _builtins.int
-    CREDITED_KEYS_FIELD_NUMBER: _builtins.int
-    DISTRUSTS_FIELD_NUMBER: _builtins.int
+    APPROXIMATE_KEYS_FIELD_NUMBER: _builtins.int
+    PROVISIONAL_KEYS_FIELD_NUMBER: _builtins.int
+    PREDICTION_AUDIT_FAILURES_FIELD_NUMBER: _builtins.int
     CIRCUIT_OPEN_FIELD_NUMBER: _builtins.int
     STALE_FIELD_NUMBER: _builtins.int
     state: Global___InstanceState.ValueType
@@ -126,15 +126,17 @@ class InstanceStatus(_message.Message):
     sessions: _builtins.int
     """sessions that this instance owns."""
     prefix_source: Global___PrefixSource.ValueType
-    """prefix_source is what its prefix credit rests on now."""
+    """prefix_source is where its cached tokens are known from now."""
     prefix_reason: _builtins.str
     """prefix_reason says why that is not its own events, or why its keys were asked for again; empty when all is well."""
-    believed_keys: _builtins.int
-    """believed_keys of the approximate index, each 16 tokens, learned from the router's own placements."""
-    credited_keys: _builtins.int
-    """credited_keys were computed by answers just given and are not confirmed by events yet."""
-    distrusts: _builtins.int
-    """distrusts counts how often, in this incarnation, its engine persistently reported fewer cached tokens than predicted."""
+    approximate_keys: _builtins.int
+    """approximate_keys of the approximate index, each 16 tokens, learned from the router's own placements."""
+    provisional_keys: _builtins.int
+    """provisional_keys were computed by answers just given and are not confirmed by events yet."""
+    prediction_audit_failures: _builtins.int
+    """prediction_audit_failures counts how often, in this incarnation, its engine persistently reported fewer cached tokens than
+    predicted.
+    """
     circuit_open: _builtins.bool
     """circuit_open: it failed requests one after another, and gets none, or one on trial, until it answers."""
     stale: _builtins.bool
@@ -166,15 +168,15 @@ class InstanceStatus(_message.Message):
         sessions: _builtins.int = ...,
         prefix_source: Global___PrefixSource.ValueType = ...,
         prefix_reason: _builtins.str = ...,
-        believed_keys: _builtins.int = ...,
-        credited_keys: _builtins.int = ...,
-        distrusts: _builtins.int = ...,
+        approximate_keys: _builtins.int = ...,
+        provisional_keys: _builtins.int = ...,
+        prediction_audit_failures: _builtins.int = ...,
         circuit_open: _builtins.bool = ...,
         stale: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "load", b"load", "report_age", b"report_age"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["believed_keys", b"believed_keys", "circuit_open", b"circuit_open", "credited_keys", b"credited_keys", "distrusts", b"distrusts", "instance", b"instance", "keys", b"keys", "load", b"load", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "prefix_reason", b"prefix_reason", "prefix_source", b"prefix_source", "report_age", b"report_age", "sessions", b"sessions", "stale", b"stale", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["approximate_keys", b"approximate_keys", "circuit_open", b"circuit_open", "instance", b"instance", "keys", b"keys", "load", b"load", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "prediction_audit_failures", b"prediction_audit_failures", "prefix_reason", b"prefix_reason", "prefix_source", b"prefix_source", "provisional_keys", b"provisional_keys", "report_age", b"report_age", "sessions", b"sessions", "stale", b"stale", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -319,9 +321,9 @@ class DrainResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INSTANCE_FIELD_NUMBER: _builtins.int
-    HERE_ALONE_FIELD_NUMBER: _builtins.int
-    here_alone: _builtins.bool
-    """here_alone: the shared store is away, so that other replicas follow when it is back."""
+    THIS_REPLICA_ONLY_FIELD_NUMBER: _builtins.int
+    this_replica_only: _builtins.bool
+    """this_replica_only: the shared store is away, so that other replicas follow when it is back."""
     @_builtins.property
     def instance(self) -> Global___InstanceStatus:
         """instance after the change."""
@@ -330,11 +332,11 @@ class DrainResponse(_message.Message):
         self,
         *,
         instance: Global___InstanceStatus | None = ...,
-        here_alone: _builtins.bool = ...,
+        this_replica_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["here_alone", b"here_alone", "instance", b"instance"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "this_replica_only", b"this_replica_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -399,9 +401,9 @@ class SetPolicyResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_FIELD_NUMBER: _builtins.int
-    HERE_ALONE_FIELD_NUMBER: _builtins.int
-    here_alone: _builtins.bool
-    """here_alone: the shared store is away, so that other replicas take the policy when it is back."""
+    THIS_REPLICA_ONLY_FIELD_NUMBER: _builtins.int
+    this_replica_only: _builtins.bool
+    """this_replica_only: the shared store is away, so that other replicas take the policy when it is back."""
     @_builtins.property
     def policy(self) -> Global___Policy:
         """policy in force."""
@@ -410,11 +412,11 @@ class SetPolicyResponse(_message.Message):
         self,
         *,
         policy: Global___Policy | None = ...,
-        here_alone: _builtins.bool = ...,
+        this_replica_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["here_alone", b"here_alone", "policy", b"policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy", "this_replica_only", b"this_replica_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -445,7 +447,7 @@ class Candidate(_message.Message):
     RECENT_MIGRATIONS_FIELD_NUMBER: _builtins.int
     KV_CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
     STALE_FIELD_NUMBER: _builtins.int
-    CREDITED_TOKENS_FIELD_NUMBER: _builtins.int
+    PROVISIONAL_TOKENS_FIELD_NUMBER: _builtins.int
     PREFIX_SOURCE_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """instance_id of the instance."""
@@ -483,8 +485,8 @@ class Candidate(_message.Message):
     """kv_capacity_tokens that its KV cache holds; 0 when unknown."""
     stale: _builtins.bool
     """stale: running, waiting and kv_usage are too old to be used."""
-    credited_tokens: _builtins.int
-    """credited_tokens of the cached ones were computed by an answer just given and are not confirmed by events yet."""
+    provisional_tokens: _builtins.int
+    """provisional_tokens of the cached ones were computed by an answer just given and are not confirmed by events yet."""
     prefix_source: Global___PrefixSource.ValueType
     """prefix_source is what cached_tokens rests on."""
     @_builtins.property
@@ -513,12 +515,12 @@ class Candidate(_message.Message):
         recent_migrations: _builtins.int = ...,
         kv_capacity_tokens: _builtins.int = ...,
         stale: _builtins.bool = ...,
-        credited_tokens: _builtins.int = ...,
+        provisional_tokens: _builtins.int = ...,
         prefix_source: Global___PrefixSource.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "report_age", b"report_age", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "cached_tokens", b"cached_tokens", "credited_tokens", b"credited_tokens", "exact", b"exact", "excluded", b"excluded", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_usage", b"kv_usage", "new_tokens", b"new_tokens", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "prefix_source", b"prefix_source", "recent_migrations", b"recent_migrations", "report_age", b"report_age", "running", b"running", "score", b"score", "stale", b"stale", "state", b"state", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "cached_tokens", b"cached_tokens", "exact", b"exact", "excluded", b"excluded", "incarnation", b"incarnation", "instance_id", b"instance_id", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_usage", b"kv_usage", "new_tokens", b"new_tokens", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "prefix_source", b"prefix_source", "provisional_tokens", b"provisional_tokens", "recent_migrations", b"recent_migrations", "report_age", b"report_age", "running", b"running", "score", b"score", "stale", b"stale", "state", b"state", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
     _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
@@ -594,11 +596,11 @@ class Decision(_message.Message):
     key_count: _builtins.int
     """key_count: full 16-token blocks; 0 when placed without prefix knowledge."""
     route_class: _builtins.str
-    """route_class: WARM, MEDIUM or HEAVY."""
+    """route_class: LIGHT, MEDIUM or HEAVY."""
     mode: _builtins.str
     """mode: COLOCATED or OFFLOAD; HELD (Explain only) when the policy would hold the request."""
     reason: _builtins.str
-    """reason in a word: affinity, lmetric_fallback, ..."""
+    """reason in a word: session_affinity, least_load_x_work, ..."""
     cached_tokens: _builtins.int
     """cached_tokens predicted on the chosen instance."""
     session_owner: _builtins.str
@@ -1107,8 +1109,8 @@ class WhatIfResponse(_message.Message):
 Global___WhatIfResponse: _TypeAlias = WhatIfResponse  # noqa: Y015
 
 @_typing.final
-class SumUpDecisionsRequest(_message.Message):
-    """SumUpDecisionsRequest selects and bounds."""
+class SummarizeDecisionsRequest(_message.Message):
+    """SummarizeDecisionsRequest selects and bounds."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1132,11 +1134,11 @@ class SumUpDecisionsRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SumUpDecisionsRequest: _TypeAlias = SumUpDecisionsRequest  # noqa: Y015
+Global___SummarizeDecisionsRequest: _TypeAlias = SummarizeDecisionsRequest  # noqa: Y015
 
 @_typing.final
-class SumUpDecisionsResponse(_message.Message):
-    """SumUpDecisionsResponse is the counts."""
+class SummarizeDecisionsResponse(_message.Message):
+    """SummarizeDecisionsResponse is the counts."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1178,8 +1180,8 @@ class SumUpDecisionsResponse(_message.Message):
         REPORTED_INPUT_TOKENS_FIELD_NUMBER: _builtins.int
         PREDICTED_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
         REPORTED_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
-        FIRST_TOKEN_P50_FIELD_NUMBER: _builtins.int
-        FIRST_TOKEN_P95_FIELD_NUMBER: _builtins.int
+        TTFT_P50_FIELD_NUMBER: _builtins.int
+        TTFT_P95_FIELD_NUMBER: _builtins.int
         route_class: _builtins.str
         """route_class, as Decision.route_class."""
         mode: _builtins.str
@@ -1207,12 +1209,12 @@ class SumUpDecisionsResponse(_message.Message):
             """outcomes by Decision.outcome; they add up to decided."""
 
         @_builtins.property
-        def first_token_p50(self) -> _duration_pb2.Duration:
-            """first_token_p50 is the median time to the first byte of the answer, at the gateway; absent before the first."""
+        def ttft_p50(self) -> _duration_pb2.Duration:
+            """ttft_p50 is the median time to the first byte of the answer, at the gateway; absent before the first."""
 
         @_builtins.property
-        def first_token_p95(self) -> _duration_pb2.Duration:
-            """first_token_p95 is the 95th percentile of the same."""
+        def ttft_p95(self) -> _duration_pb2.Duration:
+            """ttft_p95 is the 95th percentile of the same."""
 
         def __init__(
             self,
@@ -1229,12 +1231,12 @@ class SumUpDecisionsResponse(_message.Message):
             reported_input_tokens: _builtins.int = ...,
             predicted_cached_tokens: _builtins.int = ...,
             reported_cached_tokens: _builtins.int = ...,
-            first_token_p50: _duration_pb2.Duration | None = ...,
-            first_token_p95: _duration_pb2.Duration | None = ...,
+            ttft_p50: _duration_pb2.Duration | None = ...,
+            ttft_p95: _duration_pb2.Duration | None = ...,
         ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _typing.Literal["first_token_p50", b"first_token_p50", "first_token_p95", b"first_token_p95"]  # noqa: Y015
+        _HasFieldArgType: _TypeAlias = _typing.Literal["ttft_p50", b"ttft_p50", "ttft_p95", b"ttft_p95"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["decided", b"decided", "fell_back", b"fell_back", "first_token_p50", b"first_token_p50", "first_token_p95", b"first_token_p95", "held", b"held", "input_tokens", b"input_tokens", "mode", b"mode", "outcomes", b"outcomes", "predicted_cached_tokens", b"predicted_cached_tokens", "reason", b"reason", "reported", b"reported", "reported_cached_tokens", b"reported_cached_tokens", "reported_input_tokens", b"reported_input_tokens", "route_class", b"route_class"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["decided", b"decided", "fell_back", b"fell_back", "held", b"held", "input_tokens", b"input_tokens", "mode", b"mode", "outcomes", b"outcomes", "predicted_cached_tokens", b"predicted_cached_tokens", "reason", b"reason", "reported", b"reported", "reported_cached_tokens", b"reported_cached_tokens", "reported_input_tokens", b"reported_input_tokens", "route_class", b"route_class", "ttft_p50", b"ttft_p50", "ttft_p95", b"ttft_p95"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1248,7 +1250,7 @@ class SumUpDecisionsResponse(_message.Message):
         """oldest is when the oldest of them was made; absent when there are none."""
 
     @_builtins.property
-    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___SumUpDecisionsResponse.Group]:
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___SummarizeDecisionsResponse.Group]:
         """groups by class, mode and reason, the biggest first."""
 
     def __init__(
@@ -1256,7 +1258,7 @@ class SumUpDecisionsResponse(_message.Message):
         *,
         decided: _builtins.int = ...,
         oldest: _timestamp_pb2.Timestamp | None = ...,
-        groups: _abc.Iterable[Global___SumUpDecisionsResponse.Group] | None = ...,
+        groups: _abc.Iterable[Global___SummarizeDecisionsResponse.Group] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["oldest", b"oldest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1264,7 +1266,7 @@ class SumUpDecisionsResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SumUpDecisionsResponse: _TypeAlias = SumUpDecisionsResponse  # noqa: Y015
+Global___SummarizeDecisionsResponse: _TypeAlias = SummarizeDecisionsResponse  # noqa: Y015
 
 @_typing.final
 class SessionStatus(_message.Message):
@@ -1506,7 +1508,7 @@ class ListReplicasResponse(_message.Message):
 
     REPLICAS_FIELD_NUMBER: _builtins.int
     POOLS_FIELD_NUMBER: _builtins.int
-    ANSWERING_FIELD_NUMBER: _builtins.int
+    THIS_REPLICA_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replica]:
         """replicas that are alive, by id; only the one that answers where nothing is shared."""
@@ -1516,19 +1518,19 @@ class ListReplicasResponse(_message.Message):
         """pools by model, with their owners."""
 
     @_builtins.property
-    def answering(self) -> Global___RouterStatus:
-        """answering is the replica that answers."""
+    def this_replica(self) -> Global___RouterStatus:
+        """this_replica is the replica that answers."""
 
     def __init__(
         self,
         *,
         replicas: _abc.Iterable[Global___Replica] | None = ...,
         pools: _abc.Iterable[Global___PoolStatus] | None = ...,
-        answering: Global___RouterStatus | None = ...,
+        this_replica: Global___RouterStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answering", b"answering"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["this_replica", b"this_replica"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answering", b"answering", "pools", b"pools", "replicas", b"replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pools", b"pools", "replicas", b"replicas", "this_replica", b"this_replica"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1542,7 +1544,7 @@ class Replica(_message.Message):
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
-    SILENT_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_AGE_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     CONSOLE_URL_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
@@ -1552,25 +1554,25 @@ class Replica(_message.Message):
     console_url: _builtins.str
     """console_url is the address of its console; empty when it has none."""
     @_builtins.property
-    def silent(self) -> _duration_pb2.Duration:
-        """silent since its last sign of life in the shared store; absent where nothing is shared."""
+    def heartbeat_age(self) -> _duration_pb2.Duration:
+        """heartbeat_age since its last heartbeat in the shared store; absent where nothing is shared."""
 
     @_builtins.property
     def policy(self) -> Global___Policy:
-        """policy that it places by, as of that sign of life; absent when it did not say."""
+        """policy that it places by, as of that heartbeat; absent when it did not say."""
 
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
         address: _builtins.str = ...,
-        silent: _duration_pb2.Duration | None = ...,
+        heartbeat_age: _duration_pb2.Duration | None = ...,
         policy: Global___Policy | None = ...,
         console_url: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy", "silent", b"silent"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat_age", b"heartbeat_age", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "console_url", b"console_url", "policy", b"policy", "router_id", b"router_id", "silent", b"silent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "console_url", b"console_url", "heartbeat_age", b"heartbeat_age", "policy", b"policy", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1620,10 +1622,10 @@ class RouterStatus(_message.Message):
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     UPTIME_FIELD_NUMBER: _builtins.int
-    WARM_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
     STORE_FIELD_NUMBER: _builtins.int
     DEGRADED_FIELD_NUMBER: _builtins.int
-    STORE_SILENT_FIELD_NUMBER: _builtins.int
+    STORE_ANSWER_AGE_FIELD_NUMBER: _builtins.int
     GATEWAYS_FIELD_NUMBER: _builtins.int
     AGENT_STREAMS_FIELD_NUMBER: _builtins.int
     OPEN_REQUESTS_FIELD_NUMBER: _builtins.int
@@ -1633,8 +1635,8 @@ class RouterStatus(_message.Message):
     DECISIONS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """router_id of the replica."""
-    warm: _builtins.bool
-    """warm: it knows the fleet well enough to place, or has waited long enough to."""
+    ready: _builtins.bool
+    """ready: it knows the fleet well enough to place, or has waited long enough to."""
     store: _builtins.str
     """store where reservations and owners of sessions are kept: "memory" or "redis"."""
     degraded: _builtins.bool
@@ -1658,18 +1660,18 @@ class RouterStatus(_message.Message):
         """uptime of its process."""
 
     @_builtins.property
-    def store_silent(self) -> _duration_pb2.Duration:
-        """store_silent since the shared store last answered; absent without one, or before its first answer."""
+    def store_answer_age(self) -> _duration_pb2.Duration:
+        """store_answer_age since the shared store last answered; absent without one, or before its first answer."""
 
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
         uptime: _duration_pb2.Duration | None = ...,
-        warm: _builtins.bool = ...,
+        ready: _builtins.bool = ...,
         store: _builtins.str = ...,
         degraded: _builtins.bool = ...,
-        store_silent: _duration_pb2.Duration | None = ...,
+        store_answer_age: _duration_pb2.Duration | None = ...,
         gateways: _builtins.int = ...,
         agent_streams: _builtins.int = ...,
         open_requests: _builtins.int = ...,
@@ -1678,9 +1680,9 @@ class RouterStatus(_message.Message):
         keys: _builtins.int = ...,
         decisions: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["store_silent", b"store_silent", "uptime", b"uptime"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["store_answer_age", b"store_answer_age", "uptime", b"uptime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_streams", b"agent_streams", "decisions", b"decisions", "degraded", b"degraded", "gateways", b"gateways", "held_requests", b"held_requests", "keys", b"keys", "open_requests", b"open_requests", "router_id", b"router_id", "sessions", b"sessions", "store", b"store", "store_silent", b"store_silent", "uptime", b"uptime", "warm", b"warm"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_streams", b"agent_streams", "decisions", b"decisions", "degraded", b"degraded", "gateways", b"gateways", "held_requests", b"held_requests", "keys", b"keys", "open_requests", b"open_requests", "ready", b"ready", "router_id", b"router_id", "sessions", b"sessions", "store", b"store", "store_answer_age", b"store_answer_age", "uptime", b"uptime"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -80,10 +80,10 @@ class FleetServiceStub:
                 request_serializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.WhatIfRequest.SerializeToString,
                 response_deserializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.WhatIfResponse.FromString,
                 _registered_method=True)
-        self.SumUpDecisions = channel.unary_unary(
-                '/pointsman.router.v1.FleetService/SumUpDecisions',
-                request_serializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.SumUpDecisionsRequest.SerializeToString,
-                response_deserializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.SumUpDecisionsResponse.FromString,
+        self.SummarizeDecisions = channel.unary_unary(
+                '/pointsman.router.v1.FleetService/SummarizeDecisions',
+                request_serializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.SummarizeDecisionsRequest.SerializeToString,
+                response_deserializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.SummarizeDecisionsResponse.FromString,
                 _registered_method=True)
         self.ListSessions = channel.unary_unary(
                 '/pointsman.router.v1.FleetService/ListSessions',
@@ -172,8 +172,8 @@ class FleetServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def SumUpDecisions(self, request, context):
-        """SumUpDecisions counts how recent decisions ended, by class, mode and reason.
+    def SummarizeDecisions(self, request, context):
+        """SummarizeDecisions counts how recent decisions ended, by class, mode and reason.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -248,10 +248,10 @@ def add_FleetServiceServicer_to_server(servicer, server):
                     request_deserializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.WhatIfRequest.FromString,
                     response_serializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.WhatIfResponse.SerializeToString,
             ),
-            'SumUpDecisions': grpc.unary_unary_rpc_method_handler(
-                    servicer.SumUpDecisions,
-                    request_deserializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.SumUpDecisionsRequest.FromString,
-                    response_serializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.SumUpDecisionsResponse.SerializeToString,
+            'SummarizeDecisions': grpc.unary_unary_rpc_method_handler(
+                    servicer.SummarizeDecisions,
+                    request_deserializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.SummarizeDecisionsRequest.FromString,
+                    response_serializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.SummarizeDecisionsResponse.SerializeToString,
             ),
             'ListSessions': grpc.unary_unary_rpc_method_handler(
                     servicer.ListSessions,
@@ -524,7 +524,7 @@ class FleetService:
             _registered_method=True)
 
     @staticmethod
-    def SumUpDecisions(request,
+    def SummarizeDecisions(request,
             target,
             options=(),
             channel_credentials=None,
@@ -537,9 +537,9 @@ class FleetService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/pointsman.router.v1.FleetService/SumUpDecisions',
-            pointsman_dot_router_dot_v1_dot_fleet__pb2.SumUpDecisionsRequest.SerializeToString,
-            pointsman_dot_router_dot_v1_dot_fleet__pb2.SumUpDecisionsResponse.FromString,
+            '/pointsman.router.v1.FleetService/SummarizeDecisions',
+            pointsman_dot_router_dot_v1_dot_fleet__pb2.SummarizeDecisionsRequest.SerializeToString,
+            pointsman_dot_router_dot_v1_dot_fleet__pb2.SummarizeDecisionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -57,8 +57,8 @@ class FleetServiceStub:
     """
     WhatIf: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.WhatIfRequest, _fleet_pb2.WhatIfResponse]
     """WhatIf decides a recorded request again, on its recorded view, under another policy or settings."""
-    SumUpDecisions: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.SumUpDecisionsRequest, _fleet_pb2.SumUpDecisionsResponse]
-    """SumUpDecisions counts how recent decisions ended, by class, mode and reason."""
+    SummarizeDecisions: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.SummarizeDecisionsRequest, _fleet_pb2.SummarizeDecisionsResponse]
+    """SummarizeDecisions counts how recent decisions ended, by class, mode and reason."""
     ListSessions: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListSessionsRequest, _fleet_pb2.ListSessionsResponse]
     """ListSessions tells which instance owns which session, the lately used first."""
     ListPolicies: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListPoliciesRequest, _fleet_pb2.ListPoliciesResponse]
@@ -95,8 +95,8 @@ class FleetServiceAsyncStub(FleetServiceStub):
     """
     WhatIf: _aio.UnaryUnaryMultiCallable[_fleet_pb2.WhatIfRequest, _fleet_pb2.WhatIfResponse]  # type: ignore[assignment]
     """WhatIf decides a recorded request again, on its recorded view, under another policy or settings."""
-    SumUpDecisions: _aio.UnaryUnaryMultiCallable[_fleet_pb2.SumUpDecisionsRequest, _fleet_pb2.SumUpDecisionsResponse]  # type: ignore[assignment]
-    """SumUpDecisions counts how recent decisions ended, by class, mode and reason."""
+    SummarizeDecisions: _aio.UnaryUnaryMultiCallable[_fleet_pb2.SummarizeDecisionsRequest, _fleet_pb2.SummarizeDecisionsResponse]  # type: ignore[assignment]
+    """SummarizeDecisions counts how recent decisions ended, by class, mode and reason."""
     ListSessions: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListSessionsRequest, _fleet_pb2.ListSessionsResponse]  # type: ignore[assignment]
     """ListSessions tells which instance owns which session, the lately used first."""
     ListPolicies: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListPoliciesRequest, _fleet_pb2.ListPoliciesResponse]  # type: ignore[assignment]
@@ -186,12 +186,12 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         """WhatIf decides a recorded request again, on its recorded view, under another policy or settings."""
 
     @_abc_1.abstractmethod
-    def SumUpDecisions(
+    def SummarizeDecisions(
         self,
-        request: _fleet_pb2.SumUpDecisionsRequest,
+        request: _fleet_pb2.SummarizeDecisionsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_fleet_pb2.SumUpDecisionsResponse, _abc.Awaitable[_fleet_pb2.SumUpDecisionsResponse]]:
-        """SumUpDecisions counts how recent decisions ended, by class, mode and reason."""
+    ) -> _typing.Union[_fleet_pb2.SummarizeDecisionsResponse, _abc.Awaitable[_fleet_pb2.SummarizeDecisionsResponse]]:
+        """SummarizeDecisions counts how recent decisions ended, by class, mode and reason."""
 
     @_abc_1.abstractmethod
     def ListSessions(

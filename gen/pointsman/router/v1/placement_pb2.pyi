@@ -281,7 +281,7 @@ class GatewayHello(_message.Message):
     @_builtins.property
     def known_instance_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """known_instance_ids were in the fleet as last told: a router that has just started waits for them to report, within its
-        warm-up.
+        start-up wait.
         """
 
     def __init__(
@@ -601,15 +601,15 @@ class Refusal(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
-    NOT_NOW_FIELD_NUMBER: _builtins.int
+    NOT_SERVING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id it answers."""
     code: _builtins.int
     """code is a google.rpc.Code: 5 NOT_FOUND (unknown model), 8 RESOURCE_EXHAUSTED (saturated), 14 UNAVAILABLE (no instance)."""
     message: _builtins.str
     """message for people."""
-    not_now: _builtins.bool
-    """not_now: nothing is wrong with the request or the fleet; the pool's owner is changing, or the router has just started
+    not_serving: _builtins.bool
+    """not_serving: nothing is wrong with the request or the fleet; the pool's owner is changing, or the router has just started
     and does not know the fleet yet. Ask the owner, or here again after retry_after.
     """
     @_builtins.property
@@ -628,11 +628,11 @@ class Refusal(_message.Message):
         message: _builtins.str = ...,
         retry_after: _duration_pb2.Duration | None = ...,
         owner: Global___Owner | None = ...,
-        not_now: _builtins.bool = ...,
+        not_serving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner", "retry_after", b"retry_after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "not_now", b"not_now", "owner", b"owner", "request_id", b"request_id", "retry_after", b"retry_after"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "not_serving", b"not_serving", "owner", b"owner", "request_id", b"request_id", "retry_after", b"retry_after"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -834,28 +834,28 @@ class Fleet(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     POOLS_FIELD_NUMBER: _builtins.int
-    WARMING_FIELD_NUMBER: _builtins.int
-    OWNER_WITHIN_FIELD_NUMBER: _builtins.int
-    warming: _builtins.bool
-    """warming: the router has just started; pools that a gateway knew before may only not be back yet."""
+    STARTING_FIELD_NUMBER: _builtins.int
+    OWNERLESS_TIMEOUT_FIELD_NUMBER: _builtins.int
+    starting: _builtins.bool
+    """starting: the router has just started; pools that a gateway knew before may only not be back yet."""
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pool]:
         """pools by model."""
 
     @_builtins.property
-    def owner_within(self) -> _duration_pb2.Duration:
-        """owner_within: how long a pool may have no owner that places, by this router's settings; gateways ask again for so long."""
+    def ownerless_timeout(self) -> _duration_pb2.Duration:
+        """ownerless_timeout: how long a pool may have no owner that places, by this router's settings; gateways ask again for so long."""
 
     def __init__(
         self,
         *,
         pools: _abc.Iterable[Global___Pool] | None = ...,
-        warming: _builtins.bool = ...,
-        owner_within: _duration_pb2.Duration | None = ...,
+        starting: _builtins.bool = ...,
+        ownerless_timeout: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["owner_within", b"owner_within"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ownerless_timeout", b"ownerless_timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["owner_within", b"owner_within", "pools", b"pools", "warming", b"warming"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ownerless_timeout", b"ownerless_timeout", "pools", b"pools", "starting", b"starting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,47 @@
+"""The case that the router's figures are taken on: long prompts whose prefixes are spread over a fleet with full caches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from pointsman.common.core.block_keys import KEY_SCHEME, digest_of, prompt_keys
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.instances.report_sync import SnapshotBegin, SnapshotChunk, SnapshotEnd
+from pointsman.router.core.policy.registry import make_policy
+from pointsman.router.core.router_state import RouterState, StateSettings
+from pointsman.router.core.types import InstanceInfo
+
+KEYS_PER_INSTANCE = 62_500
+PROMPT_TOKENS = 130_000
+
+
+def long_prompt(seed: int = 0) -> list[int]:
+    """Keys of a 130,000-token prompt: 8,125 of them."""
+    rng = random.Random(seed)
+    return prompt_keys([rng.randrange(150_000) for _ in range(PROMPT_TOKENS)], "m")
+
+
+def cached_keys(keys: Sequence[int], number: int, count: int = KEYS_PER_INSTANCE) -> list[int]:
+    """What instance `number` holds: a prefix of the prompt of its own length, and other prompts' blocks."""
+    rng = random.Random(1_000 + number)
+    own = list(keys[: rng.randrange(len(keys))])
+    return own + [rng.getrandbits(64) for _ in range(count - len(own))]
+
+
+def info(number: int) -> InstanceInfo:
+    """Instance `number` of the fleet."""
+    name = f"i{number:04d}"
+    return InstanceInfo(name, "1", f"http://{name}", "m", kv_capacity_tokens=KEYS_PER_INSTANCE * 16)
+
+
+def filled(instances: int, keys: Sequence[int], count: int = KEYS_PER_INSTANCE) -> RouterState:
+    """A router's state with `instances` that hold `count` keys each."""
+    state = RouterState(make_policy("unified"), StateSettings())
+    for number in range(instances):
+        one = info(number)
+        held = cached_keys(keys, number, count)
+        state.handle(ev.AgentHello(number, one, KEY_SCHEME, 1, 0), 0.0)
+        for message in (SnapshotBegin(0), SnapshotChunk(1, held), SnapshotEnd(0, len(held), digest_of(1, held))):
+            state.handle(ev.KeysReported(number, one.instance_id, message), 0.0)
+    return state

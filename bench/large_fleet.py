@@ -1,0 +1,81 @@
+"""A large fleet in simulation: 1,000 instances of ten models, and a million requests. Not run by default: it takes long.
+
+`python -m bench large_fleet`; POINTSMAN_BENCH_LARGE_FLEET sets another number of requests.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Iterator
+from itertools import count
+
+from msgspec.structs import replace
+
+from bench.figures import Figure
+from pointsman.lab.engine.interface import EngineConfig
+from pointsman.lab.simulation.config import SimulationConfig
+from pointsman.lab.simulation.simulator import Simulator
+from pointsman.lab.workload.session_starts import Session
+from pointsman.lab.workload.synthetic_trace import SMALL, generate
+from pointsman.lab.workload.traces import by_session
+from pointsman.router.core.router_state import StateSettings
+
+INSTANCES = 1_000
+POOLS = 10
+REQUESTS = 1_000_000
+# About 290 requests of 13k tokens arrive in a second; a fleet of these engines serves some 500.
+WINDOW_S = 10.0
+SESSIONS = 600
+# Ids below are those of the system prompts, which all windows share.
+SYSTEMS = SMALL.agents * int(SMALL.system_tokens) // SMALL.block_size
+ENGINE = EngineConfig(kv_blocks=5_000, max_model_len=70_000)
+
+
+def large_fleet() -> list[Figure]:
+    """CPU seconds of the run, and the most memory that the process had, in MB."""
+    wanted = int(os.environ.get("POINTSMAN_BENCH_LARGE_FLEET", REQUESTS))
+    simulation = SimulationConfig(
+        instances=INSTANCES, pools=POOLS, engine=ENGINE, router=StateSettings(max_keys=16_000_000)
+    )
+    simulator = Simulator(_sessions(wanted), simulation)
+    started, ended, failed, latest = time.process_time(), 0, 0, 0.0
+    for record in simulator.play():
+        ended += 1
+        failed += not record.ok
+        latest = max(latest, record.t_send + record.e2e_s)
+    spent_s = time.process_time() - started
+    note = f"{ended:,} requests on {INSTANCES:,} instances of {POOLS} models, {latest:,.0f} s of their time; {failed} failed"
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return [
+        Figure("sim_large_fleet_s", spent_s, "s", None, note),
+        Figure("sim_large_fleet_mb", peak_mb, "MB", None, note),
+    ]
+
+
+def _sessions(requests: int) -> Iterator[Session]:
+    """Sessions in the order of their starts, made window by window, with about so many requests in all."""
+    windows = (_window(number) for number in count())
+    made = 0
+    for session in (session for window in windows for session in window):
+        if made >= requests:
+            return
+        made += len(session)
+        yield session
+
+
+def _window(number: int) -> Iterator[Session]:
+    drawn = by_session(generate(SESSIONS, WINDOW_S, number, SMALL))
+    ordered = sorted(drawn.values(), key=lambda turns: turns[0].timestamp_ms)
+    shift = number * 10_000_000
+    for turns in ordered:
+        yield [
+            replace(
+                turn,
+                session_id=f"{number}:{turn.session}",
+                timestamp_ms=turn.timestamp_ms + number * WINDOW_S * 1e3,
+                hash_ids=tuple([one if one < SYSTEMS else one + shift for one in turn.hash_ids]),
+            )
+            for turn in turns
+        ]

@@ -1,0 +1,132 @@
+"""What this package relies on inside vLLM, checked when it is loaded: a clear error instead of wrong KV."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from types import ModuleType
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as upstream
+from vllm.v1.core.sched import output
+
+TESTED = "0.32"
+
+# Methods that are overridden or called here, with their parameters.
+_SHAPES: dict[str, dict[str, tuple[str, ...]]] = {
+    "MooncakeConnectorScheduler": {
+        "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
+        "build_connector_meta": ("scheduler_output",),
+        "request_finished": ("request", "block_ids"),
+    },
+    "MooncakeConnectorWorker": {
+        "send_kv_to_decode": ("identity", "sock", "meta"),
+        "record_send_reqs": ("metadata",),
+        "fetch_finished_sending_reqs": (),
+        "start_load_kv": ("metadata",),
+        "get_transfer_results": (),
+        "process_pulling_result": ("response", "pull_metas"),
+        "receive_kv_from_single_worker": ("worker_addr", "pull_metas"),
+        "_sender_worker": ("sock",),
+        "_handle_failed_recv": ("pull_metas", "req_ids", "reason"),
+        "_build_transfer_params": ("ready_reqs", "agent_meta", "local_regions", "remote_regions"),
+        "_prepare_transfer_regions": ("meta",),
+        "_send_blocks": ("remote_session", "src_ptrs", "dst_ptrs", "lengths"),
+    },
+    "SendBlockMeta": {
+        "__init__": (
+            "p_req_id",
+            "transfer_id",
+            "local_block_ids",
+            "ready",
+            "expire_time",
+            "need_send",
+            "sent",
+            "sending",
+        )
+    },
+}
+
+# Hooks of the engine that must still be called so, and what is read of its messages.
+_HOOKS: dict[str, tuple[str, ...]] = {
+    "bind_connector_metadata": ("connector_metadata",),
+    "save_kv_layer": ("layer_name", "kv_layer", "attn_metadata", "kwargs"),
+    "get_transfer_results": ("finished_req_ids",),
+    "requires_piecewise_for_cudagraph": ("extra_config",),
+}
+_READ: dict[str, tuple[str, ...]] = {
+    "SchedulerOutput": ("num_scheduled_tokens", "total_num_scheduled_tokens", "kv_connector_block_state"),
+}
+# What MooncakeConnectorWorker keeps, where it may send.
+_KEPT = (
+    "reqs_need_send",
+    "finished_sending_reqs",
+    "sender_loop",
+    "sender_worker_queue",
+    "_sender_executor",
+    "_encoder",
+    "_xfer_meta_decoder",
+    "registered_layer_names",
+    "kv_caches_base_addr",
+    "kv_block_len_per_layer",
+    "transfer_topo",
+    "xfer_stats",
+)
+# What of its transfer engine is called.
+_ENGINE = ("batch_transfer_sync_write", "batch_transfer_async_write", "get_batch_transfer_status")
+
+
+class IncompatibleVllm(RuntimeError):
+    """This vLLM's MooncakeConnector is not the one that layer-wise push was written for; `differences` says where."""
+
+    def __init__(self, differences: list[str]) -> None:
+        import vllm
+
+        super().__init__(
+            f"layer-wise push was written for vLLM {TESTED}, this is {vllm.__version__} and differs: {'; '.join(differences)}. "
+            'Set "layerwise": false in kv_connector_extra_config to run without it.'
+        )
+        self.differences = differences
+
+
+def check() -> None:
+    """Raises IncompatibleVllm unless everything that is overridden or called has the shape that it had when this was written."""
+    if found := differences():
+        raise IncompatibleVllm(found)
+
+
+def check_worker(worker: object) -> None:
+    """Raises IncompatibleVllm unless an upstream worker, just made, keeps what is used of it here. It must be one that may
+    send."""
+    engine = getattr(worker, "engine", None)
+    missing = [f"no MooncakeConnectorWorker.{name}" for name in _KEPT if not hasattr(worker, name)]
+    if missing := missing + [f"no TransferEngine.{name}" for name in _ENGINE if not hasattr(engine, name)]:
+        raise IncompatibleVllm(missing)
+
+
+def differences() -> list[str]:
+    """What is missing or takes other parameters than expected."""
+    found = []
+    for class_name, methods in _SHAPES.items():
+        found += _changed(upstream, class_name, methods)
+    found += _changed(base, "KVConnectorBase_V1", _HOOKS)
+    for class_name, names in _READ.items():
+        fields = getattr(getattr(output, class_name, None), "__annotations__", {})
+        found += [f"no {class_name}.{name}" for name in names if name not in fields]
+    return found
+
+
+def _changed(module: ModuleType, class_name: str, methods: Mapping[str, tuple[str, ...]]) -> list[str]:
+    owner = getattr(module, class_name, None)
+    if owner is None:
+        return [f"no {class_name}"]
+    found = []
+    for name, expected in methods.items():
+        method = getattr(owner, name, None)
+        if method is None:
+            found.append(f"no {class_name}.{name}")
+            continue
+        actual = tuple(name for name in inspect.signature(method).parameters if name != "self")
+        if actual != expected:
+            found.append(f"{class_name}.{name} takes {', '.join(actual) or 'nothing'}")
+    return found

@@ -1,0 +1,175 @@
+"""An emulated vLLM server: vLLM's HTTP surface, metrics and KV events over the engine model. It is what a laptop runs."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import structlog
+from aiohttp import web
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from pointsman.common.io.logs import configure_logs
+from pointsman.lab.emulator.engine_loop import EngineLoop
+from pointsman.lab.emulator.http_routes import EngineApp
+from pointsman.lab.emulator.kv_event_publisher import KVEventPublisher, to_wire
+from pointsman.lab.emulator.mooncake_connector import KvTransfers
+from pointsman.lab.emulator.vllm_metrics import EngineMetrics
+from pointsman.lab.engine.cost_profile import Profile, read_profile
+from pointsman.lab.engine.interface import EngineConfig
+from pointsman.lab.engine.model import EngineModel
+from pointsman.lab.workload.tokenizer import TOKENIZER_DIR, ChatTokenizer
+
+log = structlog.get_logger()
+
+
+class EmulateSettings(BaseSettings):
+    """One emulated engine. Names follow vLLM's flags where there is one."""
+
+    model_config = SettingsConfigDict(env_prefix="POINTSMAN_EMULATE_")
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 picks a free one, told on stdout")
+    kv_events_port: int = Field(0, ge=0, le=65535, description="ZMQ port of KV events; 0 picks a free one")
+    replay_port: int = Field(0, ge=0, le=65535, description="ZMQ port of the events' replay; 0 picks a free one")
+    model: str = Field("pointsman-emulated", min_length=1, description="served model name")
+    tokenizer: Path = Field(TOKENIZER_DIR, description="folder with tokenizer.json and tokenizer_config.json")
+    block_size: int = Field(16, description="tokens per KV block, a multiple of 16")
+    kv_blocks: int = Field(20_000, ge=1, description="KV blocks to be filled; vLLM's num_gpu_blocks is one more")
+    max_model_len: int = Field(131_072, ge=2, description="prompt and answer together, in tokens")
+    max_num_batched_tokens: int = Field(8_192, ge=1, description="tokens per step")
+    max_num_seqs: int = Field(256, ge=1, description="running requests")
+    long_prefill_token_threshold: int = Field(
+        0, ge=0, description="prefill tokens per step of one request; 0 is no limit"
+    )
+    long_prefill_token_threshold_adaptive: bool = Field(
+        False, description="never cut a request below its equal share of a step"
+    )
+    scheduling_policy: Literal["fcfs", "priority"] = Field("fcfs", description="order of arrival, or of priority first")
+    watermark: float = Field(0.0, ge=0, lt=1, description="share of KV blocks that admitting leaves free")
+    layerwise: bool = Field(False, description="KV is pushed layer by layer while it is computed")
+    profile: Path | None = Field(None, description="profile: a file of `pointsman profile`, or reference or slow")
+    speedup: float = Field(1.0, gt=0, description="how much faster than the modelled engine it runs")
+    seed: int = Field(0, ge=0, description="equal seeds give equal answers to equal prompts")
+    hash_seed: int = Field(0, ge=0, description="another one gives block hashes that cannot be compared")
+    log_level: str = Field("info", description="debug, info, warning or error")
+
+    def engine_config(self, tokenizer: ChatTokenizer) -> EngineConfig:
+        """The model's part. Raises ValueError for settings that vLLM would not start with."""
+        return EngineConfig(
+            block_size=self.block_size,
+            kv_blocks=self.kv_blocks,
+            max_model_len=self.max_model_len,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            long_prefill_token_threshold_adaptive=self.long_prefill_token_threshold_adaptive,
+            scheduling_policy=self.scheduling_policy,
+            watermark=self.watermark,
+            vocabulary=tokenizer.word_ids,
+            eos_token_id=tokenizer.eos_token_id,
+            seed=self.seed,
+            hash_seed=self.hash_seed,
+        )
+
+
+@dataclass
+class EmulatedEngine:
+    """A running emulated engine. `model` is for looking at, not for touching."""
+
+    url: str
+    model: EngineModel
+    kv_endpoint: str
+    replay_endpoint: str
+    _runner: web.AppRunner
+    _publisher: KVEventPublisher
+    _loop_task: asyncio.Task[None]
+
+    async def stop(self) -> None:
+        """End it as a killed engine ends: open streams break, nothing more is published."""
+        self._loop_task.cancel()
+        try:
+            await asyncio.gather(self._loop_task, return_exceptions=True)
+            await self._runner.cleanup()
+        finally:
+            await self._publisher.stop()
+
+    async def wait(self) -> None:
+        """Wait until the engine's loop ends, which it only does by an error; raises it."""
+        await asyncio.shield(self._loop_task)
+
+
+async def start(settings: EmulateSettings, profile: Profile | None = None) -> EmulatedEngine:
+    """Start an emulated engine in this process; `profile` goes before the settings' own. Raises ValueError for impossible ones
+    and OSError for a taken port."""
+    if settings.profile is not None:
+        file = read_profile(settings.profile)
+        profile = profile or file.costs
+        # What was measured of an engine holds where nothing else is asked for.
+        known = {name: value for name, value in file.engine.items() if name not in settings.model_fields_set}
+        settings = settings.model_copy(update=known)
+    tokenizer = ChatTokenizer(settings.tokenizer)
+    model = EngineModel(settings.engine_config(tokenizer), profile)
+    started_at = time.time()
+    metrics = EngineMetrics(model, settings.model, started_at)
+    publisher = KVEventPublisher(settings.host, settings.kv_events_port, settings.replay_port)
+
+    def publish(events: Sequence[object]) -> None:
+        if wire := to_wire(events, settings.block_size):
+            publisher.publish(time.time(), wire)
+
+    loop = EngineLoop(model, metrics, settings.speedup, publish)
+    transfers = KvTransfers(uuid.uuid4().hex, model.profile, settings.speedup, layerwise=settings.layerwise)
+    app = EngineApp(settings.model, int(started_at), tokenizer, model, loop, metrics, publisher.source, transfers)
+    # Without cancellation a request whose client has gone would keep its blocks until its last token.
+    # A stopped engine breaks its streams at once; to aiohttp a timeout of 0 would mean to wait for them for ever.
+    runner = web.AppRunner(app.make(), handler_cancellation=True, access_log=None, shutdown_timeout=0.01)
+    try:
+        await runner.setup()
+        site = web.TCPSite(runner, settings.host, settings.port, reuse_address=True)
+        await site.start()
+    except BaseException:
+        await runner.cleanup()
+        await publisher.stop()
+        raise
+    port = runner.addresses[0][1]
+    host = "127.0.0.1" if settings.host == "0.0.0.0" else settings.host
+    transfers.address = f"{host}:{port}"
+    task = asyncio.get_running_loop().create_task(loop.run())
+    url = f"http://{host}:{port}"
+    return EmulatedEngine(url, model, publisher.endpoint, publisher.replay_endpoint, runner, publisher, task)
+
+
+def run(settings: EmulateSettings) -> None:
+    """Serve until SIGTERM or SIGINT. Prints one line with the URL to stdout once it answers."""
+    configure_logs("emulate", settings.log_level)
+    asyncio.run(_serve(settings))
+
+
+async def _serve(settings: EmulateSettings) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    engine = await start(settings)
+    print(f"emulated engine {engine.url}", flush=True)
+    log.info(
+        "emulating", url=engine.url, kv_events=engine.kv_endpoint, replay=engine.replay_endpoint, model=settings.model
+    )
+    stopping = asyncio.create_task(stop.wait())
+    failing = asyncio.create_task(engine.wait())
+    await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
+    try:
+        if failing.done():
+            failing.result()
+    finally:
+        for task in (stopping, failing):
+            task.cancel()
+        await asyncio.gather(stopping, failing, return_exceptions=True)
+        await engine.stop()

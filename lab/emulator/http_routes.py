@@ -1,0 +1,219 @@
+"""The emulated engine's HTTP routes, named and shaped as vLLM's."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from pointsman.lab.emulator import openai_api as api
+from pointsman.lab.emulator.engine_loop import EngineLoop, Stream
+from pointsman.lab.emulator.mooncake_connector import KvTransfers
+from pointsman.lab.emulator.openai_api import ApiError, GenerationParams
+from pointsman.lab.emulator.vllm_metrics import EngineMetrics
+from pointsman.lab.engine.interface import EngineRequest
+from pointsman.lab.engine.model import EngineModel
+from pointsman.lab.workload.tokenizer import ChatTokenizer
+
+VERSION = "0.32.0+emulated"
+MAX_BODY_BYTES = 64 << 20
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class EngineApp:
+    """Handlers over one engine loop. `created` is the model's creation time (s since the epoch)."""
+
+    def __init__(
+        self,
+        model_name: str,
+        created: int,
+        tokenizer: ChatTokenizer,
+        model: EngineModel,
+        loop: EngineLoop,
+        metrics: EngineMetrics,
+        event_source: Callable[[], dict[str, Any]],
+        transfers: KvTransfers,
+    ) -> None:
+        self._name = model_name
+        self._created = created
+        self._tokenizer = tokenizer
+        self._model = model
+        self._loop = loop
+        self._metrics = metrics
+        self._event_source = event_source
+        self._transfers = transfers
+        self._texts = dict(zip(tokenizer.word_ids, tokenizer.words, strict=True))
+
+    def make(self) -> web.Application:
+        """The application."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
+        app.add_routes(
+            [
+                web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/completions", self._completions),
+                web.get("/v1/models", self._models),
+                web.get("/health", self._health),
+                web.get("/version", self._version),
+                web.get("/metrics", self._metrics_text),
+                web.get("/kv_event_sources", self._sources),
+                web.post("/tokenize", self._tokenize),
+                web.post("/detokenize", self._detokenize),
+                web.post("/reset_prefix_cache", self._reset),
+                web.get("/query", self._bootstrap),
+                web.get("/emulated_transfers/{transfer_id}", self._transfer),
+            ]
+        )
+        return app
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, chat=True)
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, chat=False)
+
+    async def _generate(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
+        body = api.parse_json(await request.read())
+        params = api.parse_generation_params(
+            body,
+            request.headers.get("X-Session-ID", ""),
+            chat=chat,
+            served=self._name,
+            tokenizer=self._tokenizer,
+            max_model_len=self._model.config.max_model_len,
+        )
+        transfer = params.kv_transfer or {}
+        remote, fetch = 0, None
+        if transfer.get("do_remote_prefill"):
+            remote, fetch = len(params.prompt), self._transfers.fetcher(transfer)
+        request_id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        stream = self._loop.open(
+            EngineRequest(
+                request_id=request_id,
+                prompt=params.prompt,
+                max_tokens=params.max_tokens,
+                ignore_eos=params.ignore_eos,
+                session_id=params.session_id,
+                cache_salt=params.cache_salt,
+                remote_tokens=remote,
+                priority=params.priority,
+            ),
+            fetch,
+        )
+        try:
+            if params.stream:
+                return await self._stream(request, params, stream)
+            return await self._whole(params, stream)
+        finally:
+            self._loop.close(stream)
+
+    async def _whole(self, params: GenerationParams, stream: Stream) -> web.Response:
+        tokens: list[int] = []
+        while part := await stream.read():
+            tokens += part
+        transfer = params.kv_transfer or {}
+        if transfer.get("do_remote_decode") and stream.reason == "length":
+            # A prefill that ends by a stop token sends nothing, in vLLM as here.
+            prefill_s = stream.first_at - stream.scheduled_at
+            self._transfers.prefilled(str(transfer.get("transfer_id")), prefill_s)
+        used = api.usage(len(params.prompt), stream.output_tokens, stream.cached_tokens)
+        text = self._text(tokens)
+        return web.json_response(
+            api.answer(params, stream.request.request_id, int(time.time()), text, stream.reason, used)
+        )
+
+    async def _stream(self, request: web.Request, params: GenerationParams, stream: Stream) -> web.StreamResponse:
+        chunks = api.Chunks(params, stream.request.request_id, int(time.time()))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        start = chunks.start()
+        try:
+            while part := await stream.read():
+                await response.write(start + chunks.text(self._text(part), stream.reason))
+                start = b""
+            used = api.usage(len(params.prompt), stream.output_tokens, stream.cached_tokens)
+            end = chunks.end(used if params.include_usage else None)
+        except ApiError as error:
+            end = chunks.failed(error)
+        await response.write(end)
+        await response.write_eof()
+        return response
+
+    def _text(self, tokens: list[int]) -> str:
+        return "".join([self._texts.get(token, "") for token in tokens])
+
+    async def _models(self, request: web.Request) -> web.Response:
+        card = {
+            "id": self._name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "vllm",
+            "root": str(self._tokenizer.folder),
+            "parent": None,
+            "max_model_len": self._model.config.max_model_len,
+            "permission": [],
+        }
+        return web.json_response({"object": "list", "data": [card]})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": VERSION})
+
+    async def _metrics_text(self, request: web.Request) -> web.Response:
+        return web.Response(
+            body=self._metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        )
+
+    async def _sources(self, request: web.Request) -> web.Response:
+        return web.json_response({"0": self._event_source()})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = api.parse_json(await request.read())
+        api.check_model(body, self._name)
+        if "messages" in body:
+            tokens = api.chat_tokens(body, self._tokenizer)
+        elif isinstance(body.get("prompt"), str):
+            tokens = self._tokenizer.encode(body["prompt"])
+        else:
+            raise ApiError(400, "prompt must be a text, or messages a list", "prompt")
+        limit = self._model.config.max_model_len
+        return web.json_response({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": None})
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        body = api.parse_json(await request.read())
+        api.check_model(body, self._name)
+        tokens = api.completion_tokens({"prompt": body.get("tokens")}, self._tokenizer)
+        return web.json_response({"prompt": self._tokenizer.decode(tokens)})
+
+    async def _reset(self, request: web.Request) -> web.Response:
+        self._model.reset_prefix_cache()
+        return web.Response()
+
+    async def _bootstrap(self, request: web.Request) -> web.Response:
+        return web.json_response(self._transfers.bootstrap())
+
+    async def _transfer(self, request: web.Request) -> web.Response:
+        engine_id = request.query.get("engine_id", "")
+        overlapped_s = await self._transfers.wait_for(request.match_info["transfer_id"], engine_id)
+        return web.json_response({"overlapped_s": overlapped_s})
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return web.json_response(error.body(), status=error.status)
+    except ConnectionResetError:
+        if request.transport is not None and not request.transport.is_closing():
+            raise
+        # The client has gone before the handler could be cancelled. Nobody reads this, and aiohttp logs what is raised.
+        return web.Response()
+    except web.HTTPException as error:
+        text = json.dumps({"detail": error.reason})
+        return web.Response(text=text, status=error.status, content_type="application/json")

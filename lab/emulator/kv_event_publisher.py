@@ -1,0 +1,166 @@
+"""KV events on the wire, as vLLM 0.32 publishes them (vllm/distributed/kv_events.py): msgpack over ZMQ PUB, with a replay ROUTER.
+
+Frames are (topic, sequence number as 8 bytes big endian from 0, payload); the payload is the array [ts, events, dp_rank],
+each event a map with its type under "type".
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from pointsman.lab.engine.block_cache import AllCleared, BlocksRemoved
+from pointsman.lab.engine.block_cache import BlocksStored as Stored
+
+END_SEQ = (-1).to_bytes(8, "big", signed=True)
+BUFFER_STEPS = 10_000
+HIGH_WATER_MARK = 100_000
+
+
+class BlockStored(msgspec.Struct, omit_defaults=True, tag=True, tag_field="type"):
+    """Blocks that became cached. Field names and defaults are vLLM's."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    session_id: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True, tag_field="type"):
+    """Blocks that were evicted."""
+
+    block_hashes: list[int]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag=True, tag_field="type"):
+    """The whole cache was reset."""
+
+
+WireEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+    """All events of one engine step."""
+
+    ts: float
+    events: list[WireEvent]
+    data_parallel_rank: int | None = None
+
+
+def to_wire(events: Sequence[object], block_size: int) -> list[WireEvent]:
+    """The block events among `events`, in vLLM's form."""
+    wire: list[WireEvent] = []
+    for event in events:
+        if isinstance(event, Stored):
+            extra: list[tuple[Any, ...] | None] = [None] * len(event.hashes)
+            if event.parent is None and event.cache_salt:
+                extra[0] = (event.cache_salt,)
+            wire.append(
+                BlockStored(
+                    block_hashes=list(event.hashes),
+                    parent_block_hash=event.parent,
+                    token_ids=list(event.token_ids),
+                    block_size=block_size,
+                    lora_id=None,
+                    medium="GPU",
+                    lora_name=None,
+                    extra_keys=extra,
+                    group_idx=0,
+                    kv_cache_spec_kind="full_attention",
+                    session_id=event.session_id or None,
+                )
+            )
+        elif isinstance(event, BlocksRemoved):
+            # vLLM tells each eviction by itself.
+            wire += [BlockRemoved(block_hashes=[value], medium="GPU", group_idx=0) for value in event.hashes]
+        elif isinstance(event, AllCleared):
+            wire.append(AllBlocksCleared())
+    return wire
+
+
+class KVEventPublisher:
+    """The PUB and ROUTER sockets of one engine; port 0 picks a free one. Close it with stop()."""
+
+    def __init__(self, host: str, port: int, replay_port: int) -> None:
+        self._context = zmq.Context()
+        self._pub = self._context.socket(zmq.PUB)
+        self._pub.set_hwm(HIGH_WATER_MARK)
+        self._replay = zmq.asyncio.Context.shadow(self._context).socket(zmq.ROUTER)
+        try:
+            self.endpoint = _bind(self._pub, host, port)
+            self.replay_endpoint = _bind(self._replay, host, replay_port)
+        except zmq.ZMQError:
+            self._close()
+            raise
+        self._encoder = msgspec.msgpack.Encoder()
+        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=BUFFER_STEPS)
+        self._next_seq = 0
+        self._task = asyncio.get_running_loop().create_task(self._serve_replay())
+
+    def publish(self, ts: float, events: list[WireEvent]) -> None:
+        """Send one batch. `ts`: wall clock in s, as vLLM stamps it."""
+        payload = self._encoder.encode(KVEventBatch(ts=ts, events=events, data_parallel_rank=0))
+        self._pub.send_multipart((b"", self._next_seq.to_bytes(8, "big"), payload), zmq.NOBLOCK)
+        self._buffer.append((self._next_seq, payload))
+        self._next_seq += 1
+
+    def source(self) -> dict[str, Any]:
+        """What GET /kv_event_sources tells about this publisher."""
+        return {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": self.endpoint,
+            "replay_endpoint": self.replay_endpoint,
+            "buffer_steps": BUFFER_STEPS,
+            "hwm": HIGH_WATER_MARK,
+            "max_queue_size": 100_000,
+            "topic": "",
+        }
+
+    async def stop(self) -> None:
+        """Close the sockets. What was published and not yet sent is lost, as with an engine that dies."""
+        self._task.cancel()
+        try:
+            await asyncio.gather(self._task, return_exceptions=True)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        # The replay socket is its shadow context's, which destroy() does not know of.
+        self._replay.close(linger=0)
+        self._context.destroy(linger=0)
+
+    async def _serve_replay(self) -> None:
+        while True:
+            frames = await self._replay.recv_multipart()
+            if len(frames) != 3:
+                continue  # vLLM drops such requests, too.
+            client, _, start = frames
+            first = int.from_bytes(start, "big")
+            for seq, payload in list(self._buffer):
+                if seq >= first:
+                    await self._replay.send_multipart((client, b"", b"", seq.to_bytes(8, "big"), payload))
+            await self._replay.send_multipart((client, b"", b"", END_SEQ, b""))
+
+
+def _bind(socket: zmq.Socket[Any], host: str, port: int) -> str:
+    """Bind and tell the endpoint as vLLM does: a picked port with its address, a given one on all interfaces with "*"."""
+    address = "*" if host == "0.0.0.0" else host
+    socket.bind(f"tcp://{address}:{port or '*'}")
+    bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    return f"tcp://{address}:{bound.rpartition(':')[2]}"

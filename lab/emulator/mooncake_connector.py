@@ -1,0 +1,94 @@
+"""Prefill on one emulated instance, decode on another, as with vLLM's MooncakeConnector: transfer_id joins the two requests.
+
+The prefilling side is asked with {do_remote_decode, transfer_id}; the decoding side with {do_remote_prefill, remote_engine_id,
+remote_bootstrap_addr, transfer_id}: it takes blocks for what it lacks, tells the prefilling side so, and has the KV a transfer's
+time after the prefill; with `layerwise` only what could not be pushed while the prefill ran, from the asking on, is left to do
+then. Only the waiting is emulated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import aiohttp
+
+from pointsman.lab.emulator.engine_loop import FetchKv
+from pointsman.lab.emulator.openai_api import ApiError
+from pointsman.lab.engine.cost_profile import Profile
+
+# VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT: how long either side waits for the other.
+ABORT_S = 480.0
+
+
+class KvTransfers:
+    """What this instance has prefilled for others, by transfer_id. `address` is where others reach it."""
+
+    def __init__(self, engine_id: str, profile: Profile, speedup: float, *, layerwise: bool) -> None:
+        self.engine_id = engine_id
+        self.address = ""
+        self._profile = profile
+        self._speedup = speedup
+        self._layerwise = layerwise
+        # By transfer_id: how long the prefill has computed, in s, once it is over.
+        self._prefills: dict[str, asyncio.Future[float]] = {}
+
+    def bootstrap(self) -> dict[str, Any]:
+        """What GET /query of a Mooncake bootstrap server answers."""
+        return {"0": {"engine_id": self.engine_id, "worker_addr": {"0": {"0": f"tcp://{self.address}"}}}}
+
+    def prefilled(self, transfer_id: str, prefill_s: float) -> None:
+        """A prefill that took `prefill_s` is done: its KV can be fetched, until nobody has for ABORT_S."""
+        future = self._future(transfer_id)
+        if not future.done():
+            future.set_result(prefill_s)
+
+    async def wait_for(self, transfer_id: str, engine_id: str) -> float:
+        """Wait for a prefill; for how much of it, in s, somebody had been asking. Raises ApiError 404 for another engine's id and
+        504 when it never comes."""
+        if engine_id != self.engine_id:
+            raise ApiError(404, f"engine {engine_id} is not here")
+        asked_at = time.monotonic()
+        try:
+            async with asyncio.timeout(ABORT_S):
+                prefill_s = await asyncio.shield(self._future(transfer_id))
+        except TimeoutError as error:
+            raise ApiError(504, "the prefill never came") from error
+        finally:
+            self._prefills.pop(transfer_id, None)
+        return min(time.monotonic() - asked_at, prefill_s)
+
+    def fetcher(self, params: Mapping[str, Any]) -> FetchKv:
+        """What fetches a prompt's KV from the instance that `params` name. Raises ApiError 500, at once or later."""
+        for key in ("transfer_id", "remote_engine_id", "remote_bootstrap_addr"):
+            if not isinstance(params.get(key), str):
+                # In vLLM a missing remote_engine_id takes the whole engine down; that lesson is not repeated here.
+                raise ApiError(500, f"KeyError: {key!r}")
+        return partial(self._fetch, params)
+
+    async def _fetch(self, params: Mapping[str, Any], tokens: int) -> None:
+        url = f"{params['remote_bootstrap_addr']}/emulated_transfers/{params['transfer_id']}"
+        timeout = aiohttp.ClientTimeout(total=ABORT_S + 60)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as session,
+                session.get(url, params={"engine_id": params["remote_engine_id"]}) as response,
+            ):
+                if response.status != 200:
+                    raise ApiError(500, f"KV transfer failed: the prefilling instance answered {response.status}")
+                overlapped_s = float((await response.json())["overlapped_s"]) * self._speedup
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise ApiError(500, f"KV transfer failed: {type(error).__name__}") from error
+        tail_s = self._profile.transfer_tail_s(tokens, overlapped_s if self._layerwise else 0.0)
+        await asyncio.sleep(tail_s / self._speedup)
+
+    def _future(self, transfer_id: str) -> asyncio.Future[float]:
+        future = self._prefills.get(transfer_id)
+        if future is None:
+            loop = asyncio.get_running_loop()
+            future = self._prefills[transfer_id] = loop.create_future()
+            loop.call_later(ABORT_S, self._prefills.pop, transfer_id, None)
+        return future

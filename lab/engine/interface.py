@@ -1,0 +1,163 @@
+"""What an engine model is asked, how it is set up, and what it tells. Pure values."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from pointsman.lab.engine.block_cache import AllCleared, BlocksRemoved, BlocksStored
+from pointsman.lab.engine.prompt_content import NamedPrompt
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The engine's settings, named as vLLM's flags are. `vocabulary` is what it may generate; `seed` changes its answers.
+
+    `kv_blocks` can hold KV; vLLM counts one more in num_gpu_blocks, which it never fills.
+    """
+
+    block_size: int = 16
+    kv_blocks: int = 20_000
+    max_model_len: int = 131_072
+    max_num_batched_tokens: int = 8_192
+    max_num_seqs: int = 256
+    long_prefill_token_threshold: int = 0
+    long_prefill_token_threshold_adaptive: bool = False
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    # Share of the blocks that admitting a request must leave free while others run.
+    watermark: float = 0.0
+    vocabulary: Sequence[int] = range(1_000, 2_000)
+    eos_token_id: int | None = None
+    # Where a request that may stop by itself does: after so many tokens, drawn from its prompt.
+    natural_length: tuple[int, int] = (16, 96)
+    seed: int = 0
+    hash_seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.block_size < 16 or self.block_size % 16:
+            raise ValueError(f"block_size {self.block_size} is no multiple of 16")
+        if self.kv_blocks * self.block_size < self.max_model_len:
+            # vLLM refuses to start for the same reason: a lone request could wait for ever.
+            raise ValueError(
+                f"{self.kv_blocks} blocks of {self.block_size} hold less than max_model_len {self.max_model_len}"
+            )
+        if min(self.max_num_batched_tokens, self.max_num_seqs, self.max_model_len) < 1:
+            raise ValueError("max_num_batched_tokens, max_num_seqs and max_model_len must be at least 1")
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark {self.watermark} is not in 0 to below 1")
+        if not len(self.vocabulary):
+            raise ValueError("vocabulary is empty")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """What is asked of the engine. `remote_tokens` leading prompt tokens have their KV delivered from another instance.
+
+    A smaller `priority` is more urgent; it counts under the scheduling policy of that name.
+
+    A NamedPrompt's answer always has `max_tokens` tokens, which are not told.
+    """
+
+    request_id: str
+    prompt: Sequence[int] | NamedPrompt
+    max_tokens: int
+    ignore_eos: bool = False
+    session_id: str = ""
+    cache_salt: str = ""
+    remote_tokens: int = 0
+    priority: int = 0
+
+
+class WaitingForRemoteKv(msgspec.Struct, frozen=True, gc=False):
+    """The request has taken blocks for the KV of `tokens` prompt tokens, which can now be sent; receive() tells that it came."""
+
+    request_id: str
+    tokens: int
+
+
+class FirstToken(msgspec.Struct, frozen=True, gc=False):
+    """The prompt is computed; `cached_tokens` of it came from the local cache and `remote_tokens` from another instance."""
+
+    request_id: str
+    cached_tokens: int
+    remote_tokens: int
+
+
+class TokenGenerated(msgspec.Struct, frozen=True, gc=False):
+    """Token number `index` (from 0) of an answer."""
+
+    request_id: str
+    index: int
+    token_id: int
+
+
+class Finished(msgspec.Struct, frozen=True, gc=False):
+    """The answer is complete: "length", or "stop" when its last token is the end-of-sequence token."""
+
+    request_id: str
+    reason: str
+
+
+class Preempted(msgspec.Struct, frozen=True, gc=False):
+    """The request lost its blocks and waits to be recomputed."""
+
+    request_id: str
+
+
+Event = FirstToken | TokenGenerated | Finished | Preempted | BlocksStored | BlocksRemoved | AllCleared
+
+
+class StepResult(msgspec.Struct, frozen=True, gc=False):
+    """One step: it takes `duration_s` from its `now`, and its events are seen by others at its end.
+
+    What is `awaited` is so from the step's beginning on. A step that schedules nothing takes no time.
+    """
+
+    duration_s: float
+    events: list[Event]
+    scheduled: dict[str, int]
+    awaited: tuple[WaitingForRemoteKv, ...] = ()
+
+
+class DecodeSteps(msgspec.Struct, frozen=True, gc=False):
+    """`steps` steps to come in which every running request decodes one token and nothing else happens. The first takes `first_s`,
+    each one after it `growth_s` more than the one before. `evicts`: cached blocks have to go for it."""
+
+    steps: int
+    evicts: bool
+    first_s: float
+    growth_s: float
+
+    def seconds(self, steps: int) -> float:
+        """What the first `steps` steps take."""
+        return steps * (self.first_s + self.growth_s * (steps - 1) / 2)
+
+    def steps_by(self, seconds: float) -> int:
+        """How many steps have begun, or are over, so long after the first one's beginning; at least 1, and no more than there
+        are."""
+        if self.seconds(self.steps) <= seconds:
+            return self.steps
+        # Steps grow little: between as many as all would be of the last one's length and of the first one's there are few.
+        most = min(int(seconds / self.first_s) + 1, self.steps - 1)
+        least = max(int(seconds / (self.first_s + self.growth_s * self.steps)) - 1, 0)
+        return bisect_left(range(1, self.steps), seconds, min(least, most), most, key=self.seconds) + 1
+
+
+@dataclass
+class Counters:
+    """Totals since the start, under the names of vLLM's metrics."""
+
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    external_prefix_cache_queries: int = 0
+    external_prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    local_compute: int = 0
+    local_cache_hit: int = 0
+    external_kv_transfer: int = 0

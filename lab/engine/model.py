@@ -1,0 +1,430 @@
+"""A model of one vLLM engine: continuous batching with chunked prefill over a block cache, in virtual time. Pure.
+
+The emulated engine and the simulator share it. It schedules as vllm/v1/core/sched/scheduler.py (0.32, not asynchronous) does:
+running requests first, in order; when blocks run out the last admitted one, or the least urgent, is preempted and later
+recomputed; then waiting requests while tokens, sequences and blocks last, each only if its whole prompt fits, those first whose
+KV another instance has delivered. tests/engine/test_scheduler.py compares the two step by step. What a step costs comes from a
+Profile.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from operator import attrgetter
+
+from pointsman.lab.engine.block_cache import AllCleared, BlockCache, BlocksStored, root_hash
+from pointsman.lab.engine.cost_profile import Profile
+from pointsman.lab.engine.interface import (
+    Counters,
+    DecodeSteps,
+    EngineConfig,
+    EngineRequest,
+    Event,
+    Finished,
+    FirstToken,
+    Preempted,
+    StepResult,
+    TokenGenerated,
+    WaitingForRemoteKv,
+)
+from pointsman.lab.engine.prompt_content import NamedContent, NamedPrompt, TokenContent
+from pointsman.lab.engine.request_queue import ArrivalQueue, EngineSequence, PriorityQueue, Queue
+
+
+class EngineModel:
+    """One engine. submit, abort, receive, reset_prefix_cache, step, finish_step and finish_decode_steps are the only methods that
+    change it."""
+
+    def __init__(self, config: EngineConfig | None = None, profile: Profile | None = None) -> None:
+        self.config = config or EngineConfig()
+        self.profile = profile or Profile()
+        self.cache = BlockCache(self.config.kv_blocks, self.config.block_size)
+        self.counters = Counters()
+        by_priority = self.config.scheduling_policy == "priority"
+        self._by_priority = by_priority
+        # vLLM reckons its share from all blocks, that one included which holds nothing.
+        self._watermark = int(self.config.watermark * (self.config.kv_blocks + 1))
+        self._waiting: Queue = PriorityQueue() if by_priority else ArrivalQueue()
+        # Those that wait with blocks: their KV is on its way, or has come.
+        self._waiting_with_blocks: Queue = PriorityQueue() if by_priority else ArrivalQueue()
+        # Aborted while their KV was on its way: their blocks are written to until it is there.
+        self._aborted_loading: dict[str, EngineSequence] = {}
+        # Nothing could be scheduled, and nothing has changed since.
+        self._nothing_schedulable = False
+        # There was nothing to do, and no step since.
+        self._was_idle = False
+        self._running: list[EngineSequence] = []
+        self._sequences: OrderedDict[str, EngineSequence] = OrderedDict()
+        self._pending: list[Event] = []
+        self._finishing: list[EngineSequence] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything. A cleared cache alone is no work: vLLM too tells it with the next request's step."""
+        return bool(self._sequences) and not self._nothing_schedulable
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests not admitted, preempted ones and those that await KV included."""
+        return len(self._waiting) + len(self._waiting_with_blocks)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of blocks that requests hold, 0 to 1."""
+        return 1 - self.cache.free / self.cache.capacity
+
+    def cached_tokens(self, hashes: Sequence[int]) -> int:
+        """How many tokens of a prompt with these block hashes are cached, without holding them."""
+        return self.cache.find(hashes, len(hashes))[0] * self.config.block_size
+
+    def submit(self, request: EngineRequest, now: float) -> None:
+        """Queue a request at `now` (s). Raises ValueError for one that no state of the engine could serve."""
+        if request.request_id in self._sequences or request.request_id in self._aborted_loading:
+            raise ValueError(f"request {request.request_id} is already here")
+        length = len(request.prompt)
+        if not 0 < length < self.config.max_model_len:
+            raise ValueError(f"a prompt of {length} tokens does not fit max_model_len {self.config.max_model_len}")
+        if request.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {request.max_tokens}")
+        config, natural = self.config, None
+        content: TokenContent | NamedContent
+        if isinstance(request.prompt, NamedPrompt):
+            content = NamedContent(request.prompt)
+        else:
+            root = root_hash(config.hash_seed, request.cache_salt)
+            content = TokenContent(request.prompt, root, config.block_size, config.vocabulary, config.seed)
+            if not request.ignore_eos and config.eos_token_id is not None:
+                low, high = config.natural_length
+                natural = length + low + content.digest % (high - low + 1)
+        sequence = EngineSequence(
+            request=request,
+            content=content,
+            length=length,
+            prompt_length=length,
+            end=min(length + request.max_tokens, config.max_model_len),
+            natural_end=natural,
+            submitted_at=now,
+        )
+        if not self._sequences:
+            self._was_idle = True
+        self._sequences[request.request_id] = sequence
+        self._waiting.add(sequence)
+        self._nothing_schedulable = False
+
+    def abort(self, request_id: str, now: float) -> bool:
+        """Forget a request and free its blocks, those that await KV once it is there. False when it is not here, for instance
+        because it has finished."""
+        del now
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is None:
+            return False
+        self._nothing_schedulable = False
+        for queue in (self._running, self._waiting_with_blocks, self._waiting):
+            if sequence in queue:
+                queue.remove(sequence)
+                break
+        if sequence.waits_for_remote_kv:
+            self._aborted_loading[request_id] = sequence
+        else:
+            self._release(sequence)
+        return True
+
+    def receive(self, request_id: str, now: float) -> bool:
+        """The KV that a request awaits is there, or never will be; told of aborted ones, too. False when none is awaited."""
+        del now
+        if (orphan := self._aborted_loading.pop(request_id, None)) is not None:
+            self._release(orphan)
+        elif (sequence := self._sequences.get(request_id)) is not None and sequence.waits_for_remote_kv:
+            sequence.waits_for_remote_kv = False
+        else:
+            return False
+        self._nothing_schedulable = False
+        return True
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks; told with the next step, as vLLM does. False while a request holds blocks."""
+        if not self.cache.clear():
+            return False
+        self._pending.append(AllCleared())
+        return True
+
+    def finish_step(self) -> None:
+        """Let go of the requests that the last step finished; to be called at its end (step() does, when nobody has).
+
+        Until then they count as running and hold their blocks, as they do in an engine whose step is not over.
+        """
+        for sequence in self._finishing:
+            if self._sequences.get(sequence.request.request_id) is sequence:
+                del self._sequences[sequence.request.request_id]
+                self._running.remove(sequence)
+                self._release(sequence)
+        self._finishing.clear()
+
+    def step(self, now: float) -> StepResult:
+        """Run one step that starts at `now` (s). With nothing to do it takes no time and has no events."""
+        del now  # Costs do not depend on it; callers of a discrete-event loop read better with it.
+        self.finish_step()
+        events: list[Event] = self._pending
+        self._pending = []
+        if not self._sequences:
+            return StepResult(0.0, events, {})
+        awaited: list[WaitingForRemoteKv] = []
+        preemptions = self.counters.num_preemptions
+        scheduled = self._schedule(events, awaited)
+        if not scheduled:
+            # After a preemption the next step admits again.
+            self._nothing_schedulable = self.counters.num_preemptions == preemptions
+            return StepResult(0.0, events, {}, tuple(awaited))
+        profile = self.profile
+        duration = profile.step_s
+        if self._was_idle:
+            self._was_idle = False
+            duration += profile.wake_s
+        for sequence, count in scheduled.items():
+            duration += profile.chunk_s(count, sequence.computed)
+        for sequence, count in scheduled.items():
+            sequence.computed += count
+            if sequence.computed == sequence.length:
+                self._sample(sequence, events)
+        told = {item.request.request_id: count for item, count in scheduled.items()}
+        return StepResult(duration, events, told, tuple(awaited))
+
+    # ---- many steps at once ----
+
+    def decode_only_steps(self) -> DecodeSteps | None:
+        """The steps from here to the next end of an answer, when until then all running requests only decode, none can be
+        admitted and none need be preempted; None when the next step is of another kind. Changes nothing; for NamedPrompts."""
+        self.finish_step()
+        running, config, profile = self._running, self.config, self.profile
+        if not running or self._pending or len(running) > config.max_num_batched_tokens:
+            return None
+        for one in running:
+            if not one.decodes or type(one.content) is not NamedContent:
+                return None
+        if self._waiting_with_blocks and not all(one.waits_for_remote_kv for one in self._waiting_with_blocks):
+            return None
+        if self._waiting and len(running) < config.max_num_seqs and self._room_for(self._waiting[0]) is not None:
+            return None
+        steps = min([one.end - one.length for one in running])
+        while (blocks := self._blocks_for(steps)) > self.cache.free:
+            if steps == 1:
+                return None
+            steps //= 2
+        first_s = profile.step_s + sum([profile.chunk_s(1, one.computed) for one in running])
+        return DecodeSteps(steps, self.cache.empty < blocks, first_s, profile.decode_kv_token_s * len(running))
+
+    def finish_decode_steps(self, steps: int) -> list[Event]:
+        """Take the first `steps` of the steps that decode_only_steps() has just returned; the events of all. Mutates."""
+        events: list[Event] = []
+        block_size = self.config.block_size
+        for one in self._running:
+            one.length += steps
+            computed, held = one.computed + steps, one.held
+            if computed // block_size > held.full or computed > held.blocks * block_size:
+                self._grow(one, -(-computed // block_size) - held.blocks, steps, events)
+            one.computed = computed
+            if one.length >= one.end:
+                self._finish(one, "length", events)
+        self.counters.generation_tokens += steps * len(self._running)
+        return events
+
+    def kv_usage_after(self, steps: int) -> float:
+        """kv_usage once the first `steps` of DecodeSteps have begun."""
+        return self.kv_usage + self._blocks_for(steps) / self.cache.capacity if steps else self.kv_usage
+
+    def _blocks_for(self, steps: int) -> int:
+        block_size = self.config.block_size
+        needed = [-(-(one.computed + steps) // block_size) - one.held.blocks for one in self._running]
+        return sum([blocks for blocks in needed if blocks > 0])
+
+    def _schedule(self, events: list[Event], awaited: list[WaitingForRemoteKv]) -> dict[EngineSequence, int]:
+        config, cache, running = self.config, self.cache, self._running
+        block_size, chunk_limit, budget = config.block_size, self._chunk_limit(), config.max_num_batched_tokens
+        scheduled: dict[EngineSequence, int] = {}
+        preempted = False
+        position = 0
+        while position < len(running) and budget > 0:
+            sequence = running[position]
+            count = min(sequence.length - sequence.computed, chunk_limit, budget)
+            missing = -(-(sequence.computed + count) // block_size) - sequence.held.blocks
+            while missing > cache.free:
+                preempted = True
+                victim = self._preempt(events)
+                if victim in scheduled:
+                    # It gives back what this step has given it.
+                    budget += scheduled.pop(victim)
+                    position -= 1
+                if victim is sequence:
+                    return scheduled
+            self._grow(sequence, missing, count, events)
+            scheduled[sequence] = count
+            budget -= count
+            position += 1
+        # What was just preempted heads the queue: admitting in the same step would only hand its blocks back.
+        if not preempted and (self._waiting or self._waiting_with_blocks):
+            self._admit(scheduled, budget, chunk_limit, events, awaited)
+        return scheduled
+
+    def _chunk_limit(self) -> int:
+        """Tokens of one sequence that a step may compute. A lone request has nobody to starve: the threshold is for several."""
+        config, requests = self.config, len(self._sequences)
+        budget, threshold = config.max_num_batched_tokens, config.long_prefill_token_threshold
+        if not threshold or requests < 2:
+            return budget
+        return max(threshold, budget // requests) if config.long_prefill_token_threshold_adaptive else threshold
+
+    def _admit(
+        self,
+        scheduled: dict[EngineSequence, int],
+        budget: int,
+        chunk_limit: int,
+        events: list[Event],
+        awaited: list[WaitingForRemoteKv],
+    ) -> None:
+        """Take waiting sequences in, first those that hold blocks; one that does not fit keeps back all behind it."""
+        block_size, running = self.config.block_size, self._running
+        passed_over: list[EngineSequence] = []
+        while budget > 0 and len(running) < self.config.max_num_seqs:
+            queue = self._waiting_with_blocks or self._waiting
+            if not queue:
+                break
+            sequence = queue[0]
+            if sequence.waits_for_remote_kv:
+                passed_over.append(queue.take())
+                continue
+            if sequence.held.blocks:
+                # Findable since its KV has come; of a whole prompt the last token is computed for its logits.
+                self._grow(sequence, 0, 0, events)
+                sequence.computed = min(sequence.computed, sequence.length - 1)
+                if -(-sequence.length // block_size) - sequence.held.blocks + self._headroom() > self.cache.free:
+                    break
+            else:
+                hit = self._room_for(sequence)
+                if hit is None:
+                    break
+                missing_tokens = self._missing_remote(sequence, hit * block_size)
+                if missing_tokens and not self._room_to_load(sequence, hit, missing_tokens):
+                    break
+                self._allocate_cached_blocks(sequence, hit, missing_tokens)
+                if missing_tokens:
+                    blocks = -(-sequence.computed // block_size) - hit
+                    if removed := self.cache.allocate(sequence.held, blocks):
+                        events.append(removed)
+                    sequence.waits_for_remote_kv = True
+                    awaited.append(WaitingForRemoteKv(sequence.request.request_id, missing_tokens))
+                    passed_over.append(queue.take())
+                    continue
+            count = min(sequence.length - sequence.computed, chunk_limit, budget)
+            self._grow(sequence, -(-(sequence.computed + count) // block_size) - sequence.held.blocks, count, events)
+            running.append(queue.take())
+            scheduled[sequence] = count
+            budget -= count
+        for sequence in reversed(passed_over):
+            self._waiting_with_blocks.put_back(sequence)
+
+    def _allocate_cached_blocks(self, sequence: EngineSequence, hit: int, missing_tokens: int) -> None:
+        """Give a sequence its cached blocks, and count as vLLM does: a preempted one's lookup is not told."""
+        cached = hit * self.config.block_size
+        sequence.held = self.cache.hold(sequence.content.hashes(0, hit), hit)
+        sequence.computed = cached + missing_tokens
+        if sequence.cached is not None:
+            return
+        sequence.cached, sequence.remote = cached, missing_tokens
+        counters = self.counters
+        counters.prefix_cache_queries += sequence.length
+        counters.prefix_cache_hits += cached
+        if sequence.request.remote_tokens:
+            counters.external_prefix_cache_queries += sequence.length - cached
+            counters.external_prefix_cache_hits += missing_tokens
+
+    def _missing_remote(self, sequence: EngineSequence, cached: int) -> int:
+        """Prompt tokens to be had from another instance beyond `cached` ones; one preempted since it got them computes them."""
+        if sequence.cached is not None:
+            return 0
+        return max(0, min(sequence.request.remote_tokens, sequence.length) - cached)
+
+    def _room_to_load(self, sequence: EngineSequence, hit: int, missing_tokens: int) -> bool:
+        """Whether blocks for KV to come, held without progress meanwhile, fit beside what prompts under way still need."""
+        block_size, hashes = self.config.block_size, sequence.content.hashes(0, hit)
+        need = -(-(hit * block_size + missing_tokens) // block_size) - hit + self.cache.find(hashes, hit)[1]
+        holders = [one for one in self._sequences.values() if one.held.blocks]
+        reserved = sum([max(-(-one.length // block_size) - one.held.blocks, 0) for one in holders])
+        return bool(need + self._headroom() <= self.cache.free - reserved)
+
+    def _headroom(self) -> int:
+        """Blocks that admitting one more has to leave."""
+        return self._watermark if self._running else 0
+
+    def _room_for(self, sequence: EngineSequence) -> int | None:
+        """The cached blocks of a waiting sequence whose whole prompt fits; None when it does not."""
+        length, block_size, cache = sequence.length, self.config.block_size, self.cache
+        # The last token is always computed, for its logits: a hit stops before it.
+        limit = (length - 1) // block_size
+        hit, idle = cache.find(sequence.content.hashes(0, limit), limit)
+        missing = -(-length // block_size) - hit + self._headroom()
+        return hit if missing + idle <= cache.free else None
+
+    def _grow(self, sequence: EngineSequence, missing: int, count: int, events: list[Event]) -> None:
+        if missing > 0 and (removed := self.cache.allocate(sequence.held, missing)):
+            events.append(removed)
+        block_size, content = self.config.block_size, sequence.content
+        # Blocks are cached from the step that fills them on, as in vLLM, which caches them when it schedules.
+        full = (sequence.computed + count) // block_size
+        start = sequence.held.full
+        if full <= start:
+            return
+        hashes = content.hashes(start, full)
+        already_cached = self.cache.store(sequence.held, hashes)
+        parent = content.hashes(start - 1, start)[0] if start else None
+        tokens = content.ids(start * block_size, full * block_size)
+        request = sequence.request
+        events.append(BlocksStored(hashes, parent, tokens, request.session_id, request.cache_salt, already_cached))
+
+    def _preempt(self, events: list[Event]) -> EngineSequence:
+        """Put back the running sequence that is the first to go, and free its blocks."""
+        if self._by_priority:
+            victim = max(self._running, key=attrgetter("rank"))
+            self._running.remove(victim)
+        else:
+            victim = self._running.pop()
+        self._release(victim)
+        self._waiting.put_back(victim)
+        self.counters.num_preemptions += 1
+        events.append(Preempted(victim.request.request_id))
+        return victim
+
+    def _release(self, sequence: EngineSequence) -> None:
+        self.cache.release(sequence.held)
+        sequence.computed = 0
+
+    def _sample(self, sequence: EngineSequence, events: list[Event]) -> None:
+        request, content = sequence.request, sequence.content
+        index = sequence.length - sequence.prompt_length
+        if index == 0:
+            self._count_prompt(sequence)
+            events.append(FirstToken(request.request_id, sequence.cached or 0, sequence.remote))
+        stops = sequence.natural_end is not None and sequence.length + 1 >= sequence.natural_end
+        if isinstance(content, TokenContent):
+            token = content.append(self.config.eos_token_id if stops else None)
+            events.append(TokenGenerated(request.request_id, index, token))
+        sequence.length += 1
+        self.counters.generation_tokens += 1
+        if stops or sequence.length >= sequence.end:
+            self._finish(sequence, "stop" if stops else "length", events)
+
+    def _finish(self, sequence: EngineSequence, reason: str, events: list[Event]) -> None:
+        events.append(Finished(sequence.request.request_id, reason))
+        self._finishing.append(sequence)
+
+    def _count_prompt(self, sequence: EngineSequence) -> None:
+        counters, length, cached = self.counters, sequence.prompt_length, sequence.cached or 0
+        counters.prompt_tokens += length
+        counters.local_cache_hit += cached
+        counters.external_kv_transfer += sequence.remote
+        counters.local_compute += length - cached - sequence.remote

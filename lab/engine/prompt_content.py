@@ -1,0 +1,83 @@
+"""What a request is about, as an engine model sees it: real tokens, or only the names of its blocks. Pure."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xxhash import xxh3_64_intdigest
+
+from pointsman.lab.engine.block_cache import extend_hashes
+
+
+@dataclass(frozen=True, slots=True)
+class NamedPrompt:
+    """A prompt of `length` tokens that nobody reads: `names` are its full blocks' hashes, equal where prefixes are, and `answer`
+    has those of the blocks that its answer fills, the one that prompt and answer share included. Makes simulations of long
+    prompts cheap."""
+
+    length: int
+    names: Sequence[int]
+    answer: Sequence[int]
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class TokenContent:
+    """Real tokens: the block hashes are computed from them, and answers are a function of the prompt and a seed."""
+
+    __slots__ = ("_block_size", "_hashes", "_ids", "_prompt_length", "_root", "_vocabulary", "digest")
+
+    def __init__(self, prompt: Sequence[int], root: int, block_size: int, vocabulary: Sequence[int], seed: int) -> None:
+        self._ids = list(prompt)
+        self._prompt_length = len(prompt)
+        self._root = root
+        self._block_size = block_size
+        self._vocabulary = vocabulary
+        self.digest = xxh3_64_intdigest(array("I", prompt).tobytes(), seed)
+        self._hashes: list[int] = []
+        extend_hashes(self._hashes, root, self._ids, block_size)
+
+    def ids(self, start: int, stop: int) -> tuple[int, ...]:
+        """Token ids of prompt and answer from `start` to before `stop`."""
+        return tuple(self._ids[start:stop])
+
+    def hashes(self, start: int, stop: int) -> tuple[int, ...]:
+        """Hashes of the full blocks of prompt and answer from `start` to before `stop`."""
+        return tuple(self._hashes[start:stop])
+
+    def append(self, last: int | None = None) -> int:
+        """Generate a token, or add `last` instead; its id. Mutates."""
+        token = last
+        if token is None:
+            index = len(self._ids) - self._prompt_length
+            # Reading the digest before the index makes answers of equal prompts equal on every instance of a seed.
+            draw = xxh3_64_intdigest(index.to_bytes(8, "little"), self.digest)
+            token = self._vocabulary[draw % len(self._vocabulary)]
+        self._ids.append(token)
+        extend_hashes(self._hashes, self._root, self._ids, self._block_size)
+        return token
+
+
+class NamedContent:
+    """Block names alone; there are no token ids to be told, and nothing to be kept of what is generated."""
+
+    __slots__ = ("_answer", "_names")
+
+    def __init__(self, prompt: NamedPrompt) -> None:
+        self._names = tuple(prompt.names)
+        self._answer = prompt.answer
+
+    def ids(self, start: int, stop: int) -> tuple[int, ...]:
+        """None are known."""
+        del start, stop
+        return ()
+
+    def hashes(self, start: int, stop: int) -> tuple[int, ...]:
+        """Names of the full blocks of prompt and answer from `start` to before `stop`."""
+        names, beyond = self._names, stop - len(self._names)
+        if beyond <= 0:
+            return names[start:stop]
+        return (*names[start:], *self._answer[max(start - len(names), 0) : beyond])

@@ -1,0 +1,177 @@
+"""`pointsman simulate`: a trace and a policy over modelled instances, into a bundle like a replay's."""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import typer
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from pointsman.lab.engine.cost_profile import Profile, load_profile
+from pointsman.lab.engine.interface import EngineConfig
+from pointsman.lab.experiments.trials import Cell, Workload, run_trial
+from pointsman.lab.report.bundle import write_bundle
+from pointsman.lab.report.instance_samples import InstanceSample
+from pointsman.lab.report.run_summary import print_summary, summarise
+from pointsman.lab.report.terminal import make_console
+from pointsman.lab.simulation.config import SimulationConfig, SimulationError
+from pointsman.lab.workload.session_starts import Arrivals, Starts
+from pointsman.lab.workload.synthetic_trace import SHAPES, SessionShape, generate
+from pointsman.lab.workload.traces import TINY_TRACE, TraceRequest
+from pointsman.router.core.instances.saturation import SaturationLimits
+from pointsman.router.core.requests.hold_queue import QueueSettings
+from pointsman.router.core.router_state import StateSettings
+
+# As many sessions, over as long, as make a trace of some 1,200 requests.
+SYNTHETIC_SESSIONS, SYNTHETIC_SPAN_S = 230, 600.0
+_ROUTER = StateSettings()
+
+
+class RunSettings(BaseSettings):
+    """What a simulated run is, but for its policy and its seed."""
+
+    trace: Path = Field(
+        TINY_TRACE,
+        description="trace file (jsonl, jsonl.gz), or agentic or small: made-up sessions, others for each seed",
+    )
+    sessions: int = Field(0, ge=0, description="only the trace's first so many sessions; 0 is all")
+    starts: Starts = Field(
+        "trace",
+        description="when sessions start: as in the trace, each moved by up to jitter_s, or dealt anew over the trace's span",
+    )
+    jitter_s: float = Field(30.0, ge=0, description="how far a session's start may be moved, to either side")
+    rate: float = Field(1.0, gt=0, description="sessions start so many times as fast; turns keep their distances")
+    max_sessions: int = Field(0, ge=0, description="sessions in flight; 0 is no cap")
+    timing: Literal["trace", "think"] = Field("trace", description="as in replay")
+    time_scale: float = Field(1.0, gt=0, description="factor on the trace's times, those within sessions included")
+    instances: int = Field(8, ge=1, le=1024, description="modelled instances")
+    profile: Path | None = Field(None, description="JSON file of what an engine's steps cost; without, the reference's")
+    kv_blocks: int = Field(20_000, ge=1, description="KV blocks of 16 tokens for each instance")
+    max_model_len: int = Field(200_000, ge=2, description="prompt and answer together, in tokens")
+    max_num_batched_tokens: int = Field(8_192, ge=1, description="tokens per engine step")
+    long_prefill_token_threshold: int = Field(
+        0, ge=0, description="prefill tokens per step of one request; 0 is no limit"
+    )
+    max_requests_per_instance: int = Field(
+        _ROUTER.limits.max_requests, ge=0, description="as the router's setting of that name"
+    )
+    max_kv_usage: float = Field(
+        _ROUTER.limits.max_kv_usage, ge=0, le=1, description="as the router's setting of that name"
+    )
+    queue_size: int = Field(_ROUTER.queue.size, ge=0, description="as the router's setting of that name")
+    queue_timeout_s: float = Field(_ROUTER.queue.timeout_s, gt=0, description="as the router's setting of that name")
+    retries: int = Field(10, ge=0, description="times that a client refused for the moment asks again")
+    layerwise: bool = Field(False, description="KV is pushed layer by layer while it is computed")
+    tokenise_us_per_token: float = Field(0.0, ge=0, description="time to tokenise a prompt, in us per token")
+    placement_ms: float = Field(0.0, ge=0, description="mean time of asking the router, both ways, in ms")
+    api_ms: float = Field(
+        0.0, ge=0, description="mean time until what is sent to an engine is with its scheduler, in ms"
+    )
+    report_delay_s: float = Field(0.0, ge=0, description="agents' reports come so much later")
+    report_loss: float = Field(0.0, ge=0, lt=1, description="share of agents' reports that never come")
+    pools: int = Field(1, ge=1, description="models that instances and sessions are dealt to")
+    routers: int = Field(1, ge=1, description="replicas of the router, of which one owns each pool")
+    owner_dies_at_s: float | None = Field(
+        None, ge=0, description="the owner of the first pool dies then; default: never"
+    )
+    takeover_s: float = Field(1.5, ge=0, description="a dead owner's pools are taken over so much later")
+    owner_back_after_s: float | None = Field(
+        None, ge=0, description="the dead replica is there again so much later; default: never"
+    )
+    hand_over_at_s: float | None = Field(None, ge=0, description="the first pool is handed to another replica then")
+
+
+class SimulateSettings(RunSettings):
+    """One simulation."""
+
+    model_config = SettingsConfigDict(env_prefix="POINTSMAN_SIMULATE_")
+
+    policy: str = Field(
+        "unified", description="placement policy, or floor: nothing waits and every block is everywhere"
+    )
+    policy_settings: str = Field("{}", description="JSON object of the policy's settings that differ from its defaults")
+    seed: int = Field(0, ge=0, description="of all that is drawn")
+    out: Path = Field(Path("runs/simulate"), description="folder of the run's bundle")
+
+
+def run(settings: SimulateSettings) -> None:
+    """Simulate, write the bundle and print its summary. Exits with 2 when it cannot be run as asked, 1 when a request failed."""
+    began = time.perf_counter()
+    try:
+        policy = json.loads(settings.policy_settings)
+        if not isinstance(policy, dict):
+            raise SimulationError("policy_settings must be a JSON object")
+        cell = cell_of(settings, settings.policy, policy)
+        samples: list[InstanceSample] = []
+        records, measures = run_trial(cell, settings.seed, samples.append)
+    except ValueError as error:
+        typer.echo(f"pointsman simulate: {error}", err=True)
+        raise typer.Exit(2) from None
+    summary = summarise(records) | {"sim_run_s": round(time.perf_counter() - began, 3), "measures": measures}
+    write_bundle(settings.out, {"kind": "simulation"} | settings.model_dump(mode="json"), records, summary, samples)
+    console = make_console()
+    print_summary(console, summary, str(settings.out))
+    console.print(f"simulated in {summary['sim_run_s']:.1f} s", highlight=False)
+    if summary["failed"]:
+        raise typer.Exit(1)
+
+
+def cell_of(
+    settings: RunSettings, policy: str, policy_settings: dict[str, Any], name: str = "", load: str = ""
+) -> Cell:
+    """The cell that the settings describe, under a policy; `name` (by default the policy's) and `load` are its labels.
+
+    Raises ValueError for what does not go together, or for a profile that cannot be read.
+    """
+    engine = EngineConfig(
+        kv_blocks=settings.kv_blocks,
+        max_model_len=settings.max_model_len,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        long_prefill_token_threshold=settings.long_prefill_token_threshold,
+    )
+    router = StateSettings(
+        limits=SaturationLimits(settings.max_requests_per_instance, settings.max_kv_usage),
+        queue=QueueSettings(size=settings.queue_size, timeout_s=settings.queue_timeout_s),
+    )
+    simulation = SimulationConfig(
+        instances=settings.instances,
+        policy=policy,
+        policy_settings=policy_settings,
+        timing=settings.timing,
+        time_scale=settings.time_scale,
+        max_sessions=settings.max_sessions,
+        retries=settings.retries,
+        layerwise=settings.layerwise,
+        tokenise_token_s=settings.tokenise_us_per_token / 1e6,
+        placement_s=settings.placement_ms / 1e3,
+        api_s=settings.api_ms / 1e3,
+        report_delay_s=settings.report_delay_s,
+        report_loss=settings.report_loss,
+        pools=settings.pools,
+        routers=settings.routers,
+        owner_dies_at_s=settings.owner_dies_at_s,
+        takeover_s=settings.takeover_s,
+        owner_back_after_s=settings.owner_back_after_s,
+        hand_over_at_s=settings.hand_over_at_s,
+        router=router,
+        engine=engine,
+        profile=load_profile(settings.profile) if settings.profile else Profile(),
+    )
+    arrivals = Arrivals(settings.starts, settings.jitter_s, settings.rate)
+    if (shape := str(settings.trace)) in SHAPES:
+        workload = Workload(
+            partial(synthetic_sessions, settings.sessions or SYNTHETIC_SESSIONS, SHAPES[shape]), arrivals
+        )
+    else:
+        workload = Workload(settings.trace, arrivals, settings.sessions)
+    return Cell(name or policy, load, workload, simulation)
+
+
+def synthetic_sessions(sessions: int, shape: SessionShape, seed: int) -> list[TraceRequest]:
+    """Sessions of a shape, a fresh draw for each seed."""
+    return generate(sessions, SYNTHETIC_SPAN_S, seed, shape)

@@ -1,0 +1,204 @@
+"""Trials: what is compared, over the same draws, on all cores.
+
+A cell is one way to run a workload: a policy with its settings, a load, an engine. A trial is a cell under a seed, which fixes
+the draw; cells of one load and engine see the same draws, so that their measures can be paired. A trial's measures depend on
+its cell and seed alone, not on how many processes there are or which one it falls to.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+
+from pointsman.lab.experiments.latency_bounds import BOUNDS, LatencyBound
+from pointsman.lab.experiments.paired_statistics import Estimate, difference_by_seed, estimate
+from pointsman.lab.report.bundle import write_bundle
+from pointsman.lab.report.instance_samples import InstanceSample
+from pointsman.lab.report.measures import ALL, Measures, measure
+from pointsman.lab.report.request_record import RequestRecord
+from pointsman.lab.simulation.config import SimulationConfig
+from pointsman.lab.simulation.simulator import Simulator
+from pointsman.lab.workload.session_starts import Arrivals, draw_sessions
+from pointsman.lab.workload.trace_files import load_trace
+from pointsman.lab.workload.traces import TraceRequest, first_sessions
+
+# A trace's file, or a function that can be pickled and makes the requests of a seed.
+TraceSource = Path | Callable[[int], Sequence[TraceRequest]]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is asked when. `sessions`: only the trace's first so many (0: all)."""
+
+    source: TraceSource
+    arrivals: Arrivals = field(default_factory=Arrivals)
+    sessions: int = 0
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way to run a workload. `policy` names what is compared; `load` what it is compared under: cells of one load are paired.
+
+    The seed of `simulation` is replaced by the trial's. Its policy may be one of pointsman.lab.experiments.latency_bounds.BOUNDS.
+    """
+
+    policy: str
+    load: str
+    workload: Workload
+    simulation: SimulationConfig
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a cell came to under a seed."""
+
+    policy: str
+    load: str
+    seed: int
+    measures: Measures
+
+
+@dataclass(frozen=True)
+class MetricComparison:
+    """One metric of one group of requests: its mean over trials beside the baseline's, and their paired difference."""
+
+    load: str
+    policy: str
+    baseline: str
+    group: str
+    metric: str
+    value: Estimate
+    difference: Estimate | None
+
+    @property
+    def verdict(self) -> str:
+        """The difference's, as Estimate has it; empty for the baseline itself."""
+        return self.difference.verdict if self.difference else ""
+
+
+def run_trial(
+    cell: Cell, seed: int, on_sample: Callable[[InstanceSample], None] | None = None
+) -> tuple[list[RequestRecord], Measures]:
+    """Run a cell under a seed, in this process; `on_sample` as in Simulator. Raises ValueError (TraceError, SimulationError,
+    SettingError) for a cell that cannot be run."""
+    sessions = draw_sessions(_requests(cell.workload, seed), cell.workload.arrivals, seed)
+    config = replace(cell.simulation, seed=seed)
+    if config.policy in BOUNDS:
+        records = LatencyBound(sessions, config).run()
+        return records, measure(records, {})
+    simulator = Simulator(iter(sessions), config, on_sample)
+    records = simulator.run()
+    return records, measure(records, simulator.busy_s)
+
+
+def run_cells(
+    cells: Sequence[Cell],
+    seeds: Sequence[int],
+    processes: int = 0,
+    on_trial: Callable[[Trial], None] | None = None,
+    bundles: Path | None = None,
+) -> list[Trial]:
+    """Run every cell under every seed, on `processes` processes (0: as many as there are cores to run on; 1: in this one).
+
+    Trials are returned in the order of `cells`, then `seeds`, and told to `on_trial` as they end. With `bundles` each writes its
+    bundle there. Ctrl-C (KeyboardInterrupt) ends the run: the trials that have ended are returned. Raises what run_trial raises.
+    """
+    tasks = [(cell, seed) for cell in cells for seed in seeds]
+    done: dict[int, Trial] = {}
+
+    def ended(number: int, trial: Trial) -> None:
+        done[number] = trial
+        if on_trial:
+            on_trial(trial)
+
+    try:
+        if (processes or cores()) == 1:
+            for number, (cell, seed) in enumerate(tasks):
+                ended(number, _trial(cell, seed, bundles))
+        else:
+            _spread(tasks, processes or cores(), bundles, ended)
+    except KeyboardInterrupt:
+        pass
+    return [done[number] for number in sorted(done)]
+
+
+def compare(trials: Iterable[Trial], baseline: str) -> list[MetricComparison]:
+    """Every metric of every policy beside `baseline` under the same load, over the seeds that both have run, in the order of the
+    trials. Where a trial has no such requests, or the baseline none, it does not count; a metric of no trial is left out."""
+    by_cell: dict[tuple[str, str], dict[int, Measures]] = {}
+    for trial in trials:
+        by_cell.setdefault((trial.load, trial.policy), {})[trial.seed] = trial.measures
+    found = []
+    for (load, policy), by_seed in by_cell.items():
+        against = by_cell.get((load, baseline), {}) if policy != baseline else {}
+        names = dict.fromkeys((group, metric) for one in by_seed.values() for group in one for metric in one[group])
+        for group, metric in sorted(names, key=lambda name: name[0] != ALL):
+            values = _values(by_seed, group, metric)
+            difference = difference_by_seed(values, _values(against, group, metric))
+            estimated = estimate(list(values.values()))
+            found.append(MetricComparison(load, policy, baseline, group, metric, estimated, difference))
+    return found
+
+
+def cores() -> int:
+    """How many cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def _values(by_seed: dict[int, Measures], group: str, metric: str) -> dict[int, float]:
+    return {seed: one[group][metric] for seed, one in sorted(by_seed.items()) if group in one and metric in one[group]}
+
+
+def _trial(cell: Cell, seed: int, bundles: Path | None) -> Trial:
+    samples: list[InstanceSample] = []
+    records, measures = run_trial(cell, seed, samples.append if bundles is not None else None)
+    if bundles is not None:
+        folder = bundles / _file_name(cell.policy) / _file_name(cell.load) / f"seed {seed}"
+        config = {"policy": cell.policy, "load": cell.load, "seed": seed, "workload": repr(cell.workload)}
+        write_bundle(folder, config | {"simulation": repr(cell.simulation)}, records, measures, samples)
+    return Trial(cell.policy, cell.load, seed, measures)
+
+
+def _file_name(label: str) -> str:
+    return label.replace("/", "_") or "default"
+
+
+def _spread(
+    tasks: Sequence[tuple[Cell, int]], processes: int, bundles: Path | None, ended: Callable[[int, Trial], None]
+) -> None:
+    others = set(multiprocessing.active_children())
+    # Not forked: this process may have threads (a progress bar's), which a fork would leave in the middle of something.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(processes, len(tasks)), context) as pool:
+        try:
+            # What is blocked here stays blocked in the children, which start now: Ctrl-C is for the parent alone.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                futures = {
+                    pool.submit(_trial, cell, seed, bundles): number for number, (cell, seed) in enumerate(tasks)
+                }
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            for future in as_completed(futures):
+                ended(futures[future], future.result())
+        except BaseException:
+            # The pool notices that they are gone, and fails what was left to do.
+            for child in set(multiprocessing.active_children()) - others:
+                child.terminate()
+            raise
+
+
+@lru_cache(maxsize=4)
+def _loaded(path: Path) -> list[TraceRequest]:
+    return load_trace(path)
+
+
+def _requests(workload: Workload, seed: int) -> Sequence[TraceRequest]:
+    source = workload.source
+    return first_sessions(_loaded(source) if isinstance(source, Path) else source(seed), workload.sessions)

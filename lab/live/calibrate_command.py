@@ -1,0 +1,230 @@
+"""`pointsman calibrate`: the same trace live and simulated, with costs measured on the engines that answer it live.
+
+The engines must be idle and stand behind the gateway that is asked; they should be alike, for simulated ones are. First the
+trace is replayed once for nothing: whatever is slow only once is over then. Before the first load and after each one all are
+measured, one engine after the other, and then what a request pays beside its engine's own time up to its first token, and what
+each token pays that is carried to the client; a load is simulated with what was measured right before and after it, for a
+machine's speed changes from one minute to the next. What engines that share a machine take from each other is not simulated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import reduce
+from pathlib import Path
+from statistics import fmean
+
+import typer
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from pointsman.common.core.block_keys import KEY_TOKENS
+from pointsman.common.io.settings import Entries, Numbers
+from pointsman.lab.engine.cost_fit import Fit, FitError, fit
+from pointsman.lab.engine.interface import EngineConfig
+from pointsman.lab.live.engine_client import EngineError
+from pointsman.lab.live.model_accuracy import (
+    GOAL,
+    LiveComparison,
+    as_sent,
+    compare_runs,
+    largest_error,
+    smallest_engine,
+    table,
+    to_json,
+    with_unique_ids,
+)
+from pointsman.lab.live.profile_command import SHORTEST, Measurements, ProfileSettings, measure, profile_of, table_of
+from pointsman.lab.live.replay_command import ReplayError, ReplayResult, ReplaySettings, replay, save
+from pointsman.lab.live.request_overhead import measure_overhead
+from pointsman.lab.report.bundle import write_bundle
+from pointsman.lab.report.run_summary import summarise
+from pointsman.lab.report.terminal import make_console
+from pointsman.lab.simulation.config import SimulationConfig
+from pointsman.lab.simulation.simulator import Simulator
+from pointsman.lab.workload.chat_maker import ChatMaker
+from pointsman.lab.workload.tokenizer import TOKENIZER_DIR, ChatTokenizer
+from pointsman.lab.workload.trace_files import load_trace, save_trace
+from pointsman.lab.workload.traces import TINY_TRACE, TraceError, TraceRequest, first_sessions
+
+
+class CalibrateSettings(BaseSettings):
+    """One calibration."""
+
+    model_config = SettingsConfigDict(env_prefix="POINTSMAN_CALIBRATE_")
+
+    url: str = Field("http://127.0.0.1:8080", description="base URL of the gateway")
+    engines: Entries = Field(min_length=1, description="base URL of each engine behind it (repeat)")
+    router: str = Field("", description="HOST:PORT of the router, for the live runs' bundles")
+    tokenizer: Path = Field(TOKENIZER_DIR, description="folder of the engines' tokenizer and chat template")
+    trace: Path = Field(TINY_TRACE, description="trace file")
+    sessions: int = Field(0, ge=0, description="only the first so many sessions; 0 is all")
+    token_scale: float = Field(0.08, gt=0, description="factor on prompt and answer lengths")
+    time_scales: Numbers = Field([1.0, 0.5, 0.25], description="factor on the trace's times, one for each load")
+    policy: str = Field("unified", description="the router's policy")
+    max_num_batched_tokens: int = Field(8_192, ge=1, description="where it cannot be learned from KV events")
+    profile_seconds: float = Field(60.0, gt=0, description="how long each engine is measured each time, in s")
+    profile_longest: int = Field(2_048, ge=0, description="longest prompt measured, in tokens; 0: as the engines can")
+    profile_repeats: int = Field(2, ge=1, description="how often each measurement is taken each time")
+    profile_pause_s: float = Field(0.3, ge=0, description="how long engines idle before a prefill is measured")
+    out: Path = Field(
+        Path("runs/calibration"), description="folder of calibration.json, calibration.md and the bundles"
+    )
+
+
+class CalibrationError(RuntimeError):
+    """A calibration that cannot be made; the message says why."""
+
+
+def run(settings: CalibrateSettings) -> None:
+    """Calibrate, print the table and write it. Exits with 2 when it cannot be done, with 130 on Ctrl-C."""
+    console = make_console()
+    scales = settings.time_scales
+    loads = []
+    try:
+        settings.out.mkdir(parents=True, exist_ok=True)
+        asyncio.run(_replay(settings, 0, min(scales)))
+        measured = [asyncio.run(_measure(settings))]
+        for number, scale in enumerate(scales, 1):
+            asked, replayed = asyncio.run(_replay(settings, number, scale))
+            save(asked, replayed)
+            measured.append(asyncio.run(_measure(settings, measured[-1].engine.get("max_num_batched_tokens", 0))))
+            around = _together(measured[-2:])
+            loads.append(_simulate(settings, asked, replayed, around, _fit_to(settings, asked.out.parent, around)))
+        whole = _together(measured)
+        found = _fit_to(settings, settings.out, whole)
+    except (CalibrationError, EngineError, FitError, ReplayError, TraceError) as error:
+        typer.echo(f"pointsman calibrate: {error}", err=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    console.print(table_of(found))
+    text = table(loads)
+    told = {
+        "profile": asdict(found.profile),
+        "engine": whole.engine,
+        "residual": found.residual,
+        "loads": to_json(loads),
+    }
+    (settings.out / "calibration.json").write_text(json.dumps(told, indent=2) + "\n")
+    (settings.out / "calibration.md").write_text(text)
+    console.print(text, highlight=False)
+    console.print(f"greatest error {largest_error(loads):.1%} (goal: {GOAL:.0%}); {settings.out}", highlight=False)
+
+
+async def _measure(settings: CalibrateSettings, chunk: int = 0) -> Measurements:
+    """Measure one engine after the other, then the way to them. `chunk`: max_num_batched_tokens where it is known."""
+    found = []
+    for url in settings.engines:
+        asked = ProfileSettings(
+            url=url,
+            seconds=settings.profile_seconds,
+            repeats=settings.profile_repeats,
+            longest=settings.profile_longest,
+            pause_s=settings.profile_pause_s,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+        )
+        found.append(await measure(asked, chunk))
+    measured = _together(found)
+    longest = max(one.new + one.cached for one in measured.prefills)
+    tokenizer = ChatTokenizer(settings.tokenizer)
+    front = await measure_overhead(
+        ReplaySettings(url=settings.url),
+        settings.engines,
+        tokenizer,
+        (SHORTEST, longest // 4, longest // 2),
+        settings.profile_repeats,
+        settings.profile_pause_s,
+    )
+    measured.frontend_s = (front.request_s, front.prompt_token_s)
+    measured.streamed_decodes = list(front.decodes)
+    return measured
+
+
+def _together(measured: Sequence[Measurements]) -> Measurements:
+    """All measurements as those of one engine."""
+    whole = Measurements(engine=reduce(smallest_engine, (one.engine for one in measured)))
+    for one in measured:
+        whole.prefills += one.prefills
+        whole.decodes += one.decodes
+        whole.streamed_decodes += one.streamed_decodes
+    whole.frontend_s = (fmean(one.frontend_s[0] for one in measured), fmean(one.frontend_s[1] for one in measured))
+    return whole
+
+
+def _fit_to(settings: CalibrateSettings, folder: Path, measured: Measurements) -> Fit:
+    """Fit what was measured and leave it in the folder's profile.json."""
+    found = fit([*measured.prefills, *measured.decodes])
+    (folder / "profile.json").write_bytes(profile_of(" ".join(settings.engines), measured, found).encode())
+    return found
+
+
+async def _replay(settings: CalibrateSettings, number: int, scale: float) -> tuple[ReplaySettings, ReplayResult]:
+    """Replay the trace live, with sessions and texts that no other `number` has."""
+    folder = settings.out / (f"load-{number}" if number else "warm-up")
+    trace = folder / "trace.jsonl"
+    save_trace(trace, with_unique_ids(first_sessions(load_trace(settings.trace), settings.sessions), number))
+    asked = ReplaySettings(
+        trace=trace,
+        url=settings.url,
+        router=settings.router,
+        tokenizer=settings.tokenizer,
+        token_scale=settings.token_scale,
+        time_scale=scale,
+        out=folder / "live",
+    )
+    replayed = await replay(asked)
+    if replayed.interrupted:
+        raise KeyboardInterrupt
+    if failed := [record for record in replayed.records if not record.ok]:
+        raise CalibrationError(f"{len(failed)} of {len(replayed.records)} live requests failed: {failed[0].error}")
+    return asked, replayed
+
+
+def _simulate(
+    settings: CalibrateSettings, asked: ReplaySettings, replayed: ReplayResult, measured: Measurements, found: Fit
+) -> tuple[str, list[LiveComparison]]:
+    """Simulate what was replayed, and compare."""
+    requests = load_trace(asked.trace)
+    tokenizer = ChatTokenizer(settings.tokenizer)
+    sent = as_sent(requests, ChatMaker(requests, tokenizer.words, settings.token_scale), tokenizer)
+    _check_tokens(sent, {(one.session, one.turn): one.prompt_tokens for one in replayed.records})
+    simulated = Simulator(sent, _simulation(settings, measured, found, asked.time_scale)).run()
+    config = {"kind": "simulation", "time_scale": asked.time_scale, "token_scale": settings.token_scale}
+    write_bundle(asked.out.parent / "simulated", config, simulated, summarise(simulated))
+    compared = compare_runs(replayed.records, simulated, measured.engine["block_size"])
+    span_s = max(record.t_send for record in replayed.records) or 1.0
+    return f"{len(requests) / span_s:.2f} requests/s", compared
+
+
+def _check_tokens(sent: list[TraceRequest], told: dict[tuple[str, int], int | None]) -> None:
+    for request in sent:
+        tokens = told[request.session, request.turn]
+        if tokens != request.input_length:
+            raise CalibrationError(
+                f"a prompt has {tokens} tokens to the engines and {request.input_length} by --tokenizer: it is not theirs"
+            )
+
+
+def _simulation(settings: CalibrateSettings, measured: Measurements, found: Fit, scale: float) -> SimulationConfig:
+    engine = measured.engine
+    request_s, token_s = measured.frontend_s
+    config = EngineConfig(
+        kv_blocks=engine["kv_blocks"] * engine["block_size"] // KEY_TOKENS,
+        max_model_len=engine["max_model_len"],
+        max_num_batched_tokens=engine.get("max_num_batched_tokens", settings.max_num_batched_tokens),
+    )
+    return SimulationConfig(
+        instances=len(settings.engines),
+        policy=settings.policy,
+        time_scale=scale,
+        # The live chats have what the trace says in place of what the engines said.
+        prompts_include_answers=False,
+        frontend_s=request_s,
+        tokenise_token_s=token_s,
+        engine=config,
+        profile=found.with_streaming_cost(measured.streamed_decodes),
+    )

@@ -1,0 +1,180 @@
+"""Watches a fleet through its router while a replay runs: samples of the instances, and every decision that is made."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Collection
+from types import TracebackType
+from typing import Any
+
+import grpc.aio
+
+from pointsman.common.io.auth import bearer
+from pointsman.common.io.channel import open_channel
+from pointsman.lab.report.instance_samples import GpuSample, InstanceSample
+from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
+
+CALL_S = 10.0
+# A decision's end reaches the router after the client's last byte: the gateway sends ends together.
+SETTLE_S = 10.0
+SETTLE_POLL_S = 0.05
+RETRY_S = 0.5
+PAGE = 1_000
+
+
+class FleetError(RuntimeError):
+    """A router that does not answer; the message names it."""
+
+
+class FleetWatcher:
+    """Samples every `every_s` (s) from entering to leaving; `clock` gives s from the run's start.
+
+    A router that goes away in between is asked again until it is back; `missed` counts the samples that there are not.
+    """
+
+    def __init__(self, address: str, token: str, every_s: float, clock: Callable[[], float]) -> None:
+        self.samples: list[InstanceSample] = []
+        self.decisions: dict[str, fleet_pb2.Decision] = {}
+        self.missed = 0
+        self._address = address
+        self._metadata = bearer(token)
+        self._every_s = every_s
+        self._clock = clock
+        self._first: list[fleet_pb2.InstanceStatus] = []
+        self._last: list[fleet_pb2.InstanceStatus] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> FleetWatcher:
+        """Take the first sample. Raises FleetError when there is no router."""
+        self._channel = open_channel(self._address)
+        self._fleet: Any = fleet_pb2_grpc.FleetServiceStub(self._channel)
+        try:
+            await self._sample()
+        except grpc.aio.AioRpcError as error:
+            await self._channel.close(None)
+            raise FleetError(f"router {self._address}: {error.code().name}: {error.details()}") from error
+        self._first = self._last
+        self._tasks = [asyncio.create_task(self._sample_on()), asyncio.create_task(self._watch())]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._channel.close(None)
+
+    async def wait_for_outcomes(self, decision_ids: Collection[str]) -> None:
+        """Wait until the router knows of these decisions' ends, and how the engines were after them, a few seconds at most."""
+        began = time.monotonic()
+        wanted = {name for name in decision_ids if name}
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            while time.monotonic() - began < SETTLE_S:
+                wanted = {name for name in wanted if self._open(name)}
+                asked = time.monotonic()
+                statuses = await self._list()
+                # What an engine said before the last answer's end says nothing of what that left.
+                late = any(one.load.sample_age_ms / 1e3 > asked - began for one in statuses if one.load.healthy)
+                if not wanted and not late:
+                    break
+                await asyncio.sleep(SETTLE_POLL_S)
+            for decision in await self._newest():
+                self.decisions[decision.decision_id] = decision
+            await self._sample()
+
+    def caches(self) -> dict[str, Any]:
+        """Each instance's cache at the end, and what it gave from the first sample to the last; JSON-ready, in tokens."""
+        first = {status.instance.instance_id: status for status in self._first}
+        return {
+            status.instance.instance_id: _cache(first.get(status.instance.instance_id), status) for status in self._last
+        }
+
+    def _open(self, decision_id: str) -> bool:
+        decision = self.decisions.get(decision_id)
+        return decision is None or decision.outcome in ("", "OPEN")
+
+    async def _sample_on(self) -> None:
+        while True:
+            await asyncio.sleep(self._every_s)
+            try:
+                await self._sample()
+            except grpc.aio.AioRpcError:
+                self.missed += 1
+
+    async def _sample(self) -> None:
+        self._last = await self._list()
+        now = round(self._clock(), 3)
+        self.samples += (_sample_of(status, now) for status in self._last)
+
+    async def _list(self) -> list[fleet_pb2.InstanceStatus]:
+        request = fleet_pb2.ListInstancesRequest()
+        answer = await self._fleet.ListInstances(request, timeout=CALL_S, metadata=self._metadata)
+        return list(answer.instances)
+
+    async def _watch(self) -> None:
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                stream = self._fleet.WatchDecisions(fleet_pb2.WatchDecisionsRequest(), metadata=self._metadata)
+                async for told in stream:
+                    self.decisions[told.decision.decision_id] = told.decision
+            await asyncio.sleep(RETRY_S)
+
+    async def _newest(self) -> list[fleet_pb2.Decision]:
+        """What the stream may have missed while it was not there."""
+        request = fleet_pb2.ListDecisionsRequest(page_size=PAGE)
+        answer = await self._fleet.ListDecisions(request, timeout=CALL_S, metadata=self._metadata)
+        return list(answer.decisions)
+
+
+def _sample_of(status: fleet_pb2.InstanceStatus, now: float) -> InstanceSample:
+    load = status.load
+    return InstanceSample(
+        t=now,
+        instance=status.instance.instance_id,
+        num_requests=status.num_requests,
+        pending_prefill_tokens=status.pending_prefill_tokens,
+        ongoing_decode_tokens=status.ongoing_decode_tokens,
+        keys=status.keys,
+        sessions=status.sessions,
+        running=load.running,
+        waiting=load.waiting,
+        kv_usage=round(load.kv_usage, 6),
+        prefix_queries=load.prefix_cache_queries,
+        prefix_hits=load.prefix_cache_hits,
+        external_queries=load.external_prefix_cache_queries,
+        external_hits=load.external_prefix_cache_hits,
+        gpus=tuple(GpuSample(gpu.index, gpu.utilisation, gpu.memory_used, gpu.memory_total) for gpu in load.gpus),
+    )
+
+
+def _cache(first: fleet_pb2.InstanceStatus | None, last: fleet_pb2.InstanceStatus) -> dict[str, Any]:
+    restarted = first is None or first.instance.incarnation != last.instance.incarnation
+    before = fleet_pb2.InstanceStatus().load if restarted or first is None else first.load
+    load = last.load
+    queries = load.prefix_cache_queries - before.prefix_cache_queries
+    local = load.prefix_cache_hits - before.prefix_cache_hits
+    external = load.external_prefix_cache_hits - before.external_prefix_cache_hits
+    return {
+        "incarnation": last.instance.incarnation,
+        "restarted": restarted,
+        "block_size": last.instance.block_size,
+        "kv_capacity_tokens": last.instance.kv_capacity_tokens,
+        "kv_usage": round(load.kv_usage, 6),
+        "prefix_source": fleet_pb2.PrefixSource.Name(last.prefix_source).removeprefix("PREFIX_SOURCE_"),
+        "keys": last.keys,
+        "approximate_keys": last.approximate_keys,
+        "provisional_keys": last.provisional_keys,
+        "sessions": last.sessions,
+        "queried_tokens": queries,
+        "local_hit_tokens": local,
+        "external_hit_tokens": external,
+        "hit_ratio": {
+            "local": round(local / queries, 6) if queries else None,
+            "external": round(external / queries, 6) if queries else None,
+            "both": round((local + external) / queries, 6) if queries else None,
+        },
+        "preemptions": load.preemptions - before.preemptions,
+    }

@@ -1,0 +1,237 @@
+"""`pointsman replay`: a trace against a live gateway (or a lone engine), into a bundle with what the router tells of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import aiohttp
+import msgspec
+import typer
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from pointsman.common.io.settings import Tokens
+from pointsman.lab.live.fleet_watch import FleetError, FleetWatcher
+from pointsman.lab.live.latency_breakdown import break_down, parts, rule_of
+from pointsman.lab.live.trace_sender import OnResult, TraceSender
+from pointsman.lab.report.bundle import write_bundle
+from pointsman.lab.report.instance_samples import InstanceSample
+from pointsman.lab.report.request_record import RequestRecord
+from pointsman.lab.report.run_summary import print_summary, summarise
+from pointsman.lab.report.terminal import make_console
+from pointsman.lab.workload.chat_maker import ChatMaker
+from pointsman.lab.workload.tokenizer import TOKENIZER_DIR, ChatTokenizer
+from pointsman.lab.workload.trace_files import load_trace
+from pointsman.lab.workload.traces import TINY_TRACE, TraceError, TraceRequest, by_session, first_sessions
+
+INTERRUPTED = 130
+
+
+class ReplaySettings(BaseSettings):
+    """One replay."""
+
+    model_config = SettingsConfigDict(env_prefix="POINTSMAN_REPLAY_")
+
+    trace: Path = Field(TINY_TRACE, description="trace file (jsonl, jsonl.gz), of any format that lab/README.md names")
+    url: str = Field("http://127.0.0.1:8080", description="base URL of a gateway or an engine")
+    model: str = Field("", description="model to ask for; default: the first that /v1/models lists")
+    api_key: SecretStr = Field(SecretStr(""), description="sent as bearer token when given")
+    timing: Literal["trace", "think"] = Field(
+        "trace",
+        description="trace: a turn at the later of the previous end and its timestamp; think: think_ms after the end",
+    )
+    time_scale: float = Field(1.0, gt=0, description="factor on timestamps and thinking times")
+    token_scale: float = Field(1.0, gt=0, description="factor on prompt and answer lengths, e.g. 0.125 for a laptop")
+    max_sessions: int = Field(64, ge=1, description="sessions in flight")
+    sessions: int = Field(0, ge=0, description="replay only the first so many sessions; 0 is all")
+    timeout_s: float = Field(900.0, gt=0, description="limit of one request in s")
+    tokenizer: Path = Field(TOKENIZER_DIR, description="tokenizer folder whose one-token words make up the prompts")
+    router: str = Field(
+        "",
+        description="HOST:PORT of a router, for decisions, timeline and caches (its token as for `pointsman instances`)",
+    )
+    sample_s: float = Field(1.0, gt=0, description="how often the router is asked for its instances, in s")
+    breakdown_file: Path | None = Field(
+        None, description="the gateway's --breakdown-file, where it can be read here: every moment of a request"
+    )
+    out: Path = Field(Path("runs/replay"), description="folder of the run's bundle")
+
+
+class ReplayError(RuntimeError):
+    """A replay that cannot begin."""
+
+
+@dataclass
+class ReplayResult:
+    """What a replay left. Without a router there are no samples, caches and breakdown."""
+
+    records: list[RequestRecord] = field(default_factory=list)
+    interrupted: bool = False
+    samples: list[InstanceSample] = field(default_factory=list)
+    missed_samples: int = 0
+    caches: dict[str, Any] | None = None
+    breakdown: dict[str, Any] | None = None
+
+
+def run(settings: ReplaySettings) -> None:
+    """Replay, write the bundle and print its summary.
+
+    Exits with 2 when it cannot begin, with 1 when a request failed, with 130 when it was interrupted: the bundle then has what
+    had finished.
+    """
+    console = make_console()
+
+    def tell(record: RequestRecord) -> None:
+        if not record.ok:
+            console.print(f"{record.session} turn {record.turn}: {record.status} {record.error}", highlight=False)
+
+    try:
+        replayed = asyncio.run(replay(settings, tell))
+    except (TraceError, ReplayError) as error:
+        typer.echo(f"pointsman replay: {error}", err=True)
+        raise typer.Exit(2) from None
+    summary = save(settings, replayed)
+    print_summary(console, summary, str(settings.out))
+    if replayed.interrupted:
+        console.print(f"interrupted: {settings.out} has the {len(replayed.records)} requests that had finished")
+        raise typer.Exit(INTERRUPTED)
+    if summary["failed"]:
+        raise typer.Exit(1)
+
+
+def save(settings: ReplaySettings, replayed: ReplayResult) -> dict[str, Any]:
+    """Write the bundle of a replay to `settings.out`; its summary."""
+    summary = summarise(replayed.records)
+    write_bundle(
+        settings.out,
+        config_of(settings) | {"interrupted": replayed.interrupted, "missed_samples": replayed.missed_samples},
+        replayed.records,
+        summary,
+        replayed.samples,
+        replayed.caches,
+        replayed.breakdown,
+    )
+    return summary
+
+
+def config_of(settings: ReplaySettings) -> dict[str, Any]:
+    """What the bundle keeps of the settings: all but the key."""
+    return {"kind": "replay"} | settings.model_dump(mode="json", exclude={"api_key"})
+
+
+async def replay(settings: ReplaySettings, on_result: OnResult | None = None) -> ReplayResult:
+    """Replay a trace; records in the order in which requests ended, each told to `on_result` when it does.
+
+    Failed requests are recorded and their session goes on. Cancelled, as by Ctrl-C, it returns what has finished. Raises
+    TraceError for a bad trace or one without think_ms where it is needed, ReplayError when `url` does not list a model, `router`
+    does not answer or `breakdown_file` cannot be read.
+    """
+    requests = load_trace(settings.trace)
+    sessions = list(by_session(first_sessions(requests, settings.sessions)).values())
+    if settings.timing == "think":
+        _require_think_times(settings.trace, requests)
+    chats = ChatMaker(requests, ChatTokenizer(settings.tokenizer).words, settings.token_scale)
+    log = _GatewayLog(settings.breakdown_file)
+    key = settings.api_key.get_secret_value()
+    replayed = ReplayResult()
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=settings.timeout_s),
+        headers={"Authorization": f"Bearer {key}"} if key else None,
+    ) as http:
+        model = settings.model or await _first_model(http, settings.url)
+        sender = TraceSender(settings, http, model, chats, on_result)
+        replayed.records = sender.records
+        if not settings.router:
+            replayed.interrupted = await _send_all(sender, sessions)
+            return replayed
+        try:
+            watch = FleetWatcher(settings.router, Tokens().of("operator"), settings.sample_s, sender.clock)
+            async with watch:
+                replayed.interrupted = await _send_all(sender, sessions)
+                await watch.wait_for_outcomes([record.decision for record in sender.records])
+        except FleetError as error:
+            raise ReplayError(str(error)) from error
+    _annotate(replayed, watch, log)
+    return replayed
+
+
+async def _send_all(sender: TraceSender, sessions: Sequence[Sequence[TraceRequest]]) -> bool:
+    """Play to the end, or until cancelled; whether it was."""
+    task = asyncio.current_task()
+    assert task is not None
+    try:
+        await sender.send(sessions)
+    except asyncio.CancelledError:
+        task.uncancel()
+        return True
+    return False
+
+
+def _annotate(replayed: ReplayResult, watch: FleetWatcher, log: _GatewayLog) -> None:
+    """Add what the router and the gateway's log tell."""
+    for record in replayed.records:
+        if (decision := watch.decisions.get(record.decision)) is not None:
+            record.mode, record.route_class = decision.mode, decision.route_class
+            record.reason, record.rule = decision.reason, rule_of(decision)
+    lines = log.read()
+    rows = break_down(replayed.records, watch.decisions, lines)
+    replayed.samples = watch.samples
+    replayed.missed_samples = watch.missed
+    replayed.caches = watch.caches()
+    replayed.breakdown = {
+        "timing_source": "gateway's log" if lines else "router's decisions",
+        "parts_s": parts(rows),
+        "requests": msgspec.to_builtins(rows),
+    }
+
+
+class _GatewayLog:
+    """The lines that a gateway appends to its breakdown file from now on."""
+
+    def __init__(self, file: Path | None) -> None:
+        """Raises ReplayError when the file cannot be read."""
+        self._file = file
+        self._begin = 0
+        if file is not None:
+            try:
+                self._begin = file.stat().st_size
+            except OSError as error:
+                raise ReplayError(f"{file}: cannot be read: {error.strerror}") from error
+
+    def read(self) -> dict[str, dict[str, Any]]:
+        """By decision; a line that is still being written is left out."""
+        if self._file is None:
+            return {}
+        with self._file.open("rb") as opened:
+            opened.seek(self._begin)
+            lines = opened.read().splitlines()
+        found = {}
+        for line in lines:
+            with contextlib.suppress(msgspec.DecodeError):
+                told = msgspec.json.decode(line, type=dict[str, Any])
+                found[str(told["decision_id"])] = told
+        return found
+
+
+def _require_think_times(trace: Path, requests: Sequence[TraceRequest]) -> None:
+    for request in requests:
+        if request.turn > 1 and request.think_ms is None:
+            raise TraceError(f"{trace}: think_ms: missing in session {request.session} turn {request.turn}")
+
+
+async def _first_model(http: aiohttp.ClientSession, url: str) -> str:
+    try:
+        async with http.get(f"{url}/v1/models") as response:
+            listed = await response.json() if response.status == 200 else {}
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise ReplayError(f"{url}/v1/models: {type(error).__name__}: {error}") from error
+    models = [str(card["id"]) for card in listed.get("data", [])]
+    if not models:
+        raise ReplayError(f"{url}/v1/models answered {response.status} and lists no model")
+    return models[0]

@@ -1,0 +1,86 @@
+"""Who owns the pools in the course of a simulation: deaths, returns and hand-overs at the times that are set for them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from pointsman.lab.simulation.config import SimulationConfig
+from pointsman.lab.simulation.event_queue import EventQueue
+from pointsman.lab.simulation.routers import Routers
+from pointsman.router.core.ownership import preferred
+from pointsman.router.core.router_state import RouterState
+
+# How long a replica has to be there until it is given what it is preferred for.
+SETTLE_S = 6.0
+
+# (router, now): the gateway and all agents open a stream to it.
+OpenStreams = Callable[[str, float], None]
+# (pool, now): its owner is gone; what is still to come from it never will, or does not count.
+OnOwnerLost = Callable[[str, float], None]
+# (pool, router, now): the router owns the pool from now on.
+OnNewOwner = Callable[[str, str, float], None]
+
+
+class OwnerChanges:
+    """The changes of hands of a run's pools, and their consequences for gateway and agents by `open_streams`, `on_owner_lost`,
+    `on_new_owner`."""
+
+    def __init__(
+        self,
+        config: SimulationConfig,
+        pools: Sequence[str],
+        event_queue: EventQueue,
+        routers: Routers,
+        new_state: Callable[[str], RouterState],
+        open_streams: OpenStreams,
+        on_owner_lost: OnOwnerLost,
+        on_new_owner: OnNewOwner,
+    ) -> None:
+        """`new_state` makes a router of that name."""
+        self._config = config
+        self._pools = pools
+        self._event_queue = event_queue
+        self._routers = routers
+        self._new_state = new_state
+        self._open_streams = open_streams
+        self._on_owner_lost = on_owner_lost
+        self._on_new_owner = on_new_owner
+
+    def begin(self) -> None:
+        """Give every pool its first owner, and plan what is set. Mutates."""
+        for pool in self._pools:
+            if not self._routers.owner(pool):
+                self._routers.acquire(pool, 0.0)
+        if self._config.owner_dies_at_s is not None:
+            self._event_queue.schedule(self._config.owner_dies_at_s, self._owner_dies)
+        if self._config.hand_over_at_s is not None:
+            self._event_queue.schedule(self._config.hand_over_at_s, partial(self._hand_over, self._pools[0]))
+
+    def _owner_dies(self, now: float) -> None:
+        if name := self._routers.owner(self._pools[0]):
+            for pool in self._routers.kill(name):
+                self._on_owner_lost(pool, now)
+                self._event_queue.schedule(now + self._config.takeover_s, partial(self._take_over, pool))
+            if self._config.owner_back_after_s is not None:
+                self._event_queue.schedule(now + self._config.owner_back_after_s, partial(self._back, name))
+
+    def _back(self, name: str, now: float) -> None:
+        """The dead replica is there again. What it decides has other ids than what it decided in its first life."""
+        self._routers.add(name, self._new_state(f"{name}-again"))
+        self._open_streams(name, now)
+        self._event_queue.schedule(now + SETTLE_S, partial(self._settled, name))
+
+    def _settled(self, name: str, now: float) -> None:
+        for pool in self._pools:
+            if preferred(pool, self._routers.states) == name and self._routers.owner(pool) != name:
+                self._hand_over(pool, now)
+
+    def _hand_over(self, pool: str, now: float) -> None:
+        if self._routers.owner(pool):
+            self._routers.release(pool, now)
+            self._on_owner_lost(pool, now)
+            self._event_queue.schedule(now + self._config.hand_over_takes_s, partial(self._take_over, pool))
+
+    def _take_over(self, pool: str, now: float) -> None:
+        self._on_new_owner(pool, self._routers.acquire(pool, now), now)

@@ -1,0 +1,116 @@
+"""The routers of a simulation: one alone, or replicas that share pools as they do through Redis. Pure.
+
+Every replica is a RouterState and hears every report, each on a link of its own. What the owner of a pool wants kept of it (open
+reservations, owners of sessions, the mean work) is what its next owner begins with; all else went with the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from pointsman.lab.simulation.report_channel import Deliver, ReportChannel
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.load.reservations import Reservation
+from pointsman.router.core.ownership import preferred
+from pointsman.router.core.prefill_curve import MeanWork
+from pointsman.router.core.router_state import RouterState
+
+# (router, effect, now): what a router wants done.
+OnEffect = Callable[[str, ev.Effect, float], None]
+
+
+@dataclass(slots=True)
+class _StoredPool:
+    """What the shared store has of one pool."""
+
+    reservations: dict[str, Reservation] = field(default_factory=dict)
+    sessions: dict[str, str] = field(default_factory=dict)
+    mean_work: MeanWork | None = None
+
+
+class Routers:
+    """All replicas by name, and who owns which pool."""
+
+    def __init__(
+        self,
+        states: Mapping[str, RouterState],
+        pools: Sequence[str],
+        channel: Callable[[str, Deliver], ReportChannel],
+        on_effect: OnEffect,
+    ):
+        """`channel` makes the way from all agents to one router. A lone router owns everything without being told."""
+        self.states: dict[str, RouterState] = {}
+        self._new_channel = channel
+        self._channels: dict[str, ReportChannel] = {}
+        for name, state in states.items():
+            self.add(name, state)
+        self._on_effect = on_effect
+        self._owner = dict.fromkeys(pools, "") if len(states) > 1 else dict.fromkeys(pools, next(iter(states)))
+        self._last: dict[str, str] = {}
+        self._stored = {pool: _StoredPool() for pool in pools} if len(states) > 1 else {}
+
+    def owner(self, pool: str) -> str:
+        """The router that places the pool's requests; empty while nobody does."""
+        return self._owner[pool]
+
+    def report(self, event: ev.Event, now: float) -> None:
+        """An agent tells all routers. Mutates."""
+        for channel in self._channels.values():
+            channel.send(event, now)
+
+    def report_to(self, name: str, event: ev.Event, now: float) -> None:
+        """An agent tells one router, if it still lives. Mutates."""
+        if (channel := self._channels.get(name)) is not None:
+            channel.send(event, now)
+
+    def deliver_to_all(self, event: ev.Event, now: float) -> None:
+        """Let every router hear of something at once. Mutates."""
+        for name in list(self.states):
+            self.deliver(name, event, now)
+
+    def deliver(self, name: str, event: ev.Event, now: float) -> None:
+        """Let one router hear of something, keep what it wants kept, and have the rest done; no effect on a dead one. Mutates."""
+        if (state := self.states.get(name)) is None:
+            return
+        for effect in state.handle(event, now):
+            match effect:
+                case ev.Reserved(reservation) if reservation.pool in self._stored:
+                    self._stored[reservation.pool].reservations[reservation.request_id] = reservation
+                case ev.Released(request_id, pool) if pool in self._stored:
+                    self._stored[pool].reservations.pop(request_id, None)
+                case ev.SessionOwnerSet(session, instance_id, pool) if pool in self._stored:
+                    self._stored[pool].sessions[session] = instance_id
+                case ev.MeanWorkSet(mean_work, pool):
+                    if pool in self._stored:
+                        self._stored[pool].mean_work = mean_work
+                case _:
+                    self._on_effect(name, effect, now)
+
+    def add(self, name: str, state: RouterState) -> None:
+        """A replica that owns nothing is there (again); whoever speaks to it begins with a hello. Mutates."""
+        self.states[name] = state
+        self._channels[name] = self._new_channel(name, partial(self.deliver, name))
+
+    def kill(self, name: str) -> list[str]:
+        """A router is gone, and with it all that it alone knew; the pools that nobody owns now. Mutates."""
+        del self.states[name], self._channels[name]
+        freed = [pool for pool, owner in self._owner.items() if owner == name]
+        self._owner |= dict.fromkeys(freed, "")
+        return freed
+
+    def release(self, pool: str, now: float) -> None:
+        """The pool's owner gives it up, to another one. Mutates."""
+        name, self._owner[pool] = self._owner[pool], ""
+        self._last[pool] = name
+        self.deliver(name, ev.PoolLost(pool), now)
+
+    def acquire(self, pool: str, now: float) -> str:
+        """The replica that all prefer, of those that did not just give the pool up, owns it from now on: its name. Mutates."""
+        others = [name for name in self.states if name != self._last.get(pool)] or list(self.states)
+        name = self._owner[pool] = preferred(pool, others)
+        stored = self._stored[pool]
+        reservations = tuple(stored.reservations.values())
+        self.deliver(name, ev.PoolTaken(pool, reservations, dict(stored.sessions), stored.mean_work), now)
+        return name

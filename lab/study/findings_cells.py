@@ -1,0 +1,231 @@
+"""Which trials `pointsman findings` is made of: loads, policies, request sources and fleets, and what is run first. Pure.
+
+A load is a rate of session starts; the trace's own distances within a session stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import msgspec
+
+from pointsman.lab.engine.cost_profile import Profile
+from pointsman.lab.engine.interface import EngineConfig
+from pointsman.lab.experiments.latency_bounds import BOUNDS, FLOOR
+from pointsman.lab.experiments.simulate_command import SYNTHETIC_SESSIONS, synthetic_sessions
+from pointsman.lab.experiments.trials import Cell, TraceSource, Workload
+from pointsman.lab.simulation.config import SimulationConfig
+from pointsman.lab.workload.session_starts import Arrivals
+from pointsman.lab.workload.synthetic_trace import AGENTIC, SMALL, SessionShape, shape_with
+from pointsman.router.core.policy.registry import POLICIES, make_policy
+
+REAL, GENERATED, CHAT = "agentic", "generated", "chat"
+FILES = {REAL: "agentic_coding_1214.jsonl.gz", CHAT: "mooncake_conversation.jsonl.gz"}
+CHAT_SESSIONS = 1_000
+THRESHOLD = 4_096
+# As an API server's round trip and a fast tokenizer take them.
+PLACEMENT_S, TOKENISE_TOKEN_S = 0.002, 1e-6
+
+
+@dataclass(frozen=True)
+class Load:
+    """How hard the fleet works: sessions start `rate` times as fast as recorded; steps take `slow` times as long."""
+
+    rate: float
+    slow: float = 1.0
+    kv_blocks: int = 31_250
+
+
+MAIN = ("light", "knee", "saturated")
+SLOW, OVERLOADED = "slow", "overloaded"
+LOADS = {
+    "light": Load(0.5),
+    "knee": Load(1.0),
+    "saturated": Load(1.25),
+    SLOW: Load(0.35, slow=2.5, kv_blocks=17_500),
+    OVERLOADED: Load(2.5),
+}
+
+BASE, OURS = "unified", "foresight"
+# Those that were best somewhere, and those that are widely used: run everywhere; all others under the main loads only.
+CONTENDERS = (BASE, OURS, "lpwl", "lmetric1", "additive", "elastic", "dynamo_kv", "preble")
+# Other settings of policies that the claims speak of.
+LOOSER = "unified (of 2.0, dw 0)"
+VARIANTS: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    LOOSER: ("unified", {"overload_factor": 2.0, "decode_weight": 0.0}),
+    "elastic (heuristic)": ("elastic", {"decider": "heuristic"}),
+    "migrate (cache_rich)": ("migrate", {"picker": "cache_rich"}),
+}
+ABLATIONS: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    f"{OURS} {name}": (OURS, settings)
+    for name, settings in {
+        "without slices": {"slice_factor": 0.0},
+        "without holding": {"heavy_wait_factor": 1e6, "light_wait_factor": 1e6},
+        "without placing light requests at once": {"light_factor": 0.0},
+        "without a price on leaving a cache": {"lost_cache_weight": 0.0},
+        "without a price on answers beside slices": {"remainder_weight": 0.0},
+        "without a price on interference with decodes": {"interference": 0.0, "busy_interference": 0.0},
+        "without a price on full KV": {"overflow_factor": 0.0},
+        "slices five times as long": {"slice_factor": 1.5, "slice_min_tokens": 4096.0},
+    }.items()
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is asked of which fleet. Sessions start `rate` times as fast as the load says; `kv` is a factor of its KV blocks;
+    `name` is the source's in the key of a trial; 0 `sessions` are all of a file's, 0 `trials` as many as are asked for."""
+
+    source: TraceSource
+    name: str
+    sessions: int = 0
+    rate: float = 1.0
+    instances: int = 8
+    step_tokens: int = 8_192
+    kv: float = 1.0
+    trials: int = 0
+
+
+def _sensitivity_case(
+    sessions: int = 115,
+    rate: float = 0.93,
+    changes: Mapping[str, object] | None = None,
+    base: SessionShape = AGENTIC,
+    instances: int = 4,
+    step_tokens: int = 8_192,
+    kv: float = 1.0,
+) -> Setup:
+    shape = shape_with(base, changes or {})
+    name = f"{GENERATED} {sessions} {asdict(shape)}"
+    return Setup(partial(synthetic_sessions, sessions, shape), name, 0, rate, instances, step_tokens, kv, trials=2)
+
+
+# Other fleets, engines and sessions than the main study's: one setting has to do there, too. Their rates give an engine
+# as much to compute a second, at the floor, as the main study's do on eight engines.
+SENSITIVITY_CASES: Mapping[str, Setup] = {
+    "4 instances": _sensitivity_case(),
+    "2 instances": _sensitivity_case(58, 0.84, instances=2),
+    "16 instances": _sensitivity_case(460, 1.15, instances=16),
+    "steps of 2,048 tokens": _sensitivity_case(step_tokens=2_048),
+    "steps of 16,384 tokens": _sensitivity_case(step_tokens=16_384),
+    "half the KV blocks": _sensitivity_case(kv=0.5),
+    "twice the KV blocks": _sensitivity_case(kv=2.0),
+    "12 turns, contexts of 50k": _sensitivity_case(
+        60, 0.94, {"context_tokens": 50_000, "growth_tokens": 3_000, "mean_turns": 12}
+    ),
+    "1.3 turns": _sensitivity_case(150, 0.79, {"mean_turns": 1.3}),
+    "many sub-agents": _sensitivity_case(80, 1.59, {"subagent_chance": 0.5}),
+    "people, not tools": _sensitivity_case(115, 1.45, {"human_share": 0.8}),
+    "answers of 800 tokens": _sensitivity_case(115, 1.01, {"output_tokens": 800}),
+    "short and very long": _sensitivity_case(
+        200, 1.23, {"context_tokens": 3_000, "context_spread": 2.0, "system_tokens": 2_000}
+    ),
+    "small sessions": _sensitivity_case(400, 1.48, base=SMALL),
+}
+# Of the bounds the floor alone: what caches lose is the main study's matter.
+SENSITIVITY_POLICIES = (FLOOR, BASE, OURS, "lpwl", "preble")
+
+
+@dataclass(frozen=True)
+class PlannedCell:
+    """A cell of the study: where it stands in the tables, how it is run, from what `source` and under how many seeds."""
+
+    trace: str
+    load: str
+    threshold: int
+    policy: str
+    cell: Cell
+    source: str
+    trials: int
+
+    @property
+    def tier(self) -> int:
+        """What is run first: the goals' own policies, then others where there are most of them, then others, then elsewhere."""
+        if self.trace in SENSITIVITY_CASES:
+            return 3
+        own = self.policy in (*BOUNDS, BASE, OURS) and self.load != OVERLOADED
+        return 0 if own else 1 if self.trace == REAL and self.load in MAIN and not self.threshold else 2
+
+    @property
+    def key(self) -> str:
+        """Everything that a trial depends on, but its seed."""
+        asked = self.cell.simulation
+        workload = self.cell.workload
+        told = {
+            "source": self.source,
+            "arrivals": asdict(workload.arrivals),
+            "sessions": workload.sessions,
+            "policy": asked.policy,
+            # All of them: a default that changes makes another policy.
+            "settings": {} if asked.policy in BOUNDS else dict(self._settings()),
+            "engine": {**asdict(asked.engine), "vocabulary": ""},
+            "profile": asked.profile.nonzero,
+        }
+        return msgspec.json.encode(told, order="sorted").decode()
+
+    def _settings(self) -> Mapping[str, object]:
+        policy, settings = self.cell.simulation.policy, self.cell.simulation.policy_settings
+        return (make_policy(policy, settings) if isinstance(policy, str) else policy).ref().settings
+
+
+def plan_cells(traces: Path, trials: int, *, quick: bool) -> list[PlannedCell]:
+    """All cells of the study, the most telling ones first; `traces` is the folder of the trace files."""
+    files = {name: traces / file for name, file in FILES.items() if (traces / file).exists()}
+    setups = {name: Setup(file, file.name, CHAT_SESSIONS if name == CHAT else 0) for name, file in files.items()}
+    setups[GENERATED] = Setup(partial(synthetic_sessions, SYNTHETIC_SESSIONS, AGENTIC), GENERATED)
+    main = [name for name in (REAL, GENERATED, CHAT) if name in setups]
+    setups |= SENSITIVITY_CASES
+    return [
+        _cell(trace, setups[trace], load, threshold, policy, trials, quick)
+        for trace, load, threshold, policy in _places(main, quick)
+    ]
+
+
+def _places(traces: Sequence[str], quick: bool) -> Iterator[tuple[str, str, int, str]]:
+    """Trace, load, threshold and policy of each cell."""
+    contenders: Sequence[str] = (*BOUNDS, *CONTENDERS)
+    every: Sequence[str] = (*dict.fromkeys((*contenders, *POLICIES)), *VARIANTS)
+    other = [(SLOW, 0), *((load, THRESHOLD) for load in LOADS if load != OVERLOADED)]
+    if quick:
+        every = contenders = (*BOUNDS, BASE, "lpwl", OURS)
+        other = other[:1]
+    for trace in traces:
+        names = every if trace == REAL or REAL not in traces else contenders
+        yield from ((trace, load, 0, name) for name, load in product(names, MAIN))
+    if CHAT in traces and not quick:
+        yield from ((CHAT, OVERLOADED, 0, name) for name in (*BOUNDS, BASE, OURS))
+    for trace, (load, threshold), name in product([one for one in traces if one != CHAT], other, contenders):
+        yield trace, load, threshold, name
+    if not quick:
+        yield from ((traces[0], load, 0, name) for load, name in product(("knee", "saturated"), ABLATIONS))
+        yield from product(SENSITIVITY_CASES, MAIN, (0, THRESHOLD), SENSITIVITY_POLICIES)
+
+
+def _cell(trace: str, setup: Setup, load: str, threshold: int, name: str, trials: int, quick: bool) -> PlannedCell:
+    asked = LOADS[load]
+    policy, settings = {**VARIANTS, **ABLATIONS}.get(name, (name, {}))
+    starts = Arrivals("jitter" if isinstance(setup.source, Path) else "trace", rate=asked.rate * setup.rate)
+    cell = Cell(
+        policy=name,
+        load=f"{trace} {load} {threshold}",
+        workload=Workload(setup.source, starts, sessions=30 if quick else setup.sessions),
+        simulation=SimulationConfig(
+            policy=policy,
+            policy_settings=settings,
+            instances=2 if quick else setup.instances,
+            placement_s=PLACEMENT_S,
+            tokenise_token_s=TOKENISE_TOKEN_S,
+            engine=EngineConfig(
+                max_model_len=200_000,
+                kv_blocks=int(asked.kv_blocks * setup.kv),
+                max_num_batched_tokens=setup.step_tokens,
+                long_prefill_token_threshold=threshold,
+            ),
+            profile=Profile().slowed(asked.slow),
+        ),
+    )
+    return PlannedCell(trace, load, threshold, name, cell, setup.name, min(trials, setup.trials or trials))

@@ -1,0 +1,118 @@
+"""`pointsman findings`: the trials behind docs/findings.md, kept as they end, and the document made from what is there.
+
+What a trial came to is a line of a file, so that an interrupted run goes on where it was, and the document can be made again
+without running anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import typer
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from pointsman.lab.experiments.trials import Trial, run_cells
+from pointsman.lab.live.model_accuracy import LiveComparison, from_json
+from pointsman.lab.report.bundle import git_commit
+from pointsman.lab.report.terminal import make_console, make_progress
+from pointsman.lab.study.findings_cells import LOADS, PlannedCell, plan_cells
+from pointsman.lab.study.findings_page import StoredTrial, render
+
+# Beside the repository where the project is developed.
+TRACES = Path(__file__).resolve().parents[3] / "shared" / "traces"
+
+
+class FindingsSettings(BaseSettings):
+    """The document and what it is made from."""
+
+    model_config = SettingsConfigDict(env_prefix="POINTSMAN_FINDINGS_")
+
+    traces: Path = Field(TRACES, description="folder of the shared traces; those that are not there are left out")
+    trials: int = Field(5, ge=1, description="trials of each cell")
+    first_seed: int = Field(100, ge=0, description="the first trial's seed; the policies were tuned on others")
+    quick: bool = Field(
+        False, description="a tenth of each trace and few policies: shows that all works, proves nothing"
+    )
+    render_only: bool = Field(False, description="run nothing, make the document from what is there")
+    processes: int = Field(0, ge=0, description="processes to run trials on; 0 is one for each core")
+    results: Path = Field(Path("runs/findings.jsonl"), description="file of the trials; those in it are not run again")
+    calibration: Path = Field(
+        Path("runs/calibration/calibration.json"),
+        description="what `pointsman calibrate` has left; where it is not there, the document says nothing of it",
+    )
+    out: Path = Field(Path("docs/findings.md"), description="the document")
+
+
+def run(settings: FindingsSettings) -> None:
+    """Run what is missing, tier by tier, trial by trial, and write the document. Ctrl-C: of what there is."""
+    cells = plan_cells(settings.traces, settings.trials, quick=settings.quick)
+    stored = read_trials(settings.results)
+    seeds = range(settings.first_seed, settings.first_seed + settings.trials)
+    if not settings.render_only:
+        _run_missing(cells, stored, seeds, settings)
+        stored = read_trials(settings.results)
+    wanted = {(one.key, seed): one for one in cells for seed in seeds[: one.trials]}
+    # Two runs into one file may both have run a trial: it is one all the same.
+    trials = {(one.cell, one.seed): one for one in stored}
+    found = [(wanted[at], one) for at, one in trials.items() if at in wanted]
+    missing = len(wanted) - len(found)
+    if not found:
+        typer.echo(f"pointsman findings: no trials in {settings.results}", err=True)
+        raise typer.Exit(2)
+    settings.out.parent.mkdir(parents=True, exist_ok=True)
+    # Where it stands is for the plan to say: names of loads and policies may have changed since, what they stand for has not.
+    place = {one.key: number for number, one in enumerate(cells)}
+    told = [
+        msgspec.structs.replace(one, trace=cell.trace, load=cell.load, threshold=cell.threshold, policy=cell.policy)
+        for cell, one in sorted(found, key=lambda pair: place[pair[0].key])
+    ]
+    settings.out.write_text(render(told, LOADS, missing, settings.quick, _calibrated(settings.calibration)))
+    typer.echo(f"{settings.out}: of {len(found)} trials, {missing} of those planned are missing")
+
+
+def _calibrated(file: Path) -> list[tuple[str, list[LiveComparison]]]:
+    return from_json(msgspec.json.decode(file.read_bytes())["loads"]) if file.exists() else []
+
+
+def _run_missing(
+    cells: Sequence[PlannedCell], stored: Iterable[StoredTrial], seeds: Sequence[int], settings: FindingsSettings
+) -> None:
+    have = {(one.cell, one.seed) for one in stored}
+    commit = git_commit()
+    # Trials of what matters most before fewer trials of everything, should the time not do.
+    rounds = {
+        (tier, seed): [
+            one for one in cells if one.tier == tier and seed in seeds[: one.trials] and (one.key, seed) not in have
+        ]
+        for tier in sorted({one.tier for one in cells})
+        for seed in seeds
+    }
+    settings.results.parent.mkdir(parents=True, exist_ok=True)
+    with settings.results.open("ab") as file, make_progress(make_console()) as progress:
+        task = progress.add_task("trials", total=sum(map(len, rounds.values())))
+        for (_, seed), missing in rounds.items():
+            by_name = {(one.cell.load, one.cell.policy): one for one in missing}
+
+            def ended(trial: Trial, by_name: Mapping[tuple[str, str], PlannedCell] = by_name) -> None:
+                one = by_name[trial.load, trial.policy]
+                line = StoredTrial(
+                    one.trace, one.load, one.threshold, one.policy, trial.seed, one.key, commit, trial.measures
+                )
+                file.write(msgspec.json.encode(line) + b"\n")
+                file.flush()
+                progress.advance(task)
+
+            wanted = [one.cell for one in missing]
+            if wanted and len(run_cells(wanted, [seed], settings.processes, ended)) < len(wanted):
+                return  # Ctrl-C
+
+
+def read_trials(file: Path) -> list[StoredTrial]:
+    """The trials in a file; a torn last line, as a kill leaves it, is none. Raises msgspec.DecodeError for any other."""
+    lines = file.read_bytes().split(b"\n") if file.exists() else []
+    decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(StoredTrial)
+    return [decoder.decode(line) for line in lines[:-1] if line]

@@ -1,0 +1,148 @@
+"""Text and tokens of the lab: a tokenizer with its chat template, and words that are one token each."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+DATA_DIR = Path(__file__).parents[1] / "data"
+TOKENIZER_DIR = DATA_DIR / "tokenizer"
+
+# Where transformers' apply_chat_template cuts a prompt whose last message is to be continued.
+CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+class ChatError(ValueError):
+    """A chat that the template cannot render; the message is fit for the client."""
+
+
+class ChatTokenizer:
+    """tokenizer.json and the chat template of tokenizer_config.json in `folder`, as an engine would use them."""
+
+    def __init__(self, folder: Path = TOKENIZER_DIR) -> None:
+        self.folder = folder
+        self._tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        # The environment of transformers.apply_chat_template: a template must give the same text here as there.
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+        environment.globals["raise_exception"] = _raise
+        self._template = environment.from_string(config["chat_template"])
+        eos = config.get("eos_token")
+        self.eos_token_id: int | None = self._tokenizer.token_to_id(eos) if eos else None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`; special tokens written out in it are recognised."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`, special tokens left out."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def known(self, token_id: int) -> bool:
+        """Whether `token_id` is in the vocabulary."""
+        return 0 <= token_id < self._tokenizer.get_vocab_size()
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **extra: Any,
+    ) -> str:
+        """The prompt's text. Content parts of type text are joined by newlines, as vLLM does for templates of plain strings.
+
+        Raises ChatError for a message without a role, a part that is no text, or what the template itself refuses.
+        """
+        if add_generation_prompt and continue_final_message:
+            raise ChatError("add_generation_prompt and continue_final_message exclude each other")
+        plain = [_flatten(message) for message in messages]
+        if continue_final_message:
+            plain[-1]["content"] += CONTINUE_TAG
+        shown = [_flatten_tool(tool) for tool in tools] if tools is not None else None
+        try:
+            text = self._template.render(
+                messages=plain, tools=shown, add_generation_prompt=add_generation_prompt, **extra
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            raise ChatError(f"the chat template refused the messages: {error}") from error
+        return text[: text.rindex(CONTINUE_TAG)] if continue_final_message else text
+
+    @cached_property
+    def words(self) -> tuple[str, ...]:
+        """Words (with their leading space) that are one token each, also when they follow one another; sorted."""
+        marked = (token for token in self._tokenizer.get_vocab() if token.startswith("Ġ"))
+        texts = sorted(
+            " " + token[1:] for token in marked if len(token) > 2 and token[1:].isascii() and token[1:].isalpha()
+        )
+        return tuple(text for text in texts if len(self.encode(text)) == 1)
+
+    @cached_property
+    def word_ids(self) -> tuple[int, ...]:
+        """Token ids of `words`: what the engine model may generate, so that an answer's text has the answer's tokens."""
+        return tuple(self.encode(word)[0] for word in self.words)
+
+
+def words_of(seed: str, count: int, words: Sequence[str]) -> str:
+    """`count` words drawn from `words` by `seed`, the same everywhere; a smaller `count` gives a prefix of the same text."""
+    return "".join(random.Random(seed).choices(words, k=count)) if count else ""
+
+
+def _raise(message: str) -> None:
+    raise ChatError(message)
+
+
+def _flatten(message: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ChatError("every message needs a role")
+    flat = dict(message)
+    content = flat.get("content")
+    if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise ChatError("only content parts of type text are supported")
+        flat["content"] = "\n".join(part["text"] for part in content)
+    elif content is None:
+        flat["content"] = ""
+    elif not isinstance(content, str):
+        raise ChatError("content must be a string or a list of parts")
+    if calls := flat.pop("tool_calls", None):
+        flat["tool_calls"] = [_flatten_call(call) for call in calls]
+    return flat
+
+
+def _flatten_call(call: Any) -> dict[str, Any]:
+    """Arguments as an object: vLLM parses them for the template, and takes an empty one for what it cannot parse."""
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        raise ChatError("only tool calls of type function are supported")
+    arguments = call["function"].get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = {}
+    return {**call, "function": {**call["function"], "arguments": arguments if isinstance(arguments, dict) else {}}}
+
+
+def _flatten_tool(tool: Any) -> dict[str, Any]:
+    """A tool with the fields and their order that vLLM's request model gives it."""
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise ChatError("only tools of type function are supported")
+    known = {name: function.get(name) for name in ("name", "description", "parameters")}
+    strict = {"strict": function["strict"]} if function.get("strict") is not None else {}
+    return {"type": "function", "function": known | strict}

@@ -1,0 +1,377 @@
+"""The cached blocks of one instance's prefix cache: what the engine holds, under our keys, with reference counts. Pure.
+
+Engines name a block by their own hash and may hold it several times; routers want a set of 64-bit keys
+(pointsman.common.core.block_keys) per tier. The cached blocks map the one to the other. They count references per (hash,
+medium), then blocks per (tier, key), and turn only the steps 0 -> 1 and 1 -> 0 of the latter into Deltas. A phantom block
+is worse than a forgotten one, so whatever cannot be placed under the chain's root with certainty is left out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, KeysView, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import msgspec
+
+from pointsman.agent.core.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event
+from pointsman.common.core.block_keys import KEY_TOKENS, digest_of, extend_keys, root_key
+
+RING_DELTAS = 4096
+_MASK = (1 << 64) - 1
+# Attention kinds in which a hit needs every block before it, which is what a chain of keys can tell.
+_CHAINED_KINDS = frozenset({None, "unknown", "full_attention", "mla_attention", "sink_full_attention"})
+
+
+class Tier(IntEnum):
+    """Where blocks live; the numbers are those of pointsman.agent.v1.Tier."""
+
+    DEVICE = 1
+    HOST = 2
+    STORAGE = 3
+
+
+# (medium, locality, ownership) as the engine says it: the same block can be in several places.
+BlockLocation = tuple[str, str, str]
+
+
+def location_of(event: BlockStored | BlockRemoved) -> BlockLocation:
+    """The place that an event speaks of. No medium means the engine's own cache."""
+    return (event.medium or "GPU").upper(), event.locality or "", event.ownership or ""
+
+
+def tier_of(place: BlockLocation) -> Tier:
+    """The tier of a place. A CPU engine calls its own cache GPU too; CPU always means an offloading connector."""
+    medium, locality, _ = place
+    if medium == "GPU":
+        return Tier.DEVICE
+    return Tier.HOST if medium == "CPU" and locality != "REMOTE" else Tier.STORAGE
+
+
+@dataclass(slots=True)
+class Block:
+    """One engine block: the keys of its tokens in order, and how often each place holds it."""
+
+    keys: tuple[int, ...]
+    refs: dict[BlockLocation, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One change of the set of (tier, key) pairs; the same meaning as pointsman.agent.v1.Delta."""
+
+    seq: int
+    tier: Tier
+    added: tuple[int, ...] = ()
+    removed: tuple[int, ...] = ()
+    cleared: bool = False
+
+
+@dataclass(slots=True)
+class BlockEventCounts:
+    """What happened to the events so far. Counts of blocks, except `batches` and `clears`."""
+
+    batches: int = 0
+    stored: int = 0
+    removed: int = 0
+    clears: int = 0
+    unknown_removed: int = 0
+    orphans: int = 0
+    malformed: int = 0
+
+
+class CachedBlocks:
+    """The reference-counted copy of one instance's prefix cache.
+
+    `apply` and `clear` are the only mutators. `capacity_blocks` is how many blocks the engine's own cache has (0: unknown):
+    more references than that prove that some are counted twice, and from then on the first removal of a block wins.
+    """
+
+    def __init__(self, model: str, *, capacity_blocks: int = 0, ring: int = RING_DELTAS, latest_seq: int = 0) -> None:
+        self.model = model
+        self.capacity_blocks = capacity_blocks
+        self.latest_seq = latest_seq
+        self.blocks: dict[BlockHash, Block] = {}
+        self.counts = BlockEventCounts()
+        self.digest = 0
+        self.unusable_reason = ""
+        """Why this instance's keys cannot be known; empty while they can. Once set, all keys are gone for good."""
+        self._keys: dict[Tier, dict[int, int]] = {tier: {} for tier in Tier}
+        self._ring: deque[Delta] = deque(maxlen=ring)
+        self._device_refs = 0
+        self._refcounts_unsure = False
+        self._added: dict[Tier, set[int]] = {tier: set() for tier in Tier}
+        self._removed: dict[Tier, set[int]] = {tier: set() for tier in Tier}
+        self._cleared = False
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    @property
+    def key_count(self) -> int:
+        """Number of (tier, key) pairs."""
+        return sum(len(keys) for keys in self._keys.values())
+
+    @property
+    def oldest_seq(self) -> int:
+        """Sequence number of the first delta in the ring; latest_seq + 1 when it is empty."""
+        return self._ring[0].seq if self._ring else self.latest_seq + 1
+
+    @property
+    def refcounts_unsure(self) -> bool:
+        """True once references were seen to be counted twice."""
+        return self._refcounts_unsure
+
+    def keys(self, tier: Tier) -> KeysView[int]:
+        """The set of keys in `tier`."""
+        return self._keys[tier].keys()
+
+    def delta(self, seq: int) -> Delta:
+        """The delta `seq`. Raises LookupError when it is not in the ring."""
+        index = seq - self.oldest_seq
+        if not 0 <= index < len(self._ring):
+            raise LookupError(f"delta {seq} is not in the ring of {self.oldest_seq}..{self.latest_seq}")
+        return self._ring[index]
+
+    # -- changing ------------------------------------------------------------------------------------------------
+
+    def apply(self, events: Iterable[Event]) -> bool:
+        """Apply one batch; at most one Delta per tier comes of it. Returns whether the set changed."""
+        if self.unusable_reason:
+            return False
+        self.counts.batches += 1
+        for event in events:
+            if isinstance(event, BlockStored):
+                self._store(event)
+            elif isinstance(event, BlockRemoved):
+                self._remove(event)
+            elif isinstance(event, AllBlocksCleared):
+                self._forget()
+            if self.unusable_reason:
+                self._forget()
+                break
+        return self._emit()
+
+    def clear(self) -> bool:
+        """Drop all knowledge (a gap that no replay could fill). Returns whether the set changed."""
+        self._forget()
+        return self._emit()
+
+    def restore(self, blocks: Iterable[tuple[BlockHash, tuple[int, ...], dict[BlockLocation, int]]]) -> None:
+        """Fill these cached blocks, which are empty, without emitting deltas: readers start from a snapshot or from
+        `latest_seq`."""
+        assert not self.blocks
+        for name, keys, refs in blocks:
+            block = self.blocks[name] = Block(keys)
+            for place, count in refs.items():
+                self._hold(block, place, count)
+        for tier in Tier:
+            self._added[tier].clear()
+
+    def check(self) -> None:
+        """Assert that everything kept incrementally equals what the blocks say. For tests: O(cached blocks)."""
+        expected: dict[Tier, dict[int, int]] = {tier: {} for tier in Tier}
+        device_refs = 0
+        for block in self.blocks.values():
+            assert block.refs
+            assert all(count > 0 for count in block.refs.values())
+            for place, count in block.refs.items():
+                tier = tier_of(place)
+                device_refs += count if tier is Tier.DEVICE else 0
+                for key in block.keys:
+                    expected[tier][key] = expected[tier].get(key, 0) + 1
+        assert expected == self._keys
+        assert device_refs == self._device_refs
+        digest = 0
+        for tier in Tier:
+            digest ^= digest_of(tier, self._keys[tier])
+        assert digest == self.digest
+
+    # -- events --------------------------------------------------------------------------------------------------
+
+    def _store(self, event: BlockStored) -> None:
+        if event.group_idx:
+            self.unusable_reason = "the model has several KV cache groups"
+            return
+        if event.kv_cache_spec_kind not in _CHAINED_KINDS:
+            self.unusable_reason = f"attention of kind {event.kv_cache_spec_kind} has no chained prefix"
+            return
+        place = location_of(event)
+        hashes = event.block_hashes
+        self.counts.stored += len(hashes)
+        fresh = next((at for at, name in enumerate(hashes) if name not in self.blocks), len(hashes))
+        for at in range(fresh):
+            self._hold(self.blocks[hashes[at]], place, 1)
+        if fresh == len(hashes):
+            return
+        if not event.token_ids:
+            # A placeholder: blocks after an unknown one can still be known by their hash.
+            for name in hashes[fresh:]:
+                if (block := self.blocks.get(name)) is not None:
+                    self._hold(block, place, 1)
+                else:
+                    self.counts.orphans += 1
+            return
+        size = event.block_size
+        if size <= 0 or size % KEY_TOKENS or len(event.token_ids) != size * len(hashes):
+            self.counts.malformed += len(hashes) - fresh
+            return
+        parent = self._parent_key(event, fresh)
+        if parent is None:
+            self.counts.orphans += len(hashes) - fresh
+            return
+        per_block = size // KEY_TOKENS
+        try:
+            keys = self._block_keys(parent, event, fresh)
+        except OverflowError:
+            self.counts.malformed += len(hashes) - fresh
+            return
+        for at, name in enumerate(hashes[fresh:]):
+            block = self.blocks.get(name)
+            if block is None:
+                block = self.blocks[name] = Block(tuple(keys[at * per_block : (at + 1) * per_block]))
+            self._hold(block, place, 1)
+
+    def _parent_key(self, event: BlockStored, fresh: int) -> int | None:
+        """The key before block `fresh` of the event, or None when it is not known."""
+        if fresh:
+            return self.blocks[event.block_hashes[fresh - 1]].keys[-1]
+        if event.parent_block_hash is None:
+            return root_key(self.model, event.lora_name or "", _cache_salt(event))
+        parent = self.blocks.get(event.parent_block_hash)
+        return parent.keys[-1] if parent is not None else None
+
+    @staticmethod
+    def _block_keys(parent: int, event: BlockStored, fresh: int) -> list[int]:
+        size = event.block_size
+        first_is_root = fresh == 0 and event.parent_block_hash is None
+        extras = [
+            _extra_bytes(entry, event.lora_name, has_salt=first_is_root and at == 0)
+            for at, entry in enumerate((event.extra_keys or [])[fresh:])
+        ]
+        if not any(extras):
+            return extend_keys(parent, event.token_ids[fresh * size :] if fresh else event.token_ids)
+        keys: list[int] = []
+        for at in range(len(event.block_hashes) - fresh):
+            tokens = event.token_ids[(fresh + at) * size : (fresh + at + 1) * size]
+            keys += extend_keys(parent, tokens, extras[at] if at < len(extras) else b"")
+            parent = keys[-1]
+        return keys
+
+    def _remove(self, event: BlockRemoved) -> None:
+        if event.group_idx:
+            self.unusable_reason = "the model has several KV cache groups"
+            return
+        place = location_of(event)
+        self.counts.removed += len(event.block_hashes)
+        for name in event.block_hashes:
+            block = self.blocks.get(name)
+            if block is None or place not in block.refs:
+                self.counts.unknown_removed += 1
+                continue
+            self._release(name, block, place, everything=self._refcounts_unsure)
+
+    def _hold(self, block: Block, place: BlockLocation, count: int) -> None:
+        tier = tier_of(place)
+        held = block.refs.get(place, 0)
+        block.refs[place] = held + count
+        if tier is Tier.DEVICE:
+            self._device_refs += count
+            if 0 < self.capacity_blocks < self._device_refs:
+                self._refcounts_unsure = True
+        if held:
+            return
+        counts, added, removed = self._keys[tier], self._added[tier], self._removed[tier]
+        factor = 2 * tier + 1
+        for key in block.keys:
+            holders = counts.get(key, 0)
+            counts[key] = holders + 1
+            if holders == 0:
+                self.digest ^= key * factor & _MASK
+                if key in removed:
+                    removed.discard(key)
+                else:
+                    added.add(key)
+
+    def _release(self, name: BlockHash, block: Block, place: BlockLocation, *, everything: bool) -> None:
+        tier = tier_of(place)
+        count = block.refs[place]
+        gone = count if everything else 1
+        if tier is Tier.DEVICE:
+            self._device_refs -= gone
+        if count > gone:
+            block.refs[place] = count - gone
+            return
+        del block.refs[place]
+        if not block.refs:
+            del self.blocks[name]
+        counts, added, removed = self._keys[tier], self._added[tier], self._removed[tier]
+        factor = 2 * tier + 1
+        for key in block.keys:
+            holders = counts[key]
+            if holders > 1:
+                counts[key] = holders - 1
+                continue
+            del counts[key]
+            self.digest ^= key * factor & _MASK
+            if key in added:
+                added.discard(key)
+            else:
+                removed.add(key)
+
+    def _forget(self) -> None:
+        """Drop everything. An engine's reset names no medium, so the offloaded tiers go too: better forgotten than phantom."""
+        self.counts.clears += 1
+        self._refcounts_unsure = False
+        # Something was in the set before this batch exactly when keys, less this batch's additions, are left.
+        before = self.key_count - sum(map(len, self._added.values())) + sum(map(len, self._removed.values()))
+        self._cleared = self._cleared or before > 0
+        self.blocks = {}
+        self.digest = 0
+        self._device_refs = 0
+        for tier in Tier:
+            self._keys[tier] = {}
+            self._added[tier].clear()
+            self._removed[tier].clear()
+
+    def _emit(self) -> bool:
+        changed = False
+        for tier in Tier:
+            added, removed = self._added[tier], self._removed[tier]
+            if added or removed:
+                self._push(tier, tuple(added), tuple(removed))
+                added.clear()
+                removed.clear()
+                changed = True
+        if self._cleared:
+            self._push(Tier.DEVICE, (), ())
+            changed = True
+        return changed
+
+    def _push(self, tier: Tier, added: Sequence[int], removed: Sequence[int]) -> None:
+        self.latest_seq += 1
+        self._ring.append(Delta(self.latest_seq, tier, tuple(added), tuple(removed), self._cleared))
+        self._cleared = False
+
+
+def _cache_salt(event: BlockStored) -> str:
+    """The salt of a prompt's first block: the string that is not the adapter's name. Embedding digests are bytes."""
+    entry = event.extra_keys[0] if event.extra_keys else None
+    strings = [item for item in entry or [] if isinstance(item, str)]
+    if event.lora_name and strings and strings[0] == event.lora_name:
+        strings = strings[1:]
+    return strings[0] if strings else ""
+
+
+def _extra_bytes(entry: list[object] | None, lora_name: str | None, *, has_salt: bool) -> bytes:
+    """What an `extra_keys` entry says beyond adapter and salt, which enter the root; b"" for nothing."""
+    if not entry:
+        return b""
+    rest = list(entry)
+    if lora_name and rest and rest[0] == lora_name:
+        rest = rest[1:]
+    if has_salt:
+        salt = next((at for at, item in enumerate(rest) if isinstance(item, str)), None)
+        if salt is not None:
+            del rest[salt]
+    return msgspec.msgpack.encode(rest) if rest else b""

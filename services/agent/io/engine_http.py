@@ -1,0 +1,162 @@
+"""What an engine says over HTTP: metrics at every scrape; models, version and event sources when it is new."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote
+
+import aiohttp
+
+from pointsman.agent.core.engine_address import EngineAddress, connect_address, offset_port
+from pointsman.agent.core.engine_metrics import NAMES, Scrape, parse_metrics
+from pointsman.agent.io.kv_subscriber import KvEventSource
+
+_RESTRICTED = "/metrics/?" + "&".join(f"name[]={quote(name, safe=':')}" for name in NAMES)
+
+
+class ProbeError(Exception):
+    """The engine did not answer, or with something that is no vLLM's. The text says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModels:
+    """What GET /v1/models tells: names of the model itself, of its adapters, where it came from, its longest context."""
+
+    served_names: tuple[str, ...]
+    lora_names: tuple[str, ...]
+    root: str
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvEventSources:
+    """KV-event publishers by data-parallel rank. `reason` says why there are none."""
+
+    by_rank: dict[int, KvEventSource]
+    reason: str = ""
+
+
+class EngineProbe:
+    """An HTTP client of one engine."""
+
+    def __init__(self, address: EngineAddress, *, timeout_s: float, api_key: str = "") -> None:
+        self._address = address
+        # A fresh connection per question: a kept one would pin us to one process behind a load balancer and hide it.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(force_close=True),
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
+        )
+        self._restricted = True
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    async def scrape(self) -> Scrape:
+        """One look at /metrics. Raises ProbeError.
+
+        vLLM mounts prometheus_client's own application beside the instrumented page, which renders only the series asked
+        for: a tenth of the engine's cost. Servers without it (or with several API processes) get the plain question.
+        """
+        if self._restricted:
+            found = await self._metrics(_RESTRICTED, missing_ok=True)
+            if found is not None and found.ranks and found.process_start is not None:
+                return found
+        plain = await self._metrics("/metrics")
+        assert plain is not None
+        self._restricted = self._restricted and not plain.ranks
+        if not plain.ranks:
+            raise ProbeError("no vllm: series in /metrics (is the engine started with --disable-log-stats?)")
+        return plain
+
+    async def models(self) -> ServedModels:
+        """GET /v1/models. Raises ProbeError."""
+        entries = (await self._json("/v1/models")).get("data", [])
+        own = [entry for entry in entries if not entry.get("parent")]
+        if not own:
+            raise ProbeError("/v1/models names no model")
+        return ServedModels(
+            served_names=tuple(entry["id"] for entry in own),
+            lora_names=tuple(entry["id"] for entry in entries if entry.get("parent")),
+            root=own[0].get("root") or own[0]["id"],
+            max_model_len=own[0].get("max_model_len") or 0,
+        )
+
+    async def version(self) -> str:
+        """GET /version; empty when the engine has no such route. Raises ProbeError."""
+        answer = await self._json("/version", missing_ok=True)
+        return str(answer.get("version", ""))
+
+    async def sources(self, ranks: list[int]) -> KvEventSources:
+        """Where the KV events of `ranks` come from: the target's options, else GET /kv_event_sources. Raises ProbeError."""
+        address = self._address
+        if address.events:
+            several = len(ranks) > 1
+            return KvEventSources(
+                {
+                    rank: KvEventSource(
+                        offset_port(address.events, rank if several else 0),
+                        offset_port(address.replay, rank if several else 0),
+                        address.topic,
+                    )
+                    for rank in ranks
+                }
+            )
+        answer = await self._json("/kv_event_sources", missing_ok=True)
+        by_rank = {int(rank): _source(config, address.host) for rank, config in answer.items() if _publishes(config)}
+        if not by_rank:
+            return KvEventSources({}, "the engine publishes no KV events (--kv-events-config)")
+        if len(ranks) == 1 and len(by_rank) == 1:
+            # Behind an external load balancer each rank is a server of its own, and may number its source otherwise.
+            by_rank = {ranks[0]: next(iter(by_rank.values()))}
+        return KvEventSources(by_rank)
+
+    async def _metrics(self, path: str, *, missing_ok: bool = False) -> Scrape | None:
+        try:
+            async with self._session.get(_url(self._address.url, path), headers={"Accept": "text/plain"}) as answer:
+                if answer.status != 200:
+                    if missing_ok and answer.status == 404:
+                        return None
+                    raise ProbeError(f"{path.partition('?')[0]} answered {answer.status}")
+                return parse_metrics(await answer.read())
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise ProbeError(f"{path.partition('?')[0]}: {type(error).__name__} {error}".rstrip()) from error
+
+    async def _json(self, path: str, *, missing_ok: bool = False) -> dict[str, Any]:
+        try:
+            async with self._session.get(_url(self._address.url, path)) as answer:
+                if missing_ok and answer.status == 404:
+                    return {}
+                if answer.status != 200:
+                    raise ProbeError(f"{path} answered {answer.status}")
+                body = await answer.json()
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise ProbeError(f"{path}: {type(error).__name__} {error}".rstrip()) from error
+        if not isinstance(body, dict):
+            raise ProbeError(f"{path} answered no object")
+        return body
+
+
+def _url(base: str, path: str) -> Any:
+    from yarl import URL
+
+    return URL(base + path, encoded=True)
+
+
+def _publishes(config: Any) -> bool:
+    return isinstance(config, dict) and config.get("publisher", "zmq") == "zmq" and bool(config.get("endpoint"))
+
+
+def _source(config: dict[str, Any], host: str) -> KvEventSource:
+    # Without a buffer the replay socket answers nothing, which would look like a publisher that started over.
+    replay = config.get("replay_endpoint") if config.get("buffer_steps", 1) else None
+    return KvEventSource(
+        connect_address(config["endpoint"], host), connect_address(replay, host), config.get("topic") or ""
+    )

@@ -1,0 +1,321 @@
+"""One engine address: who answers there, what it is, how it does; one InstanceMonitor per data-parallel rank."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+import time
+from collections.abc import Mapping
+
+import structlog
+
+from pointsman.agent.core.engine_address import EngineAddress
+from pointsman.agent.core.engine_metrics import Sample, Scrape
+from pointsman.agent.core.kv_transfer_support import kv_transfer
+from pointsman.agent.core.process_identity import IdentityChange, ProcessIdentity, process_name
+from pointsman.agent.core.step_load import StepLoad
+from pointsman.agent.io.engine_http import EngineProbe, KvEventSources, ProbeError, ServedModels
+from pointsman.agent.io.gpu import GpuSampler
+from pointsman.agent.io.instance_reporting import AgentContext, InstanceMonitor, new_incarnation
+from pointsman.agent.v1 import agent_pb2 as pb
+
+log = structlog.get_logger()
+
+# One failed look can be a busy engine; two in a row are worth a word to the routers.
+UNHEALTHY_AFTER = 2
+# An engine that is silent for so long is said goodbye to; until then it stays listed, and its keys stay known.
+GONE_AFTER_S = 60.0
+# Looks at an engine that does not answer come at least so often, in seconds.
+MAX_SCRAPE_PAUSE_S = 5.0
+# An engine whose step was heard of so lately is well, whatever its /metrics says.
+ALIVE_AFTER_STEP_S = 2.0
+# Loads pushed at every step go on to the routers at most so often, in seconds: 20 a second for each of a fleet's instances.
+STEP_LOAD_INTERVAL_S = 0.05
+# Models and adapters are asked for again after so long: adapters come and go at run time.
+DESCRIBE_EVERY_S = 15.0
+
+
+class EngineMonitor:
+    """Watches one address until its task is cancelled. `gpus` are the indices whose samples its instances carry."""
+
+    def __init__(
+        self,
+        address: EngineAddress,
+        agent_context: AgentContext,
+        *,
+        scrape_interval_s: float,
+        api_key: str,
+        gpus: tuple[int, ...],
+        sampler: GpuSampler,
+    ) -> None:
+        self.address = address
+        self.instances: dict[int, InstanceMonitor] = {}
+        """By data-parallel rank (the `engine` label)."""
+        self.healthy = False
+        self.problem = "not looked at yet"
+        """Why nothing is reported, or why it is unhealthy; empty when all is well."""
+        self.ambiguous_address = False
+        """Whether the address was found to be a load balancer."""
+        self.scrapes = 0
+        self.scrape_failures = 0
+        self.step_loads = 0
+        self._agent_context = agent_context
+        self._interval = scrape_interval_s
+        self._api_key = api_key
+        self._gpus = gpus
+        self._sampler = sampler
+        self._identity = ProcessIdentity()
+        self._failures = 0
+        self._last_answer = time.monotonic()
+        self._last_loads: dict[int, pb.Load] = {}
+        self._described_at = 0.0
+        self._announced: Mapping[str, str] = {}
+        self._last_step = -math.inf
+        self._pushed: dict[int, tuple[StepLoad, float]] = {}
+        self._pushing: asyncio.TimerHandle | None = None
+        self._stopping: set[asyncio.Task[None]] = set()
+        self._log = log.bind(engine=address.url)
+
+    async def run(self) -> None:
+        """Look, and look again. Ends by cancellation, which saves and keeps what the instances know."""
+        timeout_s = max(2.0, 2 * self._interval)
+        try:
+            async with EngineProbe(self.address, timeout_s=timeout_s, api_key=self._api_key) as probe:
+                while True:
+                    began = time.monotonic()
+                    await self._scrape(probe)
+                    pause = (
+                        self._interval
+                        if self._failures == 0
+                        else min(MAX_SCRAPE_PAUSE_S, self._interval * self._failures)
+                    )
+                    await self._pause(began + pause - time.monotonic())
+        finally:
+            await self._stop("")
+
+    def is_from_this_engine(self, load: StepLoad) -> bool:
+        """Whether a pushed load can be this engine's: of the process that answered last."""
+        known = not self._identity.anonymous and self._identity.current == process_name(load.process)
+        return known and load.rank in self.instances
+
+    def step_load_received(self, load: StepLoad) -> None:
+        """This engine pushed its load."""
+        self.step_loads += 1
+        self._last_step = time.monotonic()
+        self._pushed[load.rank] = (load, self._last_step)
+        if self._pushing is None:
+            self._forward_step_loads()
+
+    def _forward_step_loads(self) -> None:
+        """Tell the routers the newest pushed loads, and again after a while if more came meanwhile."""
+        self._pushing = None
+        if not self._pushed:
+            return
+        for rank, (load, taken_at) in self._pushed.items():
+            if (instance := self.instances.get(rank)) is not None:
+                known = self._last_loads.get(rank)
+                self._last_loads[rank] = load.to_wire(list(known.gpus) if known is not None else [])
+                instance.report_load(self._last_loads[rank], taken_at)
+        self._pushed.clear()
+        self._pushing = asyncio.get_running_loop().call_later(STEP_LOAD_INTERVAL_S, self._forward_step_loads)
+
+    async def _pause(self, seconds: float) -> None:
+        """Until the next look; sooner when an instance's events say that it is over."""
+        if seconds <= 0:
+            await asyncio.sleep(0)
+            return
+        waits = [asyncio.ensure_future(instance.ended.wait()) for instance in self.instances.values()]
+        if not waits:
+            await asyncio.sleep(seconds)
+            return
+        try:
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _scrape(self, probe: EngineProbe) -> None:
+        try:
+            scrape = await probe.scrape()
+            taken_at = time.monotonic()
+            self.scrapes += 1
+            await self._update_instances(probe, scrape)
+        except ProbeError as error:
+            await self._scrape_failed(str(error))
+            return
+        if self.ambiguous_address:
+            return
+        if self._failures >= UNHEALTHY_AFTER:
+            self._log.info("engine_answers_again", failures=self._failures)
+        self._failures = 0
+        self._last_answer = taken_at
+        self.healthy = True
+        self.problem = ""
+        gpus = await asyncio.to_thread(self._sampler.sample, self._gpus) if self._gpus else []
+        for rank, instance in self.instances.items():
+            if (sample := scrape.ranks.get(rank)) is not None:
+                load = self._last_loads[rank] = _load(sample, gpus)
+                instance.report_load(load, taken_at)
+
+    async def _update_instances(self, probe: EngineProbe, scrape: Scrape) -> None:
+        """Make `instances` those of the process that answered."""
+        tokens = sum(sample.generation_tokens for sample in scrape.ranks.values())
+        queries = sum(sample.prefix_cache_queries for sample in scrape.ranks.values())
+        seen = self._identity.observe(scrape.process_start, tokens, queries)
+        if seen is IdentityChange.ALTERNATING:
+            self.problem = (
+                "the address answers for several processes (a load balancer?): give each engine's own address"
+            )
+            if not self.ambiguous_address:
+                self._log.error("engine_address_ambiguous", reason=self.problem)
+                await self._stop(self.problem)
+            self.ambiguous_address, self.healthy = True, False
+            return
+        self.ambiguous_address = False
+        over = [instance.end_reason for instance in self.instances.values() if instance.ended.is_set()]
+        if seen is IdentityChange.NEW and self.instances:
+            await self._stop("another process answers")
+            await self._start_instances(probe, scrape, saw_start=True)
+        elif over:
+            await self._stop(over[0])
+            await self._start_instances(probe, scrape, saw_start=True, same_process=True)
+        elif set(self.instances) != set(scrape.ranks):
+            await self._stop("its data-parallel ranks changed" if self.instances else "")
+            await self._start_instances(probe, scrape, saw_start=False)
+        elif scrape.kv_transfer != self._announced or time.monotonic() - self._described_at >= DESCRIBE_EVERY_S:
+            await self._describe_again(probe, scrape)
+
+    async def _start_instances(
+        self, probe: EngineProbe, scrape: Scrape, *, saw_start: bool, same_process: bool = False
+    ) -> None:
+        ranks = sorted(scrape.ranks)
+        models = await probe.models()
+        version = await probe.version()
+        sources = await probe.sources(ranks)
+        self._described_at, self._announced = time.monotonic(), scrape.kv_transfer
+        process = "" if self._identity.anonymous else self._identity.current
+        for rank in ranks:
+            sample = scrape.ranks[rank]
+            if not sample.cache_config:
+                raise ProbeError("no vllm:cache_config_info in /metrics")
+            instance = self._instance(rank if len(ranks) > 1 else None, sample, models, version)
+            self._describe_kv_transfer(instance, scrape, sample)
+            instance.incarnation = new_incarnation(process) if same_process else process
+            source = sources.by_rank.get(rank)
+            if reason := _no_prefix(sample, sources, rank):
+                instance.prefix_mode, instance.prefix_reason, source = pb.PREFIX_MODE_NONE, reason, None
+            monitor = InstanceMonitor(
+                self._agent_context,
+                instance,
+                source,
+                process=process,
+                capacity_blocks=sample.kv_blocks,
+                saw_start=saw_start,
+            )
+            self.instances[rank] = monitor
+            await monitor.start()
+
+    def _instance(self, rank: int | None, sample: Sample, models: ServedModels, version: str) -> pb.Instance:
+        return pb.Instance(
+            instance_id=self.address.instance_id(rank),
+            url=self.address.advertise,
+            model=models.served_names[0],
+            served_names=models.served_names,
+            lora_names=models.lora_names,
+            model_root=models.root,
+            block_size=sample.block_size,
+            kv_capacity_tokens=sample.kv_capacity_tokens,
+            max_model_len=models.max_model_len,
+            data_parallel_rank=rank,
+            prefix_mode=pb.PREFIX_MODE_EXACT,
+            engine_version=version,
+            node=socket.gethostname(),
+            hardware=self.address.hardware,
+            long_prefill_token_threshold=self.address.long_prefill_token_threshold,
+        )
+
+    async def _describe_again(self, probe: EngineProbe, scrape: Scrape) -> None:
+        models = await probe.models()
+        self._described_at, self._announced = time.monotonic(), scrape.kv_transfer
+        for rank, instance in self.instances.items():
+            before = instance.instance
+            after = pb.Instance()
+            after.CopyFrom(before)
+            # The pool's name stays: it is part of every key.
+            after.served_names[:] = models.served_names
+            after.lora_names[:] = models.lora_names
+            # Of a process that does not tell its start, a restart may have gone unnoticed.
+            self._describe_kv_transfer(after, scrape, scrape.ranks[rank])
+            if after == before:
+                continue
+            self._log.info("engine_changed", lora_names=models.lora_names, passes_kv_on=after.HasField("kv_transfer"))
+            instance.describe(after)
+
+    def _describe_kv_transfer(self, instance: pb.Instance, scrape: Scrape, sample: Sample) -> None:
+        instance.ClearField("kv_transfer")
+        if (
+            kv := kv_transfer(self.address, scrape.kv_transfer, sample.cache_config.get("cache_dtype", ""))
+        ) is not None:
+            instance.kv_transfer.CopyFrom(kv)
+
+    async def _scrape_failed(self, reason: str) -> None:
+        self.scrape_failures += 1
+        if time.monotonic() - self._last_step < ALIVE_AFTER_STEP_S:
+            # It computes: its HTTP server is only too busy to answer.
+            self.problem = reason
+            return
+        self._failures += 1
+        self._identity.unreachable()
+        if self._failures == UNHEALTHY_AFTER:
+            self._log.warning("engine_unreachable", reason=reason)
+        self.problem = reason
+        if self._failures < UNHEALTHY_AFTER:
+            return
+        self.healthy = False
+        if self.instances and time.monotonic() - self._last_answer > GONE_AFTER_S:
+            await self._stop("the engine stopped answering")
+            return
+        for rank, instance in self.instances.items():
+            load = pb.Load()
+            load.CopyFrom(self._last_loads.get(rank, pb.Load()))
+            load.healthy = False
+            instance.report_load(load, self._last_answer)
+
+    async def _stop(self, goodbye: str) -> None:
+        """End all instances. A cancellation cuts none of them short: the next call, at the latest that of `run`, waits for it."""
+        instances, self.instances = self.instances, {}
+        self._last_loads.clear()
+        self._pushed.clear()
+        self._stopping |= {asyncio.create_task(instance.stop(goodbye)) for instance in instances.values()}
+        if not self._stopping:
+            return
+        await asyncio.wait(self._stopping)
+        stopped, self._stopping = self._stopping, set()
+        for task in stopped:
+            task.result()
+
+
+def _no_prefix(sample: Sample, sources: KvEventSources, rank: int) -> str:
+    """Why the keys of a rank cannot be known; empty when they can."""
+    if sample.cache_config.get("enable_prefix_caching") == "False":
+        return "the engine runs without prefix caching"
+    if sources.reason:
+        return sources.reason
+    return "" if rank in sources.by_rank else f"the engine publishes no KV events for rank {rank}"
+
+
+def _load(sample: Sample, gpus: list[pb.Gpu]) -> pb.Load:
+    return pb.Load(
+        running=int(sample.running),
+        waiting=int(sample.waiting),
+        kv_usage=sample.kv_usage,
+        generation_tokens=int(sample.generation_tokens),
+        prefix_cache_queries=int(sample.prefix_cache_queries),
+        prefix_cache_hits=int(sample.prefix_cache_hits),
+        external_prefix_cache_queries=int(sample.external_prefix_cache_queries),
+        external_prefix_cache_hits=int(sample.external_prefix_cache_hits),
+        preemptions=int(sample.preemptions),
+        healthy=True,
+        gpus=gpus,
+    )

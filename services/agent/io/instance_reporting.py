@@ -1,0 +1,252 @@
+"""One instance during one incarnation: its cached blocks, the subscriber that fills them, its file, and a reporter per router."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import structlog
+import zmq.asyncio
+from msgspec.structs import replace
+
+from pointsman.agent.core.cached_blocks import CachedBlocks
+from pointsman.agent.io.kv_subscriber import KvEventSource, KvSubscriber
+from pointsman.agent.io.report_sender import Metadata, Reporter
+from pointsman.agent.io.state_file import SavedState, StateFile, restore_cached_blocks, to_saved_state
+from pointsman.agent.v1 import agent_pb2 as pb
+from pointsman.common.io.channel import ReloadingChannel
+
+log = structlog.get_logger()
+
+# Saving may take a fiftieth of the time, however many blocks are cached.
+SAVE_SHARE = 50
+
+
+@dataclass(frozen=True, slots=True)
+class AgentContext:
+    """What all instances of an agent share."""
+
+    channels: Mapping[str, ReloadingChannel]
+    metadata: Metadata
+    zmq: zmq.asyncio.Context
+    agent_id: str
+    state_dir: Path
+    consistency_check_interval_s: float
+    save_interval_s: float
+
+
+class InstanceMonitor:
+    """Reports one instance from `start` to `stop`.
+
+    `instance.incarnation` may be empty, to take the process's name or a made-up one. `process` is the engine's identity, empty
+    when it does not tell one. `witnessed` says that this agent saw the incarnation
+    begin, so that no router can know it yet. `ended` is set, with `end_reason`, when the KV events show that the incarnation is
+    over or something here failed: the owner then stops this object and starts another.
+    """
+
+    def __init__(
+        self,
+        agent_context: AgentContext,
+        instance: pb.Instance,
+        source: KvEventSource | None,
+        *,
+        process: str,
+        capacity_blocks: int,
+        saw_start: bool,
+    ) -> None:
+        self.instance = instance
+        self.source = source
+        self.ended = asyncio.Event()
+        self.end_reason = ""
+        self.reporters: list[Reporter] = []
+        self._agent_context = agent_context
+        self._process = process
+        self._capacity_blocks = capacity_blocks
+        self._saw_start = saw_start
+        self._file = StateFile(agent_context.state_dir, instance.instance_id)
+        self.cached_blocks = CachedBlocks(instance.model, capacity_blocks=capacity_blocks)
+        self.subscriber: KvSubscriber | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._saving: asyncio.Future[bool] | None = None
+        self._saved: tuple[int, int] | None = None
+        self._load: tuple[pb.Load, float] | None = None
+        self._log = log.bind(instance=instance.instance_id)
+
+    async def start(self) -> None:
+        """Restore, subscribe, catch up, then report."""
+        if not self.instance.incarnation:
+            self.instance.incarnation = self._process or new_incarnation("")
+        if self.source is not None:
+            await self._follow(self.source)
+        self._log.info(
+            "instance_found",
+            incarnation=self.instance.incarnation,
+            model=self.instance.model,
+            block_size=self.instance.block_size,
+            prefix_mode=pb.PrefixMode.Name(self.instance.prefix_mode),
+            prefix_reason=self.instance.prefix_reason,
+            keys=self.cached_blocks.key_count,
+            seq=self.cached_blocks.latest_seq,
+        )
+        self.reporters = [
+            Reporter(
+                router,
+                channel,
+                self._agent_context.metadata,
+                self.cached_blocks,
+                self.instance,
+                self._agent_context.agent_id,
+                self._agent_context.consistency_check_interval_s,
+            )
+            for router, channel in self._agent_context.channels.items()
+        ]
+        if self._load is not None:
+            self.report_load(*self._load)
+        if self.subscriber is not None:
+            self._tasks = [
+                asyncio.create_task(self._run_subscriber(self.subscriber)),
+                asyncio.create_task(self._save_often()),
+            ]
+        for task in (*self._tasks, *(reporter.task for reporter in self.reporters)):
+            task.add_done_callback(self._task_done)
+
+    async def stop(self, goodbye: str = "") -> None:
+        """End everything. Without a reason the engine lives on: the state is saved so that the next agent goes on here."""
+        for task in self._tasks:
+            task.cancel()
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.gather(*(reporter.stop(goodbye) for reporter in self.reporters), return_exceptions=True)
+            if self._saving is not None:
+                # A save that is under way must not land after the last one.
+                await asyncio.wait([self._saving])
+            if self.subscriber is not None and not goodbye:
+                self._save(self._capture(self.subscriber, clean=True))
+        finally:
+            if self.subscriber is not None:
+                self.subscriber.close()
+        if goodbye:
+            self._log.info("instance_gone", incarnation=self.instance.incarnation, reason=goodbye)
+
+    def report_load(self, load: pb.Load, taken_at: float) -> None:
+        """A new load sample, as of `taken_at`."""
+        self._load = (load, taken_at)
+        for reporter in self.reporters:
+            reporter.load(load, taken_at)
+
+    def describe(self, instance: pb.Instance) -> None:
+        """The fixed properties changed: tell all routers."""
+        self.instance = instance
+        for reporter in self.reporters:
+            reporter.describe(instance)
+
+    async def _follow(self, source: KvEventSource) -> None:
+        """Set up cached blocks and subscriber, from the file if it is this lifetime's and the publisher confirms it."""
+        state = await asyncio.to_thread(self._restorable)
+        if state is not None:
+            self.cached_blocks = restore_cached_blocks(state, capacity_blocks=self._capacity_blocks)
+            self.instance.incarnation = state.incarnation
+        elif not self._saw_start:
+            # Routers may know this incarnation from an agent whose file is lost; its sequence must not be met again.
+            self.cached_blocks.latest_seq = int(time.time() * 1e3) << 20
+        self.subscriber = KvSubscriber(
+            self._agent_context.zmq,
+            source,
+            self.cached_blocks,
+            self._changed,
+            applied=state.applied if state is not None else -1,
+            applied_digest=state.applied_digest if state is not None else 0,
+        )
+        if not await self.subscriber.start():
+            self._log.warning("state_of_another_lifetime", incarnation=self.instance.incarnation)
+            self.subscriber.close()
+            self.instance.incarnation = new_incarnation(self._process)
+            seq = self.cached_blocks.latest_seq + 1
+            self.cached_blocks = CachedBlocks(
+                self.instance.model, capacity_blocks=self._capacity_blocks, latest_seq=seq
+            )
+            self.subscriber = KvSubscriber(self._agent_context.zmq, source, self.cached_blocks, self._changed)
+            await self.subscriber.start()
+        self._changed()
+
+    def _restorable(self) -> SavedState | None:
+        """The saved state, if it was this incarnation's; its file is clean no more. A file that is damaged, or cannot be read or
+        written, is logged and forgotten."""
+        try:
+            state = self._file.load()
+            if state is None or self._saw_start:
+                return None
+            if state.process != self._process or state.model != self.instance.model:
+                return None
+            # From here on routers may hear more than the file knows.
+            self._file.save(replace(state, clean=False))
+        except (msgspec.MsgspecError, OSError) as error:
+            self._log.warning("state_unusable", path=str(self._file.path), reason=str(error))
+            return None
+        return state
+
+    def _changed(self) -> None:
+        if self.cached_blocks.unusable_reason and self.instance.prefix_mode != pb.PREFIX_MODE_NONE:
+            self.instance.prefix_mode = pb.PREFIX_MODE_NONE
+            self.instance.prefix_reason = self.cached_blocks.unusable_reason
+            self._log.warning("prefix_unknown", reason=self.cached_blocks.unusable_reason)
+            for reporter in self.reporters:
+                reporter.describe(self.instance)
+        for reporter in self.reporters:
+            reporter.changed()
+
+    async def _run_subscriber(self, subscriber: KvSubscriber) -> None:
+        await subscriber.run()
+        self.end_reason = "its KV events started over"
+        self.ended.set()
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        self._log.error("instance_task_failed", task=task.get_name(), exc_info=error)
+        self.end_reason = f"{type(error).__name__} in its agent"
+        self.ended.set()
+
+    async def _save_often(self) -> None:
+        assert self.subscriber is not None
+        cost_s = 0.0
+        while True:
+            await asyncio.sleep(max(self._agent_context.save_interval_s, SAVE_SHARE * cost_s))
+            began = time.monotonic()
+            position = (self.subscriber.applied, self.cached_blocks.latest_seq)
+            if position == self._saved:
+                continue
+            state = self._capture(self.subscriber, clean=False)
+            self._saving = asyncio.ensure_future(asyncio.to_thread(self._save, state))
+            if await asyncio.shield(self._saving):
+                self._saved = position
+            cost_s = time.monotonic() - began
+
+    def _save(self, state: SavedState) -> bool:
+        """Whether the disk took it."""
+        try:
+            self._file.save(state)
+        except OSError as error:
+            self._log.error("state_not_saved", path=str(self._file.path), reason=str(error))
+            return False
+        return True
+
+    def _capture(self, subscriber: KvSubscriber, *, clean: bool) -> SavedState:
+        return to_saved_state(
+            self.cached_blocks,
+            clean=clean,
+            process=self._process,
+            incarnation=self.instance.incarnation,
+            applied=subscriber.applied,
+            applied_digest=subscriber.applied_digest,
+        )
+
+
+def new_incarnation(process: str) -> str:
+    """A name for a lifetime that the process's own identity does not tell from an earlier one."""
+    return f"{process or 'anonymous'}-{secrets.token_hex(4)}"

@@ -1,0 +1,269 @@
+"""KV events from an engine's ZMQ sockets into cached blocks: SUB for what happens, DEALER to replay what was missed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import msgspec
+import structlog
+import zmq
+import zmq.asyncio
+from xxhash import xxh3_64_intdigest
+
+from pointsman.agent.core.cached_blocks import CachedBlocks
+from pointsman.agent.core.event_order import BatchAction, EventOrder
+from pointsman.agent.core.kv_events import decode_batch, decode_seq, encode_seq
+
+log = structlog.get_logger()
+
+# The engine's publisher answers a replay between two batches, or after 0.1 s without one.
+REPLAY_SILENCE_S = 5.0
+# With no event for so long, ask for what follows the last one: the tail of a broken connection leaves no gap to see.
+TAIL_CHECK_S = 5.0
+# The first of these checks comes sooner and the pause doubles from there: a subscription takes effect some time after the first
+# replay, and what an idle engine publishes in between shows in no later sequence number.
+FIRST_TAIL_CHECK_S = 0.2
+# ZeroMQ's default send queue is 1,000 messages and drops the rest, so one replay of 10,000 can need several questions.
+MAX_REPLAYS = 100
+# Other tasks get a turn after so many batches.
+FAIR_BATCHES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class KvEventSource:
+    """ZMQ addresses to connect to. `replay` is empty where the engine keeps no replay buffer."""
+
+    events: str
+    replay: str = ""
+    topic: str = ""
+
+
+@dataclass(slots=True)
+class SubscriberCounts:
+    """Gaps in the live sequence, gaps that no replay filled, failed replays, batches not understood."""
+
+    gaps: int = 0
+    lost: int = 0
+    replay_failures: int = 0
+    undecodable: int = 0
+
+
+class ReplayFailed(Exception):
+    """The replay socket did not answer to the end."""
+
+
+class KvSubscriber:
+    """Follows one publisher for one lifetime. `applied` and `applied_digest` say where the cached blocks stand.
+
+    `on_change` is called after each batch that changed the cached blocks' keys.
+    """
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        source: KvEventSource,
+        cached_blocks: CachedBlocks,
+        on_change: Callable[[], None],
+        *,
+        applied: int = -1,
+        applied_digest: int = 0,
+    ) -> None:
+        self.counts = SubscriberCounts()
+        self._context = context
+        self._source = source
+        self._cached_blocks = cached_blocks
+        self._on_change = on_change
+        self._sequence = EventOrder(applied)
+        self._last_digest = applied_digest
+        self._last_payload: bytes | None = None
+        self._sub: zmq.asyncio.Socket | None = None
+        self._log = log.bind(events=source.events)
+
+    @property
+    def applied(self) -> int:
+        """The last batch in the cached blocks, -1 before the first."""
+        return self._sequence.applied
+
+    @property
+    def applied_digest(self) -> int:
+        """XXH3-64 of that batch's payload; 0 when unknown."""
+        return xxh3_64_intdigest(self._last_payload) if self._last_payload is not None else self._last_digest
+
+    async def start(self) -> bool:
+        """Subscribe, then catch up by replay. False when the publisher is not the one that `applied` was counted by.
+
+        A publisher that cannot confirm what restored cached blocks say costs that knowledge: they are cleared.
+        """
+        self._sub = self._socket(zmq.SUB, self._source.events)
+        self._sub.subscribe(self._source.topic.encode())
+        if not self._source.replay:
+            self._drop("no replay socket to confirm restored knowledge")
+            self._sequence = EventOrder()
+            return True
+        try:
+            return await self._catch_up()
+        except ReplayFailed as failed:
+            self.counts.replay_failures += 1
+            self._drop(str(failed))
+            self._sequence = EventOrder()
+            return True
+
+    async def run(self) -> None:
+        """Follow the publisher; returns when it starts over, with the cached blocks cleared. Ends by cancellation otherwise."""
+        assert self._sub is not None
+        since_yield = 0
+        patience = FIRST_TAIL_CHECK_S
+        while True:
+            try:
+                async with asyncio.timeout(patience):
+                    frames = await self._sub.recv_multipart()
+            except TimeoutError:
+                patience = min(2 * patience, TAIL_CHECK_S)
+                if not await self._check_tail():
+                    break
+                continue
+            if len(frames) != 3:
+                self.counts.undecodable += 1
+                continue
+            if not await self._live(decode_seq(frames[1]), frames[2]):
+                break
+            since_yield += 1
+            if since_yield % FAIR_BATCHES == 0:
+                await asyncio.sleep(0)
+        self._drop("the publisher started over")
+
+    def close(self) -> None:
+        """Close the sockets."""
+        if self._sub is not None:
+            self._sub.close(linger=0)
+            self._sub = None
+
+    async def _live(self, seq: int, payload: bytes) -> bool:
+        """One live batch; False when the publisher started over."""
+        verdict = self._sequence.on_live(seq)
+        if verdict is BatchAction.GAP:
+            self.counts.gaps += 1
+            self._log.info("kv_events_gap", wanted=self.applied + 1, got=seq)
+            try:
+                if self._source.replay and not await self._catch_up():
+                    return False
+            except ReplayFailed as failed:
+                self.counts.replay_failures += 1
+                self._log.warning("kv_events_replay_failed", reason=str(failed))
+            verdict = self._sequence.on_live(seq)
+            if verdict is BatchAction.GAP:
+                self._lose(seq)
+                verdict = self._sequence.on_live(seq)
+        if verdict is BatchAction.APPLY:
+            self._apply(seq, payload)
+        return verdict is not BatchAction.RESTART
+
+    async def _check_tail(self) -> bool:
+        if not self._source.replay:
+            return True
+        try:
+            return await self._catch_up()
+        except ReplayFailed as failed:
+            # An engine that is gone or busy: the scrapes say which, and the next check asks again.
+            self.counts.replay_failures += 1
+            self._log.debug("kv_events_replay_failed", reason=str(failed))
+            return True
+
+    async def _catch_up(self) -> bool:
+        """Replay until nothing is missing. False when the publisher's own record shows another lifetime."""
+        for _ in range(MAX_REPLAYS):
+            if (complete := await self._replay_once()) is not None:
+                return complete
+        raise ReplayFailed(f"{MAX_REPLAYS} replays were not enough")
+
+    async def _replay_once(self) -> bool | None:
+        """One replay. True: complete; False: another lifetime; None: messages were dropped on the way, ask again.
+
+        The question includes the last batch applied, whose payload tells whether this is the publisher we know.
+        """
+        known = self.applied
+        first = True
+        async with aclosing(self._replayed(max(known, 0))) as batches:
+            async for seq, payload in batches:
+                verdict = self._sequence.on_replayed(seq)
+                if seq == known and self.applied_digest not in (0, xxh3_64_intdigest(payload)):
+                    return False
+                if verdict is BatchAction.GAP:
+                    if not first:
+                        return None
+                    self._lose(seq)
+                    verdict = BatchAction.APPLY
+                first = False
+                if verdict is BatchAction.APPLY:
+                    self._apply(seq, payload)
+                if seq % FAIR_BATCHES == 0:
+                    await asyncio.sleep(0)
+        # A publisher that has sent `known` and keeps a buffer always has something from there on.
+        return not (first and known >= 0)
+
+    async def _replayed(self, start: int) -> AsyncGenerator[tuple[int, bytes], None]:
+        # A socket per question: the late rest of an earlier answer must not be taken for this one's.
+        socket = self._socket(zmq.DEALER, self._source.replay)
+        try:
+            await socket.send_multipart([b"", encode_seq(start)])
+            while True:
+                try:
+                    async with asyncio.timeout(REPLAY_SILENCE_S):
+                        frames = await socket.recv_multipart()
+                except TimeoutError:
+                    raise ReplayFailed(f"{self._source.replay} did not answer in {REPLAY_SILENCE_S:.0f} s") from None
+                if len(frames) < 3:
+                    raise ReplayFailed(f"{self._source.replay} answered {len(frames)} frames")
+                seq = decode_seq(frames[-2])
+                if seq < 0:
+                    return
+                yield seq, frames[-1]
+        finally:
+            socket.close(linger=0)
+
+    def _apply(self, seq: int, payload: bytes) -> None:
+        self._sequence.mark_applied(seq)
+        self._last_payload = payload
+        try:
+            batch = decode_batch(payload)
+        except msgspec.MsgspecError as error:
+            # It may have removed blocks, so nothing known before it can be trusted.
+            self.counts.undecodable += 1
+            self._drop(f"batch {seq} is not understood: {error}")
+            return
+        if self._cached_blocks.apply(batch.events):
+            self._on_change()
+
+    def _lose(self, seq: int) -> None:
+        """Batches before `seq` are gone for good."""
+        lost = self.applied >= 0
+        if lost:
+            self.counts.lost += 1
+            self._drop(f"batches {self.applied + 1} to {seq - 1} are lost")
+        self._sequence.skip_to(seq)
+
+    def _drop(self, reason: str) -> None:
+        if self._cached_blocks.key_count:
+            self._log.warning("kv_knowledge_dropped", reason=reason, keys=self._cached_blocks.key_count)
+        if self._cached_blocks.clear():
+            self._on_change()
+
+    def _socket(self, kind: int, address: str) -> zmq.asyncio.Socket:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.RCVHWM, 100_000)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
+        if "[" in address:
+            socket.setsockopt(zmq.IPV6, 1)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError:
+            socket.close()
+            raise
+        return socket

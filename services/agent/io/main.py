@@ -1,0 +1,123 @@
+"""The agent's process: one monitor per engine, one channel per router, until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from contextlib import AsyncExitStack
+
+import structlog
+import zmq.asyncio
+from aiohttp import web
+
+from pointsman.agent.core.engine_address import parse_engine_address
+from pointsman.agent.io.engine_monitor import EngineMonitor
+from pointsman.agent.io.gpu import GpuSampler
+from pointsman.agent.io.instance_reporting import AgentContext
+from pointsman.agent.io.settings import AgentSettings
+from pointsman.agent.io.status import make_app
+from pointsman.agent.io.step_load_receiver import receive_step_loads
+from pointsman.common.io.auth import bearer
+from pointsman.common.io.channel import ReloadingChannel
+from pointsman.common.io.logs import configure_logs
+from pointsman.common.io.settings import Tokens
+from pointsman.common.io.tls import TlsSettings
+
+log = structlog.get_logger()
+
+
+def run(settings: AgentSettings) -> None:
+    """Watch and report until a signal ends it. Blocks. Raises OSError when `metrics_listen` is taken."""
+    configure_logs("agent", settings.log_level)
+    try:
+        TlsSettings().for_channel()
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"pointsman agent: {error}") from None
+    asyncio.run(_until_signal(settings))
+
+
+async def serve(settings: AgentSettings, stop: asyncio.Event) -> None:
+    """Watch and report until `stop` is set, then save what the instances know and leave. Shared with tests and `up`."""
+    async with AsyncExitStack() as resources:
+        await _serve(settings, stop, resources)
+    log.info("agent_stopped")
+
+
+async def _serve(settings: AgentSettings, stop: asyncio.Event, resources: AsyncExitStack) -> None:
+    tokens = Tokens()
+    sampler = await asyncio.to_thread(GpuSampler)
+    resources.callback(sampler.close)
+    context = zmq.asyncio.Context()
+    # Not term(), which blocks the loop for as long as any socket is open.
+    resources.callback(context.destroy, linger=0)
+    channels: dict[str, ReloadingChannel] = {}
+    for router in settings.routers:
+        channels[router] = ReloadingChannel(router)
+        resources.push_async_callback(channels[router].close)
+    agent_context = AgentContext(
+        channels=channels,
+        metadata=bearer(tokens.of("agent")),
+        zmq=context,
+        agent_id=f"{socket.gethostname()}-{os.getpid()}",
+        state_dir=settings.state_dir,
+        consistency_check_interval_s=settings.consistency_check_interval_s,
+        save_interval_s=settings.save_interval_s,
+    )
+    addresses = [parse_engine_address(text) for text in settings.engines]
+    # A lone engine owns the node's devices; several have to say which are whose.
+    everything = tuple(range(sampler.count)) if len(addresses) == 1 else ()
+    monitors = [
+        EngineMonitor(
+            address,
+            agent_context,
+            scrape_interval_s=settings.scrape_interval_s,
+            api_key=settings.engine_api_key.get_secret_value(),
+            gpus=everything if address.gpus is None else address.gpus,
+            sampler=sampler,
+        )
+        for address in addresses
+    ]
+    if settings.metrics_listen:
+        await _serve_status(settings.metrics_listen, monitors, resources)
+    log.info(
+        "agent_started",
+        engines=[address.url for address in addresses],
+        routers=settings.routers,
+        gpus=sampler.count,
+        no_gpus=sampler.absent_reason,
+    )
+    tasks = [asyncio.create_task(monitor.run(), name=f"watch {monitor.address.url}") for monitor in monitors]
+    if settings.step_loads_listen:
+        tasks.append(
+            asyncio.create_task(receive_step_loads(context, settings.step_loads_listen, monitors), name="step loads")
+        )
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        # A monitor, or the receiver of loads, never ends by itself: if one does, the agent is broken and says so by ending.
+        await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopped.cancel()
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+
+
+async def _until_signal(settings: AgentSettings) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await serve(settings, stop)
+
+
+async def _serve_status(listen: str, monitors: list[EngineMonitor], resources: AsyncExitStack) -> None:
+    host, _, port = listen.rpartition(":")
+    runner = web.AppRunner(make_app(monitors), access_log=None)
+    resources.push_async_callback(runner.cleanup)
+    await runner.setup()
+    await web.TCPSite(runner, host.strip("[]") or None, int(port)).start()

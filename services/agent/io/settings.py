@@ -1,0 +1,66 @@
+"""The agent's settings: flags, or environment variables with the prefix POINTSMAN_AGENT_."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, SecretStr, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from pointsman.agent.core.engine_address import parse_engine_address
+from pointsman.common.io.settings import Entries
+
+
+class AgentSettings(BaseSettings):
+    """Settings of one agent."""
+
+    model_config = SettingsConfigDict(env_prefix="POINTSMAN_AGENT_")
+
+    engines: Entries = Field(
+        default_factory=list,
+        description="base URL of an engine, with options as a query: events, replay, topic (ZMQ; asked from the engine when "
+        "not given), advertise (URL for gateways), gpus (indices on this node), kv (mooncake or nixl: its KV connector, when "
+        "the engine does not announce it), kv-role (both, producer or consumer), bootstrap (base URL of Mooncake's bootstrap "
+        "server; without it the announced port, or 8998, of the advertised host)",
+    )
+    routers: Entries = Field(default_factory=list, description="HOST:PORT of each router replica")
+    state_dir: Path = Field(
+        Path(".state/agent"), description="folder that survives the agent: saved cached blocks of its engines"
+    )
+    scrape_interval_s: float = Field(
+        1.0, ge=0.05, le=60, description="time between two scrapes of an engine, in seconds"
+    )
+    consistency_check_interval_s: float = Field(
+        5.0, ge=0.1, le=600, description="time between two consistency checks, in seconds"
+    )
+    save_interval_s: float = Field(
+        5.0, ge=0.1, le=600, description="least time between two saves of the cached blocks, in seconds"
+    )
+    metrics_listen: str = Field("127.0.0.1:9101", description="HOST:PORT of /metrics and /health; empty for none")
+    step_loads_listen: str = Field(
+        "",
+        description="ZMQ address to bind for step loads, which engines with Pointsman's stat logger push after each step "
+        "(ipc:///run/pointsman/loads, tcp://127.0.0.1:9102); empty: only what /metrics says",
+    )
+    engine_api_key: SecretStr = Field(SecretStr(""), description="what engines started with --api-key ask for")
+    log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error")
+
+    @field_validator("engines")
+    @classmethod
+    def _engines_parse(cls, value: list[str]) -> list[str]:
+        if not value:
+            raise ValueError("at least one engine is needed")
+        addresses = [parse_engine_address(text).instance_id(None) for text in value]
+        if len(set(addresses)) < len(addresses):
+            raise ValueError("two engines have the same advertised address")
+        return value
+
+    @field_validator("routers")
+    @classmethod
+    def _routers_parse(cls, value: list[str]) -> list[str]:
+        if not value:
+            raise ValueError("at least one router is needed")
+        for text in value:
+            if not text.rpartition(":")[2].isdigit():
+                raise ValueError(f"not HOST:PORT: {text!r}")
+        return value

@@ -1,0 +1,113 @@
+"""The cached blocks on disk, so that an agent restarts beside a running engine without forgetting what it holds.
+
+A file is one msgpack map, written to a temporary name and renamed. `clean` says that the agent that wrote it said nothing
+more to any router afterwards; only then may the sequence of deltas go on where it stopped. Otherwise it jumps ahead, and
+routers ask for a snapshot.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import quote
+
+import msgspec
+
+from pointsman.agent.core.cached_blocks import BlockLocation, CachedBlocks
+from pointsman.agent.core.kv_events import BlockHash
+
+FORMAT = 2
+# More deltas than an agent can send between two saves.
+SEQ_JUMP = 1 << 32
+
+SavedBlock = tuple[BlockHash, bytes, list[tuple[BlockLocation, int]]]
+
+
+class SavedState(msgspec.Struct, array_like=False):
+    """What is kept of one instance.
+
+    `process` is the engine's identity, empty when it does not tell one; `applied` the last KV-event batch applied and
+    `applied_digest` the XXH3-64 of its payload (0 when unknown); `latest_seq` the last delta. A block is (engine hash, its
+    keys as native u64, [(place, references)]).
+    """
+
+    format: int
+    clean: bool
+    process: str
+    incarnation: str
+    model: str
+    applied: int
+    applied_digest: int
+    latest_seq: int
+    blocks: list[SavedBlock]
+
+
+def to_saved_state(
+    cached_blocks: CachedBlocks, *, clean: bool, process: str, incarnation: str, applied: int, applied_digest: int
+) -> SavedState:
+    """A copy of the cached blocks and where it stands, independent of what happens to it later."""
+    blocks: list[SavedBlock] = [
+        (name, array("Q", block.keys).tobytes(), list(block.refs.items()))
+        for name, block in cached_blocks.blocks.items()
+    ]
+    return SavedState(
+        FORMAT,
+        clean,
+        process,
+        incarnation,
+        cached_blocks.model,
+        applied,
+        applied_digest,
+        cached_blocks.latest_seq,
+        blocks,
+    )
+
+
+def restore_cached_blocks(state: SavedState, *, capacity_blocks: int) -> CachedBlocks:
+    """The cached blocks that `state` was captured from."""
+    latest_seq = state.latest_seq if state.clean else state.latest_seq + SEQ_JUMP
+    cached_blocks = CachedBlocks(state.model, capacity_blocks=capacity_blocks, latest_seq=latest_seq)
+    cached_blocks.restore(_entries(state.blocks))
+    return cached_blocks
+
+
+def _entries(blocks: list[SavedBlock]) -> Iterable[tuple[BlockHash, tuple[int, ...], dict[BlockLocation, int]]]:
+    for name, packed, refs in blocks:
+        keys = array("Q")
+        keys.frombytes(packed)
+        yield name, tuple(keys), dict(refs)
+
+
+class StateFile:
+    """One instance's file under `folder`."""
+
+    def __init__(self, folder: Path, instance_id: str) -> None:
+        self.path = folder / f"{quote(instance_id, safe='')}.blocks"
+
+    def save(self, state: SavedState) -> None:
+        """Replace the file in one step. Raises OSError."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.path.with_suffix(f".{os.getpid()}.tmp")
+        with beside.open("wb") as file:
+            file.write(msgspec.msgpack.encode(state))
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(self.path)
+
+    def load(self) -> SavedState | None:
+        """The last state saved; None when there is none or it was written by another version of this format.
+
+        Raises OSError, and msgspec.MsgspecError for a file that is damaged.
+        """
+        if not self.path.is_file():
+            return None
+        raw = self.path.read_bytes()
+        if msgspec.msgpack.decode(raw, type=_Header).format != FORMAT:
+            return None
+        return msgspec.msgpack.decode(raw, type=SavedState)
+
+
+class _Header(msgspec.Struct):
+    format: int

@@ -1,0 +1,265 @@
+"""`pointsman doctor`: what is wrong with a fleet, and what to change."""
+
+from __future__ import annotations
+
+import email.utils
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pointsman.agent.v1 import agent_pb2
+from pointsman.cli.router_call import dial, operator
+from pointsman.common.core.block_keys import KEY_TOKENS
+from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
+
+TIMEOUT_S = 10.0
+STALE_REPORT_S = 5.0
+CLOCK_SKEW_S = 2.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check: its level, what was found, and what to do about it."""
+
+    OK: ClassVar[str] = "ok"
+    WARN: ClassVar[str] = "warn"
+    FAIL: ClassVar[str] = "fail"
+
+    level: str
+    check: str
+    found: str
+    advice: str = ""
+
+
+def examine(router: str, gateway: str, redis_url: str) -> list[Finding]:
+    """All findings about the fleet behind a router ("HOST:PORT") and a gateway (base URL). Sends each engine one token's work."""
+    findings: list[Finding] = []
+    with dial(router) as channel:
+        shown = operator()
+        try:
+            health = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(service="pointsman.router.v1.PlacementService"), timeout=TIMEOUT_S
+            )
+            fleet = fleet_pb2_grpc.FleetServiceStub(channel).ListInstances(
+                fleet_pb2.ListInstancesRequest(), timeout=TIMEOUT_S, metadata=shown
+            )
+        except grpc.RpcError as error:
+            code, details = error.code().name, error.details()
+            advice = "is it running, and is POINTSMAN_OPERATOR_TOKEN (or POINTSMAN_TOKEN_DIR) its operator's token?"
+            findings.append(Finding(Finding.FAIL, "router", f"{router}: {code}: {details}", advice))
+        else:
+            serving = health.status == health_pb2.HealthCheckResponse.SERVING
+            findings.append(
+                Finding(Finding.OK, "router", f"{fleet.router_id} places with {fleet.policy.name}")
+                if serving
+                else Finding(
+                    Finding.WARN, "router", f"{fleet.router_id} is starting", "wait for its agents, and ask again"
+                )
+            )
+            findings += _fleet(list(fleet.instances))
+    findings += _gateway(gateway)
+    if redis_url:
+        findings.append(_redis(redis_url))
+    return findings
+
+
+def _fleet(instances: list[fleet_pb2.InstanceStatus]) -> Iterator[Finding]:
+    if not instances:
+        yield Finding(
+            Finding.FAIL, "instances", "none", "start `pointsman agent --engines URL --routers HOST:PORT`; read its log"
+        )
+        return
+    for model in sorted({one.instance.model for one in instances}):
+        pool = [one.instance for one in instances if one.instance.model == model]
+        sizes = sorted({one.block_size for one in pool})
+        yield (
+            Finding(Finding.OK, f"model {model}", f"{len(pool)} instances, block size {sizes[0]}")
+            if len(sizes) == 1
+            else Finding(
+                Finding.WARN, f"model {model}", f"block sizes {sizes} differ", "give all its engines one --block-size"
+            )
+        )
+        if len({one.model_root for one in pool}) > 1:
+            yield Finding(
+                Finding.WARN,
+                f"model {model}",
+                "instances loaded it from different places",
+                "serve one model under one name",
+            )
+        yield from transfers(pool)
+    for one in instances:
+        yield from _instance(one)
+
+
+def transfers(pool: list[agent_pb2.Instance]) -> Iterator[Finding]:
+    """Whether those of a pool that have a KV connector can use it."""
+    able = [one for one in pool if one.kv_transfer.protocol]
+    for one in able:
+        name, kv = f"{one.instance_id} KV transfer", one.kv_transfer
+        others = [other for other in able if other is not one and _kv_passes(one, other)]
+        if not others and not any(_kv_passes(other, one) for other in able if other is not one):
+            yield Finding(
+                Finding.WARN,
+                name,
+                "no other instance of its model fits",
+                "give both one protocol, --block-size and --kv-cache-dtype, and roles that are two sides",
+            )
+            continue
+        if kv.protocol == agent_pb2.KV_PROTOCOL_MOONCAKE and kv.role != agent_pb2.KV_ROLE_CONSUMER:
+            try:
+                with urllib.request.urlopen(f"{kv.bootstrap_url}/query", timeout=TIMEOUT_S):
+                    pass
+            except OSError as error:
+                yield Finding(
+                    Finding.FAIL,
+                    name,
+                    f"its bootstrap server does not answer: {error}",
+                    "give the engine a VLLM_MOONCAKE_BOOTSTRAP_PORT of its own, and the agent its address (bootstrap=)",
+                )
+                continue
+        yield Finding(
+            Finding.OK,
+            name,
+            f"gives KV to {len(others)} instances",
+            "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=60 frees KV that nobody fetched in 60 s instead of 480"
+            if kv.protocol == agent_pb2.KV_PROTOCOL_MOONCAKE
+            else "",
+        )
+
+
+def _kv_passes(source: agent_pb2.Instance, target: agent_pb2.Instance) -> bool:
+    gives, takes = source.kv_transfer, target.kv_transfer
+    return (
+        gives.role != agent_pb2.KV_ROLE_CONSUMER
+        and takes.role != agent_pb2.KV_ROLE_PRODUCER
+        and (gives.protocol, gives.cache_dtype, source.block_size)
+        == (takes.protocol, takes.cache_dtype, target.block_size)
+    )
+
+
+def _instance(one: fleet_pb2.InstanceStatus) -> Iterator[Finding]:
+    name = one.instance.instance_id
+    state = fleet_pb2.InstanceState.Name(one.state).removeprefix("INSTANCE_STATE_")
+    age = one.report_age.ToMilliseconds() / 1e3
+    if one.state != fleet_pb2.INSTANCE_STATE_READY:
+        yield Finding(Finding.FAIL, name, f"state {state}", "see the agent's and the engine's logs")
+    elif one.circuit_open:
+        yield Finding(
+            Finding.FAIL, name, "it failed requests one after another and is left alone", "see the engine's log"
+        )
+    elif age > STALE_REPORT_S:
+        yield Finding(
+            Finding.WARN, name, f"last report {age:.0f} s ago", "is its agent overloaded, or the network cut?"
+        )
+    else:
+        yield Finding(Finding.OK, name, f"{state}, vLLM {one.instance.engine_version}, report {age:.1f} s old")
+    if one.instance.prefix_mode != agent_pb2.PREFIX_MODE_EXACT:
+        yield Finding(
+            Finding.FAIL,
+            name,
+            f"no KV events: {one.instance.prefix_reason}",
+            "start the engine with --enable-prefix-caching and --kv-events-config "
+            '\'{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5558"}\'',
+        )
+    elif one.keys == 0 and one.load.prefix_cache_queries > one.instance.block_size:
+        yield Finding(
+            Finding.WARN,
+            name,
+            "requests ran, but no block is known",
+            "can the agent reach the events' address of the engine?",
+        )
+    if one.instance.block_size % KEY_TOKENS:
+        yield Finding(Finding.FAIL, name, f"block size {one.instance.block_size}", f"use a multiple of {KEY_TOKENS}")
+    yield from _engine(one.instance)
+
+
+def _engine(instance: agent_pb2.Instance) -> Iterator[Finding]:
+    name = f"{instance.instance_id} engine"
+    headers = {}
+    if instance.HasField("data_parallel_rank"):
+        headers["X-data-parallel-rank"] = str(instance.data_parallel_rank)
+    body = {"model": instance.model, "prompt": "ok", "max_tokens": 1}
+    try:
+        answer, skew = _post(f"{instance.url}/v1/completions", body, headers)
+    except OSError as error:
+        yield Finding(Finding.WARN, name, f"not reachable from here: {error}", "run the doctor where gateways run")
+        return
+    if (answer.get("usage") or {}).get("prompt_tokens_details") is None:
+        yield Finding(
+            Finding.WARN,
+            name,
+            "tells no cached tokens",
+            "start it with --enable-prompt-tokens-details: predictions are checked with it",
+        )
+    else:
+        yield Finding(Finding.OK, name, "answers, and tells its cached tokens")
+    yield from _clock(name, skew)
+
+
+def _gateway(gateway: str) -> Iterator[Finding]:
+    try:
+        with urllib.request.urlopen(f"{gateway}/health", timeout=TIMEOUT_S) as answer:
+            status, body, skew = answer.status, json.load(answer), _skew(answer.headers.get("Date"))
+    except urllib.error.HTTPError as error:
+        status, body, skew = error.code, json.loads(error.read() or b"{}"), _skew(error.headers.get("Date"))
+    except OSError as error:
+        yield Finding(Finding.FAIL, "gateway", f"{gateway}: {error}", "is it running?")
+        return
+    if status != 200:
+        yield Finding(Finding.FAIL, "gateway", f"not ready: {json.dumps(body)}", "see what its /health says is missing")
+    else:
+        yield Finding(Finding.OK, "gateway", "ready")
+    for model, state in (body.get("models") or {}).items():
+        if state.get("exact"):
+            yield Finding(Finding.OK, f"tokenizer {model}", "gives the engine's own tokens")
+        else:
+            yield Finding(
+                Finding.WARN,
+                f"tokenizer {model}",
+                str(state.get("reason", "differs from the engine's")),
+                "give the gateway --tokenizers MODEL=FOLDER with the engine's tokenizer.json and chat template",
+            )
+    yield from _clock("gateway", skew)
+
+
+def _redis(url: str) -> Finding:
+    # Two fifths of the time that any of these commands takes to start: only for the one that is given a URL.
+    import redis
+
+    try:
+        with redis.Redis.from_url(url, socket_timeout=TIMEOUT_S) as client:
+            version = client.info("server")["redis_version"]
+            policy = client.config_get("maxmemory-policy").get("maxmemory-policy", "noeviction")
+    except redis.RedisError as error:
+        return Finding(Finding.FAIL, "Redis", f"{type(error).__name__}: {error}", "routers place degraded without it")
+    if policy != "noeviction":
+        return Finding(
+            Finding.WARN, "Redis", f"{version}, maxmemory-policy {policy}", "set maxmemory-policy noeviction"
+        )
+    return Finding(Finding.OK, "Redis", f"{version}, {policy}")
+
+
+def _clock(name: str, skew: float | None) -> Iterator[Finding]:
+    if skew is not None and abs(skew) > CLOCK_SKEW_S:
+        yield Finding(
+            Finding.WARN, name, f"its clock differs by {skew:+.0f} s", "run NTP: logs of several nodes will not line up"
+        )
+
+
+def _skew(date: str | None) -> float | None:
+    return email.utils.parsedate_to_datetime(date).timestamp() - time.time() if date else None
+
+
+def _post(url: str, body: dict[str, Any], headers: dict[str, str]) -> tuple[dict[str, Any], float | None]:
+    request = urllib.request.Request(
+        url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json", **headers}
+    )
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        return json.load(answer), _skew(answer.headers.get("Date"))

@@ -1,0 +1,306 @@
+"""The questions people ask a running fleet: `pointsman instances`, `decisions`, `explain`, `policies`, `drain`, `doctor`.
+
+`decisions verify` and `what-if` are in pointsman.cli.policy_commands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import os
+import sys
+import textwrap
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from google.protobuf import json_format
+from rich.console import Console
+from rich.table import Table
+
+from pointsman.cli.doctor import Finding, examine
+from pointsman.cli.policy_commands import set_policy, verify, what_if
+from pointsman.cli.router_call import DEFAULT_ROUTER, call, fail
+from pointsman.router.core.policy.base import bounds
+from pointsman.router.core.policy.registry import POLICIES
+from pointsman.router.v1 import fleet_pb2, placement_pb2
+
+TIMEOUT_S = 10.0
+
+RouterFlag = Annotated[str, typer.Option(envvar="POINTSMAN_ROUTER", help="HOST:PORT of a router")]
+GatewayFlag = Annotated[str, typer.Option(envvar="POINTSMAN_GATEWAY", help="base URL of a gateway")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
+
+GATEWAY = "http://127.0.0.1:8080"
+# The environment alone tells the key of a client.
+API_KEY = "POINTSMAN_API_KEY"
+
+# Piped into a file or a pager, tables must not be folded to the 80 columns that rich then assumes.
+console = Console(width=None if sys.stdout.isatty() else 180)
+
+
+def add_fleet_commands(app: typer.Typer) -> None:
+    """Register the commands of this module."""
+    for command in (instances, explain, policies, drain, doctor):
+        app.command()(command)
+    app.command("what-if")(what_if)
+    app.command("set-policy")(set_policy)
+    group = typer.Typer(invoke_without_command=True)
+    group.callback()(decisions)
+    group.command()(verify)
+    app.add_typer(group, name="decisions")
+
+
+def instances(router: RouterFlag = DEFAULT_ROUTER, model: str = "", as_json: JsonFlag = False) -> None:
+    """The fleet now: state, load, cached keys and sessions of every instance."""
+    answer = call(router, lambda fleet: fleet.ListInstances, fleet_pb2.ListInstancesRequest(model=model), TIMEOUT_S)
+    if as_json:
+        typer.echo(json_format.MessageToJson(answer, preserving_proto_field_name=True, sort_keys=True))
+        return
+    table = _table("instance", "model", "state", "requests", "pending", "decode", "running", "waiting", "kv", "keys",
+                   "hit", "sessions", "report", "incarnation")  # fmt: skip
+    for one in answer.instances:
+        load = one.load
+        table.add_row(
+            one.instance.instance_id,
+            one.instance.model,
+            _state_of(one),
+            str(one.num_requests),
+            f"{one.pending_prefill_tokens:,}",
+            f"{one.ongoing_decode_tokens:,}",
+            str(load.running),
+            str(load.waiting),
+            f"{load.kv_usage:.0%}",
+            f"~{one.approximate_keys:,}"
+            if one.prefix_source == fleet_pb2.PREFIX_SOURCE_APPROXIMATE
+            else f"{one.keys:,}",
+            f"{load.prefix_cache_hits / load.prefix_cache_queries:.0%}" if load.prefix_cache_queries else "-",
+            str(one.sessions),
+            f"{one.report_age.ToMilliseconds() / 1e3:.1f} s ago",
+            one.instance.incarnation[:12],
+        )
+    console.print(table)
+    console.print(
+        f"policy {answer.policy.name} {_settings(answer.policy)}  router {answer.router_id}"
+        + (f"  {answer.held_requests} requests held" if answer.held_requests else "")
+    )
+
+
+def _state_of(one: fleet_pb2.InstanceStatus) -> str:
+    """The state, and what is unusual about its keys."""
+    remarks = ["approximate"] if one.prefix_source == fleet_pb2.PREFIX_SOURCE_APPROXIMATE else []
+    if one.prefix_source == fleet_pb2.PREFIX_SOURCE_NONE and one.state == fleet_pb2.INSTANCE_STATE_READY:
+        remarks.append("cache counted as empty")
+    if one.circuit_open:
+        remarks.append("circuit open")
+    if one.prediction_audit_failures:
+        remarks.append(f"prediction audit failed {one.prediction_audit_failures}x")
+    state = fleet_pb2.InstanceState.Name(one.state).removeprefix("INSTANCE_STATE_")
+    return f"{state} ({', '.join(remarks)})" if remarks else state
+
+
+def decisions(
+    context: typer.Context,
+    router: RouterFlag = DEFAULT_ROUTER,
+    session: str = "",
+    instance: str = "",
+    route_class: str = "",
+    reason: str = "",
+    since: Annotated[float | None, typer.Option(help="made at most so many seconds ago")] = None,
+    until: Annotated[float | None, typer.Option(help="made at least so many seconds ago")] = None,
+    limit: Annotated[int, typer.Option("-n", "--limit", min=1, max=1000)] = 20,
+    as_json: JsonFlag = False,
+) -> None:
+    """The newest decisions: where each request went and why."""
+    if context.invoked_subcommand is not None:
+        return
+    wanted = fleet_pb2.DecisionFilter(session_id=session, instance_id=instance, route_class=route_class, reason=reason)
+    for bound, seconds in ((wanted.since, since), (wanted.until, until)):
+        if seconds is not None:
+            bound.FromNanoseconds(int(seconds * 1e9))
+    request = fleet_pb2.ListDecisionsRequest(filter=wanted, page_size=limit)
+    answer = call(router, lambda fleet: fleet.ListDecisions, request, TIMEOUT_S)
+    if as_json:
+        typer.echo(json_format.MessageToJson(answer, preserving_proto_field_name=True, sort_keys=True))
+        return
+    table = _table("decision", "time", "session", "input", "cached", "engine said", "class", "reason", "instance", "margin",
+                   "outcome", "TTFT")  # fmt: skip
+    for one in answer.decisions:
+        done = one.finished
+        table.add_row(
+            one.decision_id,
+            one.time.ToDatetime().strftime("%H:%M:%S.%f")[:-3],
+            one.session_id[:24],
+            f"{one.input_tokens:,}",
+            f"{one.cached_tokens:,}",
+            f"{done.cached_tokens:,}" if done.HasField("cached_tokens") else "-",
+            one.route_class,
+            one.reason,
+            " -> ".join(step.instance.instance_id for step in one.steps),
+            f"{one.margin:,.0f}" if one.HasField("margin") else "-",
+            one.outcome,
+            f"{done.timings.first_token_ms:,.0f} ms" if done.timings.first_token_ms else "-",
+        )
+    console.print(table)
+
+
+def explain(
+    decision_id: Annotated[str, typer.Argument(help="a decision or request id; empty with --prompt")] = "",
+    router: RouterFlag = DEFAULT_ROUTER,
+    gateway: GatewayFlag = GATEWAY,
+    prompt: Annotated[Path | None, typer.Option(help="file with a prompt: where would it go now?")] = None,
+    model: Annotated[str, typer.Option(help="model for --prompt; default: the gateway's only one")] = "",
+    session: Annotated[str, typer.Option(help="session id for --prompt")] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Why a request went where it did; or, with --prompt, where one would go, without sending it."""
+    if prompt is not None:
+        decision = _dry_run(gateway, prompt, model, session)
+    elif decision_id:
+        request = fleet_pb2.GetDecisionRequest(decision_id=decision_id)
+        decision = call(router, lambda fleet: fleet.GetDecision, request, TIMEOUT_S).decision
+    else:
+        fail("give a decision id, or --prompt FILE")
+    if as_json:
+        typer.echo(json_format.MessageToJson(decision, preserving_proto_field_name=True, sort_keys=True))
+    else:
+        _print_decision(decision)
+
+
+def policies() -> None:
+    """All policies with their settings, bounds and sources."""
+    for name, kind in POLICIES.items():
+        console.print(f"[bold]{name}[/bold]")
+        console.print(textwrap.indent(inspect.cleandoc(kind.__doc__ or ""), "  "), highlight=False, markup=False)
+        for one in dataclasses.fields(kind):
+            console.print(f"  {one.name} = {one.default} ({bounds(one)}): {one.metadata['doc']}", highlight=False)
+
+
+def drain(
+    instance_id: str,
+    router: RouterFlag = DEFAULT_ROUTER,
+    resume: Annotated[bool, typer.Option(help="undo a drain")] = False,
+) -> None:
+    """Stop placing on an instance until its engine restarts (or resume), by all routers that share a Redis; tells how many
+    requests it still has."""
+    request = fleet_pb2.DrainRequest(instance_id=instance_id, resume=resume)
+    answer = call(router, lambda fleet: fleet.Drain, request, TIMEOUT_S)
+    state = fleet_pb2.InstanceState.Name(answer.instance.state).removeprefix("INSTANCE_STATE_")
+    typer.echo(f"{instance_id} is {state}, {answer.instance.num_requests} requests open")
+    if answer.this_replica_only:
+        typer.echo("the router's Redis is away, so other routers follow when it is back", err=True)
+
+
+def doctor(
+    router: RouterFlag = DEFAULT_ROUTER,
+    gateway: GatewayFlag = GATEWAY,
+    redis_url: Annotated[str, typer.Option(envvar="POINTSMAN_ROUTER_REDIS_URL", help="check this Redis, too")] = "",
+) -> None:
+    """Check a fleet and say what to change. Exits with 1 when something must be changed."""
+    findings = examine(router, gateway, redis_url)
+    table = _table("", "check", "finding", "what to do")
+    marks = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "fail": "[red]FAIL[/red]"}
+    for finding in findings:
+        table.add_row(marks[finding.level], finding.check, finding.found, finding.advice)
+    console.print(table)
+    if any(finding.level == Finding.FAIL for finding in findings):
+        raise typer.Exit(1)
+
+
+def _print_decision(decision: fleet_pb2.Decision) -> None:
+    owner = decision.session_owner or "none"
+    console.print(
+        f"[bold]{decision.decision_id}[/bold]  request {decision.request_id}  session {decision.session_id or '-'} "
+        f"(owner then: {owner})  {decision.outcome}"
+    )
+    console.print(
+        f"{decision.input_tokens:,} input tokens ({decision.key_count:,} keys), {decision.cached_tokens:,} cached -> "
+        f"{decision.route_class}, {decision.mode}, reason [bold]{decision.reason}[/bold]"
+        + (" (degraded)" if decision.degraded else "")
+        + (f", held {decision.held.ToMilliseconds() / 1e3:,.2f} s" if decision.held.ToNanoseconds() else "")
+        + (f" ({', '.join(decision.notes)})" if decision.notes else "")
+    )
+    console.print(f"policy {decision.policy.name} {_settings(decision.policy)}")
+    for step in decision.steps:
+        kind = placement_pb2.StepKind.Name(step.kind).removeprefix("STEP_KIND_")
+        console.print(f"step {step.index}: {kind} on {step.instance.instance_id} ({step.reason})")
+    chosen = decision.steps[-1].instance.instance_id if decision.steps else ""
+    table = _table(
+        "", "candidate", "score", "cached", "new", "requests", "pending", "decode", "kv", "report age", "note"
+    )
+    for one in sorted(decision.candidates, key=lambda one: (not one.HasField("score"), one.score)):
+        note = one.excluded or ("" if one.exact else "no keys known")
+        table.add_row(
+            "->" if one.instance_id == chosen else "",
+            one.instance_id,
+            _score(one.score) if one.HasField("score") else "-",
+            f"{one.cached_tokens:,}",
+            f"{one.new_tokens:,}",
+            str(one.num_requests),
+            f"{one.pending_prefill_tokens:,}",
+            f"{one.ongoing_decode_tokens:,}",
+            f"{one.kv_usage:.0%}",
+            f"{one.report_age.ToMilliseconds():,} ms" if one.HasField("report_age") else "-",
+            note,
+        )
+    console.print(table)
+    if decision.figures:
+        console.print(
+            "compared " + ", ".join(f"{name} {value:,.3g}" for name, value in sorted(decision.figures.items()))
+        )
+    if decision.runner_up:
+        console.print(f"runner-up {decision.runner_up}, margin {_score(decision.margin)}")
+    if decision.HasField("finished"):
+        done = decision.finished
+        said = f"{done.cached_tokens:,}" if done.HasField("cached_tokens") else "nothing"
+        console.print(
+            f"the engine said: {said} cached; TTFT {done.timings.first_token_ms:,.1f} ms, "
+            f"done after {done.timings.done_ms:,.1f} ms, HTTP {done.http_status}"
+        )
+
+
+def _score(value: float) -> str:
+    # Tokens under most policies, seconds under some.
+    return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.3g}"
+
+
+def _settings(policy: fleet_pb2.Policy) -> str:
+    settings = json_format.MessageToDict(policy.settings)
+    return ", ".join(f"{name}={value}" for name, value in sorted(settings.items()))
+
+
+def _dry_run(gateway: str, prompt: Path, model: str, session: str) -> fleet_pb2.Decision:
+    if not model:
+        names = [one["id"] for one in _http(f"{gateway}/v1/models")["data"]]
+        if len(names) != 1:
+            fail(f"the gateway serves {', '.join(names) or 'no model'}; choose with --model")
+        model = names[0]
+    body = json.dumps({"model": model, "prompt": prompt.read_text()}).encode()
+    headers = {"Content-Type": "application/json", "X-Pointsman-Dry-Run": "1"}
+    if session:
+        headers["X-Session-ID"] = session
+    answer = _http(f"{gateway}/v1/completions", body, headers)
+    return json_format.ParseDict(answer["decision"], fleet_pb2.Decision(), ignore_unknown_fields=True)
+
+
+def _http(url: str, body: bytes | None = None, headers: dict[str, str] | None = None) -> Any:
+    request = urllib.request.Request(url, data=body, headers=headers or {})
+    if key := os.environ.get(API_KEY):
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        fail(f"{url} answered {error.code}: {error.read(1_000).decode(errors='replace')}")
+    except OSError as error:
+        fail(f"{url}: {error}")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table

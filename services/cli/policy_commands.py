@@ -1,0 +1,122 @@
+"""Other policies, for past decisions and for those to come: `pointsman decisions verify FILE`, `what-if` and `set-policy`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from google.protobuf import json_format
+
+from pointsman.cli.router_call import DEFAULT_ROUTER, call, fail
+from pointsman.router.core.analysis.decision_replay import differences, inputs_digest, redecide
+from pointsman.router.core.policy.base import SettingError
+from pointsman.router.io.telemetry.decision_log import DecidedLine, MalformedLine, read_log
+from pointsman.router.v1 import fleet_pb2
+
+TIMEOUT_S = 60.0
+SHOWN = 50
+
+
+def verify(
+    file: Annotated[Path, typer.Argument(help="a decision log (POINTSMAN_ROUTER_DECISION_LOG_FILE)", dir_okay=False)],
+) -> None:
+    """Make every decision of a log again and compare bit for bit. Exits with 1 when any differs or cannot be made again."""
+    decided = different = 0
+    try:
+        for number, line in read_log(file):
+            if not isinstance(line, DecidedLine):
+                continue
+            decided += 1
+            try:
+                found = differences(line.decision, redecide(line.decision))
+                if (digest := inputs_digest(line.decision)) != line.inputs_digest:
+                    found.append(f"inputs_digest: {line.inputs_digest} -> {digest}")
+            except SettingError as error:
+                found = [f"policy.{error}"]
+            except (LookupError, ValueError) as error:
+                # What was read is well formed and still no decision, such as one on a view without candidates.
+                found = [f"cannot be made again: {error!r}"]
+            if found:
+                different += 1
+            for difference in found if different <= SHOWN else ():
+                typer.echo(f"{file}, line {number}, {line.decision.decision_id}: {difference}")
+    except (MalformedLine, OSError) as error:
+        fail(str(error))
+    if different > SHOWN:
+        typer.echo(f"... and {different - SHOWN} more that differ")
+    typer.echo(f"{decided - different} of {decided} decisions are the same when made again")
+    if different:
+        raise typer.Exit(1)
+
+
+def what_if(
+    policy: Annotated[str, typer.Option(help="policy to decide by (pointsman policies)")],
+    decision_id: Annotated[str, typer.Argument(help="a decision or request id; empty for the newest, see --last")] = "",
+    last: Annotated[int, typer.Option(min=1, max=1000, help="decide the newest N again")] = 1,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE of a policy setting")] = None,
+    router: Annotated[str, typer.Option(envvar="POINTSMAN_ROUTER", help="HOST:PORT of a router")] = DEFAULT_ROUTER,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of lines")] = False,
+) -> None:
+    """Where past requests would have gone under another policy, on what the router saw then."""
+    request = fleet_pb2.WhatIfRequest(decision_id=decision_id, last=last, policy=_policy(policy, settings))
+    answer = call(router, lambda fleet: fleet.WhatIf, request, TIMEOUT_S)
+    if as_json:
+        typer.echo(json_format.MessageToJson(answer, preserving_proto_field_name=True))
+        return
+    for one in answer.changes:
+        via = f" by way of {one.to_prefill_instance_id}" if one.to_prefill_instance_id else ""
+        typer.echo(
+            f"{one.decision_id}: {one.from_instance_id} -> {one.to_instance_id or 'held'}{via} ({one.reason}), "
+            f"{one.cached_tokens_change:+,} cached tokens"
+        )
+    if answer.changed > len(answer.changes):
+        typer.echo(f"... and {answer.changed - len(answer.changes)} more")
+    for group in answer.groups:
+        typer.echo(
+            f"{group.route_class} {group.reason}: {group.changed:,} of {group.decided:,} changed, "
+            f"{group.cached_tokens_change:+,} cached tokens"
+        )
+    share = answer.changed / answer.decided if answer.decided else 0.0
+    held = f", {answer.held:,} of them held" if answer.held else ""
+    typer.echo(
+        f"under {policy}, {answer.changed:,} of {answer.decided:,} requests ({share:.0%}) would have had another plan{held}; "
+        f"{answer.cached_tokens_change:+,} cached tokens in all"
+    )
+
+
+def set_policy(
+    policy: Annotated[str, typer.Argument(help="policy to place by from now on (pointsman policies)")],
+    settings: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE; others get their defaults")] = None,
+    router: Annotated[
+        list[str] | None,
+        typer.Option(envvar="POINTSMAN_ROUTER", help="HOST:PORT of a router; those that share its Redis follow it"),
+    ] = None,
+) -> None:
+    """Change the policy of a router and of all that share its Redis, those that start later, too, without losing anything; tells
+    the policy in force with all its settings."""
+    request = fleet_pb2.SetPolicyRequest(policy=_policy(policy, settings))
+    for one in router or [DEFAULT_ROUTER]:
+        answer = call(one, lambda fleet: fleet.SetPolicy, request, TIMEOUT_S)
+        told = json_format.MessageToDict(answer.policy.settings)
+        typer.echo(f"{one}: {answer.policy.name}" + "".join(f" {name}={told[name]}" for name in sorted(told)))
+        if answer.this_replica_only:
+            typer.echo(f"{one}: its Redis is away, so other routers follow when it is back", err=True)
+
+
+def _policy(name: str, settings: list[str] | None) -> fleet_pb2.Policy:
+    wanted = fleet_pb2.Policy(name=name)
+    wanted.settings.update(dict(_setting(one) for one in settings or []))
+    return wanted
+
+
+def _setting(text: str) -> tuple[str, float | str | bool]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        fail(f"--set {text}: NAME=VALUE is needed")
+    if value in ("true", "false"):
+        return name, value == "true"
+    try:
+        return name, float(value)
+    except ValueError:
+        return name, value

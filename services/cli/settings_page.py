@@ -1,0 +1,160 @@
+"""`pointsman settings`: every setting of every service as a page, made of the classes that read them (docs/settings.md)."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+import typer
+from pydantic import SecretStr
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings
+
+from pointsman.agent.io.settings import AgentSettings
+from pointsman.cli import fleet_commands
+from pointsman.cli.router_call import DEFAULT_ROUTER
+from pointsman.cli.up import UpSettings
+from pointsman.common.io.settings import ARGUMENT, Tokens
+from pointsman.common.io.tls import TlsSettings
+from pointsman.gateway.io.api_keys import KeysFromEnvironment
+from pointsman.gateway.io.settings import GatewaySettings
+from pointsman.router.io.settings import RouterSettings
+from pointsman.shadow.io.settings import ReadSettings, ServeSettings
+
+INTRODUCTION = """\
+# Settings
+
+Made by `pointsman settings`, from the code; a test holds this page against it. A flag wins over its environment variable, which
+wins over the default. Lists are entries with blanks between them; a flag of a list may come several times. A value that is
+not allowed ends the program with status 2 and the setting's name. Times are seconds. Tokens, passwords and keys have no flag or
+are better given without one: everybody on a machine sees flags. The commands of the lab (`simulate`, `compare`, `emulate`, ...)
+tell their settings with `--help`; their variables are `POINTSMAN_COMMAND_NAME`.
+"""
+
+ENGINES = """\
+## In an engine's environment
+
+| variable | what it is |
+| --- | --- |
+| `POINTSMAN_AGENT_LOADS` | ZMQ address that the connector's stat logger pushes loads to: an agent's `step_loads_listen` |
+"""
+
+
+def settings() -> None:
+    """Every setting of every service, with its flag, variable and default, as a page of Markdown."""
+    typer.echo(page(), nl=False)
+
+
+def page() -> str:
+    """docs/settings.md."""
+    parts = [INTRODUCTION]
+    parts += _section("Router", "`pointsman router`.", RouterSettings, flags=True)
+    parts += _section("Agent", "`pointsman agent`, one on every node with engines.", AgentSettings, flags=True)
+    parts += _section("Gateway", "`pointsman gateway`.", GatewaySettings, flags=True)
+    parts += _section("Gateway: keys of clients", "Besides `api_keys_file`.", KeysFromEnvironment, flags=False)
+    parts += _section(
+        "One node", "`pointsman up`; its services read their own variables besides.", UpSettings, flags=True
+    )
+    parts += _section("Shadow", "`pointsman shadow serve`.", ServeSettings, flags=True)
+    parts += _section("Shadow: a log", "`pointsman shadow read`.", ReadSettings, flags=True)
+    parts += _section("Tokens", "Router, agent, gateway and operators' commands.", Tokens, flags=False)
+    parts += _section(
+        "TLS between services", "Router, agent, gateway and operators' commands.", TlsSettings, flags=False
+    )
+    parts += ["## Operators' commands\n", *_operators(), ENGINES]
+    return "\n".join(parts)
+
+
+def _section(title: str, where: str, kind: type[BaseSettings], *, flags: bool) -> list[str]:
+    prefix = kind.model_config["env_prefix"]
+    head = ["name", *(["flag"] if flags else []), "variable", "default", "allowed", "what it is"]
+    lines = [f"## {title}\n", f"{where}\n", _row(head), _row(["---"] * len(head))]
+    for name, field in kind.model_fields.items():
+        flag = [f"`{_flag(name, field)}`"] if flags else []
+        told = [f"`{prefix}{name.upper()}`", _default(field), _allowed(field), _escaped(field.description or "")]
+        lines.append(_row([f"`{name}`", *flag, *told]))
+    return [*lines, ""]
+
+
+def _operators() -> Iterator[str]:
+    """What the commands that ask a fleet take from the environment."""
+    app = typer.Typer()
+    fleet_commands.add_fleet_commands(app)
+    group = typer.main.get_command(app)
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for name, command in sorted(group.commands.items()):  # type: ignore[attr-defined]
+        for one in command.params:
+            if one.envvar:
+                default = DEFAULT_ROUTER if one.default is None else one.default
+                found.setdefault((one.envvar, one.opts[0], default), []).append(f"`{name}`")
+    yield _row(["variable", "flag", "default", "read by"])
+    yield _row(["---"] * 4)
+    for (variable, flag, default), commands in sorted(found.items()):
+        yield _row([f"`{variable}`", f"`{flag}`", f"`{default}`" if default else "", ", ".join(commands)])
+    yield _row([f"`{fleet_commands.API_KEY}`", "", "", "`explain` with a prompt: a client's key for the gateway"])
+    yield ""
+
+
+def _flag(name: str, field: FieldInfo) -> str:
+    if field.json_schema_extra == ARGUMENT:
+        return name.upper()
+    words = name.replace("_", "-")
+    return f"--{words}, --no-{words}" if field.annotation is bool else f"--{words}"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "must be given"
+    value, again = (field.get_default(call_default_factory=True) for _ in range(2))
+    if value != again:
+        return "made at start"
+    if isinstance(value, SecretStr):
+        value = value.get_secret_value()
+    if value is None or value in ("", [], {}):
+        return ""
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, float):
+        return f"`{value:g}`" if abs(value) < 1e5 else f"`{value:,.0f}`"
+    return f"`{' '.join(map(str, value)) if isinstance(value, list) else value}`"
+
+
+def _allowed(field: FieldInfo) -> str:
+    """The bounds of a number, or the words that may stand there; "" where the kind of value says it all."""
+    kind = field.annotation
+    if get_origin(kind) is Literal:
+        return ", ".join(f"`{one}`" for one in get_args(kind))
+    said = []
+    for bound in field.metadata:
+        match bound:
+            case annotated_types.Ge(low):
+                said.append(f"{low:g} or more")
+            case annotated_types.Gt(low):
+                said.append(f"over {low:g}")
+            case annotated_types.Le(high):
+                said.append(f"at most {high:g}")
+            case annotated_types.Lt(high):
+                said.append(f"under {high:g}")
+            case annotated_types.MinLen(count):
+                said.append(f"{count} or more")
+            case _ if pattern := getattr(bound, "pattern", None):
+                said.append(", ".join(f"`{word}`" for word in pattern.strip("^$()").split("|")))
+    return " and ".join(said) or _kind(kind)
+
+
+def _kind(kind: Any) -> str:
+    if get_origin(kind) in (Union, types.UnionType):
+        kind = next(one for one in get_args(kind) if one is not type(None))
+    names = {bool: "true or false", Path: "a path", SecretStr: "a secret", list: "a list", dict: "a JSON object"}
+    return names.get(get_origin(kind) or kind, "")
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"

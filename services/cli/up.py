@@ -1,0 +1,133 @@
+"""`pointsman up`: router, agent and gateway in one process tree on one node, with no Redis."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from pointsman.common.io.settings import Entries
+from pointsman.common.io.tls import TlsSettings
+
+READY_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 35.0
+
+
+class UpSettings(BaseSettings):
+    """Environment POINTSMAN_UP_*, or flags of `pointsman up`. Everything else is set through the services' own variables."""
+
+    model_config = SettingsConfigDict(env_prefix="POINTSMAN_UP_")
+
+    engine: Entries = Field(min_length=1, description="base URL of a vLLM server; give it once for each")
+    listen: str = Field("127.0.0.1:8080", description="HOST:PORT of the gateway")
+    router_listen: str = Field("127.0.0.1:50051", description="HOST:PORT of the router's gRPC services")
+    router_metrics: str = Field("127.0.0.1:9100", description="HOST:PORT of the router's /metrics; empty for none")
+    console: str = Field("127.0.0.1:9102", description="HOST:PORT of the router's console; empty for none")
+    agent_metrics: str = Field("127.0.0.1:9101", description="HOST:PORT of the agent's /metrics; empty for none")
+    policy: str = Field("unified", description="policy at start")
+    tokenizer: Entries = Field(default_factory=list, description="MODEL=FOLDER, where the engine's own is not readable")
+    state_dir: Path = Field(Path(".state/agent"), description="where the agent keeps what it knows over restarts")
+    log_level: str = Field("warning", description="debug, info, warning or error")
+
+
+def run_up(settings: UpSettings) -> None:
+    """Start the three services, say when they are ready, and end them all when one ends or on SIGTERM or SIGINT."""
+    children = ChildProcesses()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        for name, arguments in _services(settings):
+            children.start(name, arguments)
+        base = f"http://{settings.listen}"
+        missing = wait_ready(f"{base}/health", children)
+        if missing:
+            typer.echo(f"pointsman up: {missing}", err=True)
+            raise typer.Exit(1)
+        typer.echo(f"OpenAI API   {base}/v1")
+        typer.echo(f"router gRPC  {settings.router_listen}   (pointsman instances, decisions, explain)")
+        if settings.console:
+            typer.echo(f"console      {'https' if TlsSettings().cert else 'http'}://{settings.console}")
+        name, status = children.wait()
+        typer.echo(f"pointsman up: {name} ended with status {status}", err=True)
+        raise typer.Exit(status or 1)
+    except KeyboardInterrupt:
+        typer.echo("stopping")
+    finally:
+        children.stop()
+
+
+def _services(settings: UpSettings) -> list[tuple[str, list[str]]]:
+    engines = [flag for url in settings.engine for flag in ("--engines", url)]
+    tokenizers = [flag for pair in settings.tokenizer for flag in ("--tokenizers", pair)]
+    level = ["--log-level", settings.log_level]
+    return [
+        ("router", ["--listen", settings.router_listen, "--metrics-listen", settings.router_metrics,
+                    "--console-listen", settings.console, "--policy", settings.policy, *level]),
+        ("agent", [*engines, "--routers", settings.router_listen, "--state-dir", str(settings.state_dir),
+                   "--metrics-listen", settings.agent_metrics, *level]),
+        ("gateway", ["--listen", settings.listen, "--routers", settings.router_listen, *tokenizers, *level]),
+    ]  # fmt: skip
+
+
+class ChildProcesses:
+    """Child processes that share this one's fate."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, arguments: Sequence[str]) -> None:
+        """Start `pointsman NAME ARGUMENTS`."""
+        command = [sys.executable, "-m", "pointsman.cli.main", name, *arguments]
+        # A group of its own: a terminal's Ctrl-C must reach the parent alone, which ends the children in order.
+        self._running[name] = subprocess.Popen(command, process_group=0)
+
+    def ended(self) -> tuple[str, int] | None:
+        """The first child that ended, with its status."""
+        for name, process in self._running.items():
+            if (status := process.poll()) is not None:
+                return name, status
+        return None
+
+    def wait(self) -> tuple[str, int]:
+        """Block until a child ends."""
+        while (ended := self.ended()) is None:
+            time.sleep(0.2)
+        return ended
+
+    def stop(self) -> None:
+        """End all, the gateway first, so that streams drain while router and agent still work."""
+        for name, process in reversed(self._running.items()):
+            if process.poll() is None:
+                process.terminate()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                typer.echo(f"pointsman up: {name} does not stop; killing it", err=True)
+                process.kill()
+                process.wait()
+
+
+def wait_ready(url: str, children: ChildProcesses) -> str:
+    """Poll a health address; returns "" when it answers 200, else what went wrong."""
+    until = time.monotonic() + READY_TIMEOUT_S
+    last = "no answer"
+    while time.monotonic() < until:
+        if (ended := children.ended()) is not None:
+            return f"{ended[0]} ended with status {ended[1]}"
+        try:
+            with urllib.request.urlopen(url, timeout=2):
+                return ""
+        except urllib.error.HTTPError as answer:
+            last = answer.read(2_000).decode(errors="replace")
+        except OSError as error:
+            last = str(error)
+        time.sleep(0.2)
+    return f"not ready after {READY_TIMEOUT_S:.0f} s: {last}"

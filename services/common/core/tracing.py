@@ -1,0 +1,95 @@
+"""Spans as plain values, and the place in a trace that a request was sent from (W3C Trace Context). Pure."""
+
+from __future__ import annotations
+
+import enum
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from xxhash import xxh3_64_intdigest
+
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+MAX_TEXT = 128
+
+Value = str | bool | int | float
+
+
+@dataclass(frozen=True, slots=True)
+class SpanContext:
+    """A span's place in its trace: what is sent on, as `traceparent`, to whoever goes on from there."""
+
+    trace_id: int
+    span_id: int
+    sampled: bool
+
+    @property
+    def traceparent(self) -> str:
+        """The header's value, version 00."""
+        return f"00-{self.trace_id:032x}-{self.span_id:016x}-{self.sampled:02x}"
+
+    def child(self, name: str) -> SpanContext:
+        """The place of what happens below it under that name, which must be another one for each: so a span's place is known
+        before it begins and after it ended, and is kept nowhere."""
+        return SpanContext(self.trace_id, xxh3_64_intdigest(name.encode(), self.span_id) or 1, self.sampled)
+
+
+def parse_traceparent(traceparent: str) -> SpanContext | None:
+    """The place that a header names; None for one that says nothing. Source: W3C Trace Context, section 3.2."""
+    found = _TRACEPARENT.fullmatch(traceparent)
+    if found is None:
+        return None
+    version, trace_id, span_id, flags, more = found.groups()
+    if version == "ff" or (version == "00" and more) or not int(trace_id, 16) or not int(span_id, 16):
+        return None
+    return SpanContext(int(trace_id, 16), int(span_id, 16), bool(int(flags, 16) & 1))
+
+
+class SpanKind(enum.Enum):
+    """Which side of a call a span shows."""
+
+    SERVER = "server"
+    CLIENT = "client"
+
+
+@dataclass(frozen=True, slots=True)
+class SpanEvent:
+    """Something that happened inside a span, at unix ns."""
+
+    name: str
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One finished span. Times are unix ns; `parent_id` is 0 for the first of a trace; `error` is empty when all went well."""
+
+    name: str
+    context: SpanContext
+    parent_id: int
+    kind: SpanKind
+    start_ns: int
+    end_ns: int
+    attributes: Mapping[str, Value]
+    events: tuple[SpanEvent, ...] = ()
+    error: str = ""
+
+
+def start_trace(traceparent: str, sample_ratio: float, rng: random.Random) -> tuple[SpanContext, int]:
+    """A place for a request that came with that header, and the id of the span it came from (0: from none). It is sampled as
+    the header says; of requests without one that can be read, `share` are."""
+    parent = parse_traceparent(traceparent)
+    span_id = rng.getrandbits(64) or 1
+    if parent is not None:
+        return SpanContext(parent.trace_id, span_id, parent.sampled), parent.span_id
+    return SpanContext(rng.getrandbits(128) or 1, span_id, rng.random() < sample_ratio), 0
+
+
+def known_attributes(values: Mapping[str, Value | None]) -> dict[str, Value]:
+    """Attributes: of `values` those that say something, texts cut to MAX_TEXT characters."""
+    return {
+        name: value[:MAX_TEXT] if isinstance(value, str) else value
+        for name, value in values.items()
+        if value is not None and value != ""
+    }

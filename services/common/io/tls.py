@@ -1,0 +1,121 @@
+"""TLS on the services' doors, from files: what is shown and asked for, and how others dial. Certificates are taken when they
+are renewed: whoever opens a connection, or accepts one, looks whether the files have changed."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from pointsman.common.io.reloading_file import ReloadingFile
+
+
+class TlsSettings(BaseSettings):
+    """Environment POINTSMAN_TLS_*. Nothing set: plain text. Files are PEM, read again when they have changed."""
+
+    model_config = SettingsConfigDict(env_prefix="POINTSMAN_TLS_", env_ignore_empty=True)
+
+    cert: Path | None = Field(
+        None, description="certificate chain of this process: a router's for its door; what others show to routers"
+    )
+    key: Path | None = Field(None, description="private key of `cert`")
+    ca: Path | None = Field(
+        None,
+        description="certificates that peers are checked against: whoever dials a router does so by TLS, and a router refuses "
+        "clients without a certificate",
+    )
+
+    def files(self) -> list[Path]:
+        """Those that are set, which may be renewed."""
+        return [file for file in (self.cert, self.key, self.ca) if file is not None]
+
+    def for_server(self) -> grpc.ServerCredentials | None:
+        """A router's credentials; None for plain text. Raises ValueError for half of what is needed and for files that are
+        no certificates or keys, OSError for those that cannot be read."""
+        if self._pair() is None:
+            if self.ca is not None:
+                raise ValueError("POINTSMAN_TLS_CA without POINTSMAN_TLS_CERT: a router needs a certificate of its own")
+            return None
+        renewed = ReloadingFile(self.files(), self._server_certificates)
+        # None from `changed` is gRPC's word for "as before", which its stubs do not know.
+        reload_if_changed: Callable[[], Any] = renewed.reload_if_changed
+        return grpc.dynamic_ssl_server_credentials(
+            renewed.value, reload_if_changed, require_client_authentication=bool(self.ca)
+        )
+
+    def for_console(self) -> ssl.SSLContext | None:
+        """The same for a router's console: clients show certificates where gRPC asks for them. Raises as `for_server`."""
+        if self._pair() is None or self.cert is None:
+            return None
+        return server_context(self.cert, self.key, self.ca)
+
+    def for_channel(self) -> grpc.ChannelCredentials | None:
+        """What to dial a router with; None for plain text. Raises as `for_server`."""
+        pair = self._pair()
+        if self.ca is None:
+            if pair is not None:
+                raise ValueError("POINTSMAN_TLS_CERT without POINTSMAN_TLS_CA: whom to trust is not said")
+            return None
+        _context(ssl.Purpose.SERVER_AUTH, ca=self.ca)
+        key, cert = pair or (None, None)
+        return grpc.ssl_channel_credentials(self.ca.read_bytes(), key, cert)
+
+    def _pair(self) -> tuple[bytes, bytes] | None:
+        if (self.key is None) is not (self.cert is None):
+            raise ValueError("POINTSMAN_TLS_CERT and POINTSMAN_TLS_KEY belong together")
+        if self.key is None or self.cert is None:
+            return None
+        _context(ssl.Purpose.CLIENT_AUTH, self.cert, self.key)
+        return self.key.read_bytes(), self.cert.read_bytes()
+
+    def _server_certificates(self) -> grpc.ServerCertificateConfiguration:
+        pair = self._pair()
+        assert pair is not None
+        ca = None
+        if self.ca is not None:
+            _context(ssl.Purpose.CLIENT_AUTH, ca=self.ca)
+            ca = self.ca.read_bytes()
+        return grpc.ssl_server_certificate_configuration([pair], ca)
+
+
+def server_context(cert: Path, key: Path | None, ca: Path | None, protocols: Sequence[str] = ()) -> ssl.SSLContext:
+    """What a listener meets clients with: `cert`, and with `ca` clients must show a certificate. Each handshake looks whether
+    the files have changed. Raises OSError and ValueError for files that cannot be used."""
+
+    def make() -> ssl.SSLContext:
+        context = _context(ssl.Purpose.CLIENT_AUTH, cert, key, ca)
+        context.verify_mode = ssl.CERT_REQUIRED if ca else ssl.CERT_NONE
+        if protocols:
+            context.set_alpn_protocols(list(protocols))
+        return context
+
+    renewed = ReloadingFile([file for file in (cert, key, ca) if file is not None], make)
+    listening = renewed.value
+
+    def choose(connection: ssl.SSLSocket | ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        renewed.reload_if_changed()
+        connection.context = renewed.value
+
+    listening.sni_callback = choose
+    return listening
+
+
+def _context(
+    purpose: ssl.Purpose, cert: Path | None = None, key: Path | None = None, ca: Path | None = None
+) -> ssl.SSLContext:
+    """A context of these files. Raises OSError and ValueError that name them: gRPC says nothing of what it cannot use."""
+    files = [file for file in (cert, key, ca) if file is not None]
+    for file in files:
+        file.read_bytes()
+    try:
+        context = ssl.create_default_context(purpose, cafile=ca)
+        if cert is not None:
+            context.load_cert_chain(cert, key)
+    except ssl.SSLError as error:
+        raise ValueError(f"{', '.join(map(str, files))}: {error}") from None
+    return context

@@ -1,0 +1,35 @@
+"""The APIs that clients speak: a body in, an ApiCall out; errors in the form of the API that was called."""
+
+from pointsman.gateway.core.api.api_call import ROUTES, ApiCall, ClientRules, Endpoint, error_format_of, with_fields
+from pointsman.gateway.core.api.errors import (
+    STREAM_FAILED,
+    ApiRequestError,
+    ErrorFormat,
+    begins_with_error,
+    error_event,
+    redact_error,
+    redact_error_event,
+    was_aborted,
+)
+from pointsman.gateway.core.api.parse import FORBIDDEN_FIELDS, FORBIDDEN_XARGS, estimated_tokens, parse
+
+__all__ = [
+    "FORBIDDEN_FIELDS",
+    "FORBIDDEN_XARGS",
+    "ROUTES",
+    "STREAM_FAILED",
+    "ApiCall",
+    "ApiRequestError",
+    "ClientRules",
+    "Endpoint",
+    "ErrorFormat",
+    "begins_with_error",
+    "error_event",
+    "error_format_of",
+    "estimated_tokens",
+    "parse",
+    "redact_error",
+    "redact_error_event",
+    "was_aborted",
+    "with_fields",
+]

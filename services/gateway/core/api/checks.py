@@ -1,0 +1,100 @@
+"""Checks the values of known fields, and says in words what is wrong; unknown fields are never checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pointsman.gateway.core.api.errors import ApiRequestError
+
+MAX_MODEL_NAME = 512
+
+Rule = tuple[Callable[[object], bool], str]
+
+
+def is_int(value: object) -> bool:
+    """An integer that is no boolean."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_positive(value: object) -> bool:
+    # Beyond u32 a count is nonsense, and would not fit the wire to the router.
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
+
+
+def is_token_ids(value: object) -> bool:
+    """A list of at least one token id."""
+    return isinstance(value, list) and bool(value) and all(is_int(token) and 0 <= token < 2**32 for token in value)
+
+
+POSITIVE: Rule = (_is_positive, "a positive integer")
+INTEGER: Rule = (is_int, "an integer")
+NUMBER: Rule = (_is_number, "a number")
+BOOLEAN: Rule = (lambda value: isinstance(value, bool), "a boolean")
+STRING: Rule = (lambda value: isinstance(value, str), "a string")
+OBJECT: Rule = (lambda value: isinstance(value, dict), "an object")
+LIST: Rule = (lambda value: isinstance(value, list), "a list")
+
+# Fields that several APIs share, by what vLLM calls them.
+COMMON: Mapping[str, Rule] = {
+    "stream": BOOLEAN,
+    "temperature": NUMBER,
+    "top_p": NUMBER,
+    "top_k": INTEGER,
+    "session_id": STRING,
+    "prompt_cache_key": STRING,
+    "cache_salt": STRING,
+    "user": STRING,
+    "vllm_xargs": OBJECT,
+}
+# What the two older OpenAI APIs share beyond that.
+SAMPLING: Mapping[str, Rule] = {
+    **COMMON,
+    "max_tokens": POSITIVE,
+    "n": POSITIVE,
+    "stream_options": OBJECT,
+    "min_p": NUMBER,
+    "presence_penalty": NUMBER,
+    "frequency_penalty": NUMBER,
+    "repetition_penalty": NUMBER,
+    "seed": INTEGER,
+    "ignore_eos": BOOLEAN,
+    "add_special_tokens": BOOLEAN,
+}
+
+
+def invalid_parameter(param: str, need: str) -> ApiRequestError:
+    """The error for a field `param` that needs `need`."""
+    return ApiRequestError(400, f"Invalid value for '{param}': {need} is needed.", param=param, code="invalid_value")
+
+
+def check_model(body: Mapping[str, Any]) -> None:
+    """Raises ApiRequestError unless `body` names a model."""
+    model = body.get("model")
+    if not isinstance(model, str) or not model or len(model) > MAX_MODEL_NAME:
+        raise invalid_parameter("model", "the name of a model")
+
+
+def check_fields(body: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
+    """Raises ApiRequestError for the first field that is not as its rule says; null means "not set", as to the engine."""
+    for name, value in body.items():
+        if value is not None and (rule := rules.get(name)) is not None and not rule[0](value):
+            raise invalid_parameter(name, rule[1])
+
+
+def check_turns(turns: object, param: str, *, content_needed: bool = False) -> None:
+    """Raises ApiRequestError unless `turns` is a list of objects with a role and, where there is content, text or parts."""
+    if not isinstance(turns, list) or not turns:
+        raise invalid_parameter(param, "a list with at least one message")
+    for at, turn in enumerate(turns):
+        if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
+            raise invalid_parameter(f"{param}[{at}]", "an object with a role")
+        content = turn.get("content")
+        if isinstance(content, str) or (content is None and not content_needed):
+            continue
+        if not isinstance(content, list) or not all(isinstance(part, str | dict) for part in content):
+            raise invalid_parameter(f"{param}[{at}].content", "a string or a list of parts")

@@ -1,0 +1,188 @@
+"""Errors in the form of the API that was called, and what an engine's own error may show."""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from typing import Any
+
+import msgspec
+
+
+class ErrorFormat(enum.Enum):
+    """How an API writes errors."""
+
+    OPENAI = "openai"  # {"error": {message, type, param, code}}; in a stream one unnamed event
+    RESPONSES = "responses"  # as OPENAI; in a stream an event named "error" with its fields at the top
+    ANTHROPIC = "anthropic"  # {"type": "error", "error": {type, message}}; in a stream an event named "error"
+
+
+# https://docs.anthropic.com/en/api/errors; 529 has no meaning outside Anthropic's own service.
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+_ADDRESS = re.compile(
+    r"\b[a-z][a-z0-9+.-]{1,15}://[^\s\"'<>\\)\]]+"  # a URL, whatever its scheme
+    r"|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d{1,5})?\b"  # IPv4, with or without a port
+    r"|\[[0-9a-f:]*:[0-9a-f:.]+\](?::\d{1,5})?"  # IPv6 in brackets
+    r"|\b(?=[a-z0-9.-]*[a-z])[a-z0-9.-]+:\d{4,5}\b",  # a host's name with a port
+    re.IGNORECASE,
+)
+
+_BEGINS_WITH_ERROR = re.compile(rb'\s*(?:event: ?error|data: ?\{\s*"(?:error"|object": ?"error))')
+_ABORTED = re.compile(rb'"finish_reason":\s?"abort"')
+_TRACE = "Traceback (most recent call last)"
+_REPORTED = "The engine reported an error."
+STREAM_FAILED = "The instance failed while it answered."
+
+
+class ApiRequestError(Exception):
+    """A request that gets an error instead of an answer."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type_: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type_
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    def body(self, error_format: ErrorFormat = ErrorFormat.OPENAI) -> bytes:
+        """The JSON answer."""
+        if error_format is ErrorFormat.ANTHROPIC:
+            return _anthropic(self.status, self.message)
+        return _openai(self.message, self.type, self.param, self.code)
+
+    def headers(self) -> dict[str, str]:
+        """Retry-After in whole seconds, at least 1, where trying again can help."""
+        return {} if self.retry_after_s is None else {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
+
+
+def error_event(
+    message: str,
+    error_format: ErrorFormat = ErrorFormat.OPENAI,
+    code: str | None = None,
+    sequence_number: int | None = None,
+) -> bytes:
+    """One SSE event that ends a stream which cannot go on; nothing follows it. `sequence_number`: Responses events count."""
+    if error_format is ErrorFormat.ANTHROPIC:
+        return b"event: error\ndata: " + _anthropic(500, message) + b"\n\n"
+    if error_format is ErrorFormat.RESPONSES:
+        event = {
+            "type": "error",
+            "code": code or "server_error",
+            "message": message,
+            "param": None,
+            "sequence_number": sequence_number or 0,
+        }
+        return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
+    return b"data: " + _openai(message, "server_error", None, code) + b"\n\n"
+
+
+def redact_error(error_format: ErrorFormat, status: int, body: bytes) -> bytes:
+    """An engine's 4xx body as the client may see it: in the API's form (vLLM writes some in OpenAI's on every path), without
+    network addresses and stack traces. A body that is no error object becomes a plain sentence."""
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        found = None
+    error = found.get("error") if isinstance(found, dict) else None
+    if not isinstance(error, dict):
+        # What a server answers on a path that it has not: this model only embeds, or only generates.
+        said = "This model does not serve this API." if status == 404 else "The engine refused the request."
+        return ApiRequestError(status, said, code="rejected").body(error_format)
+    safe = _safe(error, "The engine refused the request.")
+    if error_format is ErrorFormat.ANTHROPIC:
+        return _anthropic(status, safe["message"])
+    return msgspec.json.encode({"error": safe})
+
+
+def was_aborted(text: bytes) -> bool:
+    """Whether an engine has ended an answer that nobody asked it to end, as vLLM does with all that it computes when it is told
+    to stop. `text`: a body, or a part of a stream, of OpenAI's completions and chats; the other APIs have no word for it. In a
+    model's own words these bytes would be escaped."""
+    return b'"abort"' in text and _ABORTED.search(text) is not None
+
+
+def begins_with_error(stream: bytes) -> bool:
+    """Whether the next event of an engine's stream, as far as it has come, tells of a failure."""
+    return _BEGINS_WITH_ERROR.match(stream) is not None
+
+
+def redact_error_event(error_format: ErrorFormat, event: bytes, sequence_number: int = 0) -> bytes:
+    """One event of an engine's stream, without its end, as the client may see it: as it is, unless it tells of a failure. Then it
+    is treated as the body of an error would be. `sequence_number`: for a Responses event that has none of its own."""
+    lines = event.splitlines()
+    data = b"\n".join(line[5:] for line in lines if line.startswith(b"data:"))
+    if not data:
+        return event
+    try:
+        found = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        found = {"type": "error"}
+    if not isinstance(found, dict):
+        found = {"type": "error", "message": found} if b"event: error" in lines else {}
+    response = found.get("response")
+    if isinstance(response, dict) and response.get("error"):
+        response["error"] = _safe(response["error"], _REPORTED, ("code",))
+        kept = [line for line in lines if not line.startswith(b"data:")]
+        return b"\n".join([*kept, b"data: " + msgspec.json.encode(found)])
+    if was_aborted(event):
+        return error_event(STREAM_FAILED, error_format, "instance_failed", sequence_number).rstrip()
+    if not (found.get("error") or found.get("type") == "error" or found.get("object") == "error"):
+        return event
+    safe = _safe(found.get("error") or found, _REPORTED)
+    if error_format is ErrorFormat.ANTHROPIC:
+        type_ = safe["type"] if found.get("type") == "error" and safe["type"] != "error" else None
+        error = {"type": type_ or "api_error", "message": safe["message"]}
+        return b"event: error\ndata: " + msgspec.json.encode({"type": "error", "error": error})
+    if error_format is ErrorFormat.RESPONSES:
+        number = found.get("sequence_number", sequence_number)
+        code = safe["code"] if isinstance(safe["code"], str) else None
+        return error_event(safe["message"], error_format, code, number if isinstance(number, int) else 0).rstrip()
+    return b"data: " + msgspec.json.encode({"error": safe})
+
+
+def _safe(error: Any, otherwise: str, fields: tuple[str, ...] = ("type", "param", "code")) -> dict[str, Any]:
+    """An engine's error, an object or a text, as {message, and these fields}: no addresses, no stack traces, nothing nested.
+    `otherwise` is the message where nothing is left of it."""
+    found = error if isinstance(error, dict) else {"message": error}
+    kept = {name: found.get(name) for name in fields}
+    texts = {name: without_addresses(value) if isinstance(value, str) else value for name, value in kept.items()}
+    scalars = {name: value if isinstance(value, str | int) else None for name, value in texts.items()}
+    message = found.get("message")
+    text = message.partition(_TRACE)[0].strip() if isinstance(message, str) else ""
+    return {"message": without_addresses(text) or otherwise, **scalars}
+
+
+def without_addresses(text: str) -> str:
+    """`text` with everything that looks like a host and port, an IP address or a URL left out."""
+    return _ADDRESS.sub("<address>", text)
+
+
+def _openai(message: str, type_: str, param: str | None, code: str | None) -> bytes:
+    return msgspec.json.encode({"error": {"message": message, "type": type_, "param": param, "code": code}})
+
+
+def _anthropic(status: int, message: str) -> bytes:
+    type_ = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return msgspec.json.encode({"type": "error", "error": {"type": type_, "message": message}})

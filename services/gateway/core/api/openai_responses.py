@@ -1,0 +1,184 @@
+"""OpenAI's /v1/responses: the chat that vLLM makes of a body, and ids that say where a response is stored.
+
+Followed here: vLLM 0.32 `entrypoints/openai/responses/{protocol,utils}.py` (`construct_input_messages`). vLLM keeps responses
+in the memory of the server that made them (`VLLM_ENABLE_RESPONSES_API_STORE=1`), so whoever continues, reads or cancels one
+must reach that server. The id carries it: the gateway sets `request_id`, which vLLM takes for the response's id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pointsman.gateway.core.api.anthropic_messages import Unconvertible
+from pointsman.gateway.core.api.checks import (
+    BOOLEAN,
+    COMMON,
+    LIST,
+    OBJECT,
+    POSITIVE,
+    STRING,
+    Rule,
+    check_fields,
+    invalid_parameter,
+)
+from pointsman.gateway.core.api.errors import ApiRequestError
+
+_RULES: Mapping[str, Rule] = {
+    **COMMON,
+    "max_output_tokens": POSITIVE,
+    "instructions": STRING,
+    "previous_response_id": STRING,
+    "background": BOOLEAN,
+    "store": BOOLEAN,
+    "tools": LIST,
+    "reasoning": OBJECT,
+    "text": OBJECT,
+    "include": LIST,
+    "chat_template_kwargs": OBJECT,
+}
+# Fields that bring in what only the engine has.
+_FOREIGN = ("previous_response_id", "previous_input_messages", "prompt")
+_OPEN = ("in_progress", "incomplete")
+_ID = re.compile(r"resp_([0-9a-f]{12})([0-9a-f]{8})[0-9a-f]{32}")
+
+
+def check_responses(body: Mapping[str, Any]) -> None:
+    """Raises ApiRequestError."""
+    check_fields(body, _RULES)
+    given = body.get("input")
+    if isinstance(given, str):
+        return
+    if not isinstance(given, list) or not all(isinstance(item, dict) for item in given):
+        raise invalid_parameter("input", "a string or a list of items")
+
+
+def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The chat completions body that vLLM renders for `body` (checked). Raises Unconvertible."""
+    if any(body.get(name) is not None for name in _FOREIGN) or body.get("truncation") not in (None, "disabled"):
+        raise Unconvertible("a prompt that only the engine can complete or cut")
+    messages: list[dict[str, Any]] = []
+    if body.get("instructions"):
+        messages.append({"role": "system", "content": body["instructions"]})
+    given = body["input"]
+    if isinstance(given, str):
+        messages.append({"role": "user", "content": given})
+    else:
+        turns: list[dict[str, Any]] = []
+        for item in given:
+            _convert(item, turns)
+        messages += turns
+    chat: dict[str, Any] = {"messages": messages}
+    if _continues(given):
+        chat |= {"add_generation_prompt": False, "continue_final_message": True}
+    if body.get("chat_template_kwargs") is not None:
+        chat["chat_template_kwargs"] = body["chat_template_kwargs"]
+    if (effort := (body.get("reasoning") or {}).get("effort")) is not None:
+        chat["reasoning_effort"] = effort
+    if body.get("tools"):
+        chat["tools"] = list(_tools(body["tools"]))
+    return chat
+
+
+def response_id(instance_id: str, tenant: str, request_id: str) -> str:
+    """An id for a response that `instance_id` will store: any gateway can tell from it where to go, and whose it is.
+    `request_id` (32 hex digits) makes it unguessable."""
+    return f"resp_{instance_tag(instance_id)}{_tag(tenant, 8)}{request_id}"
+
+
+def storing_instance(id_: str, tenant: str, instance_ids: Iterable[str]) -> str | None:
+    """Which of `instance_ids` holds the response `id_`; None where none does or it is another tenant's.
+
+    A forged tag gains nothing: the engine knows the whole id only.
+    """
+    found = _ID.fullmatch(id_)
+    if found is None or found[2] != _tag(tenant, 8):
+        return None
+    return next((one for one in instance_ids if instance_tag(one) == found[1]), None)
+
+
+def not_stored(id_: str) -> ApiRequestError:
+    """No instance has this response, or it is another tenant's."""
+    return ApiRequestError(404, f"Response with id '{id_}' not found.", param="response_id", code="not_found")
+
+
+def instance_tag(instance_id: str) -> str:
+    """12 hex digits for an instance, the same in every gateway."""
+    return _tag(instance_id, 12)
+
+
+def _tag(text: str, digits: int) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:digits]
+
+
+def _continues(given: object) -> bool:
+    if not isinstance(given, list) or not given:
+        return False
+    return given[-1].get("type", "message") in ("message", "reasoning") and given[-1].get("status") in _OPEN
+
+
+def _convert(item: Mapping[str, Any], turns: list[dict[str, Any]]) -> None:
+    """Append one input item, or add it to the assistant's message before it, as vLLM does. Mutates `turns`."""
+    kind, role = item.get("type"), item.get("role")
+    before = turns[-1] if turns and turns[-1].get("role") == "assistant" else None
+    if kind == "function_call":
+        call = _function_call(item)
+        if before is not None:
+            before.setdefault("tool_calls", []).append(call)
+        else:
+            turns.append({"role": "assistant", "tool_calls": [call]})
+    elif kind == "reasoning":
+        _put(turns, before, "reasoning", _reasoning(item))
+    elif kind == "function_call_output":
+        turns.append({"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")})
+    elif kind in (None, "message") and role == "assistant":
+        _put(turns, before, "content", _said(item.get("content")))
+    elif kind in (None, "message") and isinstance(role, str) and "content" in item:
+        turns.append({"role": role, "content": item["content"]})
+    else:
+        raise Unconvertible("an input item of another kind")
+
+
+def _put(turns: list[dict[str, Any]], before: dict[str, Any] | None, name: str, text: str) -> None:
+    if before is not None and before.get(name) is None:
+        before[name] = text
+    else:
+        turns.append({"role": "assistant", name: text})
+
+
+def _said(content: object) -> str:
+    """An assistant's text; of several parts vLLM keeps the first."""
+    if isinstance(content, list) and content and isinstance(content[0], dict):
+        content = content[0].get("text")
+    if not isinstance(content, str):
+        raise Unconvertible("an assistant's message that is not text")
+    return content
+
+
+def _reasoning(item: Mapping[str, Any]) -> str:
+    if item.get("encrypted_content"):
+        raise Unconvertible("encrypted reasoning")
+    parts = item.get("content") or item.get("summary") or []
+    if not parts:
+        return ""
+    return _said(parts)
+
+
+def _function_call(item: Mapping[str, Any]) -> dict[str, Any]:
+    arguments, name = item.get("arguments"), item.get("name")
+    if not isinstance(arguments, str) or not isinstance(name, str) or item.get("namespace"):
+        raise Unconvertible("a call without name or arguments")
+    return {"id": item.get("call_id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _tools(tools: Iterable[Any]) -> Iterable[dict[str, Any]]:
+    """The function tools in chat form; hosted ones never reach a template."""
+    for tool in tools:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind in (None, "custom", "namespace"):
+            raise Unconvertible("a tool that becomes a function in the engine")
+        if kind == "function":
+            names = ("name", "description", "parameters", "strict", "defer_loading")
+            yield {"type": "function", "function": {name: tool.get(name) for name in names}}

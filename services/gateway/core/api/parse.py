@@ -1,0 +1,184 @@
+"""Parses a body: checks it, takes out what a client may not set, and makes the ApiCall that is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from pointsman.gateway.core.api import anthropic_messages, embeddings_and_scores, openai_chat, openai_responses
+from pointsman.gateway.core.api.api_call import ApiCall, ClientRules, Endpoint, with_fields
+from pointsman.gateway.core.api.checks import check_model
+from pointsman.gateway.core.api.errors import ApiRequestError
+
+# What a client may not set, because it speaks to the engine's insides: VLLM.md's trap table.
+FORBIDDEN_FIELDS = ("kv_transfer_params", "ec_transfer_params", "priority")
+FORBIDDEN_XARGS = ("kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode")
+
+# Requests with these are answered by the engine as ever; only their tokens cannot be told from outside it.
+OPAQUE_FIELDS = ("prompt_embeds", "truncate_prompt_tokens", "chat_template", "mm_processor_kwargs")
+_OPAQUE = frozenset(OPAQUE_FIELDS)
+
+_MEDIA = ("image", "audio", "video", "input_audio", "input_image", "prompt_embeds", "file", "source")
+_CHECKS: Mapping[Endpoint, Callable[[Mapping[str, Any]], None]] = {
+    Endpoint.CHAT: openai_chat.check_chat,
+    Endpoint.COMPLETION: openai_chat.check_completion,
+    Endpoint.RESPONSES: openai_responses.check_responses,
+    Endpoint.MESSAGES: anthropic_messages.check_messages,
+    Endpoint.COUNT_TOKENS: anthropic_messages.check_messages,
+    Endpoint.EMBEDDINGS: embeddings_and_scores.check_input,
+    Endpoint.RERANK: embeddings_and_scores.check_rerank,
+    Endpoint.SCORE: embeddings_and_scores.check_score,
+    Endpoint.POOLING: embeddings_and_scores.check_input,
+    Endpoint.CLASSIFY: embeddings_and_scores.check_input,
+    Endpoint.TOKENIZE: embeddings_and_scores.check_tokenize,
+    Endpoint.DETOKENIZE: embeddings_and_scores.check_detokenize,
+}
+_TO_CHAT: Mapping[Endpoint, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    Endpoint.CHAT: dict,
+    Endpoint.RESPONSES: openai_responses.to_chat,
+    Endpoint.MESSAGES: anthropic_messages.to_chat,
+}
+# The body's fields that are its prompt, for estimates.
+_PROMPTS: Mapping[Endpoint, tuple[str, ...]] = {
+    Endpoint.CHAT: ("messages", "tools"),
+    Endpoint.RESPONSES: ("instructions", "input", "tools"),
+    Endpoint.MESSAGES: ("system", "messages", "tools"),
+}
+_LIMITS: Mapping[Endpoint, tuple[str, ...]] = {
+    Endpoint.CHAT: ("max_completion_tokens", "max_tokens"),
+    Endpoint.RESPONSES: ("max_output_tokens",),
+}
+
+
+def parse(endpoint: Endpoint, raw: bytes, rules: ClientRules = ClientRules()) -> ApiCall:  # noqa: B008 (frozen)
+    """Parse and sanitise one body. Raises ApiRequestError (400) and nothing else, whatever the bytes."""
+    try:
+        return _parse(endpoint, raw, rules)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else "not valid JSON"
+        raise ApiRequestError(400, f"The request body is {reason}.", code="invalid_json") from None
+
+
+def _parse(endpoint: Endpoint, raw: bytes, rules: ClientRules) -> ApiCall:
+    body = msgspec.json.decode(raw)
+    if not isinstance(body, dict):
+        raise ApiRequestError(400, "The request body must be a JSON object.", code="invalid_json")
+    check_model(body)
+    _CHECKS[endpoint](body)
+    hint = body.get("session_id") or body.get("prompt_cache_key") or ""
+    stripped = _strip(endpoint, body, rules)
+    requested_model = body["model"]
+    model = rules.aliases.get(requested_model, requested_model)
+    if model != requested_model:
+        body["model"] = model
+    hide_usage, options = _usage(endpoint, body)
+    anew = stripped or model != requested_model or (hide_usage and "stream_options" in body)
+    payload = msgspec.json.encode(body | options if hide_usage else body) if anew else raw
+    if hide_usage and not anew:
+        payload = with_fields(payload, options)
+    if rules.cache_salt and endpoint.is_placed:
+        payload = with_fields(payload, {"cache_salt": rules.cache_salt})
+    chat, untokenizable = _prompt(endpoint, body)
+    limit = next((body[name] for name in _LIMITS.get(endpoint, ("max_tokens",)) if body.get(name) is not None), 0)
+    return ApiCall(
+        endpoint=endpoint,
+        model=model,
+        requested_model=requested_model,
+        stream=endpoint.generates and body.get("stream") is True,
+        max_output_tokens=limit if endpoint.generates else 0,
+        session_hint=hint if isinstance(hint, str) else "",
+        cache_salt=rules.cache_salt or body.get("cache_salt") or "",
+        untokenizable=untokenizable,
+        reads_prefix_cache=not _wants_prompt_logprobs(endpoint, body),
+        body=body,
+        payload=payload,
+        chat=chat,
+        previous_response_id=(body.get("previous_response_id") or "") if endpoint is Endpoint.RESPONSES else "",
+        stripped=stripped,
+        hide_usage=hide_usage,
+    )
+
+
+def estimated_tokens(call: ApiCall) -> int:
+    """About how many tokens a prompt has, where nobody can tell: a quarter of its text's length, or its ids where it brings
+    them (of several prompts the first; of texts to embed or to score all). At least 1. Media count nothing: their bytes say
+    little about their tokens."""
+    if call.endpoint is Endpoint.COMPLETION:
+        prompt = call.body.get("prompt")
+        if isinstance(prompt, list) and not isinstance(prompt[0], int):
+            prompt = prompt[0]
+        return max(1, len(prompt) if isinstance(prompt, list) else len(prompt or "") // 4)
+    length = 0
+    rest: list[Any] = (
+        [call.body.get(name) for name in _PROMPTS[call.endpoint]] if call.endpoint in _PROMPTS else [call.body]
+    )
+    while rest:
+        value = rest.pop()
+        if isinstance(value, str):
+            length += len(value)
+        elif isinstance(value, int):
+            length += 4
+        elif isinstance(value, list):
+            rest += value
+        elif isinstance(value, dict):
+            rest += [inner for name, inner in value.items() if not name.startswith(_MEDIA)]
+    return max(1, length // 4)
+
+
+def _usage(endpoint: Endpoint, body: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
+    """Whether a stream's usage has to be asked for because the client did not, and the field that asks."""
+    wanted = body.get("stream_options") or {}
+    if (
+        endpoint not in (Endpoint.CHAT, Endpoint.COMPLETION)
+        or body.get("stream") is not True
+        or wanted.get("include_usage")
+    ):
+        return False, {}
+    # Without include_usage an engine ignores continuous_usage_stats; beside ours it would not.
+    ours = {"include_usage": True} | ({"continuous_usage_stats": False} if "continuous_usage_stats" in wanted else {})
+    return True, {"stream_options": {**wanted, **ours}}
+
+
+def _wants_prompt_logprobs(endpoint: Endpoint, body: Mapping[str, Any]) -> bool:
+    """vLLM computes the whole prompt anew for them (SamplingParams.skip_reading_prefix_cache), also where an echo implies them:
+    for a completion with logprobs, for a chat always, as its top_logprobs are 0 at least."""
+    if body.get("prompt_logprobs") is not None or body.get("prompt_logprob_token_ids") is not None:
+        return True
+    implied = endpoint is Endpoint.CHAT or (endpoint is Endpoint.COMPLETION and body.get("logprobs") is not None)
+    return bool(body.get("echo")) and implied
+
+
+def _prompt(endpoint: Endpoint, body: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
+    """The prompt as a chat, and why its tokens cannot be told."""
+    if not _OPAQUE.isdisjoint(body) and any(body.get(name) is not None for name in OPAQUE_FIELDS):
+        return None, "a field that changes the prompt inside the engine"
+    if endpoint not in _TO_CHAT:
+        return None, ""
+    try:
+        return _TO_CHAT[endpoint](body), ""
+    except anthropic_messages.Unconvertible as reason:
+        return None, str(reason)
+
+
+def _strip(endpoint: Endpoint, body: dict[str, Any], rules: ClientRules) -> tuple[str, ...]:
+    """Remove from `body` (in place) what a client may not set; the names of what was removed."""
+    forbidden = [*FORBIDDEN_FIELDS]
+    if not rules.client_cache_salt or rules.cache_salt:
+        forbidden.append("cache_salt")
+    if not rules.own_session:
+        forbidden.append("session_id")
+    if endpoint is Endpoint.RESPONSES:
+        forbidden.append("request_id")  # it would be the response's id
+    gone = [name for name in forbidden if name in body]
+    for name in gone:
+        del body[name]
+    xargs = body.get("vllm_xargs")
+    if isinstance(xargs, dict):
+        inner = FORBIDDEN_XARGS if rules.own_session else (*FORBIDDEN_XARGS, "session_id")
+        for name in inner:
+            if name in xargs:
+                del xargs[name]
+                gone.append(f"vllm_xargs.{name}")
+    return tuple(gone)

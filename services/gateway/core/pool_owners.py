@@ -1,0 +1,83 @@
+"""The fleet as all routers together describe it: its pools, and which router places for each."""
+
+from __future__ import annotations
+
+from pointsman.router.v1 import placement_pb2
+
+# Until a router has said how long a pool may have no owner.
+DEFAULT_OWNER_TIMEOUT_S = 5.0
+
+
+class PoolOwners:
+    """The fleet as told by every router that a session stands with, by the session's address."""
+
+    def __init__(self) -> None:
+        self._fleets: dict[str, tuple[str, placement_pb2.Fleet]] = {}
+        self._pools: dict[str, placement_pb2.Pool] = {}
+        self._pool_of: dict[str, str] = {}
+
+    def fleet(self) -> placement_pb2.Fleet:
+        """One fleet of them all: each pool as its owner describes it, or else as the first router that knows it does."""
+        return placement_pb2.Fleet(pools=[self._pools[model] for model in sorted(self._pools)])
+
+    def pool_of(self, model: str) -> str:
+        """The pool that a name means, or the name itself."""
+        return self._pool_of.get(model, model)
+
+    def owner(self, pool: str) -> placement_pb2.Owner | None:
+        """Who places the pool's requests; None while nobody is known to."""
+        known = self._pools.get(pool)
+        return known.owner if known is not None and known.HasField("owner") else None
+
+    @property
+    def timeout_s(self) -> float:
+        """How long to wait for a pool to have an owner that answers, in s: as the most patient of the routers says."""
+        told = [fleet.ownerless_timeout for _, fleet in self._fleets.values() if fleet.HasField("ownerless_timeout")]
+        return max((one.ToNanoseconds() / 1e9 for one in told), default=DEFAULT_OWNER_TIMEOUT_S)
+
+    def addresses(self) -> set[str]:
+        """The addresses of all owners."""
+        return {pool.owner.address for pool in self._pools.values() if pool.HasField("owner")}
+
+    def update(self, address: str, router_id: str, fleet: placement_pb2.Fleet) -> None:
+        """Take over what the router at `address` says. Mutates."""
+        self._fleets[address] = (router_id, fleet)
+        self._merge()
+
+    def forget(self, address: str) -> None:
+        """The session with the router at `address` ended. Mutates; the last one's word stays until there is another."""
+        if self._fleets.pop(address, None) is not None and self._fleets:
+            self._merge()
+
+    def _merge(self) -> None:
+        pools: dict[str, placement_pb2.Pool] = {}
+        owners: dict[str, placement_pb2.Owner] = {}
+        for _, fleet in self._fleets.values():
+            for pool in fleet.pools:
+                pools.setdefault(pool.model, pool)
+                # The higher epoch is right where two disagree: an owner that Redis cannot reach does not know its successor.
+                if pool.HasField("owner") and pool.owner.epoch > self._epoch(owners, pool.model):
+                    owners[pool.model] = pool.owner
+        for router_id, fleet in self._fleets.values():
+            for pool in fleet.pools:
+                if pool.model in owners and owners[pool.model].router_id == router_id:
+                    pools[pool.model] = pool
+        if any(fleet.starting for _, fleet in self._fleets.values()):
+            for model, pool in self._pools.items():
+                pools.setdefault(model, pool)
+        self._pools = {}
+        for model, pool in pools.items():
+            merged = self._pools[model] = placement_pb2.Pool()
+            merged.CopyFrom(pool)
+            merged.ClearField("owner")
+            if model in owners:
+                merged.owner.CopyFrom(owners[model])
+        self._pool_of = {}
+        for model, pool in self._pools.items():
+            for name in (*pool.served_names, *pool.lora_names):
+                self._pool_of.setdefault(name, model)
+        self._pool_of.update({model: model for model in self._pools})
+
+    @staticmethod
+    def _epoch(owners: dict[str, placement_pb2.Owner], model: str) -> int:
+        return owners[model].epoch if model in owners else -1

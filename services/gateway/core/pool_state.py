@@ -1,0 +1,59 @@
+"""What is known of one model: its instances, its tokenizer, and whether that tokenizer equals the engines'."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from pointsman.gateway.core.api import Endpoint
+from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
+from pointsman.router.v1 import placement_pb2
+
+RECHECK_PAUSE_S = 60.0
+
+
+class TokenizerStatus(enum.Enum):
+    """How far our tokens of a model can be trusted."""
+
+    CHECKING = "checking"
+    EXACT = "exact"
+    INEXACT = "inexact"
+
+
+@dataclass
+class PoolState:
+    """One model. `tokenizer` is used only while `exactness` is EXACT; `reason` says why it is not."""
+
+    pool: placement_pb2.Pool
+    tokenizer: ModelTokenizer | None = None
+    source: str = ""
+    tokenizer_status: TokenizerStatus = TokenizerStatus.CHECKING
+    reason: str = "not checked yet"
+    verified: set[tuple[str, str]] = field(default_factory=set)  # (url, incarnation)
+    mismatches: Counter[Endpoint] = field(default_factory=Counter)  # in a row
+    inexact_endpoints: set[Endpoint] = field(
+        default_factory=set
+    )  # APIs whose prompts we were seen to convert otherwise
+    rechecked_at: float = -RECHECK_PAUSE_S
+
+    def tokenizer_for(self, endpoint: Endpoint) -> ModelTokenizer | None:
+        """The tokenizer, where its tokens are known to be the engine's for an API's prompts."""
+        return (
+            self.tokenizer
+            if self.tokenizer_status is TokenizerStatus.EXACT and endpoint not in self.inexact_endpoints
+            else None
+        )
+
+
+def names_of(pools: Iterable[placement_pb2.Pool]) -> dict[str, tuple[str, str]]:
+    """Any name that a client may ask for -> the pool it means, and the LoRA adapter it names ("" for none). A pool's own name
+    goes before an adapter's."""
+    names: dict[str, tuple[str, str]] = {}
+    for pool in pools:
+        for lora in pool.lora_names:
+            names.setdefault(lora, (pool.model, lora))
+        for name in (pool.model, *pool.served_names):
+            names[name] = (pool.model, "")
+    return names

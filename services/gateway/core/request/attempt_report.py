@@ -1,0 +1,93 @@
+"""The reports of an attempt that is over: its end for the router, and its line of the breakdown log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pointsman.common.core.request_timing import RequestTiming
+from pointsman.gateway.core.request.attempt import Attempt
+from pointsman.gateway.core.request.request_context import RequestContext
+from pointsman.gateway.core.request.request_events import ReportFinished
+from pointsman.router.v1 import placement_pb2
+
+
+class AttemptBreakdown(RequestTiming, kw_only=True, omit_defaults=True):
+    """One placed attempt; moments that it did not come to are absent. Token counts are the engine's own. No prompts, no
+    sessions."""
+
+    request_id: str
+    decision_id: str
+    model: str
+    stream: bool
+    outcome: str
+    status: int
+    instances: list[str]  # in the order of the plan's steps, as it came
+    fallback: str = ""  # what failed of the plan
+    error: str = ""
+    degraded: bool = False
+    input_tokens: int = 0  # as counted for the placement
+    predicted_cached_tokens: int = 0
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+
+
+def finished(
+    attempt: Attempt, effect: ReportFinished, context: RequestContext, status: int, now: float
+) -> placement_pb2.Finished:
+    """Its end, for the router."""
+    report = placement_pb2.Finished(
+        request_id=effect.attempt_id,
+        outcome=placement_pb2.Outcome.ValueType(effect.outcome.value),
+        prompt_tokens=attempt.usage.prompt,
+        cached_tokens=attempt.usage.cached,
+        output_tokens=attempt.usage.output,
+        error=effect.error,
+        http_status=status,
+    )
+    report.timings.placed_ms = _ms(attempt.placed_at, context.received_at)
+    report.timings.sent_ms = _ms(attempt.sent_at, context.received_at)
+    report.timings.first_token_ms = _ms(attempt.first_byte_at, context.received_at)
+    report.timings.done_ms = _ms(now, context.received_at)
+    return report
+
+
+def breakdown(
+    attempt: Attempt,
+    effect: ReportFinished,
+    context: RequestContext,
+    status: int,
+    now: float,
+    unix: Callable[[float], float | None],
+) -> AttemptBreakdown:
+    """Its line of the breakdown log; `unix` turns moments into unix s."""
+    last = attempt.steps[-1] if attempt.steps else None
+    prefills = [run for run in attempt.step_runs if run.step.prefill_tokens]
+    return AttemptBreakdown(
+        request_id=effect.attempt_id,
+        decision_id=next((step.decision_id for step in attempt.steps if step.decision_id), ""),
+        model=context.state.pool.model,
+        stream=context.call.stream,
+        outcome=effect.outcome.name,
+        status=status,
+        instances=[step.target.instance_id for step in attempt.steps],
+        fallback=attempt.fallback,
+        error=effect.error,
+        degraded=last is not None and last.degraded,
+        input_tokens=context.placement.input_tokens,
+        predicted_cached_tokens=last.cached_tokens if last is not None else 0,
+        prompt_tokens=attempt.usage.prompt,
+        cached_tokens=attempt.usage.cached,
+        output_tokens=attempt.usage.output,
+        t_recv=unix(context.received_at),
+        t_placed=unix(attempt.placed_at),
+        t_prefill_sent=unix(prefills[0].began_at) if prefills else None,
+        t_prefill_done=unix(prefills[-1].ended_at) if prefills else None,
+        t_sent=unix(attempt.sent_at),
+        t_first_token=unix(attempt.first_byte_at),
+        t_done=unix(now),
+    )
+
+
+def _ms(at: float, since: float) -> float:
+    return max(0.0, (at - since) * 1e3) if at else 0.0

@@ -1,0 +1,106 @@
+"""The spans of a request: itself, each question to the router, each step.
+
+Below a question is the router's own span, below a step that of the engine which does it: both go on from places that are derived
+from the request's (by `core.request_trace`), and are sent along before the spans here are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pointsman.common.core.tracing import Span, SpanContext, SpanEvent, SpanKind, Value, known_attributes
+from pointsman.gateway.core.request.attempt import Attempt, StepRun
+from pointsman.gateway.core.request_trace import placement_context, step_context
+
+# Moments are monotonic seconds, as unix ns.
+Clock = Callable[[float], int]
+
+
+def request_span(
+    context: SpanContext,
+    parent_id: int,
+    route: str,
+    status: int,
+    received_at: float,
+    prepared_at: float,
+    now: float,
+    clock: Clock,
+    **values: Value,
+) -> Span:
+    """A client's request. `understood`: when its prompt was tokenised, 0 for never; `status`: of the answer, 499 for a client
+    that left."""
+    return Span(
+        f"POST {route}",
+        context,
+        parent_id,
+        SpanKind.SERVER,
+        clock(received_at),
+        clock(now),
+        known_attributes(
+            {"http.request.method": "POST", "http.route": route, "http.response.status_code": status, **values}
+        ),
+        (SpanEvent("tokenised", clock(prepared_at)),) if prepared_at else (),
+        f"status {status}" if status >= 500 else "",
+    )
+
+
+def attempt_spans(
+    request: SpanContext, attempt: Attempt, error: str, input_tokens: int, now: float, clock: Clock
+) -> list[Span]:
+    """An attempt that ended `now`: the question where it goes, and the steps that it came to. `error` is how it failed."""
+    first = attempt.step_runs[0].step if attempt.step_runs else None
+    question = Span(
+        "place",
+        placement_context(request, attempt.id),
+        request.span_id,
+        SpanKind.CLIENT,
+        clock(attempt.asked_at),
+        clock(attempt.placed_at or now),
+        known_attributes(
+            {
+                "pointsman.request_id": attempt.id,
+                "pointsman.decision_id": first.decision_id if first else None,
+                "pointsman.instance": first.target.instance_id if first else None,
+                "pointsman.cached_tokens": first.cached_tokens if first else None,
+                "pointsman.new_tokens": max(input_tokens - first.cached_tokens, 0) if first else None,
+                "pointsman.degraded": first.degraded if first else None,
+            }
+        ),
+        error="" if first else error,
+    )
+    last = len(attempt.step_runs) - 1
+    return [question] + [
+        _step_span(request, attempt, run, error if at == last else "", now, clock)
+        for at, run in enumerate(attempt.step_runs)
+    ]
+
+
+def _step_span(request: SpanContext, attempt: Attempt, run: StepRun, error: str, now: float, clock: Clock) -> Span:
+    step, serves = run.step, not run.step.prefill_tokens
+    events = []
+    if serves:
+        events = [("sent", attempt.sent_at), ("first token", attempt.first_byte_at)]
+    return Span(
+        "serve" if serves else "prefill",
+        step_context(request, attempt.id, step.index),
+        request.span_id,
+        SpanKind.CLIENT,
+        clock(run.began_at),
+        clock(run.ended_at or now),
+        known_attributes(
+            {
+                "pointsman.request_id": attempt.id,
+                "pointsman.instance": step.target.instance_id,
+                "pointsman.step": step.index,
+                "pointsman.prefix_tokens": step.prefill_tokens or None,
+                "pointsman.kv_source": step.kv_source.instance_id if step.kv_source else None,
+                "pointsman.kv_target": step.kv_target.instance_id if step.kv_target else None,
+                # The engine's own counts.
+                "gen_ai.usage.input_tokens": attempt.usage.prompt if serves else None,
+                "pointsman.cached_tokens": attempt.usage.cached if serves else None,
+                "gen_ai.usage.output_tokens": attempt.usage.output if serves else None,
+            }
+        ),
+        tuple(SpanEvent(name, clock(at)) for name, at in events if at),
+        run.error or error,
+    )

@@ -1,0 +1,90 @@
+"""Maps prompts to sessions: by the client's own id, else by the longest prompt seen before that one continues."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_SESSION_ID = 128
+
+
+def bounded_id(text: str) -> str:
+    """`text` itself where it is printable ASCII without blanks and at most 128 long, else a name made from its hash."""
+    if 0 < len(text) <= MAX_SESSION_ID and text.isascii() and text.isprintable() and " " not in text:
+        return text
+    return f"h-{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
+
+
+@dataclass
+class _Tail:
+    session: str
+    # The key that followed the tail in the first prompt that went on from it; another follower is another conversation.
+    follower: int | None = None
+
+
+class Sessions:
+    """The tails of recent prompts: (tenant, last block key) -> session, at most `capacity` of them, least recent out first.
+
+    A prompt that contains the tail of an earlier one continues its session, unless a prompt that differs after the tail did so
+    before: then this is a fork (another conversation over the same system prompt) and gets a session of its own. A turn costs
+    one dictionary look-up for each key that it adds, a prompt that continues nothing one for each key.
+    """
+
+    def __init__(self, capacity: int = 100_000) -> None:
+        if capacity < 1:
+            raise ValueError("capacity must be at least 1")
+        self._capacity = capacity
+        self._tails: dict[str, dict[int, _Tail]] = {}
+        self._recent: OrderedDict[tuple[str, int], None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._recent)
+
+    def resolve(self, tenant: str, keys: Sequence[int], *, hint: str, fresh: str) -> str:
+        """The session of a prompt with block keys `keys`, and remember its tail. `hint` is the client's own name for it
+        (empty: none), `fresh` the name of a new session. Mutates."""
+        session = bounded_id(hint) if hint else (self._continued(tenant, keys) or fresh)
+        if keys:
+            self._remember(tenant, keys[-1], session)
+        return session
+
+    def find(self, tenant: str, keys: Sequence[int]) -> str | None:
+        """The session that `keys` continue, or None. Does not mutate."""
+        found = self._longest(tenant, keys)
+        return found[0].session if found else None
+
+    def _longest(self, tenant: str, keys: Sequence[int]) -> tuple[_Tail, int | None] | None:
+        tails = self._tails.get(tenant)
+        if not tails:
+            return None
+        follower = None
+        for key in reversed(keys):
+            if key in tails:
+                tail = tails[key]
+                return None if follower is not None and tail.follower not in (None, follower) else (tail, follower)
+            follower = key
+        return None
+
+    def _continued(self, tenant: str, keys: Sequence[int]) -> str | None:
+        found = self._longest(tenant, keys)
+        if found is None:
+            return None
+        tail, follower = found
+        if follower is not None:
+            tail.follower = follower
+        return tail.session
+
+    def _remember(self, tenant: str, key: int, session: str) -> None:
+        tails = self._tails.setdefault(tenant, {})
+        known = tails.get(key)
+        if known is None or known.session != session:
+            tails[key] = _Tail(session)
+        self._recent[tenant, key] = None
+        self._recent.move_to_end((tenant, key))
+        while len(self._recent) > self._capacity:
+            old_tenant, old = self._recent.popitem(last=False)[0]
+            del self._tails[old_tenant][old]
+            if not self._tails[old_tenant]:
+                del self._tails[old_tenant]

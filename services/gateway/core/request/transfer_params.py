@@ -1,0 +1,230 @@
+"""The bodies of the two requests of a KV transfer: the prefill on P, and the answer on D from P's KV.
+
+Both engines must see the same prompt, or D would read KV of other tokens. So P gets the client's own body without what
+shapes the answer only, and D's answering request brings the KV along only where nothing was taken out that a chat template might
+show; elsewhere (and for answers whose first byte says nothing of the transfer) a request like P's pulls the KV into D's prefix
+cache, from where the client's own request takes what is really its prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from pointsman.gateway.core.api import ApiCall, Endpoint, with_fields
+
+MOONCAKE, NIXL = "MOONCAKE", "NIXL"
+RELEASE_MODEL = "pointsman-kv-release"
+# Engines keep whole blocks; this much of what was prefilled just now may be missing for no other reason.
+SLACK_TOKENS = 256
+
+# How the answer looks, when it ends, what is told of it. No template sees these.
+_ANSWER_ONLY = (
+    "stream",
+    "stream_options",
+    "n",
+    "best_of",
+    "max_tokens",
+    "max_completion_tokens",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "logprobs",
+    "top_logprobs",
+    "include_stop_str_in_output",
+    "allowed_token_ids",
+    "bad_words",
+    "logit_bias",
+    "use_beam_search",
+    "length_penalty",
+    "echo",
+    "suffix",
+)
+# These shape the answer too, but a template may show them to the model (harmony does).
+_MAYBE_IN_PROMPT = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+
+
+class TransferError(Exception):
+    """A transfer that cannot go on, in words that name no address. `instance_failed`: an instance that failed is why."""
+
+    def __init__(self, text: str, *, instance_failed: bool = False) -> None:
+        super().__init__(text)
+        self.instance_failed = instance_failed
+
+
+@dataclass(frozen=True)
+class KvTransferParams:
+    """KV on its way: what D's request must carry."""
+
+    params: Mapping[str, Any]
+
+
+def transfer_obstacle(call: ApiCall) -> str:
+    """Why a call's prompt cannot be prefilled elsewhere; empty when it can."""
+    if _prompt(call) is None:
+        return "a prompt that only its own API can render"
+    if call.body.get("prompt_embeds") is not None:
+        return "prompt embeddings"
+    if call.body.get("prompt_logprobs") is not None:
+        return "prompt_logprobs recompute the prompt"
+    prompt = call.body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
+        return "several prompts"
+    return ""
+
+
+def supports_inline_kv_transfer(call: ApiCall) -> bool:
+    """Whether the client's own request can bring the KV along: one streamed answer, and nothing in it that P may not see."""
+    if not call.stream or call.endpoint not in (Endpoint.CHAT, Endpoint.COMPLETION):
+        return False
+    body = call.body
+    several = any(body.get(name) not in (None, 1) for name in ("n", "best_of")) or bool(body.get("use_beam_search"))
+    hidden = any(body.get(name) is not None for name in _MAYBE_IN_PROMPT)
+    return not several and not hidden and not transfer_obstacle(call)
+
+
+def prefill_request(call: ApiCall, params: Mapping[str, Any]) -> tuple[str, bytes]:
+    """Path and body of a request for the KV of the call's prompt: one token, whatever it is, in one piece."""
+    prompt = _prompt(call)
+    assert prompt is not None, "transfer_obstacle() comes first"
+    endpoint, said = prompt
+    body = {name: value for name, value in said.items() if name not in _ANSWER_ONLY + _MAYBE_IN_PROMPT}
+    limit = "max_completion_tokens" if endpoint is Endpoint.CHAT else "max_tokens"
+    # A first token that ends the answer would end P's request as one that has nothing to send.
+    body |= {"model": call.model, "stream": False, limit: 1, "n": 1, "ignore_eos": True}
+    if call.cache_salt:
+        body["cache_salt"] = call.cache_salt
+    return endpoint.value, msgspec.json.encode(body | {"kv_transfer_params": dict(params)})
+
+
+def slice_request(call: ApiCall, ids: Sequence[int]) -> tuple[str, bytes]:
+    """Path and body of a request that leaves the KV of a prompt's first tokens in an instance's own prefix cache."""
+    body = {"model": call.model, "prompt": list(ids), "max_tokens": 1, "stream": False, "temperature": 0}
+    if call.cache_salt:
+        body["cache_salt"] = call.cache_salt
+    return Endpoint.COMPLETION.value, msgspec.json.encode(body)
+
+
+def with_params(payload: bytes, transfer: KvTransferParams) -> bytes:
+    """A request's JSON object with the way to the KV in it; all other bytes are as they were."""
+    return with_fields(payload, {"kv_transfer_params": dict(transfer.params)})
+
+
+def mooncake_send(transfer_id: str) -> dict[str, Any]:
+    """What makes P keep the KV for a transfer. `transfer_id` must be new and hard to guess: who knows it can fetch the KV."""
+    return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+
+
+def mooncake_fetch(transfer_id: str, engine_id: str, bootstrap: str) -> KvTransferParams:
+    """What makes D fetch what P keeps for a transfer, or will keep."""
+    return KvTransferParams(
+        {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": transfer_id,
+            "remote_engine_id": engine_id,
+            "remote_bootstrap_addr": bootstrap,
+        }
+    )
+
+
+def nixl_send() -> dict[str, Any]:
+    """The same for NIXL, where P gives its KV a name."""
+    return {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    }
+
+
+def nixl_fetch(answer: bytes) -> KvTransferParams:
+    """What makes D fetch the KV that P, having given `answer`, keeps. Raises TransferError when it keeps none."""
+    told = check_prefilled(answer)
+    if not told.kv_transfer_params:
+        raise TransferError("the prefill's answer says nothing of its KV")
+    return KvTransferParams(told.kv_transfer_params)
+
+
+def check_prefilled(answer: bytes) -> PrefillResponse:
+    """P's answer to a prefill. Raises TransferError when it does not say that P has computed the whole prompt and keeps it."""
+    try:
+        told = msgspec.json.decode(answer, type=PrefillResponse)
+    except msgspec.MsgspecError:
+        raise TransferError("the prefill's answer is no completion") from None
+    if not told.choices or told.choices[0].finish_reason != "length":
+        raise TransferError("the prefill stopped early")
+    return told
+
+
+def release_request(transfer: KvTransferParams) -> tuple[str, bytes]:
+    """Path and body of a request that no engine accepts. vLLM's API server tells the connector of what it refuses, which has the
+    other engine free what it keeps for the transfer (_with_kv_transfer_rejection_cleanup)."""
+    body = {"model": RELEASE_MODEL, "prompt": [0], "max_tokens": 1, "kv_transfer_params": dict(transfer.params)}
+    return Endpoint.COMPLETION.value, msgspec.json.encode(body)
+
+
+def engine_id_of(answer: bytes, rank: int | None) -> str:
+    """The engine id in a bootstrap server's answer to /query. Raises TransferError when that rank is not registered."""
+    try:
+        ranks = msgspec.json.decode(answer, type=dict[str, _Registered])
+    except msgspec.MsgspecError:
+        raise TransferError("the bootstrap server's answer is not understood") from None
+    registered = ranks.get(str(rank or 0))
+    if registered is None or not registered.engine_id:
+        raise TransferError("the engine is not registered with its bootstrap server")
+    return registered.engine_id
+
+
+def earlier_slices_evicted(answer: bytes, prefilled_before: int) -> bool:
+    """Whether the answer to a slice shows that the slices before it are not in the cache any more."""
+    try:
+        told = msgspec.json.decode(answer, type=PrefillResponse)
+    except msgspec.MsgspecError:
+        return False
+    details = told.usage.prompt_tokens_details if told.usage else None
+    return details is not None and (details.cached_tokens or 0) + SLACK_TOKENS < prefilled_before
+
+
+def _prompt(call: ApiCall) -> tuple[Endpoint, Mapping[str, Any]] | None:
+    """The body that engines render to the call's prompt, and its API."""
+    if call.endpoint in (Endpoint.CHAT, Endpoint.COMPLETION):
+        return call.endpoint, call.body
+    return None if call.chat is None or call.previous_response_id else (Endpoint.CHAT, call.chat)
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _Details | None = None
+
+
+class PrefillResponse(msgspec.Struct):
+    """What an answer of one token tells."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class _Registered(msgspec.Struct):
+    engine_id: str = ""

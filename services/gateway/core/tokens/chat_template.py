@@ -1,0 +1,376 @@
+"""Renders a chat as the engine would: vLLM's normalisation of messages and transformers' Jinja environment.
+
+Followed here: vLLM 0.32 `renderers/chat_utils.py` (parts, tool calls, reasoning), `renderers/hf.py` (content format, developer
+role), and transformers' `utils/chat_template_utils.py` (environment, continue_final_message). What cannot be told without the
+engine (templates of the request's own, media that a template does not show itself) raises Unrenderable, and the request is
+placed without keys; with other media the prompt is known up to the first of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+import jinja2.runtime
+import jinja2.sandbox
+import msgspec
+
+TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
+_PART_FIELDS = frozenset({"type", "text", "thinking", "refusal", "closed", "uuid", "name"})
+_MEDIA_FIELDS = ("image_url", "image_embeds", "audio_embeds", "video_embeds", "prompt_embeds", "audio_url", "video_url")
+# Types of parts whose one other field has the same name -> what the engine calls them before the template.
+_MEDIA_TYPES = {
+    "image_url": "image",
+    "input_image": "image",
+    "audio_url": "audio",
+    "input_audio": "audio",
+    "video_url": "video",
+}
+_MEDIA_TAG = "MEDIA_TAG"
+_BILLING_HEADER = "x-anthropic-billing-header"
+_RESERVED_KWARGS = frozenset(
+    {"messages", "tools", "documents", "chat_template", "tokenize", "return_dict", "continue_final_message", "padding"}
+    | {"truncation", "max_length", "return_tensors", "return_assistant_tokens_mask", "tokenizer_kwargs", "conversation"}
+)
+_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A prompt's text. Where it holds media, only its first `known` characters stand for what the engine makes of it, and
+    `media` names the first of them by its content; else `known` is the whole length."""
+
+    text: str
+    known: int
+    media: bytes = b""
+
+
+class Unrenderable(Exception):
+    """These messages' tokens cannot be told outside the engine."""
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` blocks mark what the assistant said; for a prompt they are transparent."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_same"), [], [], body).set_lineno(line)
+
+    def _same(self, caller: jinja2.runtime.Macro) -> str:
+        return str(caller())
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class ChatTemplate:
+    """One compiled template. `special_tokens` (bos_token, ...) are its variables; `clock` is what strftime_now reads."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], clock: Callable[[], datetime]) -> None:
+        """Raises jinja2.TemplateError when `source` is no template."""
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: clock().strftime(form)
+        tree = environment.parse(source)
+        self._source = source
+        self._template = environment.from_string(source)
+        self._globals = dict(self._template.globals)
+        self._special_tokens = dict(special_tokens)
+        self._variables = jinja2.meta.find_undeclared_variables(tree)
+        self.parts_as_dicts = _loops_over_content(tree)
+
+    def render(self, body: Mapping[str, Any]) -> str:
+        """The prompt of a chat completions `body` (already parsed and checked) without media. Raises Unrenderable. Does not
+        mutate."""
+        rendered = self.read(body)
+        if rendered.media:
+            raise Unrenderable("a content part that is not text")
+        return rendered.text
+
+    def read(self, body: Mapping[str, Any]) -> Rendered:
+        """The same, of a `body` that may hold media where the template shows them itself."""
+        media = next(_media(body["messages"]), None) if self.parts_as_dicts else None
+        if media is None:
+            text = self._render(body)
+            return Rendered(text, len(text))
+        if body.get("continue_final_message") is True:
+            raise Unrenderable("media in a message to be continued")
+        # What comes before the first of them is what it would be if a text stood in its place. A template that treats
+        # prompts with media otherwise (a system prompt left out, media moved to the front) parts from that earlier.
+        text, marked = self._render(body), self._render(body, mark=_MEDIA_TAG)
+        known = marked.find(_MEDIA_TAG)
+        if known < 0:
+            raise Unrenderable("the template drops what is in the place of media")
+        return Rendered(text, _same(text, marked, known), msgspec.json.encode(media, order="sorted"))
+
+    def _render(self, body: Mapping[str, Any], mark: str = "") -> str:
+        continue_final = body.get("continue_final_message") is True
+        # The engine's default is True, also where continue_final_message forbids it: that request is refused there.
+        add_generation = body.get("add_generation_prompt") is not False
+        if continue_final and add_generation:
+            raise Unrenderable("continue_final_message needs add_generation_prompt false")
+        messages = self._conversation(body["messages"], mark)
+        asked = body.get("chat_template_kwargs") or {}
+        if _RESERVED_KWARGS & asked.keys():
+            raise Unrenderable("chat_template_kwargs with a reserved name")
+        kwargs = {name: value for name, value in asked.items() if name in self._variables}
+        effort = body.get("reasoning_effort")
+        if effort is not None:
+            kwargs["reasoning_effort"] = effort
+            if "enable_thinking" not in asked:
+                kwargs["enable_thinking"] = effort != "none"
+        kwargs = {**self._special_tokens, **kwargs}
+        kwargs |= {"tools": _tools(body.get("tools")), "documents": body.get("documents")}
+        final = _open_final_message(messages, self._source) if continue_final else None
+        try:
+            # Template.render(), but for the chain of dictionaries that it copies each time.
+            names = {**self._globals, "messages": messages, **kwargs, "add_generation_prompt": add_generation}
+            text = "".join(self._template.root_render_func(self._template.new_context(names, shared=True)))
+        except Exception as error:  # a template may fail in any way on what a client wrote
+            raise Unrenderable(f"the chat template failed: {type(error).__name__}") from error
+        return text if final is None else _cut_at_tag(text, final)
+
+    def _conversation(self, messages: list[Message], mark: str) -> list[Message]:
+        done = [_normalise(message, self.parts_as_dicts, mark) for message in messages]
+        if any(message["role"] == "developer" for message in done) and not (
+            '"developer"' in self._source or "'developer'" in self._source
+        ):
+            done = _merge_system([_as_system(message) for message in done])
+        return done
+
+
+def _normalise(message: Message, parts_as_dicts: bool, mark: str) -> Message:
+    """One message as vLLM's `_parse_chat_message_content` and `_postprocess_messages` hand it to the template; the text
+    `mark`, if any, stands in the place of its media."""
+    role, content = message["role"], message.get("content")
+    parts = [] if content is None else [content] if isinstance(content, str) else content
+    if role == "system":
+        parts = _without_billing(parts)
+    out: Message = {"role": role}
+    if role in ("tool", "system", "developer") and any(_media([message])):
+        raise Unrenderable("media in a message that the engine flattens")
+    done = [part for part in (_part(part, parts_as_dicts, mark) for part in parts) if part]
+    if not parts_as_dicts:
+        out["content"] = "\n".join(done)
+    elif role == "tool":
+        out["content"] = "\n".join(part["text"] for part in done)
+    else:
+        out["content"] = done
+    if role == "assistant":
+        if message.get("tool_calls") is not None:
+            out |= _tool_calls(message["tool_calls"])
+        reasoning = (
+            message.get("reasoning") if message.get("reasoning") is not None else message.get("reasoning_content")
+        )
+        if reasoning is not None:
+            out["reasoning"] = out["reasoning_content"] = reasoning
+    elif role == "tool" and "tool_call_id" in message:
+        out["tool_call_id"] = message["tool_call_id"]
+    elif role == "developer":
+        out["tools"] = message.get("tools")
+    for name in ("name", "task"):
+        if isinstance(message.get(name), str):
+            out[name] = message[name]
+    return out
+
+
+def _media(messages: list[Message]) -> Iterator[Message]:
+    """The parts that are media."""
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] in _MEDIA_TYPES:
+                yield part
+
+
+def _same(one: str, other: str, length: int) -> int:
+    """How many of the first `length` characters are the same."""
+    low, high = 0, length + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if one.startswith(other[:middle]) else (low, middle)
+    return low
+
+
+def _part(part: str | dict[str, Any], as_dict: bool, mark: str) -> Any:
+    """A text part as text or {"type": "text", ...}; None when it is to be left out."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part} if as_dict else part
+    kind = part.get("type")
+    if as_dict and isinstance(kind, str) and kind in _MEDIA_TYPES and part.keys() == {"type", kind}:
+        return {"type": "text", "text": mark} if mark else {"type": _MEDIA_TYPES[kind]}
+    if (
+        not isinstance(kind, str)
+        or kind not in TEXT_PARTS
+        or part.get("uuid") is not None
+        or any(name in part for name in _MEDIA_FIELDS)
+    ):
+        raise Unrenderable("a content part that is not text")
+    text = part.get(kind if kind in ("refusal", "thinking") else "text")
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise Unrenderable("a text part without text")
+    if not as_dict:
+        return text
+    return {"type": "text", "text": text} | {name: part[name] for name in part if name not in _PART_FIELDS}
+
+
+def _without_billing(parts: list[Any]) -> list[Any]:
+    kept: list[Any] = []
+    for part in parts:
+        text = part if isinstance(part, str) else part.get("text") if part.get("type") == "text" else None
+        if not (isinstance(text, str) and text.startswith(_BILLING_HEADER)):
+            kept.append(part)
+        elif rest := text.partition("\n")[2]:
+            kept.append(rest if isinstance(part, str) else {**part, "text": rest})
+    return kept
+
+
+def _tool_calls(calls: object) -> Message:
+    """{"tool_calls": ...} with arguments as objects, as templates expect them; empty without calls."""
+    if not isinstance(calls, list):
+        raise Unrenderable("tool_calls must be a list")
+    done: list[Message] = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or call.get("type", "function") != "function":
+            raise Unrenderable("a tool call that is no function")
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                arguments = {}
+        # The engine's own types leave out what they do not know and put the rest in this order.
+        known: Message = {name: call[name] for name in ("id",) if name in call}
+        known["function"] = {
+            "arguments": arguments if isinstance(arguments, dict) else {},
+            "name": function.get("name"),
+        }
+        done.append(known | {name: call[name] for name in ("type",) if name in call})
+    return {"tool_calls": done} if done else {}
+
+
+def _tools(tools: object) -> list[dict[str, Any]] | None:
+    """Tools as vLLM's `ChatCompletionToolsParam.model_dump()` writes them: known fields, in its order, null where absent."""
+    if tools is None:
+        return None
+    done: list[dict[str, Any]] = []
+    for tool in tools if isinstance(tools, list) else []:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict):
+            raise Unrenderable("a tool that is no function")
+        known = {name: function.get(name) for name in ("name", "description", "parameters")}
+        defer = function.get("defer_loading") if tool.get("defer_loading") is None else tool["defer_loading"]
+        extra = {"strict": function.get("strict"), "defer_loading": defer}
+        written: dict[str, Any] = {"type": "function"}
+        written["function"] = known | {name: value for name, value in extra.items() if value is not None}
+        if tool.get("defer_loading") is not None:
+            written["defer_loading"] = tool["defer_loading"]
+        done.append(written)
+    return done
+
+
+def _as_system(message: Message) -> Message:
+    if message["role"] != "developer":
+        return message
+    return {name: value for name, value in message.items() if name != "tools"} | {"role": "system"}
+
+
+def _merge_system(messages: list[Message]) -> list[Message]:
+    """One system message in front, where there were several or a late one (vLLM's `_consolidate_system_messages`)."""
+    if not any(message["role"] == "system" and at > 0 for at, message in enumerate(messages)):
+        return messages
+    texts = []
+    for message in messages:
+        if message["role"] == "system":
+            content = message["content"]
+            texts.append(content if isinstance(content, str) else "\n".join(part["text"] for part in content))
+    merged = {"role": "system", "content": "\n\n".join(text for text in texts if text)}
+    return [merged, *(message for message in messages if message["role"] != "system")]
+
+
+def _open_final_message(messages: list[Message], source: str) -> str:
+    """Mark the end of the last message's text (in place) and return that text as it was."""
+    last = messages[-1]
+    content = last["content"]
+    if "content" not in source:
+        raise Unrenderable("the template shows no content to continue")
+    if isinstance(content, str):
+        last["content"] = content + _TAG
+        return content
+    for part in reversed(content):
+        if "text" in part:
+            text = str(part["text"])
+            part["text"] = text + _TAG
+            return text
+    raise Unrenderable("no text to continue")
+
+
+def _cut_at_tag(text: str, final: str) -> str:
+    bare = _TAG.strip()
+    if final.strip() not in text or bare not in text:
+        raise Unrenderable("the template drops the message to continue")
+    at = text.rindex(bare)
+    return text[:at] if text[at : at + len(_TAG)] == _TAG else text[:at].rstrip()
+
+
+def _loops_over_content(tree: jinja2.nodes.Template) -> bool:
+    """Whether the template walks through a message's parts itself: vLLM then hands it dicts ("openai" format), else text."""
+    names = {"content"} & {
+        argument.name for macro in tree.find_all(jinja2.nodes.Macro) for argument in macro.args
+    }  # a macro's parameter of that name is taken for the content, as vLLM does
+
+    def shows_content(node: jinja2.nodes.Node | None) -> bool:
+        if isinstance(node, jinja2.nodes.Filter | jinja2.nodes.Test):
+            return shows_content(node.node)
+        if isinstance(node, jinja2.nodes.Getitem):
+            if isinstance(node.arg, jinja2.nodes.Slice):
+                return shows_content(node.node)
+            return isinstance(node.arg, jinja2.nodes.Const) and node.arg.value == "content"
+        if isinstance(node, jinja2.nodes.Getattr):
+            return node.attr == "content"
+        return isinstance(node, jinja2.nodes.Name) and node.name in names
+
+    macros = {macro.name: macro for macro in tree.find_all(jinja2.nodes.Macro)}
+    before = -1
+    while before != len(names):
+        before = len(names)
+        for assign in tree.find_all(jinja2.nodes.Assign):
+            if isinstance(assign.target, jinja2.nodes.Name) and shows_content(assign.node):
+                names.add(assign.target.name)
+        for call in tree.find_all(jinja2.nodes.Call):
+            macro = macros.get(call.node.name) if isinstance(call.node, jinja2.nodes.Name) else None
+            if macro is not None:
+                given = list(zip(macro.args, call.args, strict=False))
+                names |= {parameter.name for parameter, argument in given if shows_content(argument)}
+                by_name = {keyword.key for keyword in call.kwargs if shows_content(keyword.value)}
+                names |= by_name & {parameter.name for parameter in macro.args}
+    return any(shows_content(loop.iter) for loop in tree.find_all(jinja2.nodes.For))

@@ -1,0 +1,334 @@
+"""A model's tokenizer as its engine applies it: tokenizer.json, special tokens and chat template from one folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import huggingface_hub.errors
+import jinja2
+import structlog
+from tokenizers import Tokenizer
+
+from pointsman.gateway.core.api import ApiCall, Endpoint
+from pointsman.gateway.core.api.anthropic_messages import DISABLED, disabled_effort, merged_system, system_only_first
+from pointsman.gateway.core.tokens import tokenizer_probes
+from pointsman.gateway.core.tokens.chat_template import ChatTemplate, Rendered, Unrenderable
+from pointsman.gateway.core.tokens.split_points import SplitPoints, split_points_for
+from pointsman.gateway.core.tokens.token_cache import TokenCache, TokenIds
+from pointsman.gateway.core.tokens.word_tokenizer import word_tokenizer_for
+
+log = structlog.get_logger()
+
+# Encoding this many characters holds the event loop for about a millisecond; more of them go to a thread.
+INLINE_CHARS = 4 << 10
+_NONE: TokenIds = array("I")
+_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class TokenizerNotFound(Exception):
+    """No usable tokenizer at the place named."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids of a request's prompt (of its first, when it brings several) and the length of its longest.
+
+    Of a prompt with media these are the tokens before the first of them, which `media` names by its content.
+    """
+
+    ids: TokenIds
+    longest: int
+    media: bytes = b""
+
+
+@dataclass
+class _Text:
+    """One text: its pieces, the tokens of those that are known, and special tokens around them (None: only the engine's
+    library can tell where they go, and the text is one piece)."""
+
+    pieces: list[str]
+    found: list[TokenIds | None]
+    around: tuple[TokenIds, TokenIds] | None
+
+
+class PendingPrompt:
+    """A prompt of which some pieces' tokens may still have to be made. `missing` counts their characters."""
+
+    def __init__(self, tokenizer: ModelTokenizer, prompts: Sequence[_Text | TokenIds], media: bytes = b"") -> None:
+        self._tokenizer = tokenizer
+        self._media = media
+        self._prompts = prompts
+        texts = [one for one in prompts if isinstance(one, _Text)]
+        self.missing_chars = sum(
+            len(piece) for text in texts for piece, ids in zip(text.pieces, text.found, strict=True) if ids is None
+        )
+
+    def tokenize(self) -> Prompt:
+        """The prompt. Raises Unrenderable. May run in any thread; other threads go on meanwhile."""
+        every = [self._tokenizer.tokens(one) if isinstance(one, _Text) else one for one in self._prompts]
+        return Prompt(every[0], max(map(len, every)), self._media)
+
+
+class ModelTokenizer:
+    """Tokenizer and chat template of one model. Safe to use from several threads.
+
+    Tokens are made and remembered by pieces (pointsman.gateway.core.tokens.split_points).
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        tool_template: ChatTemplate | None,
+        merges_system: bool = False,
+        cache: TokenCache | None = None,
+    ) -> None:
+        """`merges_system`: the engine moves an Anthropic request's late system messages to the front."""
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._template = template
+        self._tool_template = tool_template or template
+        self._merges_system = merges_system
+        self._cache = cache or TokenCache(0)
+        self._space = TokenCache.space()
+        self._words = word_tokenizer_for(tokenizer)
+        self._around = self._special_tokens_around()
+        self.split_points = SplitPoints()
+        rendered = self._rendered_probes()
+        self.split_points = self._tried(split_points_for(tokenizer, rendered), rendered)
+
+    @classmethod
+    def load(cls, folder: Path, cache: TokenCache | None = None) -> ModelTokenizer:
+        """Read `folder` as transformers would; tokens are remembered in `cache`.
+
+        Raises TokenizerNotFound, saying what is missing or broken."""
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise TokenizerNotFound(f"no tokenizer.json in {folder}")
+        try:
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # tokenizers raises bare Exception for a file it cannot read
+            raise TokenizerNotFound(f"{file}: {error}") from error
+        try:
+            config = _json(folder / "tokenizer_config.json")
+            specials = _special_tokens(_json(folder / "special_tokens_map.json") | config)
+            templates = _templates(folder, config)
+            compiled = {name: ChatTemplate(source, specials, datetime.now) for name, source in templates.items()}
+        except (ValueError, jinja2.TemplateError) as error:
+            raise TokenizerNotFound(f"{folder}: {error}") from error
+        used = [templates[name] for name in ("default", "tool_use") if name in templates]
+        merges_system = any(map(system_only_first, used))
+        return cls(tokenizer, compiled.get("default"), compiled.get("tool_use"), merges_system, cache)
+
+    def prepare(self, call: ApiCall) -> PendingPrompt:
+        """`call`'s prompt as the engine will see it, rendered and looked up. Raises Unrenderable when it cannot be told."""
+        if call.untokenizable:
+            raise Unrenderable(call.untokenizable)
+        if call.chat is not None:
+            chat = self._anthropic(call.chat) if call.endpoint is Endpoint.MESSAGES else call.chat
+            rendered = self._rendered(chat)
+            special = chat.get("add_special_tokens") is True
+            if rendered.media:
+                return PendingPrompt(self, [self._head(rendered, add_special_tokens=special)], rendered.media)
+            return PendingPrompt(self, [self._text(rendered.text, add_special_tokens=special)])
+        add = call.body.get("add_special_tokens") is not False
+        given = call.body["prompt"]
+        if isinstance(given, str) or isinstance(given[0], int):
+            given = [given]
+        return PendingPrompt(
+            self,
+            [self._text(one, add_special_tokens=add) if isinstance(one, str) else array("I", one) for one in given],
+        )
+
+    def prompt(self, call: ApiCall) -> Prompt:
+        """begin() and read() at once."""
+        return self.prepare(call).tokenize()
+
+    def _anthropic(self, chat: dict[str, Any]) -> dict[str, Any]:
+        """What vLLM changes in a converted chat by what the template does."""
+        if self._merges_system:
+            chat = merged_system(chat)
+        if chat.get("reasoning_effort") == DISABLED:
+            chat = {**chat, "reasoning_effort": self._disabled_effort}
+        return chat
+
+    @cached_property
+    def _disabled_effort(self) -> str:
+        def render(chat: dict[str, Any]) -> str | None:
+            try:
+                return self._template.render(chat) if self._template is not None else None
+            except Unrenderable:
+                return None
+
+        return disabled_effort(render)
+
+    def chat(self, body: dict[str, Any]) -> list[int]:
+        """Ids of a chat completions body without media. Raises Unrenderable."""
+        rendered = self._rendered(body)
+        if rendered.media:
+            raise Unrenderable("a content part that is not text")
+        return self.text(rendered.text, add_special_tokens=body.get("add_special_tokens") is True)
+
+    def text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Ids of plain text. Raises Unrenderable."""
+        return self.tokens(self._text(text, add_special_tokens=add_special_tokens)).tolist()
+
+    def tokens(self, text: _Text) -> TokenIds:
+        """All tokens of `text`, of which those that are not known are made and remembered. Raises Unrenderable."""
+        if text.around is None:
+            return self._encode(text.pieces, add_special_tokens=True)[0]
+        known = {piece: ids for piece, ids in zip(text.pieces, text.found, strict=True) if ids is not None}
+        missing_chars = list(dict.fromkeys(piece for piece in text.pieces if piece not in known))
+        for piece, ids in zip(missing_chars, self._encode(missing_chars), strict=True):
+            known[piece] = ids
+            self._cache.keep(self._space, piece, ids)
+        before, after = text.around
+        all_ids = before[:]
+        for piece in text.pieces:
+            all_ids += known[piece]
+        return all_ids + after
+
+    def whole(self, text: str) -> TokenIds:
+        """Ids of plain text without special tokens, tokenised whole: what all else is measured by."""
+        return self._by_library([[text]])[0]
+
+    def _encode(self, texts: list[str], *, add_special_tokens: bool = False) -> list[TokenIds]:
+        if sum(map(len, texts)) > INLINE_CHARS:
+            return self._by_library([texts], add_special_tokens=add_special_tokens)
+        words = None if add_special_tokens else self._words
+        done = [words.ids(text) if words is not None else None for text in texts]
+        # One by one they are done here; together they are spread over all cores, which costs more than it brings for little text.
+        left = iter(
+            self._by_library(
+                [[text] for text, ids in zip(texts, done, strict=True) if ids is None],
+                add_special_tokens=add_special_tokens,
+            )
+        )
+        return [next(left) if ids is None else ids for ids in done]
+
+    def _by_library(self, batches: list[list[str]], *, add_special_tokens: bool = False) -> list[TokenIds]:
+        try:
+            # encode() holds the interpreter's lock all the while; this one lets it go.
+            encoded = [
+                one
+                for batch in batches
+                for one in self._tokenizer.encode_batch_fast(batch, add_special_tokens=add_special_tokens)
+            ]
+        except (TypeError, UnicodeError) as error:
+            raise Unrenderable("a text with half a surrogate pair") from error
+        return [array("I", one.ids) for one in encoded]
+
+    def _rendered(self, body: dict[str, Any]) -> Rendered:
+        template = self._tool_template if body.get("tools") is not None else self._template
+        if template is None:
+            raise Unrenderable("the model has no chat template")
+        return template.read(body)
+
+    def _head(self, rendered: Rendered, *, add_special_tokens: bool) -> _Text:
+        """The part of a prompt with media whose tokens are known. Special tokens come from the template unless asked for."""
+        if add_special_tokens and self._around is None:
+            raise Unrenderable("special tokens around a prompt with media")
+        pieces = self.split_points.head(rendered.text, rendered.known)
+        before = self._around[0] if add_special_tokens and self._around else _NONE
+        return _Text(pieces, self._cache.find(self._space, pieces), (before, _NONE))
+
+    def _text(self, text: str, *, add_special_tokens: bool) -> _Text:
+        around = self._around if add_special_tokens else (_NONE, _NONE)
+        if around is None:
+            return _Text([text], [None], None)
+        pieces = self.split_points.pieces(text)
+        return _Text(pieces, self._cache.find(self._space, pieces), around)
+
+    def _special_tokens_around(self) -> tuple[TokenIds, TokenIds] | None:
+        """What add_special_tokens puts before and after any text; None where it does something else."""
+        found: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+        for text in ("points", "7 tracks"):
+            inner, outer = self._encode([text])[0], self._encode([text], add_special_tokens=True)[0]
+            places = [at for at in range(len(outer)) if inner and outer[at : at + len(inner)] == inner]
+            if len(places) != 1:
+                return None
+            found.add((tuple(outer[: places[0]]), tuple(outer[places[0] + len(inner) :])))
+        if len(found) != 1:
+            return None
+        before, after = found.pop()
+        return array("I", before), array("I", after)
+
+    def _rendered_probes(self) -> list[str]:
+        if self._template is None:
+            return []
+        rendered = []
+        for probe in tokenizer_probes.CHATS:
+            with contextlib.suppress(Unrenderable):
+                rendered.append(self._template.render(probe))
+        return rendered
+
+    def _tried(self, cuts: SplitPoints, rendered: list[str]) -> SplitPoints:
+        """`cuts`, unless pieces or words of the probes have other tokens than the whole probes: then neither are used."""
+        for text in (*tokenizer_probes.TEXTS, *rendered):
+            pieces = self._encode(cuts.pieces(text))
+            if sum(pieces, array("I")) != self.whole(text):
+                log.error("pieces of a text have other tokens than the whole; nothing is cut", cuts=cuts)
+                self._words = None
+                return SplitPoints()
+        return cuts
+
+
+def find_tokenizer(place: str) -> Path:
+    """The folder for a path, or for a hub id that the local cache holds (nothing is downloaded). Raises TokenizerNotFound."""
+    folder = Path(place)
+    # Path("") is the working directory, which nobody meant.
+    if place and folder.is_dir():
+        return folder
+    if not place or folder.is_absolute() or place.count("/") > 1:
+        raise TokenizerNotFound(f"no folder {place!r}")
+    try:
+        found = [huggingface_hub.try_to_load_from_cache(place, name) for name in _FILES]
+    except huggingface_hub.errors.HFValidationError as error:
+        raise TokenizerNotFound(f"{place!r} is neither a folder nor a hub id") from error
+    if not isinstance(found[0], str):
+        raise TokenizerNotFound(f"{place!r} is no folder, and the local hub cache has no tokenizer.json of it")
+    return Path(found[0]).parent
+
+
+def _json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    read = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(read, dict):
+        raise ValueError(f"{file.name} is no object")
+    return read
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """The named special tokens, each written as text or as {"content": text}."""
+    named = {name: config.get(name) for name in _NAMED}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
+    return {name: value for name, value in texts.items() if isinstance(value, str)}
+
+
+def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Template name -> source. Files win over tokenizer_config.json, as in transformers."""
+    files = {}
+    if (file := folder / "chat_template.jinja").is_file():
+        files["default"] = file.read_text(encoding="utf-8")
+    for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        files[file.stem] = file.read_text(encoding="utf-8")
+    if files:
+        return files
+    given = config.get("chat_template")
+    if isinstance(given, str):
+        return {"default": given}
+    if isinstance(given, list):
+        return {entry["name"]: entry["template"] for entry in given}
+    return {}

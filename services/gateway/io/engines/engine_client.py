@@ -1,0 +1,113 @@
+"""The HTTP calls to instances: clients' requests, PREFILL steps, /tokenize."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from pointsman.gateway.core.api import was_aborted
+from pointsman.gateway.core.request.request_events import Target
+from pointsman.gateway.io.engines.connection_pool import ConnectionPool
+from pointsman.gateway.io.engines.engine_connection import UpstreamError as UpstreamError
+from pointsman.gateway.io.engines.engine_connection import UpstreamResponse
+from pointsman.gateway.io.settings import GatewaySettings
+
+ABORTED_BY_ENGINE = "the instance gave the request up"
+# Until an instance accepts the connection.
+CONNECT_S = 3.0
+MAX_ERROR_BYTES = 1 << 20
+MAX_ANSWER_BYTES = 256 << 20  # of an answer that is not streamed; the largest are batches of embeddings
+
+
+class Upstream:
+    """HTTP client of all instances. Open on entry, closed on exit."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._pool = ConnectionPool(CONNECT_S, settings.idle_timeout_s)
+
+    async def start(self) -> None:
+        """Open the pool."""
+        self._pool.start()
+
+    async def close(self) -> None:
+        """Close every connection."""
+        self._pool.close()
+
+    @property
+    def connections(self) -> int:
+        """How many connections to instances are open, idle ones included."""
+        return len(self._pool.connections)
+
+    async def post(self, target: Target, path: str, payload: bytes, headers: Mapping[str, str]) -> UpstreamResponse:
+        """Send one request; the answer's head. The caller reads it to its end or closes it. Raises UpstreamError."""
+        return await self.send(target, "POST", path, payload, headers)
+
+    async def send(
+        self, target: Target, method: str, path: str, payload: bytes, headers: Mapping[str, str]
+    ) -> UpstreamResponse:
+        """post() with any method."""
+        sent = dict(headers)
+        if target.rank is not None:
+            sent["X-data-parallel-rank"] = str(target.rank)
+        return await self._pool.send(method, target.url, path, sent, payload)
+
+    async def read_all(self, answer: UpstreamResponse, limit: int = MAX_ANSWER_BYTES) -> bytes:
+        """The whole body. Raises UpstreamError, also when it is longer than `limit` bytes."""
+        parts: list[bytes] = []
+        size = 0
+        while piece := await answer.read():
+            parts.append(piece)
+            size += len(piece)
+            if size > limit:
+                answer.close()
+                raise UpstreamError("the answer is too long", answer.status)
+        return b"".join(parts)
+
+    async def post_for_body(self, target: Target, path: str, payload: bytes, headers: Mapping[str, str]) -> bytes:
+        """The body of a 200 answer to one request. Raises UpstreamError; whoever fails or is cancelled in here closes the
+        connection, by which the engine notices."""
+        body = await self._whole(await self.post(target, path, payload, headers))
+        if was_aborted(body):
+            raise UpstreamError(ABORTED_BY_ENGINE, 503)
+        return body
+
+    async def get(self, url: str, path: str) -> bytes:
+        """The same of GET `url` + `path`."""
+        return await self._whole(await self._pool.send("GET", url, path, {}))
+
+    async def _whole(self, answer: UpstreamResponse) -> bytes:
+        try:
+            body = await self.read_all(answer, MAX_ERROR_BYTES)
+        finally:
+            answer.close()
+        if answer.status != 200:
+            raise UpstreamError(f"status {answer.status}", answer.status)
+        return body
+
+    async def tokenize(self, url: str, body: dict[str, Any], timeout_s: float) -> list[int] | None:
+        """The engine's own token ids, None when it refuses this body (4xx). Raises UpstreamError."""
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self.post(Target("", url), "/tokenize", msgspec.json.encode(body), headers)
+                try:
+                    raw = await self.read_all(answer)
+                finally:
+                    answer.close()
+        except TimeoutError as error:
+            raise UpstreamError("/tokenize took too long") from error
+        if answer.status in (400, 422):
+            return None
+        if answer.status != 200:
+            raise UpstreamError(f"/tokenize answered {answer.status}", answer.status)
+        try:
+            return msgspec.json.decode(raw, type=_Tokenized).tokens
+        except msgspec.MsgspecError as error:
+            raise UpstreamError("/tokenize answered no token ids") from error
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: list[int]

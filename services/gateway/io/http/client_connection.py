@@ -1,0 +1,411 @@
+"""The protocol of one client connection: it parses, bounds and times what comes in, and frames what goes out.
+
+Requests on a connection are answered one by one. Whatever comes in while one is being answered is dropped (so that a client
+that leaves is noticed at once) and, when it was more than blank lines, refused after the answer. Nothing a client sends raises:
+it is answered with a 4xx, or its connection is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import math
+import time
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import httptools
+import structlog
+
+from pointsman.gateway.core.http_message import Headers, Request, Response, Source, fault_of, head_bytes, path_of
+from pointsman.gateway.io.http.server_types import HttpHandler, ServerLimits
+
+log = structlog.get_logger()
+
+HIGH_WATER = 64 << 10  # bytes that wait for a slow client before the instance is not read any further
+SMALL_BODY = 64 << 10  # of a refused request: read to its end, so that the connection lives on
+LINGER_S = 2.0  # to read what a refused client is still sending, since closing at once would destroy the answer
+
+
+class Listener(Protocol):
+    """The server that a connection belongs to: what all of its connections share."""
+
+    handler: HttpHandler
+    limits: ServerLimits
+    connections: set[ClientConnection]
+    closing: bool
+    buffered_body_bytes: int  # of bodies whose answers have not begun
+    date: dict[str, str]
+
+    def has_room(self, more: int) -> bool:
+        """Whether `more` bytes of a body can be held."""
+
+    def forget(self, connection: ClientConnection) -> None:
+        """A connection is over, its request included."""
+
+
+class _State(enum.Enum):
+    IDLE = "idle"
+    HEAD = "head"
+    BODY = "body"
+    BUSY = "busy"  # a request is being answered
+    ENDING = "ending"  # nothing more is read or begun
+
+
+class ResponseWriter:
+    """Writes one answer to its client: what a request's `outgoing` is here."""
+
+    __slots__ = ("_connection", "_head", "_write", "begun", "chunked", "ended", "send")
+
+    def __init__(self, connection: ClientConnection, transport: asyncio.Transport, *, chunked: bool) -> None:
+        self._connection = connection
+        self._write = transport.write
+        self.send: Callable[[bytes], None] = self._write
+        self.chunked = chunked  # whether the client takes chunks
+        self._head = b""
+        self.begun = False
+        self.ended = False
+
+    def begin(self, status: int, headers: dict[str, str], source: Source) -> None:
+        """Set the head, which leaves with the first piece."""
+        self.begun = True
+        self._connection.let_go()
+        framing = ["Transfer-Encoding: chunked"] if self.chunked else []
+        if not self._connection.keep_alive:
+            framing.append("Connection: close")
+        self._head = head_bytes(status, headers | self._connection.server.date, *framing)
+        self._connection.source = source
+        if not self._connection.lost:
+            self.send = self._send_first
+
+    def write(self, piece: bytes) -> None:
+        """One non-empty piece of the body."""
+        self.send(b"%x\r\n%b\r\n" % (len(piece), piece) if self.chunked else piece)
+
+    def end(self) -> None:
+        """The body is whole."""
+        self.send(b"0\r\n\r\n" if self.chunked else b"")
+        self.ended = True
+
+    def lose(self) -> None:
+        """The client left."""
+        self.send = _nowhere
+
+    def _send_first(self, piece: bytes) -> None:
+        head, self._head = self._head, b""
+        self.send = self._write
+        self._write(head + piece)
+
+    def abort(self) -> None:
+        """Close the connection in the middle: the client sees that the answer is not whole."""
+        self._connection.abort()
+
+
+def _nowhere(piece: bytes) -> None:
+    pass
+
+
+class ClientConnection(asyncio.Protocol):
+    """The protocol of one client connection."""
+
+    def __init__(self, server: Listener) -> None:
+        self.server = server
+        self.lost = False
+        self.source: Source | None = None
+        self.deadline = math.inf
+        self._limits = server.limits
+        self._state = _State.IDLE
+        self._parser = httptools.HttpRequestParser(self)
+        self._task: asyncio.Task[None] | None = None
+        self._more = False  # bytes came while a request was being answered
+        self._unsent = 0
+        self._held = 0  # bytes of a body, of those that the server counts
+        self._new_message()
+
+    def _new_message(self) -> None:
+        self._url = b""
+        self._fields: list[tuple[str, str]] = []
+        self._head_size = 0
+        self._fed = 0
+        self._body: list[bytes] = []
+        self._body_size = 0
+        self._plain = b""  # a head with the body's framing, where the request also asks for another protocol
+        self._muted = False
+        self._request: Request | None = None
+        self._writer: ResponseWriter | None = None
+        self._refusal: Response | None = None
+        self.keep_alive = False
+
+    # From the transport.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports are no subclasses of asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=HIGH_WATER)
+        self.server.connections.add(self)
+        self.deadline = time.monotonic() + self._limits.idle_s
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost = True
+        self._state, self.deadline = _State.ENDING, math.inf
+        if self._writer is not None:
+            self._writer.lose()
+        if self._task is not None:
+            self._task.cancel()
+        else:
+            self.let_go()
+            self.server.forget(self)
+
+    def eof_received(self) -> None:
+        # A client that ends its side while it is answered has left. (Returning None closes; close() alone would first wait
+        # for a buffer that nobody reads any more.)
+        if self._state is _State.BUSY:
+            self._transport.abort()
+
+    def pause_writing(self) -> None:
+        if self._state is _State.BUSY:
+            self.deadline = time.monotonic() + self._limits.stall_s
+        if self.source is not None:
+            self.source.pause()
+
+    def resume_writing(self) -> None:
+        if self._state is _State.BUSY:
+            self.deadline = math.inf
+        if self.source is not None:
+            self.source.resume()
+
+    def data_received(self, data: bytes) -> None:
+        if self._state is _State.BUSY:
+            self._more = self._more or bool(data.strip(b"\r\n"))
+            return
+        if self._state is _State.ENDING:
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            # Nothing else is spoken here: the request is answered as HTTP/1.1, which RFC 9110 7.8 leaves to us.
+            self._parser = httptools.HttpRequestParser(self)
+            if self._plain:
+                # The parser left its body out: another one reads it, told of its framing alone. (Java's client asks for HTTP/2.)
+                head, self._plain = self._plain, b""
+                self._muted = True
+                self._parser.feed_data(head)
+                self._muted = False
+            if rest := data[upgrade.args[0] :]:
+                self.data_received(rest)
+        except httptools.HttpParserError:
+            if self._task is not None:
+                self._more = True
+            else:
+                self._refuse(400, "The request is not valid HTTP/1.1.", "bad_request")
+        if self._state is _State.HEAD:
+            # What the parser holds back, a field without end, is in no count of fields.
+            self._fed += len(data)
+            if self._fed > self._limits.max_head_bytes:
+                self._too_large()
+
+    # From the parser. None of these may raise.
+
+    def on_message_begin(self) -> None:
+        if self._muted:
+            return
+        if self._state is not _State.IDLE:
+            self._more = True
+            return
+        self._new_message()
+        self._state = _State.HEAD
+        self.deadline = time.monotonic() + self._limits.head_s
+
+    def on_url(self, url: bytes) -> None:
+        if self._state is _State.HEAD:
+            self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._state is not _State.HEAD:
+            return  # a trailer, or a request that is refused
+        self._head_size += len(name) + len(value) + 4
+        if (
+            self._head_size + len(self._url) > self._limits.max_head_bytes
+            or len(self._fields) >= self._limits.max_headers
+        ):
+            self._too_large()
+            return
+        self._fields.append((name.decode("latin-1"), value.decode("latin-1")))
+
+    def on_headers_complete(self) -> None:
+        if self._state is not _State.HEAD:
+            return
+        if len(self._url) + self._head_size > self._limits.max_head_bytes:
+            self._too_large()
+            return
+        version = self._parser.get_http_version()
+        hosts = sum(name.lower() == "host" for name, _ in self._fields)
+        headers, self._fields = Headers(self._fields), []
+        wrong = fault_of(version, self._url, headers, hosts)
+        if wrong is not None:
+            self._refuse(*wrong)
+            return
+        self.keep_alive = version == "1.1" and self._parser.should_keep_alive()
+        target, _, query = self._url.decode("ascii").partition("?")
+        writer = ResponseWriter(self, self._transport, chunked=version == "1.1")
+        request = Request(self._parser.get_method().decode(), path_of(target), query, headers, writer)
+        length = int(headers.get("content-length", "0"))
+        has_body = length > 0 or "transfer-encoding" in headers
+        refusal = self.server.handler.admit(request)
+        if refusal is None and length > self._limits.max_body_bytes:
+            refusal = self._too_much_body()
+        elif refusal is None and not self.server.has_room(length):
+            refusal = self._no_room()
+        waits = headers.get("expect").lower() == "100-continue" and has_body
+        self._state = _State.BODY
+        self.deadline = time.monotonic() + self._limits.body_s
+        self._request, self._writer, self._refusal = request, writer, refusal
+        if has_body and self._parser.should_upgrade():
+            framing = "Transfer-Encoding: chunked" if "transfer-encoding" in headers else f"Content-Length: {length}"
+            self._plain = f"POST / HTTP/1.1\r\n{framing}\r\n\r\n".encode()
+        if refusal is not None and has_body and (waits or not 0 < length <= SMALL_BODY):
+            self._end_with(refusal)
+        elif waits:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, body: bytes) -> None:
+        if self._state is not _State.BODY or self._refusal is not None:
+            return
+        self._body_size += len(body)
+        if self._body_size > self._limits.max_body_bytes:
+            self._end_with(self._too_much_body())
+            return
+        if not self.server.has_room(len(body)):
+            self._end_with(self._no_room())
+            return
+        self.server.buffered_body_bytes += len(body)
+        self._held += len(body)
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        if self._state is not _State.BODY or self._plain:
+            return
+        assert self._request is not None
+        self._state, self.deadline = _State.BUSY, math.inf
+        self._request.body, self._body = b"".join(self._body), []
+        self._task = asyncio.get_running_loop().create_task(self._run(self._request, self._refusal))
+
+    # Answers.
+
+    async def _run(self, request: Request, refusal: Response | None) -> None:
+        try:
+            response = refusal or await self.server.handler.answer(request)
+        except asyncio.CancelledError:
+            # The client left, or the drain is over.
+            self._transport.abort()
+        except Exception:
+            log.exception("a fault in the gateway", path=request.path if refusal is None else "")
+            self._transport.abort()
+        else:
+            self._answered(request, response)
+        finally:
+            self._task, self.source = None, None
+            self.let_go()
+            if self.lost:
+                self.server.forget(self)
+
+    def _answered(self, request: Request, response: Response | None) -> None:
+        if self.lost:
+            return
+        last = not self.keep_alive or self.server.closing
+        if response is not None:
+            self._send(response, last=last, head_only=request.method == "HEAD")
+        elif not request.writer.ended:
+            self._transport.abort()
+            return
+        if last:
+            self._close()
+        elif self._more:
+            self._state = _State.IDLE
+            self._refuse(400, "A request came before the one before it was answered.", "pipelining_unsupported")
+        else:
+            self._state, self.deadline = _State.IDLE, time.monotonic() + self._limits.idle_s
+
+    def _send(self, response: Response, *, last: bool, head_only: bool = False) -> None:
+        framing = [] if response.status in (204, 304) else [f"Content-Length: {len(response.body)}"]
+        if last:
+            framing.append("Connection: close")
+        head = head_bytes(response.status, response.headers | self.server.date, *framing)
+        if head_only or not response.body:
+            self._transport.write(head)
+        else:
+            self._transport.writelines([head, response.body])
+
+    def _refuse(self, status: int, message: str, code: str) -> None:
+        if self._state is not _State.ENDING:
+            self._end_with(self.server.handler.error(status, message, code, self._path()))
+
+    def _too_large(self) -> None:
+        self._refuse(431, "The request's head is too large.", "head_too_large")
+
+    def _too_much_body(self) -> Response:
+        return self.server.handler.error(413, "The request body is too large.", "body_too_large", self._path())
+
+    def _no_room(self) -> Response:
+        message = "The gateway holds as many requests as it has room for."
+        return self.server.handler.error(503, message, "no_room", self._path())
+
+    def _path(self) -> str:
+        return self._url.partition(b"?")[0].decode("latin-1")
+
+    def _end_with(self, response: Response) -> None:
+        """Answer now, whatever the client is still sending."""
+        self._body = []
+        self.let_go()
+        self._send(response, last=True)
+        self._more = True
+        self._close()
+
+    def _close(self) -> None:
+        """Close when everything is sent; a client that has sent more than was read is read on for a while, unseen."""
+        self._state = _State.ENDING
+        if self._more and self._transport.can_write_eof():  # TLS has no half of a connection to close
+            self._transport.write_eof()
+        else:
+            self._transport.close()
+        self._unsent = self._transport.get_write_buffer_size()
+        self.deadline = time.monotonic() + LINGER_S
+
+    def let_go(self) -> None:
+        """The body is needed no more: its answer begins, or there will be none."""
+        self.server.buffered_body_bytes -= self._held
+        self._held = 0
+
+    # From the server.
+
+    def abort(self) -> None:
+        """Close at once."""
+        self._transport.abort()
+
+    def cancel(self) -> None:
+        """End a request under way."""
+        if self._task is not None:
+            self._task.cancel()
+        else:
+            self._transport.abort()
+
+    def close_idle(self) -> None:
+        """Close if nothing is under way; else when it has been answered."""
+        if self._state is _State.IDLE:
+            self._close()
+
+    def overdue(self, now: float) -> None:
+        """The deadline is over."""
+        match self._state:
+            case _State.IDLE:
+                self._close()
+            case _State.HEAD | _State.BODY:
+                self._refuse(408, "The request did not arrive in time.", "request_timeout")
+            case _State.BUSY:
+                self._transport.abort()
+            case _State.ENDING:
+                unsent = self._transport.get_write_buffer_size()
+                if 0 < unsent < self._unsent:
+                    self._unsent, self.deadline = unsent, now + self._limits.stall_s
+                else:
+                    self._transport.abort()

@@ -1,0 +1,81 @@
+"""The HTTP server that clients reach: it listens, keeps the connections, sees to their deadlines, and drains them."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from email.utils import formatdate
+
+from pointsman.gateway.io.http.client_connection import LINGER_S, ClientConnection
+from pointsman.gateway.io.http.server_types import HttpHandler, ServerLimits
+
+
+class Server:
+    """Listens and keeps the connections. `close` ends them gracefully."""
+
+    def __init__(self, handler: HttpHandler, limits: ServerLimits) -> None:
+        self.handler = handler
+        self.limits = limits
+        self.connections: set[ClientConnection] = set()
+        self.closing = False
+        self.buffered_body_bytes = 0  # of bodies whose answers have not begun
+        self.date: dict[str, str] = {}
+        self._listener: asyncio.Server | None = None
+        self._sweeping: asyncio.TimerHandle | None = None
+        self._ended = asyncio.Event()
+        shortest = min(limits.head_s, limits.body_s, limits.idle_s, limits.stall_s, LINGER_S)
+        self._sweep_s = min(0.5, shortest / 4)
+
+    async def start(
+        self, host: str, port: int, *, reuse_port: bool = False, tls: ssl.SSLContext | None = None
+    ) -> tuple[str, int]:
+        """Listen; the address that is really bound. Raises OSError."""
+        loop = asyncio.get_running_loop()
+        self._listener = await loop.create_server(
+            lambda: ClientConnection(self), host, port, reuse_port=reuse_port, backlog=1024, ssl=tls
+        )
+        self._sweep()
+        bound = self._listener.sockets[0].getsockname()
+        return bound[0], bound[1]
+
+    async def close(self, drain_timeout_s: float) -> None:
+        """Stop accepting, let requests under way end for up to `drain_timeout_s`, cancel the rest."""
+        self.closing = True
+        if self._listener is not None:
+            self._listener.close()
+        for connection in list(self.connections):
+            connection.close_idle()
+        if not await self._all_ended(drain_timeout_s):
+            for connection in list(self.connections):
+                connection.cancel()
+            # What is cancelled tells the router and aborts its instance's work, which takes no waiting for anybody.
+            await self._all_ended(LINGER_S)
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+
+    async def _all_ended(self, within_s: float) -> bool:
+        try:
+            async with asyncio.timeout(within_s):
+                while self.connections:
+                    self._ended.clear()
+                    await self._ended.wait()
+        except TimeoutError:
+            return not self.connections
+        return True
+
+    def has_room(self, more: int) -> bool:
+        """Whether `more` bytes of a body can be held."""
+        return self.buffered_body_bytes + more <= self.limits.max_buffered_body_bytes
+
+    def forget(self, connection: ClientConnection) -> None:
+        """A connection is over, its request included."""
+        self.connections.discard(connection)
+        self._ended.set()
+
+    def _sweep(self) -> None:
+        self.date = {"Date": formatdate(usegmt=True)}
+        now = time.monotonic()
+        for connection in [one for one in self.connections if one.deadline < now]:
+            connection.overdue(now)
+        self._sweeping = asyncio.get_running_loop().call_later(self._sweep_s, self._sweep)

@@ -1,0 +1,117 @@
+"""The entry point of a gateway process: it serves until SIGTERM, lets open requests end, and leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import multiprocessing
+import signal
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from multiprocessing.connection import Connection
+
+import structlog
+import uvloop
+
+from pointsman.common.io.auth import is_loopback
+from pointsman.common.io.logs import configure_logs
+from pointsman.common.io.tls import server_context
+from pointsman.gateway.io.http.server import Server
+from pointsman.gateway.io.http.server_types import ServerLimits
+from pointsman.gateway.io.processes.parent import run_processes
+from pointsman.gateway.io.processes.sibling_processes import SiblingProcesses
+from pointsman.gateway.io.routes import Gateway
+from pointsman.gateway.io.settings import GatewaySettings
+
+log = structlog.get_logger()
+
+JOIN_S = 5.0
+
+
+@asynccontextmanager
+async def serving(
+    settings: GatewaySettings, siblings: SiblingProcesses | None = None
+) -> AsyncIterator[tuple[Gateway, str]]:
+    """A gateway that serves inside the block, and its base URL. Leaving the block stops accepting, waits drain_timeout_s for
+    open requests, cancels the rest and tells the router. Raises OSError when the address is taken."""
+    gateway = Gateway(settings, siblings)
+    await gateway.start()
+    limits = ServerLimits(
+        settings.max_body_bytes,
+        settings.max_buffered_body_bytes,
+        body_s=settings.body_timeout_s,
+        idle_s=settings.keepalive_timeout_s,
+        stall_s=settings.idle_timeout_s,
+    )
+    server = Server(gateway, limits)
+    try:
+        if siblings is not None:
+            # Clients cannot choose among processes of one address: one that knows no fleet yet would refuse what its siblings
+            # place. Where nobody learns of a fleet they all answer, and say so.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(JOIN_S):
+                    while not gateway.usable:  # noqa: ASYNC110
+                        await asyncio.sleep(0.05)
+        host, _, port = settings.listen.rpartition(":")
+        tls = _tls(settings)
+        address, bound = await server.start(host.strip("[]"), int(port), reuse_port=siblings is not None, tls=tls)
+        shown = f"[{address}]" if ":" in address else address
+        yield gateway, f"http{'s' if tls else ''}://{shown}:{bound}"
+    finally:
+        await server.close(settings.drain_timeout_s)
+        await gateway.close()
+
+
+def _tls(settings: GatewaySettings) -> ssl.SSLContext | None:
+    """What clients are met with; None for plain HTTP. Raises OSError and ValueError for files that cannot be used."""
+    if settings.tls_cert is None:
+        return None
+    return server_context(settings.tls_cert, settings.tls_key, settings.tls_client_ca, ["http/1.1"])
+
+
+async def _serve(
+    settings: GatewaySettings, siblings: SiblingProcesses | None = None, ready: Connection | None = None
+) -> None:
+    stop = asyncio.Event()
+    if (parent := multiprocessing.parent_process()) is not None:
+        asyncio.get_running_loop().add_reader(parent.sentinel, stop.set)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with AsyncExitStack() as stack:
+        try:
+            gateway, url = await stack.enter_async_context(serving(settings, siblings))
+        except (OSError, ValueError) as error:
+            # An address that is taken, a keys file that cannot be used: for the operator to read, not to debug.
+            raise SystemExit(f"pointsman gateway: {error}") from None
+        keys = gateway.keys_needed
+        log.info("gateway serves", url=url, gateway_id=settings.gateway_id, keys=keys)
+        if not keys and not is_loopback(settings.listen):
+            log.warning("everyone who reaches this address may call; give it API keys to change that")
+        if ready is not None:
+            ready.send(None)
+        # What is there now stays: no collection need look at it again, nor come for every few hundred objects of a request.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(10_000, 20, 20)
+        await stop.wait()
+        if parent is not None:
+            asyncio.get_running_loop().remove_reader(parent.sentinel)
+        log.info("gateway drains", drain_timeout_s=settings.drain_timeout_s)
+
+
+def run(settings: GatewaySettings) -> None:
+    """Serve until SIGTERM or SIGINT. Blocks."""
+    configure_logs("gateway", settings.log_level)
+    if settings.processes == 1:
+        uvloop.run(_serve(settings))
+        return
+    try:
+        run_processes(settings, _child)
+    except OSError as error:
+        raise SystemExit(f"pointsman gateway: {error}") from None
+
+
+def _child(settings: GatewaySettings, siblings: SiblingProcesses, ready: Connection) -> None:
+    configure_logs("gateway", settings.log_level)
+    uvloop.run(_serve(settings, siblings, ready))

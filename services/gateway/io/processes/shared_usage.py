@@ -1,0 +1,106 @@
+"""A file in which the gateway processes of one address count what each API key has used.
+
+A process that dies lets go of the lock; the one that takes its number begins with none of its requests in flight. An account is
+open for some microseconds, which siblings wait out.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+from pointsman.gateway.core.rate_limits import KeyUsage, TokenBucket
+
+_KEY_BYTES = 32
+_LEVELS = struct.Struct("4d")
+_ROOM = 64  # accounts that the file grows by
+
+
+class SharedUsageFile:
+    """The accounts in `file`, as process `number` of `count` sees and changes them."""
+
+    def __init__(self, file: Path, number: int, count: int) -> None:
+        """Raises OSError."""
+        self._number = number
+        self._flights = struct.Struct(f"{count}q")
+        self._size = _KEY_BYTES + _LEVELS.size + self._flights.size
+        self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._map: mmap.mmap | None = None
+        with self._locked():
+            if not os.fstat(self._fd).st_size:
+                os.posix_fallocate(self._fd, 0, self._size * _ROOM)
+            data = self._mapped()
+            for at in range(0, len(data), self._size):
+                own = at + self._size - self._flights.size + number * 8
+                data[own : own + 8] = bytes(8)
+
+    def store(self, key: bytes) -> _SharedUsage:
+        """The account of `key`, 32 bytes that are not all zero."""
+        if len(key) != _KEY_BYTES or not any(key):
+            raise ValueError("a key's digest is needed")
+        with self._locked():
+            data, at = self._mapped(), 0
+            while at < len(data) and data[at : at + _KEY_BYTES] not in (key, bytes(_KEY_BYTES)):
+                at += self._size
+            if at == len(data):
+                os.posix_fallocate(self._fd, at, self._size * _ROOM)
+                data = self._mapped()
+            if data[at : at + _KEY_BYTES] != key:
+                unused = TokenBucket()
+                data[at : at + _KEY_BYTES] = key
+                _LEVELS.pack_into(data, at + _KEY_BYTES, unused.level, unused.at, unused.level, unused.at)
+        return _SharedUsage(self, at + _KEY_BYTES)
+
+    @contextmanager
+    def usage(self, at: int) -> Iterator[KeyUsage]:
+        """The account whose figures begin at `at`; they are kept unless the block raises."""
+        with self._locked():
+            data, behind = self._mapped(), at + _LEVELS.size
+            requests, requests_at, tokens, tokens_at = _LEVELS.unpack_from(data, at)
+            flights = list(self._flights.unpack_from(data, behind))
+            own = flights[self._number]
+            usage = KeyUsage(
+                TokenBucket(requests, requests_at), TokenBucket(tokens, tokens_at), own, sum(flights) - own
+            )
+            yield usage
+            flights[self._number] = usage.in_flight
+            levels = (usage.requests.level, usage.requests.at, usage.tokens.level, usage.tokens.at)
+            _LEVELS.pack_into(data, at, *levels)
+            self._flights.pack_into(data, behind, *flights)
+
+    def close(self) -> None:
+        """Let go of the file. No account may be opened any more."""
+        if self._map is not None:
+            self._map.close()
+        os.close(self._fd)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _mapped(self) -> mmap.mmap:
+        """All of the file, which a sibling may have made longer."""
+        size = os.fstat(self._fd).st_size
+        if self._map is None or len(self._map) < size:
+            if self._map is not None:
+                self._map.close()
+            self._map = mmap.mmap(self._fd, size)
+        return self._map
+
+
+class _SharedUsage:
+    def __init__(self, usage_file: SharedUsageFile, at: int) -> None:
+        self._file = usage_file
+        self._at = at
+
+    def open(self) -> AbstractContextManager[KeyUsage]:
+        return self._file.usage(self._at)

@@ -1,0 +1,174 @@
+"""Carries out the steps of one request at their instances: prefills, pulls of KV, and the answer itself."""
+
+from __future__ import annotations
+
+import time
+
+from pointsman.gateway.core.api import begins_with_error, redact_error, was_aborted
+from pointsman.gateway.core.forwarded_headers import client_headers
+from pointsman.gateway.core.http_message import Request, Response
+from pointsman.gateway.core.request.attempt import Attempt
+from pointsman.gateway.core.request.placement_messages import target_of
+from pointsman.gateway.core.request.request_context import RequestContext
+from pointsman.gateway.core.request.request_events import (
+    Event,
+    PrefillEnded,
+    PullEnded,
+    ResponseEnded,
+    ResponseRejected,
+    ResponseStarted,
+    StepAssigned,
+    UpstreamFailed,
+)
+from pointsman.gateway.core.request.transfer_params import TransferError, earlier_slices_evicted, slice_request
+from pointsman.gateway.core.streaming.sse import SseFilter
+from pointsman.gateway.core.streaming.usage_and_end import StreamEnd, usage_of
+from pointsman.gateway.io.engines.engine_client import ABORTED_BY_ENGINE, UpstreamError
+from pointsman.gateway.io.engines.engine_connection import UpstreamResponse
+from pointsman.gateway.io.engines.remote_prefill import RemotePrefill
+from pointsman.gateway.io.request.shared_context import SharedContext
+from pointsman.gateway.io.request.stream_relay import relay_stream
+
+
+class UpstreamSteps:
+    """What is sent to instances for one request, one step at a time, and what came back. Each step ends in an event; those
+    of the answer note its moments and usage in the attempt that it belongs to."""
+
+    def __init__(self, shared: SharedContext, context: RequestContext, request: Request) -> None:
+        self._shared = shared
+        self._context = context
+        self._writer = request.writer
+        self._remote_prefill = RemotePrefill(
+            shared.upstream,
+            shared.bootstraps,
+            shared.releases,
+            context.call,
+            context.headers_of,
+            lambda: [target_of(one) for one in context.state.pool.instances],
+        )
+        self._last_slice: tuple[str, int] | None = None  # the last slice: where, and up to which token
+        self._upstream: UpstreamResponse | None = None
+        self._sse = SseFilter(context.call.endpoint, hide_usage=context.call.hide_usage)
+        self.whole_response: Response | None = None  # a whole answer: a rejection, or one that is not streamed
+
+    @property
+    def status(self) -> int:
+        """HTTP status of the answer that is open; 0 without one."""
+        return self._upstream.status if self._upstream is not None else 0
+
+    @property
+    def streamed_tokens(self) -> int:
+        """How many tokens have gone out, an event for each."""
+        return self._sse.count
+
+    def step_failed(self) -> None:
+        """A step of the plan failed; if it was a transfer, the next one begins from nothing."""
+        self._remote_prefill.failed()
+
+    def attempt_ended(self) -> None:
+        """No further step of this attempt follows."""
+        self._remote_prefill.attempt_ended()
+        self._last_slice = None
+
+    def close_upstream(self) -> None:
+        """Close the answer that is open."""
+        if self._upstream is not None:
+            # close(), not release(): an engine notices that nobody waits only by the connection's end.
+            self._upstream.close()
+            self._upstream = None
+
+    async def prefill(self, step: StepAssigned) -> Event:
+        """A PREFILL step, for its own instance or another one."""
+        try:
+            await (self._remote_prefill.prefill(step) if step.kv_target is not None else self._slice(step))
+        except TransferError as error:
+            return PrefillEnded(str(error), error.instance_failed)
+        except UpstreamError as error:
+            return PrefillEnded(error.text, not 400 <= error.status < 500)
+        return PrefillEnded()
+
+    async def _slice(self, step: StepAssigned) -> None:
+        """The prompt's first tokens into the instance's own cache. Raises TransferError, UpstreamError."""
+        context = self._context
+        if context.ids is None or step.prefill_tokens > len(context.ids):
+            raise TransferError("tokens unknown")
+        path, body = slice_request(context.call, context.ids[: step.prefill_tokens].tolist())
+        answer = await self._shared.upstream.post_for_body(step.target, path, body, context.headers_of(step))
+        before, self._last_slice = self._last_slice, (step.target.instance_id, step.prefill_tokens)
+        if before is not None and before[0] == step.target.instance_id and earlier_slices_evicted(answer, before[1]):
+            raise TransferError("an earlier slice is not cached any more")
+
+    async def pull(self, step: StepAssigned, *, early: bool) -> Event:
+        """The KV of the step's source into its instance."""
+        try:
+            await self._remote_prefill.pull(step, early=early)
+        except TransferError as error:
+            return PullEnded(str(error))
+        return PullEnded()
+
+    async def serve(self, step: StepAssigned, attempt: Attempt, headers: dict[str, str], *, early: bool) -> Event:
+        """The client's request, up to the first byte of a stream or a whole answer; `headers` tell of the placement."""
+        call, upstream = self._context.call, self._shared.upstream
+        attempt.sent_at = time.monotonic()
+        self.whole_response = None
+        try:
+            payload = await self._remote_prefill.payload(
+                step, self._context.payload_at(step.target.instance_id), early=early
+            )
+            with self._remote_prefill.fetching(step):
+                headers_up = self._context.headers_of(step)
+                answer = self._upstream = await upstream.post(step.target, call.endpoint.value, payload, headers_up)
+                if answer.status >= 500 or 300 <= answer.status < 400:
+                    raise UpstreamError(f"status {answer.status}", answer.status)
+                streamed = answer.status < 400 and answer.media_type == "text/event-stream"
+                if streamed and not await answer.begun():
+                    raise UpstreamError("an empty answer", answer.status)
+                # What a failed transfer looks like behind a status of 200.
+                if streamed and step.kv_source is not None and begins_with_error(answer.arrived):
+                    raise UpstreamError("the answer began with an error", 500)
+                if streamed and was_aborted(answer.arrived):
+                    raise UpstreamError(ABORTED_BY_ENGINE, 503)
+            if not streamed:
+                body = await upstream.read_all(answer)
+                if was_aborted(body):
+                    raise UpstreamError(ABORTED_BY_ENGINE, 503)
+                headers = client_headers(answer.headers) | headers
+                if answer.status >= 400:
+                    body = redact_error(call.endpoint.error_format, answer.status, body)
+                    headers["Content-Type"] = "application/json"
+                self.whole_response = Response(answer.status, body, headers)
+                if answer.status >= 400:
+                    return ResponseRejected(answer.status)
+                attempt.usage = usage_of(body, call.endpoint)
+        except TransferError as error:
+            return UpstreamFailed(str(error), 500)
+        except UpstreamError as error:
+            return UpstreamFailed(error.text, error.status)
+        attempt.first_byte_at = time.monotonic()
+        return ResponseStarted()
+
+    async def relay_response(self, attempt: Attempt, headers: dict[str, str]) -> Event:
+        """Everything after the first byte. A client that leaves cancels it; see stream_end()."""
+        if self.whole_response is not None:
+            return ResponseEnded()
+        assert self._upstream is not None
+        upstream = self._upstream
+        self._writer.begin(upstream.status, client_headers(upstream.headers) | headers, upstream)
+        try:
+            await relay_stream(upstream, self._sse, self._writer)
+        except UpstreamError as error:
+            return UpstreamFailed(error.text, error.status)
+        stream_end = self.stream_end(attempt)
+        if not stream_end.complete:
+            return UpstreamFailed("the stream ended early", upstream.status)
+        return ResponseEnded(stream_end.error)
+
+    def stream_end(self, attempt: Attempt) -> StreamEnd:
+        """How the stream ended, as far as it has come; its usage is noted."""
+        stream_end = self._sse.stream_end()
+        attempt.usage = stream_end.usage
+        return stream_end
+
+    def write_error_event(self) -> None:
+        """End the client's stream with an error event."""
+        self._writer.write(self._sse.failure_event())

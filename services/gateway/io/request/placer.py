@@ -1,0 +1,97 @@
+"""Asks where one request goes: the router for each of its steps, or, without a router, the gateway's own counts."""
+
+from __future__ import annotations
+
+import time
+
+import structlog
+
+from pointsman.gateway.core.request.placement_messages import event_of, least_inflight, target_of
+from pointsman.gateway.core.request.request_context import RequestContext
+from pointsman.gateway.core.request.request_events import (
+    UNAVAILABLE,
+    AskNextStep,
+    AskRouter,
+    Event,
+    PlaceLocally,
+    PlacementRefused,
+    ReportStepDone,
+    RouterLost,
+    StepAssigned,
+)
+from pointsman.gateway.io.request.shared_context import SharedContext
+from pointsman.gateway.io.routing.router_client import NoRouter, PlacementReply
+from pointsman.router.v1 import placement_pb2
+
+log = structlog.get_logger()
+
+RETRY_S = 1.0
+
+
+class Placer:
+    """Asks for the steps of one request's attempts, each under an id of its own."""
+
+    def __init__(self, shared: SharedContext, context: RequestContext) -> None:
+        self._shared = shared
+        self._context = context
+        self._requests: dict[str, placement_pb2.PlacementRequest] = {}
+
+    async def ask_router(self, effect: AskRouter) -> Event:
+        """An attempt's first step."""
+        if effect.exclude:
+            self._shared.telemetry.retries.inc()
+        began = time.monotonic()
+        try:
+            request = self._request_for(effect.attempt_id, effect.exclude)
+            step = await self._shared.router.first_step(request, self._shared.timeouts.placement_s)
+        except NoRouter:
+            return RouterLost(effect.attempt_id)
+        self._shared.telemetry.place.observe(time.monotonic() - began)
+        return self._to_event(effect.attempt_id, step)
+
+    async def ask_next_step(self, effect: AskNextStep) -> Event:
+        """The step after one that is over."""
+        try:
+            step = await self._shared.router.next_step(
+                effect.attempt_id, effect.index, effect.error, effect.instance_failed
+            )
+        except NoRouter:
+            return RouterLost(effect.attempt_id)
+        return self._to_event(effect.attempt_id, step)
+
+    async def place_locally(self, effect: PlaceLocally) -> Event:
+        """A step of our own."""
+        request = self._request_for(effect.attempt_id, effect.exclude)
+        instances = {one.instance_id: one for one in self._context.state.pool.instances}
+        self._shared.round_robin += 1
+        chosen = least_inflight(
+            sorted(instances), self._shared.router.inflight(), tuple(request.exclude), self._shared.round_robin
+        )
+        if chosen is None:
+            return PlacementRefused(effect.attempt_id, UNAVAILABLE, "No instance is ready for this model.", RETRY_S)
+        self._shared.telemetry.local.inc()
+        log.debug("placed without a router", request_id=request.request_id, instance=chosen)
+        return StepAssigned(effect.attempt_id, target_of(instances[chosen]), degraded=True)
+
+    def report_step_done(self, effect: ReportStepDone) -> None:
+        """A step is over, and the one after it under way."""
+        self._shared.router.step_done(effect.attempt_id, effect.index)
+
+    def record_step(self, step: StepAssigned) -> None:
+        """The step is being done: from now on the request counts where it runs."""
+        self._shared.router.placed(self._requests[step.attempt_id], step.target.instance_id, step.cached_tokens)
+
+    def _request_for(self, attempt_id: str, exclude: tuple[str, ...]) -> placement_pb2.PlacementRequest:
+        request = placement_pb2.PlacementRequest()
+        request.CopyFrom(self._context.placement)
+        request.request_id = attempt_id
+        request.exclude.extend(exclude)
+        if self._context.trace is not None:
+            request.traceparent = self._context.trace.placement_context(attempt_id).traceparent
+        self._requests[attempt_id] = request
+        return request
+
+    def _to_event(self, attempt_id: str, step: PlacementReply) -> Event:
+        if isinstance(step, placement_pb2.Refusal):
+            self._shared.telemetry.refusals.labels(str(step.code)).inc()
+        return event_of(attempt_id, step)

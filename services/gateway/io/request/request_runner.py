@@ -1,0 +1,252 @@
+"""Runs one request: carries out the effects of its state machine and feeds it the events that follow."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import structlog
+
+from pointsman.gateway.core.api import ApiRequestError
+from pointsman.gateway.core.http_message import Request, Response
+from pointsman.gateway.core.request import request_events as ev
+from pointsman.gateway.core.request.attempt import Attempt
+from pointsman.gateway.core.request.attempt_report import breakdown, finished
+from pointsman.gateway.core.request.request_context import RequestContext
+from pointsman.gateway.core.request.request_state_machine import Phase, RequestStateMachine
+from pointsman.gateway.core.request.transfer_params import supports_inline_kv_transfer
+from pointsman.gateway.io.request.engine_steps import UpstreamSteps
+from pointsman.gateway.io.request.placer import RETRY_S, Placer
+from pointsman.gateway.io.request.shared_context import SharedContext
+from pointsman.gateway.io.telemetry.span_export import attempt_ended
+
+log = structlog.get_logger()
+
+# google.rpc.Code (or our own INTERNAL, DEADLINE_EXCEEDED) -> HTTP status, error type, error code
+_FAILURES = {
+    ev.RESOURCE_EXHAUSTED: (429, "rate_limit_error", "saturated"),
+    ev.UNAVAILABLE: (503, "server_error", "no_instance"),
+    ev.INTERNAL: (502, "server_error", "instance_failed"),
+    ev.DEADLINE_EXCEEDED: (503, "server_error", "placement_timeout"),
+}
+
+
+class RequestRunner:
+    """One request's run. `run` returns the answer (None: it was streamed), or raises ApiRequestError; in each case the router has
+    been told the end."""
+
+    def __init__(self, shared: SharedContext, context: RequestContext, request: Request) -> None:
+        timeouts = shared.timeouts if context.call.stream else shared.whole_timeouts
+        self._shared = shared
+        self._context = context
+        self._writer = request.writer
+        self._state_machine = RequestStateMachine(
+            context.request_id, timeouts, inline_kv_transfer=supports_inline_kv_transfer(context.call)
+        )
+        self._placer = Placer(shared, context)
+        self._steps = UpstreamSteps(shared, context, request)
+        self._pending: list[Coroutine[Any, Any, ev.Event]] = []  # and not awaited yet
+        self._tasks: set[asyncio.Task[ev.Event]] = set()  # two, where the step after a PREFILL is sent ahead
+        self._attempt = Attempt()
+        self._failure: ev.FailRequest | None = None
+        self._stream_broken = False
+
+    async def run(self) -> Response | None:
+        """The answer to the client. Raises ApiRequestError, and CancelledError when the client left."""
+        try:
+            self._apply(self._state_machine.start(time.monotonic()))
+            while self._state_machine.phase is not Phase.DONE:
+                streaming = self._state_machine.phase is Phase.STREAMING
+                self._handle(await (self._relay_response() if streaming else self._next_event()))
+            return self._answer()
+        except (asyncio.CancelledError, ApiRequestError):
+            raise
+        except Exception:
+            if not self._writer.begun:
+                raise
+            # The head is sent: an error answer would only be more bytes of this one. A connection that breaks is understood.
+            log.exception("a fault in the gateway, in the middle of a stream", request_id=self._context.request_id)
+            self._writer.abort()
+            return None
+        finally:
+            # Reached with an open attempt when the client left, or by a fault of our own: the router must hear of the end.
+            self._handle(ev.ClientDisconnected())
+            self._abort()
+            self._trace(self._failure.message if self._failure is not None else "", time.monotonic())
+            self._steps.attempt_ended()
+
+    def _answer(self) -> Response | None:
+        if self._failure is not None:
+            raise _as_api_error(self._failure)
+        if self._steps.whole_response is not None:
+            return self._steps.whole_response
+        if self._stream_broken:
+            self._steps.write_error_event()
+        self._writer.end()
+        return None
+
+    def _handle(self, event: ev.Event) -> None:
+        now = time.monotonic()
+        if isinstance(event, ev.Tick) and self._state_machine.deadline is not None:
+            now = max(now, self._state_machine.deadline)  # the loop counts in ms
+        self._apply(self._state_machine.handle(event, now))
+
+    def _apply(self, effects: list[ev.Effect]) -> None:
+        router, placer, steps = self._shared.router, self._placer, self._steps
+        for effect in effects:
+            match effect:
+                case ev.AskRouter():
+                    self._attempt.begin_placement(effect.attempt_id, time.monotonic())
+                    self._start(placer.ask_router(effect))
+                case ev.PlaceLocally():
+                    self._attempt.begin_placement(effect.attempt_id, time.monotonic())
+                    self._start(placer.place_locally(effect))
+                case ev.AskNextStep():
+                    self._attempt.end_step(effect.error, time.monotonic())
+                    if effect.error:
+                        steps.step_failed()
+                        log.info("a step failed", request_id=effect.attempt_id, step=effect.index, error=effect.error)
+                    self._start(placer.ask_next_step(effect))
+                case ev.Prefill():
+                    self._record_step(effect.step)
+                    self._start(steps.prefill(effect.step))
+                case ev.PullKv():
+                    self._record_step(effect.step, early=effect.early)
+                    self._start(steps.pull(effect.step, early=effect.early))
+                case ev.Serve():
+                    self._record_step(effect.step, early=effect.early)
+                    headers = self._headers(effect.step)
+                    self._start(steps.serve(effect.step, self._attempt, headers, early=effect.early))
+                case ev.AdoptEarlyStep():
+                    self._record_step(effect.step)
+                case ev.ReportStepDone():
+                    self._attempt.end_step("", time.monotonic())
+                    placer.report_step_done(effect)
+                case ev.AbortUpstream():
+                    self._attempt.early_sent_at = 0.0
+                    self._abort()
+                case ev.ReportFirstToken():
+                    # A whole answer's end follows at once, and says as much.
+                    if steps.whole_response is None:
+                        router.first_token(effect.attempt_id)
+                    self._shared.telemetry.ttft.observe(self._attempt.first_byte_at - self._context.received_at)
+                case ev.ReportFinished():
+                    self._report(effect)
+                case ev.FailRequest():
+                    self._failure = effect
+                case ev.EndStreamWithError():
+                    self._stream_broken = True
+
+    def _start(self, operation: Coroutine[Any, Any, ev.Event]) -> None:
+        self._pending.append(operation)
+
+    def _record_step(self, step: ev.StepAssigned, *, early: bool = False) -> None:
+        if early:
+            self._attempt.early_sent_at = time.monotonic()
+            return
+        self._attempt.begin_step(step, time.monotonic())
+        self._placer.record_step(step)
+
+    async def _next_event(self) -> ev.Event:
+        """The end of something that was begun, or Tick at the deadline. An operation that is alone needs no task of its own;
+        it is given up at the deadline, by which everything that waits for one thing ends that."""
+        assert self._state_machine.deadline is not None
+        left = max(0.0, self._state_machine.deadline - time.monotonic())
+        if not self._tasks and len(self._pending) == 1:
+            return await _within(left, self._pending.pop())
+        self._tasks |= {asyncio.create_task(operation) for operation in self._pending}
+        self._pending.clear()
+        done, _ = await asyncio.wait(self._tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            return ev.Tick()
+        ended = done.pop()
+        self._tasks.remove(ended)
+        return ended.result()
+
+    async def _relay_response(self) -> ev.Event:
+        self._context.drop_prompt()
+        self._shared.router.set_token_counter(self._state_machine.attempt_id, lambda: self._steps.streamed_tokens)
+        try:
+            assert self._state_machine.step is not None
+            return await self._steps.relay_response(self._attempt, self._headers(self._state_machine.step))
+        except asyncio.CancelledError:
+            # Clients hang up at [DONE], often before the engine's own end is read here: they had the whole answer. So they do
+            # at an error.
+            stream_end = self._steps.stream_end(self._attempt)
+            if stream_end.complete or stream_end.error:
+                self._handle(ev.ResponseEnded(stream_end.error))
+            raise
+
+    def _abort(self) -> None:
+        for operation in self._pending:
+            operation.close()
+        self._pending.clear()
+        for task in self._tasks:
+            task.cancel()
+        self._tasks.clear()
+        self._steps.close_upstream()
+
+    def _report(self, effect: ev.ReportFinished) -> None:
+        context, attempt, shared, now = self._context, self._attempt, self._shared, time.monotonic()
+        usage, ok = attempt.usage, effect.outcome is ev.Outcome.OK
+        status = 200 if ok else effect.status or self._steps.status
+        prompt = context.placement.input_tokens if usage.prompt is None else usage.prompt
+        output = self._steps.streamed_tokens if usage.output is None else usage.output
+        context.admission.charge(prompt + output, now)
+        self._steps.attempt_ended()
+        shared.router.finished(finished(attempt, effect, context, status, now))
+        shared.telemetry.outcomes.labels(effect.outcome.name.lower()).inc()
+        if ok:
+            shared.telemetry.total.observe(now - context.received_at)
+            if context.call.stream and attempt.first_byte_at and output > 1:
+                shared.telemetry.tpot.observe((now - attempt.first_byte_at) / (output - 1))
+            if context.exact_tokens and usage.prompt is not None:
+                shared.pools.check_token_count(context.state, context.call.endpoint, context.exact_tokens, usage.prompt)
+        if effect.outcome is ev.Outcome.FAILED:
+            log.warning(
+                "attempt failed",
+                request_id=effect.attempt_id,
+                instance=attempt.instance_id,
+                error=effect.error,
+                status=status,
+            )
+        if shared.breakdown.on:
+            shared.breakdown.write(breakdown(attempt, effect, context, status, now, shared.breakdown.unix))
+        self._trace(effect.error, now)
+        # What comes next is another attempt, with times and usage of its own.
+        self._attempt = Attempt()
+
+    def _trace(self, error: str, now: float) -> None:
+        """Send the spans of the attempt that is over, unless there is none or they are sent."""
+        if self._attempt.asked_at and self._context.trace is not None:
+            attempt_ended(self._context.trace, self._attempt, error, self._context.placement.input_tokens, now)
+
+    def _headers(self, step: ev.StepAssigned) -> dict[str, str]:
+        """What the client is told of its answer's placement."""
+        headers = {"X-Request-ID": self._context.upstream_headers["X-Request-ID"]}
+        if self._shared.expose_placement:
+            headers["X-Pointsman-Instance"] = step.target.instance_id
+            if step.decision_id:
+                headers["X-Pointsman-Decision"] = step.decision_id
+            if step.degraded:
+                headers["X-Pointsman-Degraded"] = "1"
+        return headers
+
+
+async def _within(limit_s: float, operation: Coroutine[Any, Any, ev.Event]) -> ev.Event:
+    limit = asyncio.timeout(limit_s)
+    try:
+        async with limit:
+            return await operation
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        return ev.Tick()
+
+
+def _as_api_error(failure: ev.FailRequest) -> ApiRequestError:
+    status, type_, code = _FAILURES.get(failure.code, (503, "server_error", "unavailable"))
+    wait = failure.retry_after_s if failure.retry_after_s is not None else RETRY_S if status in (429, 503) else None
+    return ApiRequestError(status, failure.message, type_=type_, code=code, retry_after_s=wait)

@@ -1,0 +1,107 @@
+"""Proxies the requests that need no placement: token counts, tokenisation, and stored responses.
+
+Tokens and counts come from any instance of the model; a stored response only from the instance that made it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, unquote, urlencode
+
+from pointsman.gateway.core.api import ApiRequestError, Endpoint, ErrorFormat, redact_error
+from pointsman.gateway.core.api.openai_responses import not_stored, storing_instance
+from pointsman.gateway.core.forwarded_headers import client_headers
+from pointsman.gateway.core.http_message import Request, Response
+from pointsman.gateway.core.request.placement_messages import least_inflight, target_of
+from pointsman.gateway.core.streaming.sse import SseFilter
+from pointsman.gateway.io.engines.engine_client import Upstream, UpstreamError
+from pointsman.gateway.io.engines.engine_connection import UpstreamResponse
+from pointsman.gateway.io.request.stream_relay import relay_stream
+from pointsman.gateway.io.routing.model_pools import ModelPools
+from pointsman.gateway.io.routing.router_client import RouterClient
+
+STORED_RESPONSE_PATH = re.compile(r"/v1/responses/([^/]{1,200})(/cancel)?")
+_QUERY = ("stream", "starting_after")
+_TRIES = 2
+
+
+@dataclass
+class UnplacedProxy:
+    """Sends such requests. `within_s` bounds the wait for an answer."""
+
+    upstream: Upstream
+    pools: ModelPools
+    router: RouterClient
+    timeout_s: float
+    round_robin: int = 0
+
+    async def forward(self, model: str, path: str, payload: bytes, error_format: ErrorFormat) -> Response:
+        """The answer of the least busy instance of the pool `model`, or of another one when it fails. Raises ApiRequestError."""
+        found = self.pools.resolve(model)
+        instances = {one.instance_id: one for one in found[0].pool.instances} if found else {}
+        tried: tuple[str, ...] = ()
+        for _ in range(_TRIES):
+            self.round_robin += 1
+            chosen = least_inflight(sorted(instances), self.router.inflight(), tried, self.round_robin)
+            if chosen is None:
+                break
+            tried += (chosen,)
+            try:
+                async with asyncio.timeout(self.timeout_s):
+                    answer = await self.upstream.send(target_of(instances[chosen]), "POST", path, payload, _JSON)
+                    body = await self.upstream.read_all(answer)
+            except (UpstreamError, TimeoutError):
+                continue
+            if answer.status < 500:
+                return _whole(answer, body, error_format)
+        if tried:
+            raise ApiRequestError(502, "The instance failed.", type_="server_error", code="instance_failed")
+        raise ApiRequestError(503, "No instance is ready.", type_="server_error", code="no_instance", retry_after_s=1.0)
+
+    async def stored(self, request: Request, tenant: str) -> Response | None:
+        """Read or cancel a stored response where it is; None when it was streamed. Raises ApiRequestError."""
+        found = STORED_RESPONSE_PATH.fullmatch(request.path)
+        assert found is not None, "the route matched"
+        id_ = unquote(found[1])
+        instances = {one.instance_id: one for state in self.pools.states() for one in state.pool.instances}
+        here = storing_instance(id_, tenant, instances)
+        if here is None:
+            raise not_stored(id_)
+        asked = [(name, value) for name, value in parse_qsl(request.query) if name in _QUERY]
+        path = f"/v1/responses/{id_}{found[2] or ''}" + (f"?{urlencode(asked)}" if asked else "")
+        method = "POST" if found[2] else "GET"
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                answer = await self.upstream.send(target_of(instances[here]), method, path, b"", _JSON)
+                if answer.status < 400 and answer.media_type == "text/event-stream":
+                    streamed = await answer.begun()
+                else:
+                    streamed, body = False, await self.upstream.read_all(answer)
+        except (UpstreamError, TimeoutError):
+            raise ApiRequestError(502, "The instance failed.", type_="server_error", code="instance_failed") from None
+        if not streamed:
+            return _whole(answer, body, ErrorFormat.RESPONSES)
+        events, out = SseFilter(Endpoint.RESPONSES), request.writer
+        try:
+            out.begin(answer.status, client_headers(answer.headers), answer)
+            await relay_stream(answer, events, out)
+        except UpstreamError:
+            out.write(events.failure_event())
+        finally:
+            answer.close()
+        out.end()
+        return None
+
+
+_JSON = {"Content-Type": "application/json"}
+
+
+def _whole(answer: UpstreamResponse, body: bytes, error_format: ErrorFormat) -> Response:
+    if answer.status >= 500:
+        raise ApiRequestError(502, "The instance failed.", type_="server_error", code="instance_failed")
+    headers = client_headers(answer.headers)
+    if answer.status >= 400:
+        return Response(answer.status, redact_error(error_format, answer.status, body), headers | _JSON)
+    return Response(answer.status, body, headers)

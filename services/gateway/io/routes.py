@@ -1,0 +1,406 @@
+"""The gateway's HTTP handler: its routes, who may call them, and the way from a body to an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+import grpc.aio
+import msgspec
+import structlog
+from google.protobuf.json_format import MessageToDict
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from pointsman.common.io.line_file import LostLines
+from pointsman.common.io.settings import Tokens
+from pointsman.common.io.tls import TlsSettings
+from pointsman.gateway.core.api import (
+    ROUTES,
+    ApiRequestError,
+    ClientRules,
+    Endpoint,
+    ErrorFormat,
+    error_format_of,
+    parse,
+)
+from pointsman.gateway.core.http_message import Request, Response
+from pointsman.gateway.core.pool_state import TokenizerStatus
+from pointsman.gateway.core.rate_limits import Admission, RateLimited, RateLimiter
+from pointsman.gateway.core.request.prepare import IncomingCall
+from pointsman.gateway.core.request.request_context import RequestContext
+from pointsman.gateway.core.request.request_events import RequestTimeouts
+from pointsman.gateway.core.tenants import DEFAULT_TENANT, Client
+from pointsman.gateway.core.tokens.token_cache import TokenCache
+from pointsman.gateway.io.api_keys import ApiKeys, KeysFromEnvironment
+from pointsman.gateway.io.engines.engine_client import Upstream
+from pointsman.gateway.io.engines.remote_prefill import EngineIdCache, KvReleases
+from pointsman.gateway.io.processes.shared_usage import SharedUsageFile
+from pointsman.gateway.io.processes.sibling_processes import SiblingProcesses
+from pointsman.gateway.io.request.placer import RETRY_S
+from pointsman.gateway.io.request.request_runner import RequestRunner
+from pointsman.gateway.io.request.shared_context import SharedContext
+from pointsman.gateway.io.request.threaded_preparer import ThreadedPreparer
+from pointsman.gateway.io.request.unplaced_proxy import STORED_RESPONSE_PATH, UnplacedProxy
+from pointsman.gateway.io.routing.model_pools import ModelPools
+from pointsman.gateway.io.routing.router_client import NoRouter, RouterClient
+from pointsman.gateway.io.settings import GatewaySettings
+from pointsman.gateway.io.telemetry.breakdown_log import BreakdownLog
+from pointsman.gateway.io.telemetry.metrics import GatewayMetrics
+from pointsman.gateway.io.telemetry.span_export import RequestTraces, answered
+
+if TYPE_CHECKING:
+    from pointsman.common.io.otlp import Tracer
+
+log = structlog.get_logger()
+
+EXPLAIN_S = 10.0
+Handler = Callable[[Request], Awaitable[Response | None]]
+
+
+@dataclass(frozen=True)
+class Route:
+    """One path, or all paths of a shape; `name` is its label. `open`: needs no key; `body`: a JSON body must come."""
+
+    name: str
+    method: str
+    handler: Handler
+    open: bool = False
+    body: bool = False
+
+    @property
+    def allowed(self) -> str:
+        """Its methods, as Allow lists them."""
+        return "GET, HEAD" if self.method == "GET" else self.method
+
+
+class Gateway:
+    """Everything one gateway holds, and what its HTTP server serves. start() and close() bracket its life."""
+
+    def __init__(self, settings: GatewaySettings, siblings: SiblingProcesses | None = None) -> None:
+        """`siblings`: the other processes that share the address. Raises ValueError or OSError for an unusable
+        api_keys_file or breakdown_file, and for TLS settings by which no router can be dialled."""
+        TlsSettings().for_channel()
+        self._siblings = siblings
+        self._settings = settings
+        self._keys = ApiKeys(settings.api_keys_file, KeysFromEnvironment().lines())
+        self._shared_usage = (
+            SharedUsageFile(siblings.limits_file, siblings.number, siblings.count) if siblings else None
+        )
+        self._rate_limiter = RateLimiter(self._shared_usage.store) if self._shared_usage is not None else RateLimiter()
+        self._aliases = settings.alias_map()
+        token_cache = TokenCache(settings.token_cache_mb << 20)
+        self.telemetry = GatewayMetrics(token_cache)
+        self._preparer = ThreadedPreparer(self.telemetry, token_cache)
+        self._upstream = Upstream(settings)
+        self._breakdown = BreakdownLog(settings.breakdown_file)
+        self.telemetry.registry.register(LostLines("gateway", lambda: self._breakdown.lost))
+        self._tracer: Tracer | None = None
+        self._traces: RequestTraces | None = None
+        if settings.otlp_endpoint:
+            from pointsman.common.io.otlp import Tracer
+
+            self._tracer = Tracer(settings.otlp_endpoint, "gateway", settings.gateway_id)
+            self._traces = RequestTraces(self._tracer.send, settings.trace_sample_ratio)
+        self.pools = ModelPools(self._upstream, self.telemetry, settings.tokenizer_paths(), token_cache)
+        self.router = RouterClient(
+            settings.routers,
+            settings.gateway_id,
+            Tokens().of("gateway"),
+            settings.router_grace_s,
+            self.pools.update,
+            self.telemetry.router.set,
+        )
+        self.telemetry.open.set_function(lambda: self.router.open_count)
+        timeouts = RequestTimeouts(
+            placement_s=settings.placement_timeout_s,
+            prefill_s=settings.prefill_timeout_s,
+            first_byte_s=settings.first_byte_timeout_s,
+            transfer_s=settings.transfer_timeout_s,
+        )
+        self._releases = KvReleases(self._upstream, lambda outcome: self.telemetry.kv_releases.labels(outcome).inc())
+        self._shared = SharedContext(
+            self.router,
+            self._upstream,
+            EngineIdCache(self._upstream),
+            self._releases,
+            self.pools,
+            self.telemetry,
+            timeouts,
+            replace(timeouts, first_byte_s=settings.response_timeout_s),
+            self._breakdown,
+            settings.expose_placement,
+        )
+        self._unplaced_proxy = UnplacedProxy(self._upstream, self.pools, self.router, settings.first_byte_timeout_s)
+        routes = [
+            *(Route(path, "POST", partial(self._call, endpoint), body=True) for path, endpoint in ROUTES.items()),
+            Route("/v1/models", "GET", self._models),
+            Route("/health", "GET", self._health, open=True),
+            Route("/ready", "GET", self._health, open=True),
+            Route("/metrics", "GET", self._metrics, open=True),
+        ]
+        self._routes = {route.name: route for route in routes}
+        self._model = Route("/v1/models/{id}", "GET", self._one_model)
+        self._stored = Route("/v1/responses/{id}", "GET", self._stored_response)
+        self._cancel = Route("/v1/responses/{id}/cancel", "POST", self._stored_response)
+
+    @property
+    def keys_needed(self) -> bool:
+        """Whether clients must show a key."""
+        return self._keys.needed
+
+    @property
+    def usable(self) -> bool:
+        """Whether some model has instances, and its tokenizer has been looked at."""
+        return any(
+            state.pool.instances and state.tokenizer_status is not TokenizerStatus.CHECKING
+            for state in self.pools.states()
+        )
+
+    async def start(self) -> None:
+        """Open the pool of connections and begin to dial routers."""
+        if self._siblings is not None:
+            await self._siblings.start(self.telemetry.registry)
+        await self._upstream.start()
+        await self.router.start()
+
+    async def close(self) -> None:
+        """End background work; open requests should be over."""
+        await self.pools.close()
+        await self.router.close()
+        await self._releases.close()
+        await self._upstream.close()
+        self._breakdown.close()
+        if self._tracer is not None:
+            await self._tracer.close()
+        if self._siblings is not None:
+            await self._siblings.close()
+        if self._shared_usage is not None:
+            self._shared_usage.close()
+
+    # What the server asks.
+
+    def admit(self, request: Request) -> Response | None:
+        """Refuse by the head alone what needs no body to be refused."""
+        refusal = self._refusal(request)
+        if refusal is not None:
+            self._count(request, refusal.status)
+        return refusal
+
+    async def answer(self, request: Request) -> Response | None:
+        """The answer of the request's route; every error in the form of its API."""
+        route = self._route(request.path)
+        assert route is not None, "admit() refuses unknown paths"
+        error_format = error_format_of(request.path)
+        status = 499  # the client left
+        answer: Response | None
+        if self._traces is not None and route.body:
+            request.trace = self._traces.start(request.headers.get("traceparent"))
+        try:
+            answer = await route.handler(request)
+            status = 200 if answer is None else answer.status
+        except ApiRequestError as error:
+            answer = _error(error, error_format)
+            status = error.status
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            status = 500
+            log.exception("a fault in the gateway", route=route.name)
+            fault = ApiRequestError(500, "The gateway failed.", type_="server_error", code="internal_error")
+            answer = _error(fault, error_format)
+        finally:
+            self._count(request, status)
+            if request.trace is not None:
+                answered(request.trace, route.name, request.model, status)
+        return answer
+
+    def error(self, status: int, message: str, code: str, path: str) -> Response:
+        """The form of errors that the server itself answers."""
+        self.telemetry.answered("", "other", status)
+        type_ = "server_error" if status >= 500 else "invalid_request_error"
+        wait = RETRY_S if status == 503 else None
+        return _error(
+            ApiRequestError(status, message, type_=type_, code=code, retry_after_s=wait), error_format_of(path)
+        )
+
+    def _route(self, path: str) -> Route | None:
+        if (route := self._routes.get(path)) is not None:
+            return route
+        if found := STORED_RESPONSE_PATH.fullmatch(path):
+            return self._cancel if found[2] else self._stored
+        return self._model if path.startswith("/v1/models/") else None
+
+    def _refusal(self, request: Request) -> Response | None:
+        route, error_format = self._route(request.path), error_format_of(request.path)
+        if route is None:
+            return _error(ApiRequestError(404, "Unknown path.", code="not_found"), error_format)
+        if request.method == "OPTIONS":
+            return Response(204, headers={"Allow": route.allowed})
+        if request.method not in route.allowed.split(", "):
+            wrong = _error(
+                ApiRequestError(405, "This path does not take that method.", code="method_not_allowed"), error_format
+            )
+            wrong.headers["Allow"] = route.allowed
+            return wrong
+        try:
+            if not route.open:
+                self._client(request)
+            if route.body and request.media_type != "application/json":
+                raise ApiRequestError(415, "Content-Type must be application/json.", code="unsupported_media_type")
+            if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+                raise ApiRequestError(415, "The body must come as it is, not encoded.", code="unsupported_encoding")
+        except ApiRequestError as error:
+            return _error(error, error_format)
+        return None
+
+    def _count(self, request: Request, status: int) -> None:
+        # Only a route of ours as a label: a client must not be able to invent label values.
+        route = self._route(request.path)
+        self.telemetry.answered(request.model, route.name if route else "other", status)
+
+    # Routes.
+
+    async def _metrics(self, request: Request) -> Response:
+        several = self._siblings
+        page = generate_latest(self.telemetry.registry) if several is None else await several.page()
+        return Response(200, page, {"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _health(self, request: Request) -> Response:
+        states = self.pools.states()
+        missing = [
+            f"{state.pool.model}: {state.reason}"
+            for state in states
+            if state.tokenizer_status is not TokenizerStatus.EXACT
+        ]
+        missing += [f"{state.pool.model}: no instance" for state in states if not state.pool.instances]
+        if not self.router.connected:
+            missing.insert(0, "no session with a router")
+        if not states:
+            missing.append("no model")
+        body = {
+            "status": ("degraded" if missing else "ok") if self.usable else "unavailable",
+            "router_connected": self.router.connected,
+            "models": {
+                state.pool.model: {
+                    "instances": len(state.pool.instances),
+                    "tokenizer": state.tokenizer_status.value,
+                    "exact": state.tokenizer_status is TokenizerStatus.EXACT,
+                    "reason": state.reason,
+                }
+                for state in states
+            },
+            "missing": missing,
+        }
+        return _json(body, 200 if self.usable else 503)
+
+    async def _models(self, request: Request) -> Response:
+        cards = [_card(name, pool) for name, pool in self.pools.names(self._aliases)]
+        # Both vendors' clients read this: Anthropic's pages by the last three.
+        ends = {"first_id": cards[0]["id"] if cards else None, "last_id": cards[-1]["id"] if cards else None}
+        return _json({"object": "list", "data": cards, "has_more": False, **ends})
+
+    async def _one_model(self, request: Request) -> Response:
+        asked = unquote(request.path.removeprefix("/v1/models/"))
+        for name, pool in self.pools.names(self._aliases):
+            if name == asked:
+                return _json(_card(name, pool))
+        raise _unknown_model(asked)
+
+    async def _stored_response(self, request: Request) -> Response | None:
+        return await self._unplaced_proxy.stored(request, self._client(request).tenant)
+
+    async def _call(self, endpoint: Endpoint, request: Request) -> Response | None:
+        client, now = self._client(request), time.monotonic()
+        try:
+            admission = self._rate_limiter.admit(client.key, client.limits, now)
+        except RateLimited as limited:
+            self.telemetry.limited.inc()
+            message = f"This key's limit of {limited.what} is reached."
+            raise ApiRequestError(
+                429,
+                message,
+                type_="rate_limit_error",
+                code="rate_limit_exceeded",
+                retry_after_s=limited.retry_after_s,
+            ) from None
+        try:
+            return await self._admitted(endpoint, request, client, admission, now)
+        finally:
+            admission.close()
+
+    async def _admitted(
+        self, endpoint: Endpoint, request: Request, client: Client, admission: Admission, received_at: float
+    ) -> Response | None:
+        rules = ClientRules(
+            self._aliases, self._settings.client_cache_salt, client.cache_salt, client.tenant == DEFAULT_TENANT
+        )
+        call = parse(endpoint, request.body, rules)
+        request.body = b""
+        for name in call.stripped:
+            self.telemetry.stripped.labels(name).inc()
+        found = self.pools.resolve(call.model)
+        if found is None:
+            if not self.pools.states():
+                raise ApiRequestError(
+                    503, "No instance is ready.", type_="server_error", code="no_instance", retry_after_s=1.0
+                )
+            raise _unknown_model(call.requested_model)
+        state, lora = found
+        request.model = state.pool.model
+        if not endpoint.is_placed:
+            return await self._unplaced_proxy.forward(call.model, endpoint.value, call.payload, endpoint.error_format)
+        dry = request.headers.get("X-Pointsman-Dry-Run", "") == "1"
+        if dry and not self._settings.expose_placement:
+            raise ApiRequestError(403, "Placements are not told here.", code="dry_run_disabled")
+        incoming = IncomingCall(
+            call, state, lora, client.tenant, request.headers, admission, received_at, request.trace
+        )
+        context = await self._preparer.prepare(incoming, dry=dry)
+        if dry:
+            return await self._explain(context)
+        admission.charge(context.placement.input_tokens, received_at)
+        return await RequestRunner(self._shared, context, request).run()
+
+    async def _explain(self, context: RequestContext) -> Response:
+        try:
+            decision = await self.router.explain(context.placement, EXPLAIN_S)
+        except NoRouter:
+            message = "No router is there to explain."
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                raise ApiRequestError(404, error.details() or "unknown", code="model_not_found") from None
+            message = f"The router cannot explain: {error.code().name}"
+        else:
+            return _json({"decision": MessageToDict(decision, preserving_proto_field_name=True)})
+        raise ApiRequestError(503, message, type_="server_error", code="unavailable", retry_after_s=1.0)
+
+    def _client(self, request: Request) -> Client:
+        if self._keys.refresh(time.monotonic()):
+            self._rate_limiter.keep(self._keys.digests)
+        client = self._keys.client_of(request.headers.get("Authorization", ""), request.headers.get("x-api-key", ""))
+        if client is None:
+            raise ApiRequestError(401, "A valid API key is needed.", code="invalid_api_key")
+        return client
+
+
+def _json(body: dict[str, Any], status: int = 200) -> Response:
+    return Response(status, msgspec.json.encode(body), {"Content-Type": "application/json"})
+
+
+def _error(error: ApiRequestError, error_format: ErrorFormat) -> Response:
+    return Response(error.status, error.body(error_format), {"Content-Type": "application/json"} | error.headers())
+
+
+def _unknown_model(name: str) -> ApiRequestError:
+    return ApiRequestError(404, f"The model `{name}` does not exist.", param="model", code="model_not_found")
+
+
+def _card(name: str, pool: str) -> dict[str, Any]:
+    """A model as OpenAI's clients read it, and as Anthropic's do."""
+    openai = {"id": name, "object": "model", "created": 0, "owned_by": "pointsman", "root": pool}
+    return openai | {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}

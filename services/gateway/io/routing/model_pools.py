@@ -1,0 +1,176 @@
+"""The models of the fleet as routers last told them, each with a check of its tokenizer against the engines."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import structlog
+
+from pointsman.gateway.core.api import Endpoint
+from pointsman.gateway.core.pool_state import RECHECK_PAUSE_S, PoolState, TokenizerStatus, names_of
+from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer, TokenizerNotFound, find_tokenizer
+from pointsman.gateway.core.tokens.token_cache import TokenCache
+from pointsman.gateway.io.engines.engine_client import Upstream, UpstreamError
+from pointsman.gateway.io.routing.tokenizer_check import first_difference
+from pointsman.gateway.io.telemetry.metrics import GatewayMetrics
+from pointsman.router.v1 import placement_pb2
+
+log = structlog.get_logger()
+
+ASK_AGAIN_S = (0.5, 1.0, 2.0, 5.0, 10.0)
+SILENT_ROUNDS = 3  # without an answer from any instance, before the model is declared without exact tokens
+MISMATCHES = 3
+_CONVERTED = frozenset({Endpoint.RESPONSES, Endpoint.MESSAGES})
+
+
+class ModelPools:
+    """All models of the fleet as last told, each with its self-check. update() is called for every Fleet."""
+
+    def __init__(
+        self, upstream: Upstream, telemetry: GatewayMetrics, tokenizers: Mapping[str, str], cache: TokenCache
+    ) -> None:
+        self._upstream = upstream
+        self._telemetry = telemetry
+        self._tokenizers = tokenizers
+        self._cache = cache
+        self._states: dict[str, PoolState] = {}
+        self._checks: dict[str, asyncio.Task[None]] = {}
+        self._names: dict[str, tuple[str, str]] = {}  # any name -> (pool, LoRA adapter or "")
+
+    def update(self, fleet: placement_pb2.Fleet) -> None:
+        """Take over the fleet's state, and check new instances in the background. Mutates."""
+        gone = self._states.keys() - {pool.model for pool in fleet.pools}
+        for model in gone:
+            del self._states[model]
+            if (check := self._checks.pop(model, None)) is not None:
+                check.cancel()
+            self._telemetry.exact.remove(model)
+        self._names = names_of(fleet.pools)
+        for pool in fleet.pools:
+            state = self._states.setdefault(pool.model, PoolState(pool))
+            state.pool = pool
+            self._check_soon(state)
+
+    def resolve(self, name: str) -> tuple[PoolState, str] | None:
+        """The pool that a client's `name` means, and the LoRA adapter it names ("" for none); None when unknown."""
+        found = self._names.get(name)
+        return (self._states[found[0]], found[1]) if found else None
+
+    def states(self) -> list[PoolState]:
+        """All pools by name."""
+        return [self._states[model] for model in sorted(self._states)]
+
+    def names(self, aliases: Mapping[str, str]) -> list[tuple[str, str]]:
+        """Every name that a client may ask for, with its pool's. An alias of a name that nobody serves is none."""
+        known = {name: pool for name, (pool, _) in self._names.items()}
+        return sorted((known | {alias: known[name] for alias, name in aliases.items() if name in known}).items())
+
+    def check_token_count(self, state: PoolState, endpoint: Endpoint, ours: int, engines: int) -> None:
+        """Compare our count of a prompt's tokens with the engine's; after three disagreements in a row check again. An API
+        whose bodies are converted (the check cannot see that) is placed without keys from then on. Mutates."""
+        if ours == engines:
+            state.mismatches[endpoint] = 0
+            return
+        state.mismatches[endpoint] += 1
+        self._telemetry.count_mismatch.labels(state.pool.model).inc()
+        if state.mismatches[endpoint] < MISMATCHES:
+            return
+        if endpoint in _CONVERTED:
+            log.warning("the engine counts other prompt tokens", model=state.pool.model, api=endpoint.value)
+            state.inexact_endpoints.add(endpoint)
+            return
+        if time.monotonic() - state.rechecked_at >= RECHECK_PAUSE_S:
+            state.mismatches[endpoint], state.rechecked_at = 0, time.monotonic()
+            log.warning("the engine counts other prompt tokens; checking again", model=state.pool.model)
+            state.verified.clear()
+            self._check_soon(state)
+
+    async def checked(self) -> None:
+        """Until the checks that are under way have come to an end."""
+        await asyncio.gather(*self._checks.values())
+
+    async def close(self) -> None:
+        """End all checks."""
+        for check in self._checks.values():
+            check.cancel()
+        await asyncio.gather(*self._checks.values(), return_exceptions=True)
+
+    def _check_soon(self, state: PoolState) -> None:
+        wanted = {(one.url, one.incarnation) for one in state.pool.instances}
+        state.verified &= wanted
+        if wanted - state.verified:
+            state.inexact_endpoints.clear()  # another incarnation may be another version
+        check = self._checks.get(state.pool.model)
+        if (wanted - state.verified) and (check is None or check.done()):
+            self._checks[state.pool.model] = asyncio.create_task(self._check_and_log(state))
+        self._publish(state)
+
+    def _publish(self, state: PoolState) -> None:
+        self._telemetry.exact.labels(state.pool.model).set(state.tokenizer_status is TokenizerStatus.EXACT)
+        self._telemetry.count_mismatch.labels(state.pool.model)  # from 0, or the first would be no increase
+
+    def _set_status(self, state: PoolState, tokenizer_status: TokenizerStatus, reason: str = "") -> None:
+        if (state.tokenizer_status, state.reason) == (tokenizer_status, reason):
+            return
+        state.tokenizer_status, state.reason = tokenizer_status, reason
+        self._publish(state)
+        if tokenizer_status is TokenizerStatus.EXACT:
+            log.info("tokenizer equals the engine's", model=state.pool.model)
+        else:
+            log.warning("placing without block keys", model=state.pool.model, reason=reason)
+
+    async def _check_and_log(self, state: PoolState) -> None:
+        try:
+            await self._check(state)
+        except Exception as error:
+            # Nobody awaits this task: unsaid, a fault would leave the model "checking" for ever.
+            log.exception("a fault in the tokenizer check", model=state.pool.model)
+            self._set_status(state, TokenizerStatus.INEXACT, f"the check failed: {type(error).__name__}")
+
+    async def _check(self, state: PoolState) -> None:
+        """Until every instance is verified, or one is found to differ."""
+        source = self._tokenizers.get(state.pool.model) or state.pool.model_root
+        if state.tokenizer is None or state.source != source:
+            try:
+                state.tokenizer = await asyncio.to_thread(_load, source, self._cache)
+                state.source = source
+            except TokenizerNotFound as missing:
+                state.tokenizer = None
+                self._set_status(state, TokenizerStatus.INEXACT, str(missing))
+                return
+        silent = 0
+        while left := {(one.url, one.incarnation) for one in state.pool.instances} - state.verified:
+            asked = await asyncio.gather(*(self._compare(state, url) for url, _ in sorted(left)))
+            for instance, difference in zip(sorted(left), asked, strict=True):
+                if difference == "":
+                    state.verified.add(instance)
+            differences = [difference for difference in asked if difference]
+            if differences:
+                # Checked again when an instance comes or restarts: a tokenizer does not change by itself.
+                self._set_status(state, TokenizerStatus.INEXACT, differences[0])
+                return
+            if "" in asked:
+                self._set_status(state, TokenizerStatus.EXACT)
+            else:
+                silent += 1
+                if silent == SILENT_ROUNDS and not state.verified:
+                    self._set_status(state, TokenizerStatus.INEXACT, "no instance answers /tokenize")
+            if None in asked:
+                await asyncio.sleep(ASK_AGAIN_S[min(silent, len(ASK_AGAIN_S) - 1)])
+
+    async def _compare(self, state: PoolState, url: str) -> str | None:
+        """What differs ("" for nothing), None when the instance cannot be asked now."""
+        assert state.tokenizer is not None
+        try:
+            return await first_difference(self._upstream, url, state.pool.model, state.tokenizer)
+        except UpstreamError as error:
+            log.debug("instance does not answer /tokenize", model=state.pool.model, error=error.text)
+            return None
+
+
+def _load(source: str, cache: TokenCache) -> ModelTokenizer:
+    folder: Path = find_tokenizer(source)
+    return ModelTokenizer.load(folder, cache)

@@ -1,0 +1,404 @@
+"""The gateway's client of all routers: a session to each, and every request at the router that owns its pool."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from pointsman.common.io.auth import bearer
+from pointsman.gateway.core.pool_owners import PoolOwners
+from pointsman.gateway.io.routing.router_stream import RouterSession
+from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2
+
+log = structlog.get_logger()
+
+FLUSH_TIMEOUT_S = 2.0
+RETRY_S = 0.1
+# How long a report may wait for others to be sent with: a request's first token and end, or those of several requests.
+REPORT_DELAY_S = 0.005
+
+PlacementReply = placement_pb2.Placement | placement_pb2.Refusal
+
+
+def _cancellation_of(request_id: str) -> placement_pb2.Finished:
+    return placement_pb2.Finished(
+        request_id=request_id, outcome=placement_pb2.OUTCOME_CANCELLED, error="the placement came too late"
+    )
+
+
+class NoRouter(Exception):
+    """No router answers, and the grace is over."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """One request, from its first question to its Finished. While `answer` is open it waits at `session` (None: nowhere, since
+    `without_owner_since` in monotonic s); `instance_id` is set once it is placed, as it is announced to a router that comes
+    (back); `again` is set while it waits to be asked again."""
+
+    request: placement_pb2.PlacementRequest
+    deadline: float
+    session: RouterSession | None = None
+    answer: asyncio.Future[PlacementReply] | None = None
+    instance_id: str = ""
+    cached_tokens: int = 0
+    began: bool = False
+    without_owner_since: float | None = None
+    retry_timer: asyncio.TimerHandle | None = None
+    asked_at: float | None = None
+    generated: Callable[[], int] | None = None
+
+    @property
+    def asking(self) -> bool:
+        """Whether it waits for its first step."""
+        return not self.instance_id and self.answer is not None and not self.answer.done()
+
+    def open_stream(self) -> placement_pb2.OpenStream:
+        """The stream of one that is placed."""
+        return placement_pb2.OpenStream(
+            request=self.request,
+            instance_id=self.instance_id,
+            phase=placement_pb2.PHASE_DECODE if self.began else placement_pb2.PHASE_PREFILL,
+            cached_tokens=self.cached_tokens,
+            generated_tokens=self.generated() if self.generated is not None else 0,
+        )
+
+
+class RouterClient:
+    """Asks routers and reports to them. Everything happens on the event loop that start() ran on."""
+
+    def __init__(
+        self,
+        routers: Sequence[str],
+        gateway_id: str,
+        token: str,
+        grace_s: float,
+        on_fleet: Callable[[placement_pb2.Fleet], None],
+        on_connected: Callable[[bool], None],
+    ) -> None:
+        self._configured = list(dict.fromkeys(routers))
+        self._gateway_id = gateway_id
+        self._metadata = bearer(token)
+        self._grace_s = grace_s
+        self._on_fleet = on_fleet
+        self._on_connected = on_connected
+        self._owners = PoolOwners()
+        self._sessions: dict[str, RouterSession] = {}
+        self._requests: dict[str, _Request] = {}
+        self._routes: dict[str, RouterSession] = {}  # model -> the owner's session, while nothing changes
+        self._announced_epochs: dict[str, tuple[str, int]] = {}  # pool -> who knows its streams, and since which epoch
+        self._lost_at = 0.0
+        self._closing = False
+        self._ended: set[asyncio.Task[None]] = set()
+
+    @property
+    def connected(self) -> bool:
+        """Whether a router has welcomed this gateway and the stream still stands."""
+        return any(session.connected for session in self._sessions.values())
+
+    def inflight(self) -> dict[str, int]:
+        """Open requests by instance id."""
+        return Counter(one.instance_id for one in self._requests.values() if one.instance_id)
+
+    @property
+    def open_count(self) -> int:
+        """How many requests are placed and not finished."""
+        return sum(bool(one.instance_id) for one in self._requests.values())
+
+    async def start(self) -> None:
+        """Begin dialling; returns at once."""
+        self._lost_at = time.monotonic()
+        for address in self._configured:
+            self._dial(address)
+
+    async def close(self) -> None:
+        """Send what is still to be told, and hang up when the routers have read it (or after FLUSH_S)."""
+        self._closing = True
+        await asyncio.gather(*(session.close(FLUSH_TIMEOUT_S) for session in self._sessions.values()), *self._ended)
+
+    async def first_step(self, request: placement_pb2.PlacementRequest, timeout_s: float) -> PlacementReply:
+        """The first step of `request`, or its refusal. A request whose router dies, or owns its pool no more, is submitted again
+        to the new owner with its age and what is left of `within_s`. Raises NoRouter when no owner answers within the grace."""
+        one = _Request(request, time.monotonic() + timeout_s, answer=asyncio.get_running_loop().create_future())
+        self._requests[request.request_id] = one
+        self._submit(one)
+        return await self._answered(one)
+
+    async def next_step(self, request_id: str, index: int, error: str, instance_failed: bool) -> PlacementReply:
+        """Report a PREFILL step's end (`error` empty: done) and wait for the step after it. Raises NoRouter: a router that
+        comes back, or a new owner, knows the request as an open one, not its plan."""
+        one = self._requests[request_id]
+        one.session = self._route(one.request.model)
+        if one.session is None:
+            raise NoRouter
+        one.answer = asyncio.get_running_loop().create_future()
+        done = placement_pb2.StepDone(request_id=request_id, step_index=index, ok=not error, error=error)
+        done.instance_failed = instance_failed
+        one.session.send(placement_pb2.SessionRequest(step_done=done))
+        return await self._answered(one)
+
+    def step_done(self, request_id: str, index: int) -> None:
+        """Report that a PREFILL step is done, where the step after it is under way already."""
+        one = self._requests.get(request_id)
+        if one is not None:
+            done = placement_pb2.StepDone(request_id=request_id, step_index=index, ok=True)
+            self._report(one, placement_pb2.SessionRequest(step_done=done))
+
+    def placed(self, request: placement_pb2.PlacementRequest, instance_id: str, cached_tokens: int) -> None:
+        """Remember where a request runs, until finished(), and drop its keys: nobody is asked about it again."""
+        one = self._requests.get(request.request_id)
+        if one is None:
+            one = self._requests[request.request_id] = _Request(request, 0.0)
+        one.request.ClearField("keys")
+        one.instance_id, one.cached_tokens = instance_id, cached_tokens
+
+    def first_token(self, request_id: str) -> None:
+        """Report the first byte."""
+        one = self._requests.get(request_id)
+        if one is None or not one.instance_id:
+            return
+        one.began = True
+        self._report(one, placement_pb2.SessionRequest(first_token=placement_pb2.FirstToken(request_id=request_id)))
+
+    def set_token_counter(self, request_id: str, generated: Callable[[], int]) -> None:
+        """Where to read, when it is announced, how many tokens a request has generated."""
+        one = self._requests.get(request_id)
+        if one is not None:
+            one.generated = generated
+
+    def finished(self, finished: placement_pb2.Finished) -> None:
+        """Report an attempt's end. While no router is there, not listing it in the next hello says the same."""
+        one = self._requests.pop(finished.request_id, None)
+        if one is not None:
+            self._report(one, placement_pb2.SessionRequest(finished=finished))
+
+    async def explain(self, request: placement_pb2.PlacementRequest, timeout_s: float) -> fleet_pb2.Decision:
+        """What would be decided on `request`; nothing is reserved. Raises NoRouter, or grpc.aio.AioRpcError as it came."""
+        session = self._route(request.model) or next((one for one in self._sessions.values() if one.connected), None)
+        if session is None or session.channel is None:
+            raise NoRouter
+        stub = fleet_pb2_grpc.FleetServiceStub(session.channel)
+        answer = await stub.Explain(
+            fleet_pb2.ExplainRequest(request=request), timeout=timeout_s, metadata=self._metadata
+        )
+        return answer.decision
+
+    # Where to.
+
+    def _route(self, model: str, now_at: RouterSession | None = None) -> RouterSession | None:
+        """The session with the owner of the model's pool. Where no owner is known: `now_at`, which may have an answer on its way,
+        or any session, whose router will say."""
+        if (known := self._routes.get(model)) is not None:
+            return known
+        connected = [session for session in self._sessions.values() if session.connected]
+        owner = self._owners.owner(self._owners.pool_of(model))
+        if owner is None:
+            return now_at if now_at in connected else connected[0] if connected else None
+        found = next((session for session in connected if session.router_id == owner.router_id), None)
+        if found is not None:
+            self._routes[model] = found
+        return found
+
+    def _report(self, one: _Request, message: placement_pb2.SessionRequest) -> None:
+        session = None
+        if self._owners.owner(self._owners.pool_of(one.request.model)) is not None:
+            session = self._route(one.request.model) or one.session
+        if session is not None:
+            session.send(message, REPORT_DELAY_S)
+            return
+        # Whichever router has the request: to the others it says nothing. While a first session is being opened it waits behind
+        # its hello.
+        for dialled in self._sessions.values():
+            dialled.send(message, REPORT_DELAY_S)
+
+    def _submit(self, one: _Request) -> None:
+        """Ask the owner for a first step; where there is none, wait for one."""
+        if one.retry_timer is not None:
+            one.retry_timer.cancel()
+            one.retry_timer = None
+        if not one.asking:
+            return
+        one.session = self._route(one.request.model)
+        if one.session is None:
+            self._wait_for_owner(one)
+            return
+        now = time.monotonic()
+        left, deadline = max(one.deadline - now, 1e-9), one.request.deadline
+        deadline.seconds, deadline.nanos = int(left), max(int(left % 1 * 1e9), 1)
+        if one.asked_at is None:
+            one.asked_at = now
+        else:
+            one.request.age.FromNanoseconds(int((now - one.asked_at) * 1e9))
+        one.session.send(placement_pb2.SessionRequest(place=one.request))
+
+    def _wait_for_owner(self, one: _Request) -> None:
+        """Wait for an owner; give up when the grace is over."""
+        now = time.monotonic()
+        if one.without_owner_since is None:
+            one.without_owner_since = now
+        left = (
+            one.without_owner_since + self._owners.timeout_s - now
+            if self.connected
+            else self._lost_at + self._grace_s - now
+        )
+        if left > 0:
+            one.retry_timer = asyncio.get_running_loop().call_later(min(left, RETRY_S), self._submit, one)
+        elif one.answer is not None and not one.answer.done():
+            one.answer.set_exception(NoRouter())
+
+    async def _answered(self, one: _Request) -> PlacementReply:
+        assert one.answer is not None
+        try:
+            step = await one.answer
+        except NoRouter:
+            if not one.instance_id:
+                self._requests.pop(one.request.request_id, None)
+            raise
+        finally:
+            if one.retry_timer is not None:
+                one.retry_timer.cancel()
+        if isinstance(step, placement_pb2.Refusal) and not one.instance_id:
+            self._requests.pop(one.request.request_id, None)
+        return step
+
+    # What sessions tell.
+
+    def _dial(self, address: str) -> None:
+        session = RouterSession(
+            address,
+            self._metadata,
+            self._hello,
+            self._session_up,
+            self._session_down,
+            self._receive,
+            self._is_reached_elsewhere,
+        )
+        self._sessions[address] = session
+        session.start()
+
+    def _is_reached_elsewhere(self, session: RouterSession, router_id: str) -> bool:
+        """Whether another session stands with that router, as when a service's name and the router's own both lead to it."""
+        return any(
+            other.connected and other.router_id == router_id and other is not session
+            for other in self._sessions.values()
+        )
+
+    def _hello(self) -> placement_pb2.GatewayHello:
+        requests = self._requests.values()
+        return placement_pb2.GatewayHello(
+            gateway_id=self._gateway_id,
+            open_streams=[one.open_stream() for one in requests if one.instance_id],
+            waiting_request_ids=[one.request.request_id for one in requests if one.asking],
+            known_instance_ids=[one.instance_id for pool in self._owners.fleet().pools for one in pool.instances],
+        )
+
+    def _session_up(self, session: RouterSession) -> None:
+        self._routes.clear()
+        if sum(one.connected for one in self._sessions.values()) == 1:
+            self._on_connected(True)
+        for pool, (router_id, _) in list(self._announced_epochs.items()):
+            if router_id == session.router_id:
+                # A hello has told this router all; what it owns is noted when it says so.
+                del self._announced_epochs[pool]
+        self._reroute()
+
+    def _session_down(self, session: RouterSession) -> None:
+        self._owners.forget(session.address)
+        self._routes.clear()
+        if not self.connected:
+            self._lost_at = time.monotonic()
+            self._on_connected(False)
+        for one in list(self._requests.values()):
+            if one.session is session:
+                self._detach(one)
+        if self.connected and not self._closing:
+            self._fleet_changed()
+
+    def _detach(self, one: _Request) -> None:
+        """The session that the request waits at is not the one to wait at any more."""
+        one.session = None
+        if one.instance_id and one.answer is not None and not one.answer.done():
+            one.answer.set_exception(NoRouter())
+
+    def _receive(self, session: RouterSession, message: placement_pb2.SessionResponse) -> None:
+        match message.WhichOneof("kind"):
+            case "placement":
+                self._deliver(session, message.placement.request_id, message.placement)
+            case "refusal":
+                self._deliver(session, message.refusal.request_id, message.refusal)
+            case "fleet":
+                self._owners.update(session.address, session.router_id, message.fleet)
+                self._routes.clear()
+                self._fleet_changed()
+
+    def _deliver(self, session: RouterSession, request_id: str, step: PlacementReply) -> None:
+        one = self._requests.get(request_id)
+        if one is None or one.session is not session:
+            # The client left meanwhile, or it was asked again elsewhere: whoever placed it here is to know that nobody comes.
+            # A later step reserves nothing that the request's own end does not give back.
+            if isinstance(step, placement_pb2.Placement) and step.step.index == 0:
+                session.send(placement_pb2.SessionRequest(finished=_cancellation_of(request_id)), REPORT_DELAY_S)
+            return
+        if one.answer is None or one.answer.done():
+            return
+        if isinstance(step, placement_pb2.Placement):
+            self.placed(one.request, step.step.instance.instance_id, step.cached_tokens)
+        elif step.not_serving:
+            self._detach(one)
+            if one.asking:
+                self._wait_for_owner(one)
+            return
+        one.answer.set_result(step)
+
+    def _fleet_changed(self) -> None:
+        """The fleet, or who owns its pools, may have changed."""
+        fleet = self._owners.fleet()
+        wanted = {*self._configured, *self._unreached(fleet)}
+        for address in wanted - self._sessions.keys():
+            self._dial(address)
+        for address in self._sessions.keys() - wanted - self._owners.addresses():
+            if not self._sessions[address].connected:
+                ended = asyncio.create_task(self._sessions.pop(address).close(0.0))
+                self._ended.add(ended)
+                ended.add_done_callback(self._ended.discard)
+        for session in self._sessions.values():
+            # A new epoch begins with what was written down, whoever had the pool before.
+            taken = {
+                pool.model: (session.router_id, pool.owner.epoch)
+                for pool in fleet.pools
+                if session.connected
+                and pool.HasField("owner")
+                and pool.owner.router_id == session.router_id
+                and self._announced_epochs.get(pool.model) != (session.router_id, pool.owner.epoch)
+            }
+            if taken:
+                self._announced_epochs.update(taken)
+                session.send(placement_pb2.SessionRequest(hello=self._hello()))
+        self._reroute()
+        self._on_fleet(fleet)
+
+    def _unreached(self, fleet: placement_pb2.Fleet) -> set[str]:
+        """The addresses of owners that no session stands with."""
+        reached = {session.router_id for session in self._sessions.values() if session.connected}
+        return {
+            pool.owner.address
+            for pool in fleet.pools
+            if pool.HasField("owner") and pool.owner.router_id not in reached and pool.owner.address
+        }
+
+    def _reroute(self) -> None:
+        """Submit what waits at the wrong router, or nowhere, to the right one."""
+        for one in list(self._requests.values()):
+            if one.answer is None or one.answer.done():
+                continue
+            target = self._route(one.request.model, one.session)
+            if target is None or target is one.session:
+                continue
+            if one.session is not None:
+                self._detach(one)
+            self._submit(one)

@@ -1,0 +1,158 @@
+"""One gRPC stream to one router, reopened whenever it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+import structlog
+
+from pointsman.common.core.block_keys import KEY_SCHEME
+from pointsman.common.io.batch_queue import BatchQueue
+from pointsman.common.io.channel import END_OF_STREAM, open_channel
+from pointsman.router.v1 import placement_pb2, placement_pb2_grpc
+
+log = structlog.get_logger()
+
+WELCOME_S = 3.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
+
+_Queue = BatchQueue[placement_pb2.SessionRequest]
+
+
+class RouterSession:
+    """Dials `address` for ever. `hello` makes the first message; the callbacks get the session that they are about.
+
+    A router ends a gateway's stream when the gateway opens another, so while `reached` says that another session stands with
+    the router that this one had, it waits.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        metadata: tuple[tuple[str, str], ...],
+        hello: Callable[[], placement_pb2.GatewayHello],
+        on_up: Callable[[RouterSession], None],
+        on_down: Callable[[RouterSession], None],
+        on_message: Callable[[RouterSession, placement_pb2.SessionResponse], None],
+        reached: Callable[[RouterSession, str], bool],
+    ) -> None:
+        self.address = address
+        self.router_id = ""
+        self.channel: grpc.aio.Channel | None = None
+        self._metadata = metadata
+        self._hello = hello
+        self._on_up, self._on_down, self._on_message = on_up, on_down, on_message
+        self._reached = reached
+        self._last_id = ""
+        self._batch_queue: _Queue | None = None
+        self._closing = False
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether the router has welcomed this gateway and the stream still stands."""
+        return self.channel is not None
+
+    def start(self) -> None:
+        """Begin dialling; returns at once."""
+        self._task = asyncio.create_task(self._run())
+
+    def send(self, message: placement_pb2.SessionRequest, max_delay_s: float = 0.0) -> None:
+        """Queue a message, to be sent with others `within_s`; while no stream stands it is dropped, and the next hello tells what
+        it would have."""
+        if self._batch_queue is not None:
+            self._batch_queue.put(message, max_delay_s)
+
+    async def close(self, flush_s: float) -> None:
+        """Send what is still to be told, and hang up when the router has read it (or after `flush_s`)."""
+        self._closing = True
+        if self._task is None:
+            return
+        if self._batch_queue is not None and self.connected:
+            self._batch_queue.end()
+            await asyncio.wait({self._task}, timeout=flush_s)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        pause, logged_reason = FIRST_PAUSE_S, ""
+        while not self._closing:
+            if self._last_id and self._reached(self, self._last_id):
+                await asyncio.sleep(MAX_PAUSE_S)
+                continue
+            try:
+                await self._session()
+                reason = "the stream ended"
+            except grpc.aio.AioRpcError as error:
+                reason = f"{error.code().name}: {error.details()}"
+            except TimeoutError:
+                reason = "no welcome in time"
+            except Exception as error:
+                # This task is the gateway's only tie to the router: a fault ends the session, never the task.
+                log.exception("a fault in the session with the router", router=self.address)
+                reason = f"fault: {type(error).__name__}"
+            welcomed, self.channel, self._batch_queue, self.router_id = self.connected, None, None, ""
+            if welcomed:
+                pause = FIRST_PAUSE_S
+                try:
+                    self._on_down(self)
+                except Exception:
+                    log.exception("a fault after the session with the router", router=self.address)
+            if self._closing:
+                return
+            if welcomed or reason != logged_reason:
+                log.warning("no session with the router", router=self.address, reason=reason)
+                logged_reason = reason
+            # Gateways that lost the same router must not come back in step.
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(pause * 2, MAX_PAUSE_S)
+
+    async def _session(self) -> None:
+        """One stream from hello to its end. Raises AioRpcError or TimeoutError; returns when the router ends it."""
+        async with open_channel(self.address) as channel:
+            # grpc-stubs types the synchronous call only.
+            open_session: Any = placement_pb2_grpc.PlacementServiceStub(channel).Session
+            call = open_session(metadata=self._metadata)
+            # From here on reports queue up behind the hello: what ends between hello and welcome is not lost. A request placed
+            # locally in between is not announced; the router undercounts it until it ends, which is harmless.
+            batch_queue: _Queue = BatchQueue()
+            self._batch_queue = batch_queue
+            self.send(placement_pb2.SessionRequest(hello=self._hello()))
+            writer = asyncio.create_task(self._write(call, batch_queue))
+            try:
+                async with asyncio.timeout(WELCOME_S):
+                    first = await call.read()
+                if first is END_OF_STREAM:
+                    return
+                welcome = first.welcome
+                if welcome.key_scheme != KEY_SCHEME:
+                    log.error(
+                        "router has another key scheme",
+                        router=self.address,
+                        theirs=welcome.key_scheme,
+                        ours=KEY_SCHEME,
+                    )
+                    return
+                self.channel, self.router_id = channel, welcome.router_id
+                self._last_id = welcome.router_id
+                log.info("session with router", router=self.address, router_id=welcome.router_id, epoch=welcome.epoch)
+                self._on_up(self)
+                while (message := await call.read()) is not END_OF_STREAM:
+                    for one in message.batch.responses if message.HasField("batch") else (message,):
+                        self._on_message(self, one)
+            finally:
+                writer.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
+                call.cancel()
+
+    @staticmethod
+    async def _write(call: Any, batch_queue: _Queue) -> None:
+        while messages := await batch_queue.take():
+            batch = placement_pb2.SessionRequestBatch(requests=messages) if len(messages) > 1 else None
+            await call.write(placement_pb2.SessionRequest(batch=batch) if batch else messages[0])
+        await call.done_writing()

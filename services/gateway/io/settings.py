@@ -1,0 +1,125 @@
+"""The gateway's settings: flags and POINTSMAN_GATEWAY_* variables from the same fields."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from pointsman.common.io.settings import Entries, HostPort, OtlpEndpoint, Pairs, by_name
+from pointsman.gateway.io.http.server_types import ServerLimits
+
+
+class GatewaySettings(BaseSettings):
+    """Settings of one gateway process. Times are seconds."""
+
+    model_config = SettingsConfigDict(env_prefix="POINTSMAN_GATEWAY_")
+
+    listen: HostPort = Field("127.0.0.1:8080", description="HOST:PORT to serve HTTP on; port 0 picks a free one")
+    tls_cert: Path | None = Field(None, description="certificate chain (PEM): HTTPS instead of HTTP; with tls_key")
+    tls_key: Path | None = Field(None, description="private key of tls_cert (PEM)")
+    tls_client_ca: Path | None = Field(
+        None, description="certificates (PEM) of whom clients must show a certificate, besides their keys"
+    )
+    routers: Entries = Field(
+        default_factory=lambda: ["127.0.0.1:50051"], description="routers as HOST:PORT, tried in this order"
+    )
+    tokenizers: Pairs = Field(
+        default_factory=list,
+        description="MODEL=PATH or MODEL=HUB_ID; for other models the engine's own model root is tried",
+    )
+    aliases: Pairs = Field(
+        default_factory=list,
+        description="NAME=MODEL: clients may ask for NAME and get MODEL, which answers by its own name",
+    )
+    api_keys_file: Path | None = Field(
+        None,
+        description="file with lines TENANT:KEY [requests_per_minute=N] [tokens_per_minute=N] [in_flight=N] "
+        "[cache_salt=TEXT], read again when it changes; without keys every client may call",
+    )
+    expose_placement: bool = Field(
+        True,
+        description="name decision and instance in answers' headers, and explain dry runs; instance ids are addresses",
+    )
+    client_cache_salt: bool = Field(False, description="let clients set cache_salt")
+    token_cache_mb: int = Field(128, ge=0, description="room for tokens and keys of texts seen before, in MiB")
+    max_body_bytes: int = Field(32 << 20, gt=0, description="largest request body in bytes")
+    max_buffered_body_bytes: int = Field(
+        256 << 20,
+        gt=0,
+        description="request bodies held at once, of all clients, until their answers begin; more is a 503. A byte of a body "
+        "takes about five of memory",
+    )
+    body_timeout_s: float = Field(ServerLimits.body_s, gt=0, description="for a request's whole body to arrive")
+    keepalive_timeout_s: float = Field(
+        ServerLimits.idle_s, gt=0, description="until a client's idle connection is closed"
+    )
+    placement_timeout_s: float = Field(60.0, gt=0, description="until the router names the first step, a hold included")
+    first_byte_timeout_s: float = Field(600.0, gt=0, description="until a stream's first byte")
+    prefill_timeout_s: float = Field(
+        120.0, gt=0, description="until a PREFILL step's end; then the answer is colocated"
+    )
+    transfer_timeout_s: float = Field(
+        30.0, gt=0, description="until KV has come from another instance; then the answer is colocated"
+    )
+    response_timeout_s: float = Field(3600.0, gt=0, description="until an answer that is not streamed begins")
+    idle_timeout_s: float = Field(ServerLimits.stall_s, gt=0, description="between two pieces of an answer")
+    router_grace_s: float = Field(0.5, ge=0, description="wait for a lost router before placing without it")
+    drain_timeout_s: float = Field(30.0, ge=0, description="after SIGTERM, for open requests to end")
+    processes: int = Field(
+        1,
+        gt=0,
+        le=256,
+        description="gateways that share the address and the keys' limits; each knows its own sessions",
+    )
+    gateway_id: str = Field(
+        default_factory=lambda: f"gw-{uuid.uuid4().hex[:12]}", description="unique for this process"
+    )
+    breakdown_file: Path | None = Field(
+        None,
+        description="append a line of JSON for each attempt: where it went and when each part of it began and ended",
+    )
+    otlp_endpoint: OtlpEndpoint = Field(
+        "", description="http(s)://HOST:PORT of an OTLP/gRPC collector that spans go to; empty: none are made"
+    )
+    trace_sample_ratio: float = Field(
+        1.0, ge=0, le=1, description="share traced of the requests whose client brings no trace of its own"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level to log")
+
+    @field_validator("routers")
+    @classmethod
+    def _some_router(cls, value: list[str]) -> list[str]:
+        if not value or not all(address.rpartition(":")[2].isdigit() for address in value):
+            raise ValueError("needs at least one router, each as HOST:PORT")
+        return value
+
+    @field_validator("aliases")
+    @classmethod
+    def _one_each(cls, value: list[str]) -> list[str]:
+        if any("=" in entry.partition("=")[2] for entry in value):
+            raise ValueError("an alias is NAME=MODEL; several are separated by blanks")
+        return value
+
+    @model_validator(mode="after")
+    def _whole_tls(self) -> GatewaySettings:
+        if (self.tls_cert is None) is not (self.tls_key is None) or (self.tls_client_ca and not self.tls_cert):
+            raise ValueError("tls_cert and tls_key belong together, and tls_client_ca needs both")
+        return self
+
+    @model_validator(mode="after")
+    def _room_for_one(self) -> GatewaySettings:
+        if self.max_buffered_body_bytes < self.max_body_bytes:
+            raise ValueError("max_buffered_body_bytes must be at least max_body_bytes")
+        return self
+
+    def alias_map(self) -> dict[str, str]:
+        """Name asked for -> name served."""
+        return by_name(self.aliases)
+
+    def tokenizer_paths(self) -> dict[str, str]:
+        """Model -> path or hub id, as given by `tokenizers`."""
+        return by_name(self.tokenizers)

@@ -1,0 +1,46 @@
+"""Writes the breakdown log: one JSON line for each attempt, with the time of each of its parts."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+
+from pointsman.common.io.line_file import LineFile
+from pointsman.gateway.core.request.attempt_report import AttemptBreakdown
+
+
+class BreakdownLog:
+    """Appends lines to a file; without one it does nothing."""
+
+    def __init__(self, file: Path | None) -> None:
+        """Raises OSError for a file that cannot be opened."""
+        self._file = LineFile(file) if file is not None else None
+        # One offset for all lines: a clock that is set while requests run does not make their parts negative.
+        self._offset = time.time() - time.monotonic()
+
+    @property
+    def lost(self) -> int:
+        """Lines that the disk did not take."""
+        return self._file.lost if self._file is not None else 0
+
+    @property
+    def on(self) -> bool:
+        """Whether anybody reads it."""
+        return self._file is not None
+
+    def unix(self, monotonic: float) -> float | None:
+        """A moment on the monotonic clock as unix s; None for 0, which stands for never."""
+        return round(self._offset + monotonic, 6) if monotonic else None
+
+    def write(self, line: AttemptBreakdown) -> None:
+        """Append one, unless the disk is full."""
+        if self._file is not None:
+            self._file.append(msgspec.json.encode(line))
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None

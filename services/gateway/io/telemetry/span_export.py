@@ -1,0 +1,51 @@
+"""Begins the traces of requests, and sends their spans part by part as they end."""
+
+from __future__ import annotations
+
+import random
+import time
+
+from pointsman.common.core.tracing import start_trace
+from pointsman.gateway.core.request.attempt import Attempt
+from pointsman.gateway.core.request.request_spans import attempt_spans, request_span
+from pointsman.gateway.core.request_trace import RequestTrace, Send
+
+
+class RequestTraces:
+    """Begins traces, or goes on with clients' own (pointsman.common.core.tracing.start_trace)."""
+
+    def __init__(self, send: Send, sample_ratio: float) -> None:
+        self._send = send
+        self._sample_ratio = sample_ratio
+        self._rng = random.Random()
+
+    def start(self, traceparent: str) -> RequestTrace:
+        """A request came, with that header."""
+        context, parent_id = start_trace(traceparent, self._sample_ratio, self._rng)
+        now = time.monotonic()
+        return RequestTrace(context, parent_id, self._send, now, time.time_ns() - int(now * 1e9))
+
+
+def attempt_ended(trace: RequestTrace, attempt: Attempt, error: str, input_tokens: int, now: float) -> None:
+    """An attempt of the request is over."""
+    if trace.sampled:
+        trace.send(attempt_spans(trace.context, attempt, error, input_tokens, now, trace.clock))
+
+
+def answered(trace: RequestTrace, route: str, model: str, status: int) -> None:
+    """The request is over. Route and model are such as are served here, or empty."""
+    if not trace.sampled:
+        return
+    span = request_span(
+        trace.context,
+        trace.parent_id,
+        route,
+        status,
+        trace.received_at,
+        trace.tokenised,
+        time.monotonic(),
+        trace.clock,
+        **trace.known,
+        **{"gen_ai.request.model": model},
+    )
+    trace.send([span])

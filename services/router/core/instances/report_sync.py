@@ -1,0 +1,195 @@
+"""The router's side of the agent-report protocol, for one instance. Pure.
+
+An agent sends its instance's set of keys as a snapshot and then contiguous deltas, with checks in between. Whatever does
+not fit (a hole, a wrong digest, a delta before any snapshot) empties the copy and asks for a new snapshot: a phantom block is
+worse than a forgotten one. A copy that the bounded index has no room for is given up until there is. Tiers other than the
+device's are checked but earn no prefix credit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from enum import StrEnum
+
+import msgspec
+
+from pointsman.common.core.block_keys import digest_of
+from pointsman.router.core.prefix.exact_index import IndexFull, PrefixIndex
+
+TIER_DEVICE = 1
+
+
+class SyncPhase(StrEnum):
+    """WAITING for a snapshot, receiving one (SNAPSHOT), LIVE: equal to the agent's set up to the last delta, or FULL: given
+    up."""
+
+    WAITING = "WAITING"
+    SNAPSHOT = "SNAPSHOT"
+    LIVE = "LIVE"
+    FULL = "FULL"
+
+
+class SnapshotBegin(msgspec.Struct, frozen=True, gc=False):
+    """A full copy as of `seq` follows."""
+
+    seq: int
+
+
+class SnapshotChunk(msgspec.Struct, frozen=True, gc=False):
+    """A part of the copy."""
+
+    tier: int
+    keys: Collection[int]
+
+
+class SnapshotEnd(msgspec.Struct, frozen=True, gc=False):
+    """The copy is complete and must have this count and digest."""
+
+    seq: int
+    key_count: int
+    digest: int
+
+
+class Delta(msgspec.Struct, frozen=True, gc=False):
+    """One change of the set."""
+
+    seq: int
+    tier: int
+    added: Collection[int] = ()
+    removed: Collection[int] = ()
+    cleared: bool = False
+
+
+class ConsistencyCheck(msgspec.Struct, frozen=True, gc=False):
+    """What the set must be after delta `seq`."""
+
+    seq: int
+    key_count: int
+    digest: int
+
+
+KeyMessage = SnapshotBegin | SnapshotChunk | SnapshotEnd | Delta | ConsistencyCheck
+
+
+class ReportSync:
+    """The copy of one incarnation's keys in `index`, and how far it can be trusted."""
+
+    def __init__(self, instance_id: str, index: PrefixIndex) -> None:
+        self.phase = SyncPhase.WAITING
+        self.seq = 0
+        self.resyncs = 0
+        self.wanted = 0
+        self._instance_id = instance_id
+        self._index = index
+        self._count = 0
+        self._digest = 0
+
+    @property
+    def live(self) -> bool:
+        """Whether the copy equals the agent's set as of `seq`."""
+        return self.phase is SyncPhase.LIVE
+
+    @property
+    def full(self) -> bool:
+        """Whether the index had no room for the copy, which had, or was to have, `wanted` keys."""
+        return self.phase is SyncPhase.FULL
+
+    def can_resume(self, oldest_seq: int, latest_seq: int) -> bool:
+        """Whether an agent that still has deltas oldest..latest can go on from this copy without a snapshot."""
+        return self.live and oldest_seq <= self.seq + 1 <= latest_seq + 1
+
+    def reset(self) -> None:
+        """Forget the copy and wait for a snapshot. Mutates the index."""
+        self.phase = SyncPhase.WAITING
+        self._count = self._digest = self.seq = 0
+        self._index.drop(self._instance_id)
+
+    def invalidate(self) -> None:
+        """Forget the copy, for what it says is not so; a new snapshot must be asked for. Mutates the index."""
+        self.reset()
+        self.resyncs += 1
+
+    def handle(self, message: KeyMessage) -> str:
+        """Apply one message; returns why a new snapshot is needed, or "". Mutates the index."""
+        if self.phase is SyncPhase.FULL and not isinstance(message, SnapshotBegin):
+            if isinstance(message, SnapshotEnd):
+                self.wanted = message.key_count
+            return ""
+        try:
+            return self._apply(message)
+        except IndexFull:
+            self.reset()
+            self.phase = SyncPhase.FULL
+            return ""
+
+    def _apply(self, message: KeyMessage) -> str:
+        match message:
+            case Delta():
+                return self._delta(message)
+            case SnapshotBegin():
+                self.reset()
+                self.phase, self.seq = SyncPhase.SNAPSHOT, message.seq
+                return ""
+            case SnapshotChunk():
+                return self._chunk(message)
+            case SnapshotEnd():
+                return self._end(message)
+            case ConsistencyCheck():
+                return self._check(message)
+
+    def _chunk(self, chunk: SnapshotChunk) -> str:
+        if self.phase is not SyncPhase.SNAPSHOT:
+            return self._fail("a snapshot chunk outside a snapshot")
+        keys = chunk.keys
+        self.wanted = self._count + len(keys)
+        if chunk.tier == TIER_DEVICE:
+            self._index.add(self._instance_id, keys)
+        self._count += len(keys)
+        self._digest ^= digest_of(chunk.tier, keys)
+        return ""
+
+    def _end(self, end: SnapshotEnd) -> str:
+        if self.phase is not SyncPhase.SNAPSHOT or end.seq != self.seq:
+            return self._fail("a snapshot's end without its beginning")
+        if (end.key_count, end.digest) != (self._count, self._digest):
+            return self._fail("the snapshot's digest differs")
+        self.phase = SyncPhase.LIVE
+        return ""
+
+    def _delta(self, delta: Delta) -> str:
+        if self.phase is SyncPhase.WAITING:
+            return ""  # The snapshot that was asked for is on its way, and covers this delta.
+        if self.phase is SyncPhase.SNAPSHOT:
+            return self._fail("a delta inside a snapshot")
+        if delta.seq <= self.seq:
+            return ""  # Seen already: an agent may send again what it is not sure of.
+        if delta.seq != self.seq + 1:
+            return self._fail(f"a gap: delta {delta.seq} after {self.seq}")
+        if delta.cleared:
+            self._index.drop(self._instance_id)
+            self._count = self._digest = 0
+        added, removed = delta.added, delta.removed
+        self.wanted = self._count + len(added)
+        if delta.tier == TIER_DEVICE and (
+            self._index.remove(self._instance_id, removed) != len(removed)
+            or self._index.add(self._instance_id, added) != len(added)
+        ):
+            return self._fail("a delta that does not fit the copy")
+        self._count += len(added) - len(removed)
+        self._digest ^= digest_of(delta.tier, added) ^ digest_of(delta.tier, removed)
+        self.seq = delta.seq
+        return ""
+
+    def _check(self, consistency_check: ConsistencyCheck) -> str:
+        if not self.live:
+            return ""
+        if consistency_check.seq != self.seq:
+            return self._fail(f"a gap: check {consistency_check.seq} after delta {self.seq}")
+        if (consistency_check.key_count, consistency_check.digest) != (self._count, self._digest):
+            return self._fail("the check's digest differs")
+        return ""
+
+    def _fail(self, reason: str) -> str:
+        self.reset()
+        self.resyncs += 1
+        return reason

@@ -1,0 +1,142 @@
+"""What agents tell, into the fleet and what is believed of it. Pure. Only RouterState calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pointsman.common.core.block_keys import KEY_SCHEME, KEY_TOKENS
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
+from pointsman.router.core.instances.stale_reservations import stale_reservations
+from pointsman.router.core.learning.prefix_knowledge import PrefixKnowledge
+from pointsman.router.core.load.reservations import Reservations
+from pointsman.router.core.prefix.exact_index import PrefixIndex
+
+# (event, now): ends a request and returns the effects.
+Finish = Callable[[ev.Finished, float], list[ev.Effect]]
+
+
+class Reports:
+    """Agents' streams. `stale_report_s`: figures count for so long; `lost_instance_s`: an instance outlives its stream."""
+
+    def __init__(
+        self,
+        instances: InstanceRegistry,
+        index: PrefixIndex,
+        prefix_knowledge: PrefixKnowledge,
+        reservations: Reservations,
+        finish: Finish,
+        *,
+        stale_report_s: float,
+        lost_instance_s: float,
+    ) -> None:
+        self._instances = instances
+        self._index = index
+        self._prefix_knowledge = prefix_knowledge
+        self._reservations = reservations
+        self._finish = finish
+        self._stale_report_s = stale_report_s
+        self._lost_instance_s = lost_instance_s
+
+    def hello(self, hello: ev.AgentHello, now: float) -> list[ev.Effect]:
+        """An agent opened a stream: welcome or refuse it. Mutates."""
+        info = hello.info
+        if hello.key_scheme != KEY_SCHEME:
+            return [
+                ev.RefuseReport(hello.stream_id, f"key scheme {hello.key_scheme!r}: this router uses {KEY_SCHEME!r}")
+            ]
+        if info.block_size <= 0 or info.block_size % KEY_TOKENS:
+            return [ev.RefuseReport(hello.stream_id, f"block size {info.block_size} is no multiple of {KEY_TOKENS}")]
+        if not (info.instance_id and info.incarnation and info.url and info.model):
+            return [ev.RefuseReport(hello.stream_id, "instance_id, incarnation, url and model must not be empty")]
+        effects: list[ev.Effect] = []
+        before = self._instances.get(info.instance_id)
+        if before is not None and before.lost_at is None and before.stream_id != hello.stream_id:
+            effects.append(ev.RefuseReport(before.stream_id, "a newer stream reports this instance", replaced=True))
+        record = self._instances.add(info, hello.stream_id, now)
+        if before is not None and before is not record:
+            self._prefix_knowledge.forget(info.instance_id)
+        resume = record.follows_events and record.sync.can_resume(hello.oldest_seq, hello.latest_seq)
+        if not resume:
+            record.sync.reset()
+        effects.append(
+            ev.Welcome(hello.stream_id, snapshot=not resume, resume_from_seq=record.sync.seq + 1 if resume else 0)
+        )
+        return [*effects, ev.FleetChanged()]
+
+    def keys(self, event: ev.KeysReported, now: float) -> list[ev.Effect]:
+        """A message about an instance's keys. Mutates."""
+        record = self._reporter(event.stream_id, event.instance_id, now)
+        if record is None or not (record.follows_events or record.sync.full):
+            return []
+        before = record.state
+        failure = record.sync.handle(event.message)
+        self._prefix_knowledge.keys_reported(record, event.message, self._reservations, now)
+        effects: list[ev.Effect] = [ev.FleetChanged()] if record.state is not before else []
+        if failure:
+            effects.append(ev.Resync(event.stream_id, event.instance_id, failure))
+        return effects
+
+    def load(self, event: ev.LoadReported, now: float) -> list[ev.Effect]:
+        """A load sample. Mutates."""
+        record = self._reporter(event.stream_id, event.instance_id, now)
+        if record is None:
+            return []
+        effects: list[ev.Effect] = []
+        if event.load.healthy is not (record.load is None or record.load.healthy):
+            effects.append(ev.FleetChanged())
+        record.load = event.load
+        if record.idle_reports.observe(event.load, now, self._stale_report_s):
+            effects += self._release_stale(record, now)
+        return effects
+
+    def gone(self, event: ev.AgentGoodbye | ev.AgentLost, now: float) -> list[ev.Effect]:
+        """A stream ended, with or without a word. Mutates."""
+        record = self._reporter(event.stream_id, event.instance_id, now)
+        if record is None:
+            return []
+        if isinstance(event, ev.AgentGoodbye):
+            self._remove(event.instance_id)
+        else:
+            record.lost_at = now
+        return [ev.FleetChanged()]
+
+    def tick(self, now: float) -> list[ev.Effect]:
+        """Time has passed: forget lost instances, and ask those for a snapshot that the index has room for again. Mutates."""
+        effects: list[ev.Effect] = []
+        for record in self._instances.records():
+            if record.lost_at is not None and record.lost_at + self._lost_instance_s <= now:
+                self._remove(record.info.instance_id)
+                effects.append(ev.FleetChanged())
+            elif record.sync.full and record.lost_at is None and self._index.has_room(record.sync.wanted * 5 // 4):
+                record.sync.reset()
+                record.candidate_snapshot = None
+                reason = "the index has room again"
+                effects += [ev.Resync(record.stream_id, record.info.instance_id, reason), ev.FleetChanged()]
+        return effects
+
+    def _reporter(self, stream_id: int, instance_id: str, now: float) -> InstanceRecord | None:
+        record = self._instances.get(instance_id)
+        if record is None or record.stream_id != stream_id:
+            return None
+        record.heard_at = now
+        record.candidate_snapshot = None
+        return record
+
+    def _release_stale(self, record: InstanceRecord, now: float) -> list[ev.Effect]:
+        instance_id = record.info.instance_id
+        if not self._reservations.counters(instance_id).num_requests:
+            return []
+        gone = stale_reservations(
+            self._reservations, instance_id, self._prefix_knowledge.opened_at, record.idle_reports.since, now
+        )
+        error = "its instance runs nothing and no gateway claims it"
+        return [
+            effect
+            for reservation in gone
+            for effect in self._finish(ev.Finished(reservation.request_id, "CANCELLED", error=error), now)
+        ]
+
+    def _remove(self, instance_id: str) -> None:
+        self._instances.remove(instance_id)
+        self._prefix_knowledge.forget(instance_id)

@@ -1,0 +1,173 @@
+"""How far the engines are with the prompts placed on them: a prompt's own keys, appearing in its instance's events, are its
+progress. Pure.
+
+Keys are chained and engines compute from the front, so for each prompt only the next key that is to come needs to be watched:
+a report costs one look-up for each of them, and a move one more for each block that it passes. Nothing is watched after the
+first token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from pointsman.common.core.block_keys import KEY_TOKENS
+from pointsman.router.core.prefix.exact_index import PrefixIndex
+
+NO_KEYS: Sequence[int] = ()
+
+
+@dataclass(slots=True, eq=False)
+class OpenPrompt:
+    """One open request's prompt on the instance of its step.
+
+    `target_tokens` of it are computed there, `cached_tokens` of those were predicted to be cached; `reached` counts the leading
+    blocks known to be there. `evicted`: a part of the predicted prefix went while the
+    request waited, so what the engine reports says nothing about the index. `learned`: its keys were credited already.
+    """
+
+    request_id: str
+    instance_id: str
+    opened_at: float
+    keys: Sequence[int] = NO_KEYS
+    cached_tokens: int = 0
+    target_tokens: int = 0
+    reached: int = 0
+    evicted: bool = False
+    learned: bool = False
+
+    @property
+    def limit(self) -> int:
+        """The leading blocks that this step computes."""
+        return min(self.target_tokens // KEY_TOKENS, len(self.keys))
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """Tokens beyond the cached ones that the engine has computed, once `reached` has moved."""
+        return self.reached * KEY_TOKENS - self.cached_tokens
+
+
+class PrefillProgress:
+    """The prompts of all open requests, and those whose prefill is watched, by instance."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, OpenPrompt] = {}
+        self._waiting: dict[str, dict[str, OpenPrompt]] = {}
+        self._next: dict[str, dict[int, list[OpenPrompt]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[OpenPrompt]:
+        return iter(self._open.values())
+
+    def get(self, request_id: str) -> OpenPrompt | None:
+        """The prompt of an open request."""
+        return self._open.get(request_id)
+
+    def open(self, prompt: OpenPrompt) -> None:
+        """Remember a prompt that nothing is watched of. Replaces the one with the same request id. Mutates."""
+        self.close(prompt.request_id)
+        self._open[prompt.request_id] = prompt
+
+    def watch(self, prompt: OpenPrompt, index: PrefixIndex) -> None:
+        """Follow an open prompt's keys. Those in `index` beyond the cached ones are no progress: the engine computes them again
+        and says nothing. Mutates."""
+        prompt.reached = prompt.cached_tokens // KEY_TOKENS
+        _run_on(prompt, index)
+        self._waiting.setdefault(prompt.instance_id, {})[prompt.request_id] = prompt
+        self._await_next(prompt)
+
+    def unwatch(self, request_id: str) -> None:
+        """Stop following a prompt's keys; no effect when it is not followed. Mutates."""
+        prompt = self._open.get(request_id)
+        waiting = self._waiting.get(prompt.instance_id) if prompt else None
+        if prompt is None or waiting is None or waiting.pop(request_id, None) is None:
+            return
+        if not waiting:
+            del self._waiting[prompt.instance_id]
+        if prompt.reached < prompt.limit:
+            by_key = self._next[prompt.instance_id]
+            awaited = by_key[prompt.keys[prompt.reached]]
+            awaited.remove(prompt)
+            if not awaited:
+                del by_key[prompt.keys[prompt.reached]]
+            if not by_key:
+                del self._next[prompt.instance_id]
+
+    def close(self, request_id: str) -> OpenPrompt | None:
+        """Forget a prompt; None when it is not open. Mutates."""
+        self.unwatch(request_id)
+        return self._open.pop(request_id, None)
+
+    def reported(self, instance_id: str, index: PrefixIndex) -> list[OpenPrompt]:
+        """The instance's copy in `index` has grown, or was made anew: the prompts that moved on. O(keys awaited + blocks moved),
+        however many keys came. Mutates."""
+        by_key = self._next.get(instance_id)
+        if by_key is None:
+            return []
+        return self._move(instance_id, by_key, [key for key in by_key if index.holds(instance_id, key)], index)
+
+    def removed(self, instance_id: str, index: PrefixIndex) -> None:
+        """Keys were removed: note which waiting prompts lost a part of their predicted prefix.
+
+        Engines evict a prefix from its end, so its last block tells. O(prompts waiting on the instance). Mutates.
+        """
+        for prompt in self._waiting.get(instance_id, {}).values():
+            last = prompt.cached_tokens // KEY_TOKENS - 1
+            if last >= 0 and not index.holds(instance_id, prompt.keys[last]):
+                prompt.evicted = True
+
+    def check_invariants(self, index: PrefixIndex, live: Container[str]) -> None:
+        """Raise AssertionError when the watched prompts and the keys awaited contradict each other, or, for instances whose copy
+        in `index` is `live`, the index."""
+        awaited = {
+            (instance_id, prompt.request_id): key
+            for instance_id, by_key in self._next.items()
+            for key, prompts in by_key.items()
+            for prompt in prompts
+        }
+        expected = {
+            (instance_id, prompt.request_id): prompt.keys[prompt.reached]
+            for instance_id, prompts in self._waiting.items()
+            for prompt in prompts.values()
+            if prompt.reached < prompt.limit
+        }
+        assert awaited == expected
+        assert all(self._waiting.values())
+        assert all(all(by_key.values()) and by_key for by_key in self._next.values())
+        for instance_id, prompts in self._waiting.items():
+            for request_id, prompt in prompts.items():
+                assert self._open[request_id] is prompt
+                assert prompt.instance_id == instance_id
+                assert (
+                    prompt.cached_tokens // KEY_TOKENS
+                    <= prompt.reached
+                    <= max(prompt.limit, prompt.cached_tokens // KEY_TOKENS)
+                )
+        for (instance_id, request_id), key in awaited.items():
+            assert instance_id not in live or not index.holds(instance_id, key), (instance_id, request_id)
+
+    def _move(
+        self, instance_id: str, by_key: dict[int, list[OpenPrompt]], keys: Iterable[int], index: PrefixIndex
+    ) -> list[OpenPrompt]:
+        found = [prompt for key in keys for prompt in by_key.pop(key)]
+        if found and not by_key:
+            del self._next[instance_id]
+        moved = []
+        for prompt in found:
+            if _run_on(prompt, index):
+                moved.append(prompt)
+            self._await_next(prompt)
+        return moved
+
+    def _await_next(self, prompt: OpenPrompt) -> None:
+        if prompt.reached < prompt.limit:
+            by_key = self._next.setdefault(prompt.instance_id, {})
+            by_key.setdefault(prompt.keys[prompt.reached], []).append(prompt)
+
+
+def _run_on(prompt: OpenPrompt, index: PrefixIndex) -> bool:
+    before = prompt.reached
+    prompt.reached = index.run_end(prompt.instance_id, prompt.keys, before, max(before, prompt.limit))
+    return prompt.reached > before

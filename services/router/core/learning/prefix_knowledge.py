@@ -1,0 +1,256 @@
+"""What the router makes of reports and answers: how much of a prompt each instance has, and how far it is with it. Pure.
+
+It joins the index of reported keys, the provisional blocks of what was just computed, the approximate index and the prediction
+audit that answers pass or fail. Only RouterState calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pointsman.common.core.block_keys import KEY_TOKENS
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
+from pointsman.router.core.instances.report_sync import TIER_DEVICE, Delta, KeyMessage, SnapshotEnd
+from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
+from pointsman.router.core.learning.prefill_progress import NO_KEYS, OpenPrompt, PrefillProgress
+from pointsman.router.core.load.reservations import Reservation, Reservations
+from pointsman.router.core.prefix.approximate_index import ApproximateIndex
+from pointsman.router.core.prefix.exact_index import PrefixIndex
+from pointsman.router.core.prefix.provisional_blocks import ProvisionalBlocks
+from pointsman.router.core.types import Candidate, Decision, Phase, PrefixSource, StepKind
+
+
+class PrefixMatches(NamedTuple):
+    """How many leading blocks of a prompt instances have (absent: none), and how many of these are provisional."""
+
+    blocks: Mapping[str, int]
+    provisional: Mapping[str, int]
+
+
+_NOTHING = PrefixMatches({}, {})
+# Block keys believed of an instance without KV events that does not tell its KV capacity.
+ASSUMED_CAPACITY_KEYS = 16_384
+
+
+@dataclass(slots=True)
+class PrefixKnowledge:
+    """See the module. `stale_keys_s`: the cache of an instance not heard of for so long counts as empty."""
+
+    index: PrefixIndex
+    instances: InstanceRegistry
+    stale_keys_s: float
+    prefill_observer: PrefillObserver
+    prefill_progress: PrefillProgress = field(default_factory=PrefillProgress)
+    provisional: ProvisionalBlocks = field(default_factory=ProvisionalBlocks)
+    approximate_index: ApproximateIndex = field(default_factory=ApproximateIndex)
+
+    # ---- what is known ----
+
+    def source(self, record: InstanceRecord, now: float) -> PrefixSource:
+        """Where the instance's cached blocks are known from now; NONE when its cache counts as empty."""
+        if record.lost_at is not None or now > record.heard_at + self.stale_keys_s:
+            return PrefixSource.NONE
+        if record.sync.live:
+            return PrefixSource.EVENTS
+        if record.follows_events or now < record.prediction_audit.suspended_until:
+            return PrefixSource.NONE
+        return PrefixSource.APPROXIMATE
+
+    def source_changes_at(self, record: InstanceRecord) -> tuple[float, float]:
+        """The moments at which the source may change by time alone."""
+        return record.heard_at + self.stale_keys_s, record.prediction_audit.suspended_until
+
+    def match(self, keys: Sequence[int], candidates: Sequence[Candidate]) -> PrefixMatches:
+        """What each of `candidates` has, by its prefix_source, of the prompt with these keys. Changes nothing."""
+        if not keys:
+            return _NOTHING
+        events = PrefixSource.EVENTS
+        exact = [one.instance_id for one in candidates if one.prefix_source is events]
+        blocks = self.index.leading_blocks(keys, exact)
+        provisional = {}
+        for instance_id in self.provisional.instance_ids() if len(self.provisional) else ():
+            if (confirmed := blocks.get(instance_id)) is not None:
+                reach = self.provisional.extend(instance_id, keys, confirmed)
+                if reach > confirmed:
+                    blocks[instance_id], provisional[instance_id] = reach, reach - confirmed
+        if len(exact) < len(candidates):
+            learned = [one.instance_id for one in candidates if one.prefix_source is PrefixSource.APPROXIMATE]
+            blocks |= self.approximate_index.leading_blocks(keys, learned)
+        return PrefixMatches(blocks, provisional)
+
+    # ---- agents ----
+
+    def keys_reported(
+        self, record: InstanceRecord, message: KeyMessage, reservations: Reservations, now: float
+    ) -> None:
+        """The instance's copy has taken `message` in. Mutates, `reservations` too."""
+        instance_id = record.info.instance_id
+        if not record.sync.live:
+            self.provisional.drop(instance_id)
+            return
+        match message:
+            case Delta():
+                if message.cleared:
+                    self.provisional.drop(instance_id)
+                    self.prefill_progress.removed(instance_id, self.index)
+                if message.tier != TIER_DEVICE:
+                    return
+                self.provisional.settle(instance_id, message.removed)
+                self.provisional.settle(instance_id, message.added)
+                if message.removed:
+                    self.prefill_progress.removed(instance_id, self.index)
+                moved = self.prefill_progress.reported(instance_id, self.index)
+            case SnapshotEnd():
+                record.prediction_audit.reset(now)
+                moved = self.prefill_progress.reported(instance_id, self.index)
+            case _:
+                return
+        for prompt in moved:
+            reservations.prefilled(prompt.request_id, prompt.prefilled_tokens)
+        if moved:
+            self.prefill_observer.moved(instance_id, now)
+
+    def forget(self, instance_id: str) -> None:
+        """The instance is gone, or is another one now. Mutates."""
+        self.provisional.drop(instance_id)
+        self.approximate_index.drop(instance_id)
+        self.prefill_observer.forget(instance_id)
+        for prompt in list(self.prefill_progress):
+            if prompt.instance_id == instance_id:
+                self.prefill_progress.unwatch(prompt.request_id)
+
+    # ---- requests ----
+
+    def opened(self, reservation: Reservation, keys: Sequence[int], target_tokens: int, now: float) -> None:
+        """A step of a request was reserved; `target_tokens` of its prompt are to be on the instance when it is done. Mutates."""
+        prompt = OpenPrompt(
+            request_id=reservation.request_id,
+            instance_id=reservation.instance_id,
+            opened_at=now,
+            keys=keys,
+            cached_tokens=target_tokens - reservation.new_tokens,
+            target_tokens=target_tokens,
+        )
+        self.prefill_progress.open(prompt)
+        record = self.instances.get(reservation.instance_id)
+        if record is not None and record.follows_events and prompt.keys and reservation.new_tokens:
+            self.prefill_progress.watch(prompt, self.index)
+
+    def announced(self, reservation: Reservation, now: float) -> None:
+        """A gateway told of an open request, known or not. Mutates."""
+        known = self.prefill_progress.get(reservation.request_id)
+        if known is None or known.instance_id != reservation.instance_id:
+            self.prefill_progress.open(OpenPrompt(reservation.request_id, reservation.instance_id, now))
+        elif reservation.phase is Phase.DECODE:
+            self.first_token(reservation.request_id, now)
+
+    def keys_of(self, request_id: str) -> Sequence[int]:
+        """The keys of an open request's prompt; empty when unknown."""
+        prompt = self.prefill_progress.get(request_id)
+        return prompt.keys if prompt else NO_KEYS
+
+    def opened_at(self, request_id: str) -> float:
+        """When an open request's step was reserved."""
+        prompt = self.prefill_progress.get(request_id)
+        return prompt.opened_at if prompt else float("inf")
+
+    def first_token(self, request_id: str, now: float) -> None:
+        """A request's prompt has been computed in full. Mutates."""
+        if prompt := self.prefill_progress.get(request_id):
+            self.prefill_progress.unwatch(request_id)
+            self._learn(prompt, now)
+
+    def step_done(self, request_id: str, now: float) -> None:
+        """A PREFILL step has computed its part. Mutates."""
+        self.first_token(request_id, now)
+
+    def finished(self, finished: ev.Finished, decision: Decision | None, now: float) -> list[ev.Effect]:
+        """A request has ended: learn from its answer and forget it. Mutates."""
+        prompt = self.prefill_progress.get(finished.request_id)
+        if prompt is None:
+            return []
+        if finished.outcome == "OK":
+            self._learn(prompt, now)
+        effects = self._judge(prompt, finished.cached_tokens, decision, now)
+        self.prefill_progress.close(finished.request_id)
+        return effects
+
+    def expire(self, now: float) -> None:
+        """Time has passed. Mutates."""
+        self.provisional.expire(now)
+
+    def check_invariants(self, reservations: Reservations) -> None:
+        """Raise AssertionError when prompts, reservations, provisional and approximate blocks contradict each other."""
+        for record in self.instances.records():
+            assert record.follows_events or not record.sync.live, record.info.instance_id
+        live = {record.info.instance_id for record in self.instances.records() if record.sync.live}
+        self.prefill_progress.check_invariants(self.index, live)
+        self.provisional.check_invariants()
+        self.approximate_index.check_invariants()
+        assert {prompt.request_id for prompt in self.prefill_progress} == {one.request_id for one in reservations}
+        for prompt in self.prefill_progress:
+            reservation = reservations.get(prompt.request_id)
+            assert reservation is not None
+            assert reservation.instance_id == prompt.instance_id
+
+    def _learn(self, prompt: OpenPrompt, now: float) -> None:
+        record = self.instances.get(prompt.instance_id)
+        if prompt.learned or record is None or not prompt.keys:
+            return
+        prompt.learned = True
+        per_block = record.info.block_size // KEY_TOKENS
+        # An engine keeps whole blocks of its own size only.
+        keys = prompt.keys[: min(prompt.target_tokens // KEY_TOKENS, len(prompt.keys)) // per_block * per_block]
+        if self.source(record, now) is PrefixSource.EVENTS:
+            held = self.index.leading_blocks(keys, (prompt.instance_id,))[prompt.instance_id]
+            self.provisional.add(prompt.instance_id, keys[held:], now)
+        elif not record.follows_events:
+            capacity = record.info.kv_capacity_tokens // KEY_TOKENS or ASSUMED_CAPACITY_KEYS
+            self.approximate_index.learn(prompt.instance_id, keys, capacity)
+
+    def _judge(
+        self, prompt: OpenPrompt, reported: int | None, decision: Decision | None, now: float
+    ) -> list[ev.Effect]:
+        """Compare what was predicted on the answering instance with what its engine reported."""
+        record = self.instances.get(prompt.instance_id)
+        if reported is None or decision is None or record is None or prompt.evicted or record.lost_at is not None:
+            return []
+        candidate = decision.view.find(prompt.instance_id)  # None: a gateway announced it elsewhere
+        last = decision.result.steps[-1]
+        if (
+            candidate is None
+            or candidate.incarnation != record.info.incarnation
+            or last.kind is not StepKind.SERVE
+            or last.instance_id != prompt.instance_id
+            or prompt.opened_at < record.prediction_audit.since
+        ):
+            return []
+        predicted = candidate.cached_tokens
+        if record.follows_events:
+            if candidate.prefix_source is not PrefixSource.EVENTS or not record.sync.live:
+                return []
+        elif candidate.prefix_source is not PrefixSource.APPROXIMATE:
+            return []
+        elif reported < predicted:
+            self.approximate_index.correct(prompt.instance_id, prompt.keys[reported // KEY_TOKENS :])
+        followed = record.follows_events
+        if not record.prediction_audit.observe(predicted, reported, record.info.block_size, now):
+            return []
+        return self._reject_predictions(record, followed, now)
+
+    def _reject_predictions(self, record: InstanceRecord, followed: bool, now: float) -> list[ev.Effect]:
+        instance_id, reason = record.info.instance_id, record.prediction_audit.reason
+        record.candidate_snapshot = None
+        self.provisional.drop(instance_id)
+        self.approximate_index.drop(instance_id)
+        if not followed:
+            record.prediction_audit.suspend(now)
+            return [ev.PredictionAuditFailed(instance_id, reason)]
+        record.sync.invalidate()
+        effects: list[ev.Effect] = [ev.PredictionAuditFailed(instance_id, reason), ev.FleetChanged()]
+        if record.follows_events:
+            effects.append(ev.Resync(record.stream_id, instance_id, f"prediction audit failed: {reason}"))
+        return effects

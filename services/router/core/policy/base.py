@@ -1,0 +1,269 @@
+"""What every policy has in common: settings with bounds, and one entry point that turns a result into a decision. Pure."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from functools import cached_property
+from typing import Any, ClassVar
+
+from msgspec.structs import replace
+
+from pointsman.router.core.types import (
+    Candidate,
+    Decision,
+    FleetView,
+    PlacementRequest,
+    PolicyRef,
+    PolicyResult,
+    Step,
+    StepKind,
+    route_class,
+)
+
+NO_KV_TRANSFER = "no_kv_transfer"
+
+
+class SettingError(ValueError):
+    """A policy or setting that does not exist or is out of range; `field` names it."""
+
+    def __init__(self, field_name: str, message: str) -> None:
+        super().__init__(f"{field_name}: {message}")
+        self.field = field_name
+
+
+def setting(default: float, low: float, high: float, doc: str) -> Any:
+    """A numeric setting of a policy with its bounds (inclusive), checked by `make_policy`."""
+    return field(default=float(default), metadata={"low": low, "high": high, "doc": doc})
+
+
+def choice(default: str, options: tuple[str, ...], doc: str) -> Any:
+    """A setting that is one of a few words, checked by `make_policy`."""
+    return field(default=default, metadata={"options": options, "doc": doc})
+
+
+def switch(default: bool, doc: str) -> Any:
+    """A setting that is true or false, checked by `make_policy`."""
+    return field(default=default, metadata={"switch": True, "doc": doc})
+
+
+def bounds(one: Field[Any]) -> str:
+    """What a setting may be, for people: "0 to 1", "cost or heuristic", "true or false"."""
+    if options := one.metadata.get("options"):
+        return " or ".join(options)
+    if "switch" in one.metadata:
+        return "true or false"
+    return f"{one.metadata['low']:g} to {one.metadata['high']:g}"
+
+
+def summary(kind: type[Policy]) -> str:
+    """The first sentence of a policy's docstring."""
+    first, _, _ = inspect.cleandoc(kind.__doc__ or "").replace("\n", " ").partition(". ")
+    return first.rstrip(".") + "."
+
+
+@dataclass(frozen=True)
+class Policy(ABC):
+    """A pure function from request and view to a result; its dataclass fields are its settings."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        """Choose among `view.eligible()`, which is not empty, or `hold`. Must depend on nothing but its arguments."""
+
+    def without_holds(self) -> Policy | None:
+        """What places a request that this policy has held for as long as it may; None: the default policy."""
+        return None
+
+    def ref(self) -> PolicyRef:
+        """Name and settings, as decisions record them."""
+        return self._ref
+
+    @cached_property
+    def _ref(self) -> PolicyRef:
+        return PolicyRef(self.name, {one.name: getattr(self, one.name) for one in fields(self)})
+
+
+def build(kind: type[Policy], settings: Mapping[str, object]) -> Policy:
+    """An instance of `kind` with `settings` over its defaults. SettingError names what is unknown or out of range."""
+    known: dict[str, Field[Any]] = {one.name: one for one in fields(kind)}
+    values: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name not in known:
+            raise SettingError(f"settings.{name}", f"policy {kind.name} has no such setting")
+        values[name] = _checked(known[name], value)
+    return kind(**values)
+
+
+def _checked(one: Field[Any], value: object) -> float | str | bool:
+    name = f"settings.{one.name}"
+    if options := one.metadata.get("options"):
+        if not isinstance(value, str) or value not in options:
+            raise SettingError(name, f"must be {bounds(one)}")
+        return value
+    if "switch" in one.metadata:
+        if not isinstance(value, bool):
+            raise SettingError(name, f"must be {bounds(one)}")
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise SettingError(name, "must be a number")
+    if not one.metadata["low"] <= value <= one.metadata["high"]:
+        raise SettingError(name, f"{value:g} is outside {bounds(one)}")
+    return float(value)
+
+
+def serve(candidate: Candidate, reason: str, scores: Mapping[str, float] | None = None) -> PolicyResult:
+    """The result of one SERVE step on `candidate`."""
+    return PolicyResult((Step(StepKind.SERVE, candidate.instance_id, reason),), reason, scores or {})
+
+
+def offload(
+    request: PlacementRequest,
+    prefill: Candidate,
+    decode: Candidate,
+    rule: str,
+    reason: str,
+    *,
+    scores: Mapping[str, float] | None = None,
+    figures: Mapping[str, float] | None = None,
+    owner: str = "",
+) -> PolicyResult:
+    """The result of two steps: PREFILL of the whole prompt on `prefill`, then SERVE on `decode` with its KV."""
+    steps = (
+        Step(StepKind.PREFILL, prefill.instance_id, rule, prefix_tokens=request.input_tokens),
+        Step(StepKind.SERVE, decode.instance_id, rule, kv_source=prefill.instance_id),
+    )
+    return PolicyResult(steps, reason, scores or {}, figures or {}, owner)
+
+
+def slice_of(
+    candidate: Candidate, prefix_tokens: int, reason: str, scores: Mapping[str, float] | None = None
+) -> PolicyResult:
+    """The result to compute the prompt's first `prefix_tokens` on `candidate`, and then to ask again."""
+    step = Step(StepKind.PREFILL, candidate.instance_id, reason, prefix_tokens=prefix_tokens)
+    return PolicyResult((step,), reason, scores or {})
+
+
+def hold(
+    reason: str,
+    max_hold_s: float = 0.0,
+    scores: Mapping[str, float] | None = None,
+    queue_penalty_s: float | None = None,
+) -> PolicyResult:
+    """The result to wait: the router asks again whenever something frees, for `max_hold_s` (0: as long as it lets requests
+    wait) after the request first came. `queue_penalty_s` (None: by new tokens) says behind whom."""
+    return PolicyResult((), reason, scores or {}, max_hold_s=max_hold_s, queue_penalty_s=queue_penalty_s)
+
+
+def least(candidates: Sequence[Candidate], decision_number: int, key: Callable[[Candidate], Any]) -> Candidate:
+    """argmin of `key` (comparable), ties in turn. `candidates` must not be empty."""
+    return min(rotated(candidates, decision_number), key=key)
+
+
+def lowest(
+    candidates: Sequence[Candidate],
+    scores: Mapping[str, float],
+    decision_number: int,
+    then: Callable[[Candidate], Any] | None = None,
+) -> Candidate:
+    """argmin of the scores, by instance id; ties by `then`, then in turn. `candidates` must not be empty."""
+    low = min([scores[one.instance_id] for one in candidates])
+    equal = [one for one in rotated(candidates, decision_number) if scores[one.instance_id] == low]
+    return min(equal, key=then) if then and len(equal) > 1 else equal[0]
+
+
+def mean(values: Iterable[float]) -> float:
+    """Arithmetic mean; 0 of nothing."""
+    listed = list(values)
+    return sum(listed) / len(listed) if listed else 0.0
+
+
+def rotated(candidates: Sequence[Candidate], decision_number: int) -> Sequence[Candidate]:
+    """All of them, beginning with the one whose turn it is: the last tie-break, needed because all scores are 0 when cold."""
+    start = decision_number % max(len(candidates), 1)
+    return (*candidates[start:], *candidates[:start])
+
+
+def decide(
+    policy: Policy,
+    request: PlacementRequest,
+    pool: str,
+    view: FleetView,
+    rng: random.Random,
+    decision_id: str,
+    *,
+    degraded: bool = False,
+) -> Decision:
+    """Decide on one request. `view` must have at least one eligible candidate. Same arguments, same decision.
+
+    Where the engines of an OFFLOAD plan cannot pass KV on to each other, its last step alone is left (`no_kv_transfer`).
+    A decision to hold has mode HELD and no steps; its class and cached tokens are those of the best cached candidate.
+    """
+    result = policy.choose(request, view, rng)
+    if not _kv_can_pass(result, view):
+        last = result.steps[-1]
+        result = replace(result, steps=(Step(StepKind.SERVE, last.instance_id, last.reason),), reason=NO_KV_TRANSFER)
+    if steps := result.steps:
+        # The class is that of the prefill's work, wherever the answer then comes from.
+        prefills = chosen = _named(view, steps[0].instance_id)
+        if len(steps) > 1:
+            chosen = _named(view, steps[-1].instance_id)
+        mode = "COLOCATED" if all(step.instance_id == chosen.instance_id for step in steps) else "OFFLOAD"
+    else:
+        prefills = chosen = max(view.eligible(), key=lambda candidate: candidate.cached_tokens)
+        mode = "HELD"
+    runner_up, margin = _runner_up(result.scores, chosen.instance_id)
+    return Decision(
+        decision_id=decision_id,
+        request=request,
+        pool=pool,
+        view=view,
+        policy=policy.ref(),
+        result=result,
+        route_class=route_class(prefills.new_tokens, request.input_tokens),
+        mode=mode,
+        cached_tokens=chosen.cached_tokens,
+        runner_up=runner_up,
+        margin=margin,
+        key_count=len(request.keys),
+        degraded=degraded,
+        notes=_owner_note(view) if view.session_owner else (),
+    )
+
+
+def _kv_can_pass(result: PolicyResult, view: FleetView) -> bool:
+    """Whether every step that answers from another instance's KV can."""
+    return all(
+        _named(view, step.kv_source).can_give_kv_to(_named(view, step.instance_id))
+        for step in result.steps
+        if step.kv_source
+    )
+
+
+def _named(view: FleetView, instance_id: str) -> Candidate:
+    found = view.find(instance_id)
+    if found is None:
+        raise LookupError(f"no candidate {instance_id!r}")
+    return found
+
+
+def _runner_up(scores: Mapping[str, float], chosen: str) -> tuple[str, float | None]:
+    """The best scored of the others (of equal ones the first by name), and how much worse it is than the chosen one."""
+    runner_up, least_score = "", math.inf
+    for instance_id, score in scores.items():
+        if score <= least_score and instance_id != chosen and (score < least_score or instance_id < runner_up):
+            runner_up, least_score = instance_id, score
+    return runner_up, least_score - scores[chosen] if runner_up and chosen in scores else None
+
+
+def _owner_note(view: FleetView) -> tuple[str, ...]:
+    """Why a session had to leave its owner, whatever the policy: owner_draining, owner_saturated, ..., owner_gone."""
+    owner = view.find(view.session_owner)
+    if owner is None:
+        return ("owner_gone",)
+    return (f"owner_{owner.excluded}",) if owner.excluded else ()

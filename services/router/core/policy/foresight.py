@@ -1,0 +1,189 @@
+"""`foresight`: predicted seconds instead of tokens, heavy prompts in slices, small ones at once, the rest in order. Pure."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from msgspec import structs
+
+from pointsman.router.core.policy.base import Policy, hold, rotated, serve, setting, slice_of
+from pointsman.router.core.prefill_curve import DEFAULT_CURVE, PrefillCurve
+from pointsman.router.core.types import Candidate, FleetView, PlacementRequest, PolicyResult, PrefillBacklog
+
+AT_ONCE, SLICE, LAST_PART, HELD = "at_once", "slice", "last_part", "held"
+# Of what a prefill is predicted to take, it may have done so much when nothing was heard of it for long: it is not over.
+MAX_DONE_SHARE = 0.9
+# A rest of less than this share of a slice goes with the slice before it.
+SMALL_REST = 0.25
+NO_WAIT_LIMIT = 1e6
+
+
+@dataclass(frozen=True)
+class Foresight(Policy):
+    """Least predicted seconds until the first token; heavy prompts in slices, one after another, light ones at once.
+
+    C_i = the curve's seconds for the tokens that are new on i; wait_i = those of the prefills open there, rest_i = those of
+    what is to follow the slices that are computed there, u = those that a request usually takes; idle = the share of instances
+    without prefills. score_i = wait_i + C_i + lost_cache_weight * (C_i - min C) + remainder_weight * idle * rest_i +
+    (interference + busy_interference * (1 - idle)) * C_i * decodes_i + overflow_factor * u where i's KV would not hold all open
+    prompts. The least score is where a request goes. A light one (min C <= light_factor * u): when wait_i <= light_wait_factor *
+    u, or under half of what is open there (reason `at_once`). A heavy one: when what goes before it there takes at most
+    heavy_wait_factor * u, which is what is open, and the rests of heavy prompts that have less left than itself. Until then it is
+    held (`held`), those with the least min C / ageing_rate - age first. Of a heavy prompt only the next slice_factor * u seconds
+    are placed (`slice`), then the rest is decided anew (`last_part`). So an instance has one heavy prompt at a time, that with
+    the least left, and light ones go between its slices. Engines that cut long prompts themselves are no exception: a lone prompt
+    has their whole step, which may take seconds. A prompt of n tokens waits there, for each prompt before it, min(what is left of
+    it, ceil(n / limit) chunks of it); a light one of more than a chunk starts as heavy ones do, and goes whole. Scores are
+    seconds; figures tell u, and wait and C where it goes. Source: a study of Pointsman's own, of which docs/findings.md tells.
+    """
+
+    name: ClassVar[str] = "foresight"
+
+    slice_factor: float = setting(
+        0.3, 0.0, 1e6, "length of a slice, in multiples of the mean request cost; 0: no slices"
+    )
+    slice_min_tokens: float = setting(1024.0, 16.0, 1e9, "minimum length of a slice, in tokens")
+    light_factor: float = setting(2.0, 0.0, 1e6, "a request up to this multiple of the mean request cost is light")
+    light_wait_factor: float = setting(
+        1.5, 0.0, 1e6, "longest wait of a light request, in multiples of the mean request cost"
+    )
+    heavy_wait_factor: float = setting(
+        0.2, 0.0, 1e6, "most work ahead of a heavy request, in multiples of the mean request cost"
+    )
+    ageing_rate: float = setting(0.1, 1e-3, 1e6, "seconds of cost that a second of waiting makes up for")
+    lost_cache_weight: float = setting(0.3, 0.0, 1e6, "price of prefilling again what another instance has cached")
+    remainder_weight: float = setting(
+        0.3, 0.0, 1e6, "price of answering beside what is left of a heavy prompt: slices slow answers"
+    )
+    interference: float = setting(0.05, 0.0, 1e6, "price of a second of prefill beside a running decode")
+    busy_interference: float = setting(
+        0.3, 0.0, 1e6, "what is added to it where every instance has prefills: slow answers fill the KV"
+    )
+    overflow_factor: float = setting(
+        1.0, 0.0, 1e6, "price of more open prompts than the KV cache holds, in mean request costs"
+    )
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        eligible = rotated(view.eligible(), view.decision_number)
+        curves, now = view.curves, view.now
+        unit = _mean_cost_s(view)
+        own = [
+            curves.get(one.prefill_backlog.hardware, DEFAULT_CURVE).cost_s(one.new_tokens, one.cached_tokens)
+            for one in eligible
+        ]
+        least = min(own)
+        idle = sum([not one.prefill_backlog.requests for one in eligible]) / len(eligible)
+        scores: dict[str, float] = {}
+        best, best_score, best_cost, second = eligible[0], math.inf, own[0], math.inf
+        # The cheapest first: where the own cost alone is more than the second least score, nothing can be the best or next to it.
+        for at in sorted(range(len(own)), key=own.__getitem__):
+            one, cost = eligible[at], own[at]
+            score = cost + self.lost_cache_weight * (cost - least)
+            if score > second:
+                break
+            if one.num_requests:
+                curve = curves.get(one.prefill_backlog.hardware, DEFAULT_CURVE)
+                score += self._load(request, one, cost, curve, now, idle)
+                if 0 < one.kv_capacity_tokens < _open_tokens(request, one):
+                    score += self.overflow_factor * unit
+            scores[one.instance_id] = score
+            if score < best_score:
+                best, best_score, best_cost, second = one, score, cost, best_score
+            elif score < second:
+                second = score
+        curve = curves.get(best.prefill_backlog.hardware, DEFAULT_CURVE)
+        backlog, wait = _ahead(best.prefill_backlog, curve, best.new_tokens, now)
+        figures = {"mean_cost_s": unit, "wait_s": wait, "prefill_s": best_cost}
+        light = least <= self.light_factor * unit
+        # Where an engine cuts, what takes several chunks slows all that is computed beside it, and is slowed by it.
+        passes = light and not 0 < best.prefill_backlog.chunk_limit < best.new_tokens
+        if not unit or (passes and (wait <= self.light_wait_factor * unit or wait < 0.5 * backlog)):
+            return structs.replace(serve(best, AT_ONCE, scores), figures=figures)
+        queue_penalty = least / self.ageing_rate
+        if passes or backlog + _less_left(request, best, best_cost, curve) > self.heavy_wait_factor * unit:
+            return structs.replace(hold(HELD, scores=scores, queue_penalty_s=queue_penalty), figures=figures)
+        prefix = 0 if light else self._slice(request, best, curve, unit)
+        result = slice_of(best, prefix, SLICE, scores) if prefix else serve(best, LAST_PART, scores)
+        return structs.replace(result, figures=figures, queue_penalty_s=queue_penalty)
+
+    def without_holds(self) -> Policy:
+        """The same, holding nobody."""
+        return replace(self, light_wait_factor=NO_WAIT_LIMIT, heavy_wait_factor=NO_WAIT_LIMIT)
+
+    def _load(
+        self, request: PlacementRequest, one: Candidate, cost: float, curve: PrefillCurve, now: float, idle: float
+    ) -> float:
+        """What a busy instance's other requests add to its score, in s."""
+        work = one.prefill_backlog
+        interference = self.interference + self.busy_interference * (1.0 - idle)
+        added = interference * cost * max(one.num_requests - work.requests, 0)
+        if work.queue:
+            added += _ahead(work, curve, one.new_tokens, now)[1]
+        if work.remainders and idle:
+            remainders = [
+                curve.cost_s(left, there) for who, left, there in work.remainders if who != request.request_id
+            ]
+            added += self.remainder_weight * idle * sum(remainders)
+        return added
+
+    def _slice(self, request: PlacementRequest, one: Candidate, curve: PrefillCurve, unit: float) -> int:
+        """How many tokens of the prompt are to be there after the next slice; 0: all that is left goes at once."""
+        if not self.slice_factor:
+            return 0
+        tokens = max(curve.tokens_in(self.slice_factor * unit, one.cached_tokens), self.slice_min_tokens)
+        tokens = min(tokens, request.sliceable_tokens - one.cached_tokens)
+        if tokens < self.slice_min_tokens or tokens * (1 + SMALL_REST) >= one.new_tokens:
+            return 0
+        block = one.prefill_backlog.block_size
+        end = one.cached_tokens + max(int(tokens) // block, 1) * block
+        return end if end <= request.sliceable_tokens and end < request.input_tokens else 0
+
+
+def _less_left(request: PlacementRequest, one: Candidate, cost: float, curve: PrefillCurve) -> float:
+    """Seconds of the rests of other prompts there that have less left than this one, which takes `cost` s there.
+
+    Prompts that took turns, slice by slice, would all end when the last one does. Of two one is always first: both are compared
+    by what was left when they were there last, lest each give way to the other because its own part was evicted meanwhile.
+    """
+    remainders = {who: curve.cost_s(left, there) for who, left, there in one.prefill_backlog.remainders}
+    cost = min(cost, remainders.pop(request.request_id, cost))
+    return sum([rest for rest in remainders.values() if rest < cost])
+
+
+def _open_tokens(request: PlacementRequest, one: Candidate) -> int:
+    """Prompt tokens of all that would be open on an instance, this request counted once."""
+    there = any(who == request.request_id for who, *_ in one.prefill_backlog.remainders)
+    return one.ongoing_tokens + (0 if there else request.input_tokens)
+
+
+def _mean_cost_s(view: FleetView) -> float:
+    """Seconds that a request usually takes, in the mean over the kinds of hardware; 0 before the first."""
+    if not view.mean_work.tokens:
+        return 0.0
+    curves = view.curves.values() or (DEFAULT_CURVE,)
+    return sum(curve.work_s(view.mean_work) for curve in curves) / len(curves)
+
+
+def _backlog(work: PrefillBacklog, curve: PrefillCurve, now: float) -> float:
+    """Seconds of prefill open on an instance."""
+    if not work.queue:
+        return 0.0
+    done = min(max(now - work.advanced_at, 0.0), MAX_DONE_SHARE * curve.cost_s(*work.queue[0]))
+    return curve.total_s(work.queue) - done
+
+
+def _ahead(work: PrefillBacklog, curve: PrefillCurve, new: int, now: float) -> tuple[float, float]:
+    """Seconds of prefill open on an instance, and how many of them a prompt of `new` tokens waits for."""
+    backlog = _backlog(work, curve, now)
+    if not (limit := work.chunk_limit) or not backlog:
+        return backlog, backlog
+    costs = [curve.cost_s(left, there) for left, there in work.queue]
+    costs[0] -= min(max(now - work.advanced_at, 0.0), MAX_DONE_SHARE * costs[0])
+    rounds = -(-new // limit)
+    return backlog, sum(
+        min(cost, rounds * curve.cost_s(min(limit, left), there))
+        for cost, (left, there) in zip(costs, work.queue, strict=True)
+    )

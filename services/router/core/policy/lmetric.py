@@ -1,0 +1,65 @@
+"""Least work, with and without the number of requests: `lmetric`, `lmetric1`, `lpwl`. No affinity. Pure."""
+
+from __future__ import annotations
+
+import random
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pointsman.router.core.policy.base import Policy, lowest, serve
+from pointsman.router.core.types import Candidate, FleetView, PlacementRequest, PolicyResult
+
+
+@dataclass(frozen=True)
+class _LeastWork(Policy):
+    @abstractmethod
+    def score(self, candidate: Candidate) -> float:
+        """What is minimised, in tokens (times requests)."""
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        eligible = view.eligible()
+        scores: Mapping[str, float] = {one.instance_id: float(self.score(one)) for one in eligible}
+        # Idle instances all score 0 under `lmetric`: without this order it would be blind to their caches.
+        best = lowest(eligible, scores, view.decision_number, lambda one: (one.new_tokens, one.num_requests))
+        return serve(best, self.name, scores)
+
+
+@dataclass(frozen=True)
+class Lmetric(_LeastWork):
+    """argmin (pending_prefill + new) * num_requests, in tokens; ties by new tokens, then num_requests, then in turn.
+
+    Reason `lmetric`. Source: the reference system's lmetric, in which idle instances score 0.
+    """
+
+    name: ClassVar[str] = "lmetric"
+
+    def score(self, candidate: Candidate) -> float:
+        return (candidate.pending_prefill_tokens + candidate.new_tokens) * candidate.num_requests
+
+
+@dataclass(frozen=True)
+class Lmetric1(_LeastWork):
+    """argmin (pending_prefill + new) * (num_requests + 1), in tokens; ties by new tokens, then num_requests, then in turn.
+
+    Reason `lmetric1`. Source: LMetric as published: new prefill tokens times the batch size that the request would make.
+    """
+
+    name: ClassVar[str] = "lmetric1"
+
+    def score(self, candidate: Candidate) -> float:
+        return (candidate.pending_prefill_tokens + candidate.new_tokens) * (candidate.num_requests + 1)
+
+
+@dataclass(frozen=True)
+class Lpwl(_LeastWork):
+    """Least pending work: argmin pending_prefill + new, in tokens; ties by new tokens, then num_requests, then in turn.
+
+    Reason `lpwl`. Source: the reference system's lpwl.
+    """
+
+    name: ClassVar[str] = "lpwl"
+
+    def score(self, candidate: Candidate) -> float:
+        return candidate.pending_prefill_tokens + candidate.new_tokens

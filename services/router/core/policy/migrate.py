@@ -1,0 +1,81 @@
+"""`migrate`: prefill where the session's cache is, decode where there is less to do. Pure."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import ClassVar
+
+from msgspec.structs import replace
+
+from pointsman.router.core.policy.base import choice, least, offload, setting, switch
+from pointsman.router.core.policy.unified import Unified
+from pointsman.router.core.types import LIGHT_NEW_TOKENS, Candidate, FleetView, PlacementRequest, PolicyResult
+
+
+@dataclass(frozen=True)
+class Migrate(Unified):
+    """The host is the instance that `unified` chooses (the affinity host); a decode may move away from it after the prefill.
+
+    It stays when fewer than `min_new_tokens` are new on the host (reason `below_threshold`) or fewer than
+    `min_prefill_decode_busy` tokens are in decode there (`host_idle`: a prefill disturbs nobody). Otherwise a target is any
+    other instance under the ceiling that can take its KV with effective_load <= target_load_ratio * host.num_requests and
+    host.num_requests - effective_load >= min_load_gap, where effective_load = num_requests + recent_migrations: answers on
+    their way to it, against hotspots. None: `no_lighter_instance`. The host's own load is its num_requests alone, so that
+    what was moved to it lately does not push more away.
+    Pickers: `rotation` takes the targets in turn, blind to caches; `cache_rich` ("Mechanism B") the most cached tokens, ties by
+    effective_load, in turn. Plan: PREFILL on the host, SERVE on the target (reason `migrate`). With `rotate_affinity` the session
+    belongs to the target afterwards, else to the host.
+    Scores are unified's; figures tell host_load and target_load in requests. Source: the reference system's migrate v3;
+    it gives no defaults.
+    """
+
+    name: ClassVar[str] = "migrate"
+
+    picker: str = choice("rotation", ("rotation", "cache_rich"), "how a target is picked")
+    min_new_tokens: float = setting(LIGHT_NEW_TOKENS, 1.0, 1e9, "new tokens on the host from which a decode may move")
+    min_prefill_decode_busy: float = setting(
+        1.0, 0.0, 1e9, "context tokens in decode on the host from which one may move"
+    )
+    target_load_ratio: float = setting(0.7, 0.0, 1.0, "a target has at most this share of the host's requests ...")
+    min_load_gap: float = setting(2.0, 0.0, 1e6, "... and at least so many requests fewer")
+    rotate_affinity: bool = switch(False, "the session belongs to the target afterwards")
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        colocated = super().choose(request, view, rng)
+        below = self.below_ceiling(view.eligible())
+        host = next(one for one in below if one.instance_id == colocated.steps[0].instance_id)
+        if host.new_tokens < self.min_new_tokens:
+            return replace(colocated, reason="below_threshold")
+        if host.ongoing_decode_tokens < self.min_prefill_decode_busy:
+            return replace(colocated, reason="host_idle")
+        targets = tuple(
+            one
+            for one in view.targets_of(host)
+            if one in below
+            and effective_load(one) <= self.target_load_ratio * host.num_requests
+            and host.num_requests - effective_load(one) >= self.min_load_gap
+        )
+        if not targets:
+            return replace(colocated, reason="no_lighter_instance", figures={"host_load": host.num_requests})
+        target = self._pick(targets, view.decision_number)
+        return offload(
+            request,
+            host,
+            target,
+            "migrate",
+            "migrate",
+            scores=colocated.scores,
+            figures={"host_load": host.num_requests, "target_load": effective_load(target)},
+            owner=target.instance_id if self.rotate_affinity else host.instance_id,
+        )
+
+    def _pick(self, targets: tuple[Candidate, ...], decision_number: int) -> Candidate:
+        if self.picker == "rotation":
+            return targets[decision_number % len(targets)]
+        return least(targets, decision_number, lambda one: (-one.cached_tokens, effective_load(one)))
+
+
+def effective_load(candidate: Candidate) -> int:
+    """Open requests and answers on their way, in requests."""
+    return candidate.num_requests + candidate.recent_migrations

@@ -1,0 +1,42 @@
+"""`aibrix_prefix`: the score of AIBrix's prefix-cache routing, over our view. Pure."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pointsman.router.core.policy.base import Policy, mean, serve, setting
+from pointsman.router.core.policy.reference.scores import lowest_at_random, negated_hit_ratios, open_requests
+from pointsman.router.core.types import FleetView, PlacementRequest, PolicyResult
+
+
+@dataclass(frozen=True)
+class AibrixPrefix(Policy):
+    """Peer: AIBrix's prefix-cache routing.
+
+    If max - min > imbalance (num_requests): least requests (reason `imbalanced`). Else, among the instances with a match and
+    num_requests <= mean + sigmas * standard deviation (of all): the longest match, ties by num_requests (`prefix_match`). Else
+    least requests (`least_requests`). Source: AIBrix, its description of prefix-cache routing.
+    """
+
+    name: ClassVar[str] = "aibrix_prefix"
+
+    imbalance: float = setting(8.0, 0.0, 1e6, "difference of requests that counts as imbalance")
+    sigmas: float = setting(1.0, 0.0, 1e3, "standard deviations above the mean that a match may have")
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        eligible = view.eligible()
+        loads = open_requests(eligible)
+        if max(loads.values()) - min(loads.values()) > self.imbalance:
+            return serve(lowest_at_random(eligible, loads, rng), "imbalanced", loads)
+        average = mean(loads.values())
+        limit = average + self.sigmas * math.sqrt(mean((load - average) ** 2 for load in loads.values()))
+        matches = [one for one in eligible if one.cached_tokens > 0 and one.num_requests <= limit]
+        if not matches:
+            return serve(lowest_at_random(eligible, loads, rng), "least_requests", loads)
+        missed = negated_hit_ratios(matches, request)
+        longest = max(one.cached_tokens for one in matches)
+        best = lowest_at_random([one for one in matches if one.cached_tokens == longest], loads, rng)
+        return serve(best, "prefix_match", missed)

@@ -1,0 +1,56 @@
+"""Baselines that every other policy must beat. Pure."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pointsman.router.core.policy.base import Policy, lowest, serve
+from pointsman.router.core.types import FleetView, PlacementRequest, PolicyResult
+
+
+@dataclass(frozen=True)
+class Random(Policy):
+    """Uniformly random."""
+
+    name: ClassVar[str] = "random"
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        return serve(rng.choice(view.eligible()), "random")
+
+
+@dataclass(frozen=True)
+class RoundRobin(Policy):
+    """Each instance in turn."""
+
+    name: ClassVar[str] = "round_robin"
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        eligible = view.eligible()
+        return serve(eligible[view.decision_number % len(eligible)], "round_robin")
+
+
+@dataclass(frozen=True)
+class LeastRequests(Policy):
+    """argmin num_requests; ties in turn."""
+
+    name: ClassVar[str] = "least_requests"
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        eligible = view.eligible()
+        scores = {candidate.instance_id: float(candidate.num_requests) for candidate in eligible}
+        return serve(lowest(eligible, scores, view.decision_number), "least_requests", scores)
+
+
+@dataclass(frozen=True)
+class Sticky(Policy):
+    """The session's owner while it lives; otherwise argmin num_requests, ties in turn."""
+
+    name: ClassVar[str] = "sticky"
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        for candidate in view.eligible():
+            if candidate.instance_id == view.session_owner:
+                return serve(candidate, "session_affinity")
+        return LeastRequests().choose(request, view, rng)

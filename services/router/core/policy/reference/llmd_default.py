@@ -1,0 +1,46 @@
+"""`llmd_default`: the score of llm-d's default scorers, over our view. Pure."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pointsman.router.core.policy.base import Policy, offload, serve, setting
+from pointsman.router.core.policy.reference.scores import lowest_at_random, negated_hit_ratios
+from pointsman.router.core.types import FleetView, PlacementRequest, PolicyResult
+
+
+@dataclass(frozen=True)
+class LlmdDefault(Policy):
+    """Peer: llm-d's default scorers.
+
+    Greatest queue_weight * queue + kv_weight * (1 - kv_usage) + prefix_weight * cached / prompt, negated in the scores; queue =
+    (max - q) / (max - min) over the reported waiting requests, 1 when all are equal. Random ties (reason `weighted_score`).
+    With `pd_threshold_tokens` > 0 a request with at least so many uncached tokens prefills on the best of the others (reason
+    `pd_threshold`). Source: llm-d-router's default scorer weights.
+    """
+
+    name: ClassVar[str] = "llmd_default"
+
+    queue_weight: float = setting(2.0, 0.0, 1e6, "weight of the short queue")
+    kv_weight: float = setting(2.0, 0.0, 1e6, "weight of the free KV cache")
+    prefix_weight: float = setting(3.0, 0.0, 1e6, "weight of the cached share of the prompt")
+    pd_threshold_tokens: float = setting(0.0, 0.0, 1e9, "uncached tokens from which prefill goes elsewhere; 0: never")
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        eligible = view.eligible()
+        missed = negated_hit_ratios(eligible, request)
+        low, high = min(one.waiting for one in eligible), max(one.waiting for one in eligible)
+        scores = {
+            one.instance_id: self.prefix_weight * missed[one.instance_id]
+            - self.kv_weight * (1.0 - one.kv_usage)
+            - self.queue_weight * ((high - one.waiting) / (high - low) if high > low else 1.0)
+            for one in eligible
+        }
+        chosen = lowest_at_random(eligible, scores, rng)
+        others = [one for one in eligible if one.can_give_kv_to(chosen)]
+        if others and 0 < self.pd_threshold_tokens <= chosen.new_tokens:
+            prefill = lowest_at_random(others, scores, rng)
+            return offload(request, prefill, chosen, "offload", "pd_threshold", scores=scores)
+        return serve(chosen, "weighted_score", scores)

@@ -1,0 +1,51 @@
+"""`preble`: the score of Preble's E2 (exploit or explore), over our view. Pure."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pointsman.router.core.policy.base import Policy, mean, serve, setting
+from pointsman.router.core.policy.reference.scores import lowest_at_random, negated_hit_ratios
+from pointsman.router.core.types import Candidate, FleetView, PlacementRequest, PolicyResult
+
+
+@dataclass(frozen=True)
+class Preble(Policy):
+    """Peer: Preble's E2 (exploit or explore).
+
+    work = pending_prefill + decode_weight * ongoing_decode, in tokens. Exploit: the best match, random ties, serves if it saves
+    more than `exploit_ratio` of the prompt and its work <= overload_factor * mean work (reason `exploit`). Explore: argmin
+    work + new + eviction_weight * max(new - free KV tokens, 0), random ties (reason `explore`); free = (1 - kv_usage) *
+    capacity, and no eviction is counted where the capacity is unknown.
+    Source: Preble (E2), without its rebalancing. It weighs evicted tokens by their hit rate and work over a time window, neither
+    of which the view has: eviction_weight and the open requests stand for them.
+    """
+
+    name: ClassVar[str] = "preble"
+
+    exploit_ratio: float = setting(0.5, 0.0, 1.0, "share of the prompt that a match must exceed")
+    overload_factor: float = setting(2.0, 0.0, 1e6, "a match serves up to this multiple of the mean work")
+    decode_weight: float = setting(0.01, 0.0, 1e6, "weight of a running decode's context token against a prefill token")
+    eviction_weight: float = setting(1.0, 0.0, 1e6, "weight of an evicted token against a prefill token")
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        eligible = view.eligible()
+        work = {
+            one.instance_id: one.pending_prefill_tokens + self.decode_weight * one.ongoing_decode_tokens
+            for one in eligible
+        }
+        scores = {one.instance_id: work[one.instance_id] + one.new_tokens + self._eviction(one) for one in eligible}
+        best = lowest_at_random(eligible, negated_hit_ratios(eligible, request), rng)
+        if best.cached_tokens > self.exploit_ratio * request.input_tokens and work[
+            best.instance_id
+        ] <= self.overload_factor * mean(work.values()):
+            return serve(best, "exploit", scores)
+        return serve(lowest_at_random(eligible, scores, rng), "explore", scores)
+
+    def _eviction(self, candidate: Candidate) -> float:
+        if not candidate.kv_capacity_tokens:
+            return 0.0
+        free = (1.0 - candidate.kv_usage) * candidate.kv_capacity_tokens
+        return self.eviction_weight * max(candidate.new_tokens - free, 0.0)

@@ -1,0 +1,37 @@
+"""`sglang_cache_aware`: the score of sglang's cache-aware router, over our view. Pure."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pointsman.router.core.policy.base import Policy, serve, setting
+from pointsman.router.core.policy.reference.scores import lowest_at_random, negated_hit_ratios, open_requests
+from pointsman.router.core.types import FleetView, PlacementRequest, PolicyResult
+
+
+@dataclass(frozen=True)
+class SglangCacheAware(Policy):
+    """Peer: sglang's cache-aware router.
+
+    If max - min > balance_abs and max > balance_rel * min (num_requests): least requests (reason `imbalanced`). Else if the
+    best match exceeds cache_threshold of the prompt: the best match (`prefix_match`). Else least requests (`least_requests`;
+    older versions: the smallest tree). Source: sglang-router 0.3.2, cache_aware.
+    """
+
+    name: ClassVar[str] = "sglang_cache_aware"
+
+    balance_abs: float = setting(64.0, 0.0, 1e6, "difference of requests that counts as imbalance ...")
+    balance_rel: float = setting(1.5, 1.0, 1e6, "... when it is also this multiple of the least")
+    cache_threshold: float = setting(0.3, 0.0, 1.0, "share of the prompt that a match must exceed")
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        eligible = view.eligible()
+        loads, missed = open_requests(eligible), negated_hit_ratios(eligible, request)
+        low, high = min(loads.values()), max(loads.values())
+        if high - low > self.balance_abs and high > self.balance_rel * low:
+            return serve(lowest_at_random(eligible, loads, rng), "imbalanced", loads)
+        if -min(missed.values()) > self.cache_threshold:
+            return serve(lowest_at_random(eligible, missed, rng), "prefix_match", missed)
+        return serve(lowest_at_random(eligible, loads, rng), "least_requests", loads)

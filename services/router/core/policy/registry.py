@@ -1,0 +1,52 @@
+"""Policies by name: ours, and under reference/ the baselines and the peers'. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pointsman.router.core.policy.adaptive import Adaptive, AdaptiveOffload
+from pointsman.router.core.policy.base import Policy, SettingError, build
+from pointsman.router.core.policy.elastic import Elastic
+from pointsman.router.core.policy.foresight import Foresight
+from pointsman.router.core.policy.linear import Additive, Linear
+from pointsman.router.core.policy.lmetric import Lmetric, Lmetric1, Lpwl
+from pointsman.router.core.policy.migrate import Migrate
+from pointsman.router.core.policy.reference.aibrix_prefix import AibrixPrefix
+from pointsman.router.core.policy.reference.baselines import LeastRequests, Random, RoundRobin, Sticky
+from pointsman.router.core.policy.reference.dynamo_kv import DynamoKv
+from pointsman.router.core.policy.reference.llmd_default import LlmdDefault
+from pointsman.router.core.policy.reference.preble import Preble
+from pointsman.router.core.policy.reference.sglang_cache_aware import SglangCacheAware
+from pointsman.router.core.policy.unified import Unified
+
+_KINDS: tuple[type[Policy], ...] = (
+    Unified,
+    Elastic,
+    Migrate,
+    Foresight,
+    Lmetric,
+    Lmetric1,
+    Lpwl,
+    Linear,
+    Additive,
+    Adaptive,
+    AdaptiveOffload,
+    Sticky,
+    LeastRequests,
+    RoundRobin,
+    Random,
+    DynamoKv,
+    SglangCacheAware,
+    LlmdDefault,
+    AibrixPrefix,
+    Preble,
+)
+POLICIES: dict[str, type[Policy]] = {kind.name: kind for kind in _KINDS}
+
+
+def make_policy(name: str, settings: Mapping[str, object] | None = None) -> Policy:
+    """The policy `name` with `settings` over its defaults. SettingError names an unknown policy or setting."""
+    kind = POLICIES.get(name)
+    if kind is None:
+        raise SettingError("name", f"no policy {name!r}; there are {', '.join(sorted(POLICIES))}")
+    return build(kind, settings or {})

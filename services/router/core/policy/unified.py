@@ -1,0 +1,75 @@
+"""`unified`, the default: stay with the session's owner while that is cheap, else least (work x requests). Pure."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pointsman.router.core.policy.base import Policy, lowest, mean, serve, setting
+from pointsman.router.core.types import Candidate, FleetView, PlacementRequest, PolicyResult
+
+
+@dataclass(frozen=True)
+class Unified(Policy):
+    """Affinity gate, then LMetric with decode weight, both under a ceiling.
+
+    1. The session's owner serves if it has cached more than `affinity_ratio` of the input and
+       num_requests <= mean(num_requests) * overload_factor (reason `session_affinity`).
+    2. Otherwise argmin of (pending_prefill + new + decode_weight * ongoing_decode) * max(num_requests, 1), in tokens;
+       ties by new tokens, then num_requests, then round robin (reason `least_load_x_work`).
+    Ceiling: an instance with num_requests > max(ceiling_min, ceiling_factor * mean of the other eligible instances) is passed
+    over in both. Without it an overloaded owner that has the whole prompt cached and nothing pending (score about 0, however
+    many requests it multiplies) fails the gate and is elected again by the fallback. The mean leaves the instance itself out,
+    or else of two instances none could ever be over twice the mean; with a factor of at least 1 the least loaded instance
+    is never passed over. When it changed the choice the reason is `ceiling_changed_choice`.
+    Source: the reference system's unified policy with its revisions A (factor 1.3) and B' (weight 0.01 and the max); the
+    ceiling answers its open question, with the reference's first overload factor (2.0).
+    """
+
+    name: ClassVar[str] = "unified"
+
+    overload_factor: float = setting(1.3, 0.0, 1e6, "owner keeps its session up to this multiple of the mean requests")
+    decode_weight: float = setting(0.01, 0.0, 1e6, "weight of a running decode's context token against a prefill token")
+    affinity_ratio: float = setting(0.5, 0.0, 1.0, "share of the input that the owner must have cached")
+    ceiling_factor: float = setting(2.0, 1.0, 1e6, "passed over beyond this multiple of the others' mean requests ...")
+    ceiling_min: float = setting(16.0, 0.0, 1e6, "... and beyond this many requests")
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        eligible = view.eligible()
+        below = self.below_ceiling(eligible)
+        weight = self.decode_weight
+        scores = {
+            one.instance_id: (one.pending_prefill_tokens + one.new_tokens + weight * one.ongoing_decode_tokens)
+            * (one.num_requests or 1)
+            for one in eligible
+        }
+        limit = mean([candidate.num_requests for candidate in eligible]) * self.overload_factor
+        for candidate in below:
+            if (
+                candidate.instance_id == view.session_owner
+                and candidate.cached_tokens > self.affinity_ratio * request.input_tokens
+                and candidate.num_requests <= limit
+            ):
+                return serve(candidate, "session_affinity", scores)
+
+        best = lowest(below, scores, view.decision_number, _work)
+        changed = len(below) < len(eligible) and lowest(eligible, scores, view.decision_number, _work) not in below
+        return serve(best, "ceiling_changed_choice" if changed else "least_load_x_work", scores)
+
+    def below_ceiling(self, eligible: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+        """Those that are not passed over; never empty when `eligible` is not."""
+        requests = [candidate.num_requests for candidate in eligible]
+        if len(eligible) == 1 or max(requests) <= self.ceiling_min:
+            return eligible
+        total, others = sum(requests), len(eligible) - 1
+        return tuple(
+            candidate
+            for candidate in eligible
+            if candidate.num_requests
+            <= max(self.ceiling_min, self.ceiling_factor * (total - candidate.num_requests) / others)
+        )
+
+
+def _work(one: Candidate) -> tuple[int, int]:
+    return one.new_tokens, one.num_requests

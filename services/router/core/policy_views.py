@@ -1,0 +1,200 @@
+"""What a policy gets to see: the fleet as it is for one request, at one moment. Pure.
+
+Most of what is seen of an instance does not depend on the request, and does not change between one decision and the next. It is
+kept (InstanceRecord.candidate_snapshot) until an event concerns the instance or until a moment comes at which time alone changes
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import structs
+
+from pointsman.common.core.block_keys import KEY_TOKENS
+from pointsman.router.core.instances.circuit_breaker import CIRCUIT_OPEN
+from pointsman.router.core.instances.instance_registry import CandidateSnapshot, InstanceRecord, InstanceRegistry
+from pointsman.router.core.instances.saturation import SATURATED, SaturationLimits
+from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
+from pointsman.router.core.learning.prefix_knowledge import PrefixKnowledge
+from pointsman.router.core.load.affinity import Affinity
+from pointsman.router.core.load.recent_migrations import Migrations
+from pointsman.router.core.load.reservations import Reservations
+from pointsman.router.core.types import (
+    Candidate,
+    FleetView,
+    InstanceInfo,
+    InstanceState,
+    KvRole,
+    PlacementRequest,
+    PrefillBacklog,
+)
+
+EXCLUDED_STATES = {InstanceState.DRAINING: "draining", InstanceState.UNHEALTHY: "unhealthy"}
+FAILED_BEFORE = "failed_before"
+
+
+class Views:
+    """Makes FleetViews. Changes nothing but what the records keep for the next one. `stale_report_s`: engines' own figures are
+    not used when older."""
+
+    def __init__(
+        self,
+        instances: InstanceRegistry,
+        prefix_knowledge: PrefixKnowledge,
+        reservations: Reservations,
+        affinity: Affinity,
+        migrations: Migrations,
+        prefill_observer: PrefillObserver,
+        limits: SaturationLimits,
+        stale_report_s: float,
+    ) -> None:
+        self._instances = instances
+        self._prefix_knowledge = prefix_knowledge
+        self._reservations = reservations
+        self._affinity = affinity
+        self._migrations = migrations
+        self._prefill_observer = prefill_observer
+        self.limits = limits
+        self._stale_report_s = stale_report_s
+
+    def view(self, request: PlacementRequest, pool: str, decision_number: int, now: float) -> FleetView:
+        """All instances of `pool` that answer to the request's model. O(instances + look-ups of the prompt's keys)."""
+        snapshots = self._snapshots(self._instances.members(pool, request.model), now)
+        blocks, provisional = self._prefix_knowledge.match(request.keys, [one.candidate for one in snapshots])
+        tokens = request.input_tokens
+        # An engine reuses whole blocks of its own size, and always computes the last token itself.
+        reusable = max(tokens - 1, 0)
+        candidates = []
+        for snapshot in snapshots:
+            candidate = snapshot.candidate
+            if found := blocks.get(candidate.instance_id):
+                cached = found * KEY_TOKENS if found * KEY_TOKENS < reusable else reusable
+                cached -= cached % snapshot.block_size
+                candidate = structs.replace(candidate, cached_tokens=cached, new_tokens=tokens - cached)
+            else:
+                candidate = structs.replace(candidate, new_tokens=tokens)
+            candidates.append(candidate)
+        # What few requests need: instances that failed this one, and tokens that are provisional.
+        for number, candidate in enumerate(candidates if provisional or request.exclude else ()):
+            instance_id = candidate.instance_id
+            if instance_id in request.exclude and candidate.excluded in ("", SATURATED, CIRCUIT_OPEN):
+                candidate = candidates[number] = structs.replace(candidate, excluded=FAILED_BEFORE)
+            if instance_id in provisional:
+                confirmed = (blocks[instance_id] - provisional[instance_id]) * KEY_TOKENS
+                extra = max(candidate.cached_tokens - confirmed, 0)
+                candidates[number] = structs.replace(candidate, provisional_tokens=extra)
+        if not any(_may_serve(candidate) for candidate in candidates):
+            # Better an instance that may fail than none.
+            candidates = [
+                structs.replace(one, excluded="") if one.excluded == CIRCUIT_OPEN else one for one in candidates
+            ]
+        owner = self._affinity.owner(pool, request.session, now) if request.session_id else ""
+        kinds = {candidate.prefill_backlog.hardware for candidate in candidates}
+        curves = {kind: self._prefill_observer.curve(pool, kind) for kind in sorted(kinds)}
+        return FleetView(tuple(candidates), owner, decision_number, now, curves, self._prefill_observer.mean_work(pool))
+
+    def has_room(self, pool: str, now: float) -> bool:
+        """Whether any instance of `pool` may be placed on."""
+        seen = [one.candidate for one in self._snapshots(self._instances.members(pool, pool), now)]
+        if any(not candidate.excluded for candidate in seen):
+            return True
+        return not any(map(_may_serve, seen)) and any(candidate.excluded == CIRCUIT_OPEN for candidate in seen)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when what is kept of an instance is not what would be seen anew."""
+        for record in self._instances.records():
+            kept = record.candidate_snapshot
+            if kept is not None and record.info.instance_id not in self._reservations.touched:
+                assert kept == self._snapshot(record, kept.since), record.info.instance_id
+
+    def _snapshots(self, members: Sequence[InstanceRecord], now: float) -> list[CandidateSnapshot]:
+        for instance_id in self._reservations.touched:
+            if (record := self._instances.get(instance_id)) is not None:
+                record.candidate_snapshot = None
+        self._reservations.touched.clear()
+        return [
+            snapshot
+            if (snapshot := record.candidate_snapshot) is not None and snapshot.since <= now < snapshot.until
+            else self._refresh(record, now)
+            for record in members
+        ]
+
+    def _prefill_backlog(self, record: InstanceRecord) -> PrefillBacklog:
+        info = record.info
+        queue, remainders = [], []
+        open_prefills = self._reservations.open_prefills(info.instance_id)
+        for one in open_prefills:
+            there = one.cached_tokens + one.new_tokens
+            if (pending := one.pending_tokens) > 0:
+                queue.append((pending, one.cached_tokens + one.prefilled_tokens))
+            if one.input_tokens > there:
+                remainders.append((one.request_id, one.input_tokens - there, there))
+        return PrefillBacklog(
+            queue=tuple(queue),
+            advanced_at=self._prefill_observer.advanced_at(info.instance_id) if queue else 0.0,
+            remainders=tuple(remainders),
+            requests=len(open_prefills),
+            chunk_limit=info.long_prefill_token_threshold,
+            block_size=info.block_size,
+            hardware=info.hardware,
+        )
+
+    def _refresh(self, record: InstanceRecord, now: float) -> CandidateSnapshot:
+        record.candidate_snapshot = snapshot = self._snapshot(record, now)
+        return snapshot
+
+    def _snapshot(self, record: InstanceRecord, now: float) -> CandidateSnapshot:
+        info, load, state = record.info, record.load, record.state
+        counters = self._reservations.counters(info.instance_id)
+        fresh_until = load.sampled_at + self._stale_report_s if load else float("-inf")
+        stale = now > fresh_until
+        saturated = self.limits.saturated(counters.num_requests, None if stale else load)
+        changes_at = (
+            fresh_until,
+            record.circuit.until,
+            self._migrations.next_end(info.instance_id, now),
+            *self._prefix_knowledge.source_changes_at(record),
+        )
+        return CandidateSnapshot(
+            candidate=Candidate(
+                instance_id=info.instance_id,
+                incarnation=info.incarnation,
+                state=state,
+                cached_tokens=0,
+                new_tokens=0,
+                num_requests=counters.num_requests,
+                pending_prefill_tokens=counters.pending_prefill_tokens,
+                ongoing_decode_tokens=counters.ongoing_decode_tokens,
+                ongoing_tokens=counters.ongoing_tokens,
+                running=load.running if load else 0,
+                waiting=load.waiting if load else 0,
+                kv_usage=load.kv_usage if load else 0.0,
+                reported_at=load.sampled_at if load else None,
+                excluded=EXCLUDED_STATES.get(state)
+                or (CIRCUIT_OPEN if record.circuit.open(now) else SATURATED if saturated else ""),
+                recent_migrations=self._migrations.count(info.instance_id, now),
+                kv_capacity_tokens=info.kv_capacity_tokens,
+                stale=stale,
+                prefix_source=self._prefix_knowledge.source(record, now),
+                kv_gives=_kv_kind(info, KvRole.PRODUCER),
+                kv_takes=_kv_kind(info, KvRole.CONSUMER),
+                prefill_backlog=self._prefill_backlog(record),
+            ),
+            block_size=info.block_size,
+            since=now,
+            until=min((moment for moment in changes_at if moment >= now), default=float("inf")),
+        )
+
+
+def _kv_kind(info: InstanceInfo, side: KvRole) -> str:
+    """How KV goes out of an instance (`side` PRODUCER) or comes in; empty when it does not."""
+    kv = info.kv_transfer
+    if kv is None or kv.role not in (KvRole.BOTH, side):
+        return ""
+    return f"{kv.protocol}/{info.block_size}/{kv.cache_dtype}"
+
+
+def _may_serve(candidate: Candidate) -> bool:
+    """Whether a request goes there now, or once it is less busy."""
+    return candidate.excluded in ("", SATURATED)

@@ -1,0 +1,167 @@
+"""What a prefill costs in seconds, as a curve, and how the curve is learned from prefills that were watched. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import ClassVar
+
+import msgspec
+
+# A coder model of 30B parameters on a data-centre GPU; until something is seen, only the ratio of the last two counts.
+_BASE_S, _TOKEN_S, _PAIR_S = 0.005, 4.7e-5, 2.8e-9
+
+
+class PrefillWork(msgspec.Struct, frozen=True, gc=False):
+    """What there is to compute: tokens, and pairs of a token with each one that it looks back at (each counted twice)."""
+
+    tokens: float = 0.0
+    pairs: float = 0.0
+
+
+class PrefillCurve(msgspec.Struct, frozen=True, gc=False):
+    """Seconds of a prefill of n new tokens after c cached ones: base_s + token_s * n + pair_s * n * (2c + n).
+
+    The last term is attention's: each new token looks back at all before it. Without it a long prompt's cost is off by a
+    factor of several (the reference's 64k tokens take 26 times as long as its 8k).
+    """
+
+    base_s: float = _BASE_S
+    token_s: float = _TOKEN_S
+    pair_s: float = _PAIR_S
+
+    def cost_s(self, new: float, cached: float) -> float:
+        """Seconds for `new` tokens after `cached` ones; 0 for none."""
+        if new <= 0:
+            return 0.0
+        return self.base_s + new * (self.token_s + self.pair_s * (2.0 * cached + new))
+
+    def total_s(self, prefills: Iterable[tuple[int, int]]) -> float:
+        """Seconds for several: (new, cached) of each, new tokens above 0."""
+        base, token, pair = self.base_s, self.token_s, self.pair_s
+        total = 0.0
+        for new, cached in prefills:
+            total += base + new * (token + pair * (2.0 * cached + new))
+        return total
+
+    def work_s(self, work: PrefillWork) -> float:
+        """Seconds for so much work."""
+        return self.base_s + self.token_s * work.tokens + self.pair_s * work.pairs
+
+    def tokens_in(self, seconds: float, cached: float) -> float:
+        """How many tokens after `cached` ones take so long; 0 when none do. The inverse of `cost_s`."""
+        left = seconds - self.base_s
+        if left <= 0:
+            return 0.0
+        per_token = self.token_s + 2.0 * self.pair_s * cached
+        if self.pair_s <= 0.0:
+            return left / per_token if per_token > 0 else math.inf
+        return (math.sqrt(per_token * per_token + 4.0 * self.pair_s * left) - per_token) / (2.0 * self.pair_s)
+
+
+DEFAULT_CURVE = PrefillCurve()
+
+
+# Of each of the three terms, the other two.
+OTHERS = ((1, 2), (0, 2), (0, 1))
+
+
+class PrefillCurveFit:
+    """Recursive least squares of the three coefficients, of errors relative to what was predicted.
+
+    Old samples fade (`KEEP` at each new one), so the fit follows an engine that changes, and its memory is bounded: 3x3 sums.
+    A prior of the default curve's shape at the scale seen so far stands in for the directions that samples say nothing about,
+    for as long as they do not; so nothing grows without bounds while all prompts are alike. Coefficients stay within a factor
+    `RANGE` of the prior, and what is seen within a factor `CLIP` of what was predicted: one stalled engine is no new curve.
+    """
+
+    KEEP = 0.98
+    SCALE_RATE = 0.05
+    PRIOR = 0.2
+    RANGE = 20.0
+    CLIP = 3.0
+    TRUSTED_AFTER = 4
+    # What is outside is no prefill: seconds, tokens.
+    SECONDS = (1e-5, 1e5)
+    TOKENS = 10**8
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self.curve = DEFAULT_CURVE
+        self._log_scale = 0.0
+        self._squares = [[0.0] * 3 for _ in range(3)]
+        self._sums = [0.0] * 3
+
+    def learn(self, new: int, cached: int, seconds: float) -> None:
+        """A prefill of `new` tokens after `cached` ones took so long. Mutates."""
+        low, high = self.SECONDS
+        if not (0 < new <= self.TOKENS and 0 <= cached <= self.TOKENS and low <= seconds <= high):
+            return
+        expected = seconds
+        if self.samples >= self.TRUSTED_AFTER:
+            expected = self.curve.cost_s(new, cached)
+            seconds = min(max(seconds, expected / self.CLIP), expected * self.CLIP)
+        self.samples += 1
+        # In multiples of the default curve's terms, so that all three are of one size.
+        terms = (_BASE_S / expected, _TOKEN_S * new / expected, _PAIR_S * new * (2 * cached + new) / expected)
+        target = seconds / expected
+        rate = max(1.0 / self.samples, self.SCALE_RATE)
+        self._log_scale += rate * (math.log(target / sum(terms)) - self._log_scale)
+        for row, term in enumerate(terms):
+            self._sums[row] = self.KEEP * self._sums[row] + term * target
+            for column, other in enumerate(terms):
+                self._squares[row][column] = self.KEEP * self._squares[row][column] + term * other
+        base, token, pair = self._solved()
+        self.curve = PrefillCurve(base * _BASE_S, token * _TOKEN_S, pair * _PAIR_S)
+
+    def _solved(self) -> list[float]:
+        """The bounded minimum, by coordinate descent: the sum is convex, and three coordinates settle quickly."""
+        scale = math.exp(self._log_scale)
+        ridge = self.PRIOR / scale**2
+        low, high = scale / self.RANGE, scale * self.RANGE
+        found = [scale] * 3
+        rows = [
+            (row, one, other, squares[one], squares[other], total + ridge * scale, squares[row] + ridge)
+            for row, (squares, total, (one, other)) in enumerate(zip(self._squares, self._sums, OTHERS, strict=True))
+        ]
+        for _ in range(30):
+            moved = 0.0
+            # Not of generators: each first token of a prompt comes by here.
+            for row, one, other, with_one, with_other, total, square in rows:
+                best = (total - (with_one * found[one] + with_other * found[other])) / square
+                best = low if best < low else high if best > high else best
+                moved = max(moved, abs(best - found[row]))
+                found[row] = best
+            if moved <= 1e-4 * scale:
+                break
+        return found
+
+
+class MeanWork(msgspec.Struct, frozen=True, gc=False):
+    """A moving average of the work that `requests` requests brought. Kept as work, not as seconds, so that it is right under any
+    curve."""
+
+    RATE: ClassVar[float] = 0.01
+    # A mean of as many times the requests, or that has moved by such a share, is news.
+    CHANGED_REQUESTS: ClassVar[float] = 2.0
+    CHANGED_SHARE: ClassVar[float] = 0.1
+
+    work: PrefillWork = PrefillWork()
+    requests: int = 0
+
+    def after(self, new: int, cached: int) -> MeanWork:
+        """As it is once a request has come with so many new tokens after cached ones where it was placed."""
+        requests = self.requests + 1
+        rate = max(1.0 / requests, self.RATE)
+        tokens, pairs = self.work.tokens, self.work.pairs
+        work = PrefillWork(tokens + rate * (new - tokens), pairs + rate * (new * (2.0 * cached + new) - pairs))
+        return MeanWork(work, requests)
+
+    def differs_from(self, before: MeanWork) -> bool:
+        """Whether it differs enough from `before`, which was stored last, to be stored."""
+        if self.requests >= self.CHANGED_REQUESTS * before.requests and before.requests < 1.0 / self.RATE:
+            return True
+        return (
+            abs(self.work.tokens - before.work.tokens) > self.CHANGED_SHARE * before.work.tokens
+            or abs(self.work.pairs - before.work.pairs) > self.CHANGED_SHARE * before.work.pairs
+        )

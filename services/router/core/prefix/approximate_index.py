@@ -1,0 +1,58 @@
+"""What instances without usable events have cached, as far as the router's own placements tell. Pure.
+
+A prompt whose first token came was computed, so its keys are there; an engine evicts what was used least recently, the end of a
+prompt before its beginning, once its KV cache is full. Answers with fewer cached tokens than predicted correct the belief. What
+others send to the engine past the router stays unknown, which is why none of this is ever called exact.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from pointsman.router.core.prefix.exact_index import PrefixIndex
+
+
+class ApproximateIndex:
+    """Believed keys by instance, each instance's bounded by its own capacity."""
+
+    def __init__(self) -> None:
+        self._index = PrefixIndex()
+        self._used: dict[str, OrderedDict[int, None]] = {}
+
+    def count(self, instance_id: str) -> int:
+        """How many keys an instance is believed to hold."""
+        return self._index.count(instance_id)
+
+    def leading_blocks(self, keys: Sequence[int], instance_ids: Iterable[str]) -> dict[str, int]:
+        """For each instance: how many of `keys`, counted from the first, it is believed to hold. Changes nothing."""
+        return self._index.leading_blocks(keys, instance_ids)
+
+    def learn(self, instance_id: str, keys: Sequence[int], capacity: int) -> None:
+        """`keys`, a prompt from its first block on, were just used; of all keys at most `capacity` stay. Mutates."""
+        used = self._used.setdefault(instance_id, OrderedDict())
+        # Oldest first, and of one prompt the end before the beginning, as engines free a request's blocks.
+        for key in reversed(keys):
+            used[key] = None
+            used.move_to_end(key)
+        self._index.add(instance_id, keys)
+        evicted = [used.popitem(last=False)[0] for _ in range(len(used) - capacity)]
+        self._index.remove(instance_id, evicted)
+
+    def correct(self, instance_id: str, keys: Sequence[int]) -> None:
+        """The engine turned out not to hold `keys`. Mutates."""
+        used = self._used.get(instance_id)
+        if used is not None:
+            self._index.remove(instance_id, keys)
+            for key in keys:
+                used.pop(key, None)
+
+    def drop(self, instance_id: str) -> None:
+        """Believe nothing of an instance. Mutates."""
+        self._used.pop(instance_id, None)
+        self._index.drop(instance_id)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when the order of use and the index hold different keys."""
+        self._index.check_invariants()
+        assert {name: set(used) for name, used in self._used.items()} == self._index.sets()

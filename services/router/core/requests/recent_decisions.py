@@ -1,0 +1,56 @@
+"""What was decided on requests that are open or ended lately: a request that comes again gets the same placement. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+from msgspec.structs import replace
+
+from pointsman.router.core.types import Decision, FleetView
+
+_NOTHING_SEEN = FleetView(())
+
+
+# Ended requests that are still recognised when they are sent again.
+MAX_ENDED = 20_000
+
+
+class RecentDecisions:
+    """Decisions by request id; of ended requests at most MAX_ENDED, the oldest go first."""
+
+    def __init__(self) -> None:
+        self._by_request: OrderedDict[str, Decision] = OrderedDict()
+
+    def __iter__(self) -> Iterator[Decision]:
+        return iter(self._by_request.values())
+
+    def get(self, request_id: str) -> Decision | None:
+        """What was decided on a request."""
+        return self._by_request.get(request_id)
+
+    def put(self, decision: Decision) -> None:
+        """Remember a decision. Mutates."""
+        self._by_request[decision.request.request_id] = decision
+
+    def drop(self, request_id: str) -> None:
+        """A request that comes again is to be decided again. Mutates."""
+        self._by_request.pop(request_id, None)
+
+    def trim(self, request_id: str) -> None:
+        """A request ended: what it was decided on is in the log, and would weigh 20 kB on 64 instances. Mutates."""
+        if (decision := self._by_request.get(request_id)) is not None:
+            told = replace(decision.result, scores={}, figures={})
+            self._by_request[request_id] = replace(decision, view=_NOTHING_SEEN, result=told)
+
+    def evict(self, open_count: int, is_open: Callable[[str], bool]) -> None:
+        """Forget the oldest of too many. Mutates."""
+        while len(self._by_request) > MAX_ENDED + open_count:
+            request_id, decision = self._by_request.popitem(last=False)
+            if is_open(request_id):
+                self._by_request[request_id] = decision
+
+    def forget_pool(self, pool: str) -> None:
+        """Forget a pool's. Mutates."""
+        for request_id in [key for key, decision in self._by_request.items() if decision.pool == pool]:
+            del self._by_request[request_id]

@@ -1,0 +1,43 @@
+"""The answer to a request that an earlier owner of its pool had placed. Pure."""
+
+from __future__ import annotations
+
+from pointsman.router.core.load.reservations import Reservation
+from pointsman.router.core.types import (
+    Decision,
+    FleetView,
+    PlacementRequest,
+    PolicyRef,
+    PolicyResult,
+    Step,
+    StepKind,
+    route_class,
+)
+
+REASON = "recovered"
+
+
+def recovered_decision(
+    reservation: Reservation, request: PlacementRequest, policy: PolicyRef, steps_done: int = 0
+) -> Decision:
+    """A decision that sends `request` where `reservation` says, by one SERVE: the rest of the plan went with its maker.
+    `steps_done` steps of it are over, of which no more is known than that they were PREFILLs.
+
+    It keeps the id of the first decision, whose view and scores are in that replica's log only.
+    """
+    done = (Step(StepKind.PREFILL, reservation.instance_id, REASON),) * steps_done
+    step = Step(StepKind.SERVE, reservation.instance_id, REASON)
+    return Decision(
+        decision_id=reservation.decision_id,
+        request=request,
+        pool=reservation.pool,
+        view=FleetView(()),
+        policy=policy,
+        result=PolicyResult((*done, step), REASON),
+        route_class=route_class(reservation.new_tokens, request.input_tokens),
+        mode="COLOCATED",
+        cached_tokens=max(request.input_tokens - reservation.new_tokens, 0),
+        runner_up="",
+        margin=None,
+        key_count=len(request.keys),
+    )

@@ -1,0 +1,443 @@
+"""The router's whole mind: events in, effects out. Pure: no I/O, no clock, no global randomness.
+
+`RouterState.handle` is the only mutator. Picking an instance and reserving it are one synchronous call, so two big prompts that
+arrive together cannot both see the same free instance. `explain` and `what_if` run the same decision code and change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from pointsman.common.core.block_keys import KEY_TOKENS
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.analysis.decision_replay import redecide, rng_of
+from pointsman.router.core.instances.circuit_breaker import Circuit, CircuitSettings
+from pointsman.router.core.instances.instance_registry import InstanceRegistry
+from pointsman.router.core.instances.saturation import SATURATED, SaturationLimits
+from pointsman.router.core.learning.agent_reports import Reports
+from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
+from pointsman.router.core.learning.prefix_knowledge import PrefixKnowledge
+from pointsman.router.core.load.affinity import Affinity
+from pointsman.router.core.load.recent_migrations import Migrations
+from pointsman.router.core.load.reservations import Reservation, Reservations
+from pointsman.router.core.ownership import OwnedPools
+from pointsman.router.core.policy.base import Policy, decide
+from pointsman.router.core.policy_views import Views
+from pointsman.router.core.prefix.exact_index import PrefixIndex
+from pointsman.router.core.requests.hold_queue import QueueSettings
+from pointsman.router.core.requests.place_or_hold import AllSaturated, HeldRequests, not_serving
+from pointsman.router.core.requests.placed_requests import Plans
+from pointsman.router.core.requests.recent_decisions import RecentDecisions
+from pointsman.router.core.requests.recovered_placement import recovered_decision
+from pointsman.router.core.startup_gate import StartupGate
+from pointsman.router.core.types import Decision, PlacementRequest
+
+# After these no held request is nearer to its placement; or (PoolTaken) none may be placed before the gateways return.
+EVENTS_WITHOUT_RETRY = (ev.PlaceRequested, ev.KeysReported, ev.GatewayLost, ev.StoreState, ev.PoolTaken, ev.PoolLost)
+
+
+@dataclass(frozen=True, slots=True)
+class StateSettings:
+    """Times in s. `max_keys` bounds the index. Reported figures count for `stale_report_s`, keys for `stale_keys_s` after the
+    agent's last word."""
+
+    affinity_ttl_s: float = 3_600.0
+    gateway_lease_s: float = 15.0
+    place_lease_s: float = 600.0
+    lost_instance_s: float = 30.0
+    retry_after_s: float = 1.0
+    migration_window_s: float = 10.0
+    stale_report_s: float = 5.0
+    stale_keys_s: float = 10.0
+    max_keys: int = 8_000_000
+    limits: SaturationLimits = field(default_factory=SaturationLimits)
+    queue: QueueSettings = field(default_factory=QueueSettings)
+    startup_wait_s: float = 0.0
+    circuit: CircuitSettings = field(default_factory=CircuitSettings)
+
+
+class RouterState:
+    """Instances, keys, reservations, affinity and the policy in force. Times (`now`) are in s on one monotonic clock."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        settings: StateSettings,
+        *,
+        router_id: str = "router",
+        seed: int = 0,
+        owns_all: bool = True,
+    ) -> None:
+        self.policy = policy
+        self.settings = settings
+        self.router_id = router_id
+        self.degraded = False
+        self.index = PrefixIndex(settings.max_keys)
+        self.instances = InstanceRegistry(self.index)
+        self.reservations = Reservations()
+        self.prefill_observer = PrefillObserver(self.reservations)
+        self.prefix_knowledge = PrefixKnowledge(
+            self.index, self.instances, settings.stale_keys_s, self.prefill_observer
+        )
+        self.affinity = Affinity(settings.affinity_ttl_s)
+        self.migrations = Migrations(settings.migration_window_s)
+        self.views = Views(
+            self.instances,
+            self.prefix_knowledge,
+            self.reservations,
+            self.affinity,
+            self.migrations,
+            self.prefill_observer,
+            settings.limits,
+            settings.stale_report_s,
+        )
+        self.plans = Plans(
+            self.instances,
+            self.prefix_knowledge,
+            self.reservations,
+            self.prefill_observer,
+            RecentDecisions(),
+            settings.circuit,
+        )
+        self._reports = Reports(
+            self.instances,
+            self.index,
+            self.prefix_knowledge,
+            self.reservations,
+            self.plans.finished,
+            stale_report_s=settings.stale_report_s,
+            lost_instance_s=settings.lost_instance_s,
+        )
+        # The seed is part of every decision's id, because a decision's randomness must follow from its id.
+        self._id_prefix = f"{router_id}.{seed}" if seed else router_id
+        self.held_requests = HeldRequests(
+            settings.queue,
+            settings.retry_after_s,
+            self._decide,
+            self._commit,
+            self._serve_there,
+            self.views.has_room,
+            lambda: self.policy.without_holds(),
+        )
+        self.owned = OwnedPools(everything=owns_all)
+        self._startup_gate = StartupGate(settings.startup_wait_s)
+        self._decision_numbers: dict[str, int] = {}
+        self._decisions = 0
+
+    def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
+        """Apply one event and return what is to be done about it. The only mutator. Never raises for what a peer may send.
+
+        An event that may have freed something also answers held requests.
+        """
+        self._startup_gate.begin(now)
+        effects = self._apply(event, now)
+        if len(self.held_requests.queue) and not isinstance(event, EVENTS_WITHOUT_RETRY):
+            self.prefix_knowledge.expire(now)
+            effects = [*effects, *self.held_requests.retry(now, thorough=isinstance(event, ev.Tick))]
+        return effects
+
+    def _apply(self, event: ev.Event, now: float) -> list[ev.Effect]:
+        match event:
+            case ev.AgentHello():
+                return self._reports.hello(event, now)
+            case ev.KeysReported():
+                return self._reports.keys(event, now)
+            case ev.LoadReported():
+                return self._reports.load(event, now)
+            case ev.AgentGoodbye() | ev.AgentLost():
+                return self._reports.gone(event, now)
+            case ev.GatewayHello():
+                return self._gateway_hello(event, now)
+            case ev.GatewayLost():
+                self.reservations.lease(event.gateway_id, now + self.settings.gateway_lease_s)
+                self.held_requests.drop_gateway(event.gateway_id)
+                return []
+            case ev.PlaceRequested():
+                return self._place(event, now)
+            case ev.StepDone():
+                return self._step_done(event, now)
+            case ev.FirstToken():
+                return self.plans.first_token(event, now)
+            case ev.Finished():
+                self.held_requests.cancel(event.request_id)
+                return self.plans.finished(event, now)
+            case ev.DrainsChanged():
+                return [ev.FleetChanged()] if self.instances.drain(event.incarnations) else []
+            case ev.StoreState():
+                self.degraded = event.degraded
+                return []
+            case ev.PoolTaken():
+                return self._pool_taken(event, now)
+            case ev.PoolLost():
+                self.owned.lose(event.pool)
+                self._forget_pool(event.pool)
+                why = f"this router does not own {event.pool!r} any more"
+                return [*self.held_requests.drop_pool(event.pool, why), ev.FleetChanged()]
+            case ev.Tick():
+                return self._tick(now)
+
+    def explain(self, request: PlacementRequest, now: float, policy: Policy | None = None) -> Decision | ev.Refused:
+        """What would be decided on `request` now, under `policy` (default: the one in force). Changes nothing.
+
+        Only the pool's owner can tell: the others know nothing of its open requests and sessions.
+        """
+        if (refused := self._not_owned(request)) is not None:
+            return refused
+        verdict = self._decide(request, now, policy)
+        if isinstance(verdict, AllSaturated):
+            return self.held_requests.refusal(request, verdict.pool, "", "it would be held or refused")
+        return replace(verdict, decision_id="dry-run") if isinstance(verdict, Decision) else verdict
+
+    def what_if(self, decision: Decision, policy: Policy) -> Decision:
+        """A recorded decision made again on its recorded view under `policy`. Changes nothing."""
+        return redecide(decision, policy)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when anything in here contradicts itself. For tests: costs a pass over everything."""
+        self.index.check_invariants()
+        self.reservations.check_invariants()
+        self.affinity.check_invariants()
+        self.held_requests.queue.check_invariants()
+        for held in self.held_requests.queue:
+            reservation = self.reservations.get(held.request.request_id)
+            assert (reservation.pending_tokens == 0) if held.previous_id and reservation else reservation is None, (
+                "a hold reserves nothing"
+            )
+        self.migrations.check_invariants()
+        self.prefix_knowledge.check_invariants(self.reservations)
+        self.views.check_invariants()
+        self.prefill_observer.check_invariants()
+        for record in self.instances.records():
+            assert record.info.block_size % KEY_TOKENS == 0
+        for reservation in self.reservations:
+            assert self.owned.owns(reservation.pool), reservation
+        for held in self.held_requests.queue:
+            assert self.owned.owns(held.pool), held
+        for decision in self.plans.decisions:
+            assert self.owned.owns(decision.pool), decision
+
+    # ---- gateways ----
+
+    def _gateway_hello(self, hello: ev.GatewayHello, now: float) -> list[ev.Effect]:
+        effects: list[ev.Effect] = []
+        announced = {stream.request.request_id: stream for stream in hello.open_streams}
+        between = frozenset(held.request.request_id for held in self.held_requests.queue if held.previous_id)
+        self.held_requests.drop_gateway(hello.gateway_id, keep=hello.waiting | between.intersection(announced))
+        if self._startup_gate.expect(
+            {*hello.known, *(one.instance_id for one in hello.open_streams)}, self.instances, now
+        ):
+            effects.append(ev.FleetChanged())
+        for reservation in list(self.reservations):
+            if reservation.gateway_id != hello.gateway_id or reservation.request_id in announced:
+                continue
+            if reservation.request_id in hello.waiting:
+                self.reservations.keep(reservation.request_id)
+            else:
+                effects += self.plans.finished(
+                    ev.Finished(reservation.request_id, "CANCELLED", error="no gateway claims it"), now
+                )
+        for request_id, stream in announced.items():
+            known = self.reservations.get(request_id)
+            pool = known.pool if known else self.instances.pool_of(stream.request.model)
+            if not self.owned.owns(pool) or request_id in between:
+                continue
+            new_tokens = max(stream.request.input_tokens - stream.cached_tokens, 0)
+            done = known.prefilled_tokens if known and known.instance_id == stream.instance_id else 0
+            reservation = Reservation(
+                request_id=request_id,
+                gateway_id=hello.gateway_id,
+                instance_id=stream.instance_id,
+                decision_id=known.decision_id if known else "",
+                input_tokens=stream.request.input_tokens,
+                new_tokens=new_tokens,
+                step_index=known.step_index if known else 0,
+                phase=stream.phase,
+                prefilled_tokens=min(done, new_tokens),
+                pool=pool,
+                cached_tokens=stream.request.input_tokens - new_tokens,
+            )
+            self.held_requests.cancel(request_id)
+            if known is not None:
+                self.prefill_observer.gone(known, now)
+            self.reservations.put(reservation)
+            self.prefix_knowledge.announced(reservation, now)
+            effects.append(ev.Reserved(reservation))
+        return effects
+
+    def _place(self, event: ev.PlaceRequested, now: float) -> list[ev.Effect]:
+        request = event.request
+        if (refused := self._not_serving(request, now)) is not None:
+            # Asked again while it was held: this is its answer, so that a later one would be a second.
+            self.held_requests.cancel(request.request_id)
+            return [replace(refused, gateway_id=event.gateway_id)]
+        if (known := self.plans.decisions.get(request.request_id)) is not None:
+            open_one = self.reservations.get(request.request_id)
+            return [self.plans.placed_effect(known, open_one.step_index if open_one else 0, event.gateway_id)]
+        if (reservation := self.reservations.get(request.request_id)) is not None:
+            # Placed by an earlier owner, whose answer may not have arrived: the same instance again, never a second one.
+            return [self._recovered(reservation, replace(request, keys=()), event.gateway_id)]
+        self.prefix_knowledge.expire(now)
+        return self.held_requests.place(request, event.gateway_id, now)
+
+    def _step_done(self, event: ev.StepDone, now: float) -> list[ev.Effect]:
+        reservation = self.reservations.get(event.request_id)
+        if reservation is not None and self.plans.decisions.get(event.request_id) is None:
+            # An earlier owner's plan, which went with it. What it has computed is there.
+            if event.ok:
+                why = "an earlier owner of the pool had planned this request"
+                return [
+                    replace(not_serving(event.request_id, reservation.pool, why), gateway_id=reservation.gateway_id)
+                ]
+            request = PlacementRequest(event.request_id, reservation.pool, reservation.input_tokens)
+            moved = replace(reservation, step_index=event.step_index + 1)
+            self.reservations.put(moved)
+            return [ev.Reserved(moved), self._recovered(moved, request, moved.gateway_id, moved.step_index)]
+        unfinished_plan = self.plans.unfinished_plan(event)
+        effects = self.plans.step_done(event, now)
+        reservation = self.reservations.get(event.request_id)
+        if unfinished_plan is None or reservation is None:
+            return effects
+        request = unfinished_plan.request
+        rest = replace(
+            request,
+            keys=self.prefix_knowledge.keys_of(event.request_id),
+            age_s=request.age_s + max(now - unfinished_plan.view.now, 0.0),
+            deadline_s=None,
+        )
+        self.prefix_knowledge.expire(now)
+        seen = self.views.view(rest, unfinished_plan.pool, 0, now).find(reservation.instance_id)
+        if seen is None or seen.cached_tokens < unfinished_plan.result.steps[-1].prefix_tokens:
+            # What was computed is not known to be there: the next slice would be the same again, and so for ever.
+            rest = replace(rest, sliceable_tokens=0)
+        return [*effects, *self.held_requests.place(rest, reservation.gateway_id, now, unfinished_plan.decision_id)]
+
+    def _recovered(
+        self, reservation: Reservation, request: PlacementRequest, gateway_id: str, steps_done: int = 0
+    ) -> ev.Placed:
+        restored = recovered_decision(reservation, request, self.policy.ref(), steps_done)
+        self.plans.decisions.put(restored)
+        return self.plans.placed_effect(restored, steps_done, gateway_id)
+
+    def _serve_there(self, request: PlacementRequest, gateway_id: str, now: float) -> list[ev.Effect]:
+        return self.plans.serve_there(request.request_id, "the rest could not be placed anew", now)
+
+    def _commit(self, decision: Decision, gateway_id: str, now: float) -> list[ev.Effect]:
+        request = decision.request
+        self._decisions += 1
+        self._decision_numbers[decision.pool] = decision.view.decision_number + 1
+        # The keys did their work; keeping them would pin megabytes for each remembered decision.
+        decision = replace(decision, request=replace(request, keys=()))
+        lease_until = None if gateway_id else now + self.settings.place_lease_s
+        effects: list[ev.Effect] = [ev.DecisionMade(decision)]
+        index = 0
+        if decision.previous_id and (before := self.plans.decisions.get(request.request_id)) is not None:
+            # The plan goes on: its steps are counted from its beginning.
+            steps = (*before.result.steps, *decision.result.steps)
+            index = len(before.result.steps)
+            decision = replace(decision, result=replace(decision.result, steps=steps))
+        else:
+            first = decision.view.find(decision.result.steps[0].instance_id)
+            assert first is not None
+            if mean_work := self.prefill_observer.count_request(decision.pool, first.new_tokens, first.cached_tokens):
+                effects.append(ev.MeanWorkSet(mean_work, decision.pool))
+        effects += self.plans.reserve(decision, index, gateway_id, lease_until, request.keys, now)
+        if session := request.session:
+            self.affinity.assign(decision.pool, session, decision.next_owner, now)
+            effects.append(ev.SessionOwnerSet(session, decision.next_owner, decision.pool))
+        if decision.mode == "OFFLOAD":
+            self.migrations.record(decision.instance_id, now)
+            self._drop_snapshots((decision.instance_id,))
+        self.plans.decisions.put(decision)
+        self.plans.decisions.evict(len(self.reservations), lambda one: self.reservations.get(one) is not None)
+        return [*effects, self.plans.placed_effect(decision, index, gateway_id)]
+
+    def _not_serving(self, request: PlacementRequest, now: float) -> ev.Refused | None:
+        if (refused := self._not_owned(request)) is not None:
+            return refused
+        pool = self.instances.pool_of(request.model)
+        if self.starting(now, pool):
+            why = "this router has just started and does not know the fleet yet"
+            return not_serving(request.request_id, pool, why)
+        return None
+
+    def _not_owned(self, request: PlacementRequest) -> ev.Refused | None:
+        pool = self.instances.pool_of(request.model)
+        if pool and not self.owned.owns(pool):
+            return not_serving(request.request_id, pool, f"this router does not own {pool!r}")
+        return None
+
+    def starting(self, now: float, pool: str = "") -> bool:
+        """Whether placements of `pool` (empty: of the whole fleet) wait for the first reports after the start."""
+        return self._startup_gate.starting(pool, self.instances, now)
+
+    # ---- operators, the store and time ----
+
+    def _pool_taken(self, event: ev.PoolTaken, now: float) -> list[ev.Effect]:
+        waited = self.held_requests.drop_pool(event.pool, f"{event.pool!r} was owned by another router for a moment")
+        self.owned.take(event.pool)
+        self._forget_pool(event.pool)
+        for reservation in event.reservations:
+            # Its gateway has not spoken to this replica yet: it gets the lease to do so.
+            lease_s = self.settings.gateway_lease_s if reservation.gateway_id else self.settings.place_lease_s
+            reservation = replace(reservation, lease_until=now + lease_s, pool=event.pool)
+            self.held_requests.cancel(reservation.request_id)
+            self.reservations.put(reservation)
+            self.prefix_knowledge.announced(reservation, now)
+        for session, owner in event.affinity.items():
+            self.affinity.assign(event.pool, session, owner, now)
+        self.prefill_observer.take_over(event.pool, event.mean_work)
+        return [*waited, ev.FleetChanged()]
+
+    def _forget_pool(self, pool: str) -> None:
+        for reservation in self.reservations.of_pool(pool):
+            self.reservations.release(reservation.request_id)
+            self.prefix_knowledge.prefill_progress.close(reservation.request_id)
+        self.plans.decisions.forget_pool(pool)
+        self.affinity.forget_pool(pool)
+        for record in self.instances.members(pool, pool):
+            self.migrations.drop(record.info.instance_id)
+            self.prefill_observer.forget(record.info.instance_id)
+            record.circuit = Circuit()
+            record.candidate_snapshot = None
+
+    def _tick(self, now: float) -> list[ev.Effect]:
+        effects: list[ev.Effect] = []
+        for reservation in self.reservations.expired(now):
+            effects += self.plans.finished(
+                ev.Finished(reservation.request_id, "CANCELLED", error="its lease ended"), now
+            )
+        effects += self._reports.tick(now)
+        self.affinity.expire(now)
+        self._drop_snapshots(self.migrations.expire(now))
+        self.prefix_knowledge.expire(now)
+        return effects
+
+    # ---- deciding ----
+
+    def _decide(
+        self, request: PlacementRequest, now: float, policy: Policy | None
+    ) -> Decision | ev.Refused | AllSaturated:
+        pool = self.instances.pool_of(request.model)
+        if not pool:
+            return ev.Refused(request.request_id, "NOT_FOUND", f"no instance serves a model {request.model!r}")
+        view = self.views.view(request, pool, self._decision_numbers.get(pool, 0), now)
+        if not view.eligible():
+            if any(candidate.excluded == SATURATED for candidate in view.candidates):
+                return AllSaturated(pool, view)
+            return ev.Refused(
+                request.request_id,
+                "UNAVAILABLE",
+                f"no instance of {pool!r} can take the request now",
+                self.settings.retry_after_s,
+            )
+        decision_id = f"{self._id_prefix}-{self._decisions + 1}"
+        policy = policy or self.policy
+        return decide(policy, request, pool, view, rng_of(decision_id), decision_id, degraded=self.degraded)
+
+    def _drop_snapshots(self, instance_ids: Iterable[str]) -> None:
+        for instance_id in instance_ids:
+            if (record := self.instances.get(instance_id)) is not None:
+                record.candidate_snapshot = None

@@ -1,0 +1,109 @@
+"""Decisions as server-sent events: made once for all viewers, thinned out to what people can follow, never waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from google.protobuf import json_format
+
+from pointsman.router.io.telemetry.decision_log import DecisionLog, LoggedDecision
+from pointsman.router.v1 import fleet_pb2
+
+# The newest so many decisions are told every so many s; of the others, how many they were.
+PERIOD_S = 0.25
+AT_MOST = 20
+# A viewer that has so many messages waiting for it, 30 s of a busy fleet, is let go: it comes back and asks for the list.
+WAITING = 120
+NOTHING = ": nothing happened\n\n"
+
+
+class Viewer:
+    """One viewer's bounded queue of messages. `drop` is called when it is too slow, and may end a write that waits for it."""
+
+    def __init__(self, drop: Callable[[], None]) -> None:
+        self._drop = drop
+        self._waiting: deque[str] = deque()
+        self._some = asyncio.Event()
+        self.dropped = False
+
+    def tell(self, message: str) -> None:
+        """Queue a message; drops the viewer when its queue is full."""
+        if len(self._waiting) >= WAITING:
+            self._waiting.clear()
+            self.dropped = True
+            self._drop()
+        else:
+            self._waiting.append(message)
+        self._some.set()
+
+    async def next(self, within_s: float) -> str:
+        """All that waits, or a comment when nothing came within `within_s`; "" when the viewer is dropped."""
+        if not self._waiting and not self.dropped:
+            self._some.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(within_s):
+                    await self._some.wait()
+            if not self._waiting and not self.dropped:
+                return NOTHING
+        text = "".join(self._waiting)
+        self._waiting.clear()
+        return text
+
+
+class DecisionStream:
+    """The log's news for all viewers. Works only while somebody watches."""
+
+    def __init__(self, log: DecisionLog, to_wire: Callable[[LoggedDecision], fleet_pb2.Decision]) -> None:
+        self._log = log
+        self._to_wire = to_wire
+        self._viewers: set[Viewer] = set()
+        self._pump: asyncio.Task[None] | None = None
+
+    def join(self, drop: Callable[[], None]) -> Viewer:
+        """A new viewer, until `leave`; `drop` as Viewer has it."""
+        viewer = Viewer(drop)
+        self._viewers.add(viewer)
+        if self._pump is None:
+            self._pump = asyncio.ensure_future(self._run())
+        return viewer
+
+    def leave(self, viewer: Viewer) -> None:
+        """Forget a viewer."""
+        self._viewers.discard(viewer)
+        if not self._viewers and self._pump is not None:
+            self._pump.cancel()
+            self._pump = None
+
+    def tell(self, message: str) -> None:
+        """Queue a message for all viewers."""
+        for viewer in self._viewers:
+            if not viewer.dropped:
+                viewer.tell(message)
+
+    async def _run(self) -> None:
+        queue = self._log.watch()
+        try:
+            while True:
+                await asyncio.sleep(PERIOD_S)
+                news: dict[str, LoggedDecision] = {}
+                while not queue.empty():
+                    logged = queue.get_nowait()
+                    # Of a decision that ended at once only the end is told.
+                    news.pop(logged.decision.decision_id, None)
+                    news[logged.decision.decision_id] = logged
+                if news:
+                    self.tell(await self._message(list(news.values())))
+        finally:
+            self._log.unwatch(queue)
+
+    async def _message(self, news: list[LoggedDecision]) -> str:
+        told: list[dict[str, Any]] = []
+        for logged in news[-AT_MOST:]:
+            told.append(json_format.MessageToDict(self._to_wire(logged)))
+            await asyncio.sleep(0)  # Placements go first.
+        return f"data: {json.dumps({'decisions': told, 'skipped': len(news) - len(told)})}\n\n"

@@ -1,0 +1,95 @@
+// The decisions as they are made: the newest few hundred, kept whatever view is shown.
+
+import { CallError, watch } from "./api.js";
+import { num } from "./format.js";
+
+const KEPT = 500;
+const RATE_S = 10;
+
+export class Feed {
+  constructor(app) {
+    this.app = app;
+    this.decisions = new Map();
+    this.listeners = new Set();
+    this.counts = [];
+    this.state = "off";
+  }
+
+  start() {
+    if (this.stopper) return;
+    this.stopper = new AbortController();
+    this.#run(this.stopper.signal);
+  }
+
+  stop() {
+    this.stopper?.abort();
+    this.stopper = undefined;
+    this.decisions.clear();
+    this.counts = [];
+    this.state = "off";
+  }
+
+  /** Newest first. */
+  get newest() {
+    return [...this.decisions.values()].reverse();
+  }
+
+  /** Decisions per second, over the last seconds. */
+  get rate() {
+    const since = Date.now() - RATE_S * 1000;
+    this.counts = this.counts.filter(([at]) => at >= since);
+    return this.counts.reduce((sum, [, made]) => sum + made, 0) / RATE_S;
+  }
+
+  async #run(signal) {
+    for (let pause = 500; !signal.aborted; pause = Math.min(pause * 2, 10000)) {
+      try {
+        await watch(signal, () => {
+          pause = 500;
+          this.#set("live");
+          this.#catchUp();
+        }, (news) => this.#told(news));
+      } catch (error) {
+        if (signal.aborted) return;
+        if (!(error instanceof CallError)) reportError(error);
+        this.#set(error.status === 429 ? "full" : "lost");
+      }
+      await new Promise((resolve) => setTimeout(resolve, pause));
+    }
+  }
+
+  #set(state) {
+    this.state = state;
+    this.#tell();
+  }
+
+  async #catchUp() {
+    try {
+      const { decisions = [] } = await this.app.call("ListDecisions", { pageSize: 200 });
+      const newer = this.newest.reverse();
+      this.decisions = new Map([...decisions.reverse(), ...newer].map((one) => [one.decisionId, one]));
+      this.#tell();
+    } catch (error) {
+      // The next connection asks again.
+      if (!(error instanceof CallError)) reportError(error);
+    }
+  }
+
+  #told({ decisions = [], skipped = 0 }) {
+    let made = num(skipped);
+    for (const one of decisions) {
+      made += this.decisions.has(one.decisionId) ? 0 : 1;
+      this.decisions.set(one.decisionId, one);
+    }
+    this.counts.push([Date.now(), made]);
+    for (const id of this.decisions.keys()) {
+      if (this.decisions.size <= KEPT) break;
+      this.decisions.delete(id);
+    }
+    this.#tell();
+  }
+
+  #tell() {
+    for (const listener of this.listeners) listener();
+  }
+}

@@ -1,0 +1,208 @@
+// The page's one state and its clock: who looks, which view is shown, when the router was last heard.
+
+import * as api from "./api.js";
+import { consoleOf, el, link, policyText, say, setText } from "./dom.js";
+import { Feed } from "./feed.js";
+import { span } from "./format.js";
+import { askToken, askPolicy } from "./operate.js";
+import { decisionsView } from "./view_decisions.js";
+import { fleetView } from "./view_fleet.js";
+import { instanceView } from "./view_instance.js";
+import { outcomesView } from "./view_outcomes.js";
+import { replicasView } from "./view_replicas.js";
+import { sessionsView } from "./view_sessions.js";
+import { whyView } from "./view_why.js";
+
+const at = (id) => document.getElementById(id);
+const main = at("main");
+// Views by the first and, where there is one, the second part of the address.
+const VIEWS = { fleet: [fleetView, instanceView], decisions: [decisionsView, whyView], sessions: [sessionsView], outcomes: [outcomesView], replicas: [replicasView] };
+
+const app = {
+  who: { role: "", open: false, read: false, operate: false },
+  fleet: null,
+  replicas: null,
+  heardAt: 0,
+  trouble: "",
+  /** Ask the router; a lost right ends in the sign-in. */
+  async call(method, request) {
+    try {
+      return await api.call(method, request);
+    } catch (error) {
+      if (error.status === 401) await identify();
+      throw error;
+    }
+  },
+  refresh: () => poll(),
+  lost,
+};
+app.feed = new Feed(app);
+
+let view = null;
+let route = "";
+
+async function identify() {
+  try {
+    app.who = await api.role();
+  } catch (error) {
+    lost(error);
+    return;
+  }
+  const { role, open, read } = app.who;
+  setText(at("account"), role ? `Sign out (${role})` : "Sign in");
+  at("account").hidden = open;
+  at("policy").disabled = !app.who.operate;
+  if (read) app.feed.start();
+  else app.feed.stop();
+  show(true);
+}
+
+/** What went wrong with a call; an error of the page's own is told to the browser, too. */
+function lost(error) {
+  app.trouble = error instanceof api.CallError ? error.message : "This page has failed; load it again.";
+  if (!(error instanceof api.CallError)) reportError(error);
+  tick();
+}
+
+/** Ask for the fleet and let the view ask for what it shows. */
+let polling = false;
+async function poll() {
+  if (polling || document.hidden) return;
+  polling = true;
+  try {
+    if (!app.who.read) {
+      if (app.trouble) await identify();
+    } else {
+      [app.fleet, app.replicas] = [await app.call("ListInstances"), await app.call("ListReplicas")];
+      app.heardAt = Date.now();
+      app.trouble = "";
+      setText(at("router"), app.fleet.routerId ?? "");
+      setText(at("policy"), `policy ${app.fleet.policy?.name ?? "?"}`);
+      at("policy").hidden = false;
+      tellElsewhere();
+      await view?.refresh?.();
+    }
+  } catch (error) {
+    lost(error);
+  } finally {
+    polling = false;
+    tick();
+  }
+}
+
+/** What one router cannot know: which pools others place for, with the way to their consoles, and whether all place alike. */
+function tellElsewhere() {
+  const { thisReplica = {}, replicas = [], pools = [] } = app.replicas;
+  const others = pools.filter((pool) => pool.owner && pool.owner.routerId !== thisReplica.routerId);
+  const policies = new Set(replicas.filter((one) => one.policy).map((one) => policyText(one.policy)));
+  const said = [];
+  if (replicas.length > 1) said.push(`This is what ${thisReplica.routerId} sees, one router of ${replicas.length}. `);
+  if (others.length) {
+    said.push("Placed by another router, which alone knows the requests, sessions and decisions: ");
+    others.forEach((pool, number) => said.push(number ? ", " : "", `${pool.model} by `, consoleOf(pool.owner, replicas)));
+    said.push(". ");
+  }
+  if (policies.size > 1) said.push("The routers do not place by the same policy. ", link("#/replicas", "See Replicas"), ".");
+  const whole = said.map((one) => one.outerHTML ?? one).join("");
+  if (at("elsewhere").dataset.told !== whole) {
+    at("elsewhere").dataset.told = whole;
+    at("elsewhere").replaceChildren(...said);
+  }
+  at("elsewhere").hidden = !said.length;
+}
+
+/** How old what is shown is: told every second, and loudly once it is too old. */
+function tick() {
+  const age = (Date.now() - app.heardAt) / 1000;
+  const stale = app.heardAt > 0 && age > 3 * interval() / 1000;
+  document.body.dataset.stale = stale;
+  const live = at("live");
+  live.dataset.state = !app.who.read ? "off" : stale || app.trouble ? "bad" : app.heardAt ? "good" : "wait";
+  setText(live, !app.who.read ? "signed out" : !app.heardAt ? "connecting" : age < 1.5 * interval() / 1000 ? "live" : `${span(Math.floor(age))} old`);
+  const trouble = app.trouble && (stale ? `${app.trouble} What you see is ${span(Math.floor(age))} old.` : app.trouble);
+  setText(at("trouble"), trouble);
+  at("trouble").hidden = !trouble;
+}
+
+/** A big fleet is asked less often: every instance costs the router about 0.2 ms. */
+const interval = () => 2000 + 4 * (app.fleet?.instances?.length ?? 0);
+
+async function clockwork() {
+  await poll();
+  setTimeout(clockwork, interval());
+}
+
+function unescaped(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text; // An address that was cut short.
+  }
+}
+
+function show(anew = false) {
+  const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
+  const [name, ...rest] = (path || "fleet").split("/");
+  const id = unescaped(rest.join("/"));
+  for (const one of at("nav").children) {
+    if (one.hash === `#/${name}`) one.setAttribute("aria-current", "page");
+    else one.removeAttribute("aria-current");
+  }
+  if (!anew && route === location.hash) return;
+  const moved = route !== "" && route !== location.hash;
+  route = location.hash;
+  view?.close?.();
+  if (!app.who.read) {
+    view = null;
+    const text = app.who.role ? `The ${app.who.role} role may not look at the fleet.` : "Sign in with an operator's or a gateway's token to see the fleet.";
+    main.replaceChildren(el("p", { className: "empty" }, text));
+    return;
+  }
+  const [list, one] = VIEWS[name] ?? VIEWS.fleet;
+  view = (id && one ? one : list)(app, id || new URLSearchParams(query));
+  main.replaceChildren(view.element);
+  document.title = `${view.title} – Pointsman`;
+  view.refresh?.()?.catch?.(lost);
+  if (moved) (main.querySelector("h1") ?? main).focus();
+}
+
+at("account").addEventListener("click", () => {
+  if (app.who.role) {
+    api.signOut();
+    app.fleet = null;
+    app.heardAt = 0;
+    at("elsewhere").hidden = true;
+    say("Signed out.");
+    identify().then(tick);
+  } else {
+    askToken(async (token, keep) => {
+      api.signIn(token, keep);
+      const who = await api.role();
+      if (!who.role) {
+        api.signOut();
+        throw new Error("No role has this token.");
+      }
+      say(`Signed in as ${who.role}.`);
+      await identify();
+      await poll();
+    });
+  }
+});
+at("policy").addEventListener("click", () => askPolicy(app));
+at("skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  main.focus();
+});
+window.addEventListener("hashchange", () => show());
+document.addEventListener("visibilitychange", () => !document.hidden && poll());
+document.addEventListener("keydown", (event) => {
+  const typing = event.target.closest("input, textarea, select, dialog");
+  if (event.key === "/" && !typing) {
+    event.preventDefault();
+    main.querySelector("input.filter")?.focus();
+  } else if (event.key === "Escape" && !document.querySelector("dialog") && view?.up) {
+    location.hash = view.up;
+  }
+});
+setInterval(tick, 1000);
+identify().then(clockwork);

@@ -1,0 +1,67 @@
+// What an operator may do: sign in, drain and resume, change the policy.
+
+import { ask, el, say } from "./dom.js";
+
+export function askToken(enter) {
+  const token = el("input", { type: "password", autocomplete: "off", required: true, spellcheck: false });
+  const keep = el("input", { type: "checkbox" });
+  ask(
+    "Sign in",
+    [
+      el("p", { className: "muted" }, "A gateway's token may read; an operator's may also drain instances and change the policy."),
+      el("label", {}, "Token", token),
+      el("label", { className: "check" }, keep, "Keep it for this tab, over reloads"),
+    ],
+    "Sign in",
+    () => enter(token.value.trim(), keep.checked),
+  );
+}
+
+export function askDrain(app, status) {
+  const id = status.instance.instanceId;
+  const resume = status.state === "INSTANCE_STATE_DRAINING";
+  const text = resume ? "It gets new requests again." : `It gets no new requests until its engine restarts; the ${status.numRequests ?? 0} open ones go on to their end.`;
+  ask(resume ? `Resume ${id}?` : `Drain ${id}?`, [el("p", {}, text)], resume ? "Resume" : "Drain", async () => {
+    const { thisReplicaOnly } = await app.call("Drain", { instanceId: id, resume });
+    say((resume ? `${id} takes requests again.` : `${id} is draining.`) + alone(thisReplicaOnly));
+    await app.refresh();
+  });
+}
+
+/** A form of the policies and their settings; those in force are filled in. */
+export async function askPolicy(app) {
+  const { policies } = await app.call("ListPolicies");
+  const inForce = app.fleet.policy;
+  const summary = el("p", { className: "muted" });
+  const settings = el("div", { className: "settings" });
+  let inputs = [];
+  const choose = el("select", { onchange: () => fill() }, ...policies.map(({ name }) => el("option", { value: name, selected: name === inForce.name }, name)));
+  const fill = () => {
+    const policy = policies.find(({ name }) => name === choose.value);
+    summary.textContent = policy.summary;
+    inputs = (policy.settings ?? []).map((setting) => settingInput(setting, policy.name === inForce.name ? inForce.settings?.[setting.name] : undefined));
+    settings.replaceChildren(...inputs.map(({ row }) => row));
+  };
+  fill();
+  ask("Change the policy", [el("label", {}, "Policy", choose), summary, settings], "Change", async () => {
+    const given = Object.fromEntries(inputs.map(({ name, read }) => [name, read()]));
+    const { thisReplicaOnly } = await app.call("SetPolicy", { policy: { name: choose.value, settings: given } });
+    say(`The policy is ${choose.value} now.${alone(thisReplicaOnly)}`);
+    await app.refresh();
+  });
+}
+
+function alone(thisReplicaOnly) {
+  return thisReplicaOnly ? " Other routers follow when Redis is back." : "";
+}
+
+function settingInput({ name, defaultValue, bounds, meaning }, now) {
+  const value = now ?? defaultValue;
+  const note = el("span", { className: "muted" }, `${meaning} (${bounds}; default ${defaultValue})`);
+  if (typeof defaultValue === "boolean") {
+    const box = el("input", { type: "checkbox", checked: value });
+    return { name, read: () => box.checked, row: el("label", { className: "check" }, box, name, note) };
+  }
+  const box = el("input", { value: String(value), inputMode: typeof defaultValue === "number" ? "decimal" : "text" });
+  return { name, read: () => (typeof defaultValue === "number" ? Number(box.value) : box.value), row: el("label", {}, name, box, note) };
+}

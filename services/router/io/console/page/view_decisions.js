@@ -1,0 +1,112 @@
+// Decisions as they are made, or those in the log that match a filter.
+
+import { el, setText } from "./dom.js";
+import { clock, count, num, orNone, seconds, span } from "./format.js";
+import { Table } from "./table.js";
+
+export const whyHref = (id) => `#/decisions/${encodeURIComponent(id)}`;
+export const OUTCOME_TONES = { OK: "good", FAILED: "bad", REJECTED: "wait", CANCELLED: "wait", OPEN: "" };
+
+const kindOf = (step) => (step.kind === "STEP_KIND_PREFILL" ? "prefill" : "serve");
+
+/** The instances of a plan in the order in which they work: "a → b" where b answers from what a prefills. */
+export function route(decision) {
+  const ids = (decision.steps ?? []).map((step) => step.instance?.instanceId ?? "?");
+  return ids.filter((id, index) => id !== ids[index - 1]).join(" → ") || "held";
+}
+
+export const plan = (decision) => (decision.steps ?? []).map((step) => `${kindOf(step)} on ${step.instance?.instanceId}`).join(", then ");
+const reported = (decision) => decision.finished?.cachedTokens;
+
+export const DECISION_COLUMNS = [
+  { id: "time", title: "Time", value: (d) => d.time, text: (d) => clock(d.time), href: (d) => whyHref(d.decisionId), note: (d) => `Why? Decision ${d.decisionId} on request ${d.requestId}` },
+  { id: "session", title: "Session", value: (d) => orNone(d.sessionId), note: (d) => (d.tenant ? `tenant ${d.tenant}` : "") },
+  { id: "class", title: "Class", value: (d) => d.routeClass, text: (d) => (d.routeClass ?? "").toLowerCase() },
+  { id: "to", title: "Placed on", value: route, note: plan },
+  { id: "mode", title: "Mode", value: (d) => d.mode, text: (d) => (d.mode ?? "").toLowerCase() },
+  { id: "reason", title: "Reason", value: (d) => d.reason, note: (d) => (d.notes ?? []).join("; ") },
+  { id: "input", title: "Input", unit: "tok", num: true, value: (d) => num(d.inputTokens), text: (d) => count(d.inputTokens) },
+  { id: "cached", title: "Predicted cached", unit: "tok", num: true, value: (d) => num(d.cachedTokens), text: (d) => count(d.cachedTokens) },
+  { id: "reported", title: "Reported", unit: "tok", num: true, hint: "Cached tokens as the engine told them at the end", value: reported, text: (d) => (reported(d) === undefined ? "–" : count(reported(d))) },
+  { id: "held", title: "Held", num: true, value: (d) => seconds(d.held) ?? 0, text: (d) => (seconds(d.held) ? span(seconds(d.held)) : "–") },
+  { id: "ttft", title: "First token", num: true, hint: "At the gateway, from the request's last byte to the answer's first", value: (d) => d.finished?.timings?.firstTokenMs, text: (d) => (d.finished?.timings?.firstTokenMs ? span(d.finished.timings.firstTokenMs / 1000) : "–") },
+  { id: "outcome", title: "Outcome", pill: true, value: (d) => d.outcome, text: (d) => (d.outcome ?? "").toLowerCase(), tone: (d) => OUTCOME_TONES[d.outcome], note: (d) => d.finished?.error ?? "" },
+];
+
+const FIELDS = [["session", "Session"], ["instance", "Instance"], ["request", "Request"], ["class", "Class"], ["reason", "Reason"]];
+
+function matching(filter) {
+  return (decision) =>
+    (!filter.session || decision.sessionId === filter.session) &&
+    (!filter.instance || (decision.steps ?? []).some((step) => step.instance?.instanceId === filter.instance)) &&
+    (!filter.request || decision.requestId === filter.request) &&
+    (!filter.class || decision.routeClass === filter.class) &&
+    (!filter.reason || decision.reason === filter.reason);
+}
+
+export function decisionsView(app, query) {
+  const filter = Object.fromEntries(FIELDS.map(([name]) => [name, query.get(name) ?? ""]));
+  const filtered = Object.values(filter).some(Boolean);
+  const table = new Table({ label: "Decisions, newest first", columns: DECISION_COLUMNS, key: (one) => one.decisionId, empty: "No decision yet: send a request through a gateway." });
+  const news = el("span", { className: "muted" });
+  let paused = false;
+  let older = [];
+  let drawn = new Map();
+  // Rows do not move while somebody points at them or walks through them.
+  const busy = () => paused || table.body.matches(":hover") || table.body.contains(document.activeElement);
+  const all = () => {
+    const matches = matching(filter);
+    const live = app.feed.newest.filter(matches);
+    const known = new Set(live.map((one) => one.decisionId));
+    return [...live, ...older.filter((one) => !known.has(one.decisionId))];
+  };
+  const draw = (force = false) => {
+    let rows = all();
+    if (busy() && !force) {
+      const fresh = rows.filter((one) => !drawn.has(one.decisionId)).length;
+      // What is shown may end meanwhile.
+      const now = new Map(rows.map((one) => [one.decisionId, one]));
+      rows = [...drawn.keys()].map((id) => now.get(id) ?? drawn.get(id));
+      setText(news, fresh ? `${count(fresh)} new, ${paused ? "paused" : "held back while you are in the list"}` : paused ? "paused" : "");
+    } else {
+      setText(news, { live: `${app.feed.rate.toFixed(1)} /s`, full: "too many viewers; refreshed every few seconds", lost: "the stream is lost; trying again" }[app.feed.state] ?? "");
+    }
+    drawn = new Map(rows.map((one) => [one.decisionId, one]));
+    table.update(rows);
+  };
+  const pause = el("button", {
+    type: "button", className: "quiet", "aria-pressed": "false",
+    onclick: () => {
+      paused = !paused;
+      pause.setAttribute("aria-pressed", String(paused));
+      draw(!paused);
+    },
+  }, "Pause");
+  const inputs = FIELDS.map(([name, title]) => [name, field(name, title, filter[name])]);
+  const go = (event) => {
+    event.preventDefault();
+    const given = inputs.map(([name, { input }]) => [name, input.value.trim()]).filter(([, value]) => value);
+    location.hash = `#/decisions${given.length ? `?${new URLSearchParams(given)}` : ""}`;
+  };
+  const form = el("form", { className: "filters", onsubmit: go, onchange: (event) => event.target.tagName === "SELECT" && form.requestSubmit() },
+    ...inputs.map(([, { label }]) => label), el("button", { type: "submit", className: "quiet" }, "Filter"),
+    filtered ? el("a", { href: "#/decisions" }, "Clear") : undefined);
+  const element = el("section", {}, el("div", { className: "head" }, el("h1", { tabIndex: -1 }, "Decisions"), pause, news), form, table.element);
+  const onNews = () => draw();
+  app.feed.listeners.add(onNews);
+  const refresh = async () => {
+    if (filtered || app.feed.state === "full") {
+      const wanted = { sessionId: filter.session, instanceId: filter.instance, requestId: filter.request, routeClass: filter.class, reason: filter.reason };
+      older = (await app.call("ListDecisions", { filter: wanted, pageSize: 200 })).decisions ?? [];
+    }
+    if (app.feed.state !== "off") draw();
+  };
+  return { element, title: "Decisions", refresh, close: () => app.feed.listeners.delete(onNews) };
+}
+
+function field(name, title, value) {
+  const input = name === "class"
+    ? el("select", {}, ...["", "LIGHT", "MEDIUM", "HEAVY"].map((one) => el("option", { value: one, selected: one === value }, one.toLowerCase() || "any")))
+    : el("input", { value, size: name === "request" ? 20 : 14, spellcheck: false, autocomplete: "off", className: name === "session" ? "filter" : "" });
+  return { input, label: el("label", {}, title, input) };
+}

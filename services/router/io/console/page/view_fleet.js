@@ -1,0 +1,158 @@
+// The fleet now: sums at the top, one row for each instance.
+
+import { el, setText } from "./dom.js";
+import { age, bare, count, num, orNone, percent, seconds } from "./format.js";
+import { filterBox, Table } from "./table.js";
+
+export const stateOf = (status) => bare(status.state, "INSTANCE_STATE_");
+export const sourceOf = (one) => bare(one.prefixSource, "PREFIX_SOURCE_").toLowerCase();
+export const STATE_TONES = { READY: "good", SYNCING: "wait", DRAINING: "wait", UNHEALTHY: "bad", LOST: "bad" };
+export const decisionsOf = (id) => `#/decisions?instance=${encodeURIComponent(id)}`;
+export const instanceHref = (id) => `#/fleet/${encodeURIComponent(id)}`;
+
+/** The share of looked-up tokens that the engine's own prefix cache had, since its start; undefined without any. */
+export function hitRate(load) {
+  const queries = num(load?.prefixCacheQueries);
+  return queries ? num(load.prefixCacheHits) / queries : undefined;
+}
+
+// Figures of the last minute, from the counters that this page has seen: instance and incarnation -> [time, queries, hits].
+const WINDOW_MS = 60000;
+const samples = new Map();
+
+function sample(instances) {
+  const now = Date.now();
+  const seen = new Set();
+  for (const { instance, load } of instances) {
+    const key = `${instance.instanceId} ${instance.incarnation}`;
+    seen.add(key);
+    const kept = samples.get(key) ?? [];
+    // Ten are enough, and one from before the window is its beginning.
+    if (!load) continue;
+    if (!kept.length || now - kept.at(-1)[0] > WINDOW_MS / 10) kept.push([now, num(load.prefixCacheQueries), num(load.prefixCacheHits)]);
+    while (kept.length > 2 && now - kept[1][0] > WINDOW_MS) kept.shift();
+    samples.set(key, kept);
+  }
+  for (const key of samples.keys()) if (!seen.has(key)) samples.delete(key);
+}
+
+function recentHitRate({ instance, load }) {
+  const first = samples.get(`${instance.instanceId} ${instance.incarnation}`)?.[0];
+  if (!first || !load) return undefined;
+  const queries = num(load.prefixCacheQueries) - first[1];
+  return queries > 0 ? (num(load.prefixCacheHits) - first[2]) / queries : undefined;
+}
+
+const loaded = (get) => (status) => (status.load ? num(get(status.load)) : undefined);
+const ifLoaded = (get, show) => (status) => (status.load ? show(get(status.load)) : "–");
+
+const COLUMNS = [
+  { id: "instance", title: "Instance", value: (s) => s.instance.instanceId, href: (s) => instanceHref(s.instance.instanceId) },
+  {
+    id: "state", title: "State", pill: true, value: stateOf, text: (s) => stateOf(s).toLowerCase() + (s.circuitOpen ? ", failing" : ""),
+    tone: (s) => (s.circuitOpen ? "bad" : STATE_TONES[stateOf(s)]),
+    note: (s) => (s.circuitOpen ? "It failed requests one after another and gets none, or one on trial, until it answers." : ""),
+  },
+  { id: "age", title: "Report", unit: "ago", num: true, hint: "Since the agent last said anything", value: (s) => seconds(s.reportAge), text: (s) => age(seconds(s.reportAge)) + (s.stale ? " stale" : ""), tone: aged },
+  { id: "open", title: "Open", unit: "req", num: true, hint: "Requests placed and not finished", value: (s) => num(s.numRequests), text: (s) => count(s.numRequests) },
+  { id: "pending", title: "To prefill", unit: "tok", num: true, hint: "Prompt tokens placed and not computed yet", value: (s) => num(s.pendingPrefillTokens), text: (s) => count(s.pendingPrefillTokens) },
+  { id: "decode", title: "Decoding", unit: "tok", num: true, hint: "Context of the streams past their first token", value: (s) => num(s.ongoingDecodeTokens), text: (s) => count(s.ongoingDecodeTokens) },
+  { id: "running", title: "Running", unit: "req", num: true, hint: "As the engine reports it", value: loaded((l) => l.running), text: ifLoaded((l) => l.running, count), tone: aged },
+  { id: "waiting", title: "Waiting", unit: "req", num: true, hint: "As the engine reports it", value: loaded((l) => l.waiting), text: ifLoaded((l) => l.waiting, count), tone: aged },
+  { id: "kv", title: "KV used", unit: "%", num: true, hint: "Share of the engine's KV blocks in use", value: loaded((l) => l.kvUsage), text: ifLoaded((l) => num(l.kvUsage), percent), share: (s) => num(s.load?.kvUsage), tone: (s) => aged(s) || (num(s.load?.kvUsage) >= 0.9 ? "bad" : "") },
+  { id: "recent", title: "Hits 1 min", unit: "%", num: true, hint: "Prefix cache hits by token, over the last minute that this page has seen", value: recentHitRate, text: (s) => percent(recentHitRate(s)) },
+  { id: "hits", title: "Hits", unit: "%", num: true, hint: "Prefix cache hits by token, since the engine's start", value: (s) => hitRate(s.load), text: (s) => percent(hitRate(s.load)) },
+  { id: "keys", title: "Keys", unit: "× 16 tok", num: true, hint: "Block keys in the router's index, all tiers; approximate ones where there are no events", value: keysOf, text: (s) => count(keysOf(s)) },
+  { id: "source", title: "Prefix from", value: sourceOf, tone: (s) => (sourceOf(s) === "events" ? "" : "wait"), pill: true, note: (s) => s.prefixReason ?? "" },
+  { id: "sessions", title: "Sessions", num: true, value: (s) => num(s.sessions), text: (s) => count(s.sessions) },
+  { id: "incarnation", title: "Incarnation", value: (s) => orNone(s.instance.incarnation) },
+  { id: "model", title: "Model", value: (s) => s.instance.model },
+];
+
+function keysOf(status) {
+  return num(status.keys) || num(status.approximateKeys);
+}
+
+function aged(status) {
+  return status.stale || stateOf(status) === "LOST" ? "old" : "";
+}
+
+const wordsOf = (text) => text.toLowerCase().split(/\s+/).filter(Boolean);
+
+export function fleetView(app, query) {
+  const table = new Table({
+    label: "Instances",
+    columns: COLUMNS,
+    key: (status) => status.instance.instanceId,
+    sort: { id: "instance", down: false },
+    empty: "No agent has reported an instance to this router.",
+  });
+  const tiles = new Tiles();
+  const shown = el("span", { className: "muted" });
+  let words = wordsOf(query.get("filter") ?? "");
+  const matches = (status) => {
+    const text = [status.instance.instanceId, status.instance.model, stateOf(status), status.instance.node, status.instance.incarnation, sourceOf(status), status.stale ? "stale" : ""].join(" ").toLowerCase();
+    return words.every((word) => text.includes(word));
+  };
+  const draw = () => {
+    if (!app.fleet) return;
+    const instances = app.fleet.instances ?? [];
+    sample(instances);
+    table.update(instances, matches);
+    tiles.update(sums(app));
+    setText(shown, words.length ? `${count(table.matching)} of ${count(instances.length)}` : "");
+  };
+  const filter = filterBox("Filter: id, model, state, node …", (text) => {
+    words = wordsOf(text);
+    draw();
+  });
+  filter.value = query.get("filter") ?? "";
+  const element = el("section", {}, el("div", { className: "head" }, el("h1", { tabIndex: -1 }, "Fleet"), filter, shown), tiles.element, table.element);
+  return { element, title: "Fleet", refresh: async () => draw() };
+}
+
+class Tiles {
+  constructor() {
+    this.element = el("dl", { className: "tiles" });
+    this.parts = new Map();
+  }
+
+  update(pairs) {
+    for (const [name, value, note = "", tone = "", filter = ""] of pairs) {
+      let part = this.parts.get(name);
+      if (!part) {
+        part = { value: el("span", {}), note: el("small", {}) };
+        this.parts.set(name, part);
+        const title = filter ? el("a", { href: `#/fleet?filter=${filter}`, title: "Show them" }, name) : name;
+        this.element.append(el("div", {}, el("dt", {}, title), el("dd", {}, part.value, part.note)));
+      }
+      setText(part.value, value);
+      setText(part.note, note);
+      part.value.dataset.tone = tone;
+    }
+  }
+}
+
+function sums(app) {
+  const instances = app.fleet.instances ?? [];
+  const sum = (get) => instances.reduce((total, one) => total + num(get(one)), 0);
+  const states = {};
+  for (const one of instances) states[stateOf(one)] = (states[stateOf(one)] ?? 0) + 1;
+  const others = Object.entries(states).filter(([name]) => name !== "READY").map(([name, n]) => `${n} ${name.toLowerCase()}`);
+  const usage = instances.filter((one) => one.load && !one.stale).map((one) => num(one.load.kvUsage));
+  const mean = usage.length ? usage.reduce((a, b) => a + b, 0) / usage.length : undefined;
+  const queries = sum((one) => one.load?.prefixCacheQueries);
+  const stale = instances.filter((one) => one.stale).length;
+  const held = num(app.fleet.heldRequests);
+  return [
+    ["Ready", `${count(states.READY)} of ${count(instances.length)}`, others.join(", "), states.UNHEALTHY || states.LOST ? "bad" : ""],
+    ["Open requests", count(sum((one) => one.numRequests)), `${count(sum((one) => one.load?.running))} running, ${count(sum((one) => one.load?.waiting))} waiting`],
+    ["Held", count(held), "wait for a placement", held ? "wait" : ""],
+    ["To prefill", `${count(sum((one) => one.pendingPrefillTokens))} tok`, `${count(sum((one) => one.ongoingDecodeTokens))} tok decoding`],
+    ["KV used", mean === undefined ? "–" : `${percent(mean)} %`, usage.length ? `at most ${percent(usage.reduce((a, b) => Math.max(a, b), 0))} %` : "no fresh reports"],
+    ["Prefix hits", queries ? `${percent(sum((one) => one.load?.prefixCacheHits) / queries)} %` : "–", "by token, since the engines' start"],
+    ["Sessions", count(sum((one) => one.sessions)), "with an owner"],
+    ["Decisions", `${app.feed.rate.toFixed(1)} /s`, "over 10 s"],
+    ["Stale reports", count(stale), "not used in decisions", stale ? "wait" : "", "stale"],
+  ];
+}

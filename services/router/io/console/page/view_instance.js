@@ -1,0 +1,91 @@
+// One instance: all that the router knows of it, its latest decisions and sessions.
+
+import { el, facts, link, pill } from "./dom.js";
+import { age, bare, count, num, percent, seconds } from "./format.js";
+import { askDrain } from "./operate.js";
+import { Table } from "./table.js";
+import { DECISION_COLUMNS } from "./view_decisions.js";
+import { decisionsOf, hitRate, sourceOf, stateOf, STATE_TONES } from "./view_fleet.js";
+import { SESSION_COLUMNS } from "./view_sessions.js";
+
+export function instanceView(app, id) {
+  const decisions = new Table({ label: "Decisions for it", columns: DECISION_COLUMNS, key: (one) => one.decisionId, pageSize: 25, empty: "No decision in the log names it." });
+  const sessions = new Table({ label: "Sessions it owns", narrow: true, columns: SESSION_COLUMNS, key: (one) => `${one.tenant}/${one.sessionId}/${one.model}`, pageSize: 25, empty: "It owns no session." });
+  const about = el("div", {});
+  const button = el("button", { type: "button", disabled: true, onclick: () => status && askDrain(app, status) }, "Drain");
+  let status;
+  const element = el(
+    "section", {},
+    el("div", { className: "head" }, link("#/fleet", "← Fleet"), el("h1", { tabIndex: -1 }, id), button),
+    about,
+    el("h2", {}, "Latest decisions ", el("a", { href: decisionsOf(id) }, "all")), decisions.element,
+    el("h2", {}, "Sessions "), sessions.element,
+  );
+  const refresh = async () => {
+    status = app.fleet?.instances?.find((one) => one.instance.instanceId === id);
+    if (!app.fleet) return;
+    about.replaceChildren(status ? described(status) : el("p", { className: "empty" }, "The router knows no such instance."));
+    button.textContent = status && stateOf(status) === "DRAINING" ? "Resume" : "Drain";
+    button.disabled = !status || !app.who.operate;
+    button.title = app.who.operate ? "" : "Needs an operator's token";
+    const [made, owned] = await Promise.all([
+      app.call("ListDecisions", { filter: { instanceId: id }, pageSize: 25 }),
+      app.call("ListSessions", { instanceId: id, pageSize: 100 }),
+    ]);
+    decisions.update(made.decisions ?? []);
+    sessions.update(owned.sessions ?? []);
+  };
+  return { element, title: id, up: "#/fleet", refresh };
+}
+
+function described(status) {
+  const { instance, load } = status;
+  const sampled = load ? `${age(num(load.sampleAgeMs) / 1000)} old${status.stale ? ", stale: not used in decisions" : ""}` : "none yet";
+  const transfer = instance.kvTransfer;
+  return el(
+    "div", { className: "columns" },
+    el("div", {}, el("h2", {}, "Now"), facts([
+      ["State", el("span", {}, pill(stateOf(status).toLowerCase(), STATE_TONES[stateOf(status)]), status.circuitOpen ? " fails requests: left alone, tried now and then" : "")],
+      ["Agent spoke", `${age(seconds(status.reportAge))} ago`],
+      ["Open requests", count(status.numRequests)],
+      ["To prefill", `${count(status.pendingPrefillTokens)} tok`],
+      ["Decoding", `${count(status.ongoingDecodeTokens)} tok`],
+      ["Input of all open", `${count(status.ongoingTokens)} tok`],
+      ["Sessions owned", count(status.sessions)],
+    ])),
+    el("div", { "data-tone": status.stale ? "old" : "" }, el("h2", {}, "As the engine reports"), facts([
+      ["Report", sampled],
+      ...(load ? [
+        ["Running", `${count(load.running)} req`],
+        ["Waiting", `${count(load.waiting)} req`],
+        ["KV used", `${percent(num(load.kvUsage), 1)} %${num(instance.kvCapacityTokens) ? ` of ${count(instance.kvCapacityTokens)} tok` : ""}`],
+        ["Prefix hits", `${percent(hitRate(load), 1)} % of ${count(load.prefixCacheQueries)} tok`],
+        ["External hits", num(load.externalPrefixCacheQueries) ? `${percent(num(load.externalPrefixCacheHits) / num(load.externalPrefixCacheQueries), 1)} % of ${count(load.externalPrefixCacheQueries)} tok` : ""],
+        ["Generated", `${count(load.generationTokens)} tok`],
+        ["Preemptions", count(load.preemptions)],
+        ...(load.gpus ?? []).map((gpu) => [`GPU ${num(gpu.index)}`, `${percent(num(gpu.utilisation))} % busy, ${(num(gpu.memoryUsed) / 2 ** 30).toFixed(1)} of ${(num(gpu.memoryTotal) / 2 ** 30).toFixed(1)} GiB`]),
+      ] : []),
+    ])),
+    el("div", {}, el("h2", {}, "Prefix knowledge"), facts([
+      ["Rests on", sourceOf(status)],
+      ["Because", status.prefixReason],
+      ["Keys", `${count(status.keys)} × 16 tok`],
+      ["Approximate keys", count(status.approximateKeys)],
+      ["Provisional keys", count(status.provisionalKeys)],
+      ["Prediction audit failed", num(status.predictionAuditFailures) ? `${count(status.predictionAuditFailures)} times in this incarnation` : "never"],
+    ])),
+    el("div", {}, el("h2", {}, "Engine"), facts([
+      ["Model", instance.model],
+      ["Also answers to", [...(instance.servedNames ?? []).filter((name) => name !== instance.model), ...(instance.loraNames ?? [])].join(", ")],
+      ["Incarnation", instance.incarnation],
+      ["Address", instance.url],
+      ["Data-parallel rank", instance.dataParallelRank === undefined ? "" : String(instance.dataParallelRank)],
+      ["Node", instance.node],
+      ["Version", instance.engineVersion],
+      ["Hardware", instance.hardware],
+      ["KV block", `${count(instance.blockSize)} tok`],
+      ["Longest context", num(instance.maxModelLen) ? `${count(instance.maxModelLen)} tok` : ""],
+      ["KV transfer", transfer ? `${bare(transfer.protocol, "KV_PROTOCOL_").toLowerCase()}, ${bare(transfer.role, "KV_ROLE_").toLowerCase() || "both sides"}` : "none"],
+    ])),
+  );
+}

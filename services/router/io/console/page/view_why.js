@@ -1,0 +1,216 @@
+// Why one request went where it did: what was compared, what came of it, and what other policies would have done.
+
+import { el, facts, link, pill, setText } from "./dom.js";
+import { age, bare, count, figure, moment, num, percent, seconds, signed, span } from "./format.js";
+import { Table } from "./table.js";
+import { OUTCOME_TONES, route } from "./view_decisions.js";
+import { instanceHref, sourceOf, STATE_TONES } from "./view_fleet.js";
+
+const CLASSES = { HEAVY: "heavy: 20,000 new tokens or more", LIGHT: "light: mostly cached, or few new tokens", MEDIUM: "medium" };
+
+export function whyView(app, id) {
+  const body = el("div", {});
+  const heading = el("h1", { tabIndex: -1 }, `Decision ${id}`);
+  const element = el("section", {}, el("div", { className: "head" }, el("a", { href: "#/decisions" }, "← Decisions"), heading), body);
+  let shown;
+  let closed = false;
+  const refresh = async () => {
+    // Once its request has ended nothing of it changes any more.
+    if (shown && shown.outcome !== "OPEN") return;
+    let decision;
+    try {
+      ({ decision } = await app.call("GetDecision", { decisionId: id }));
+    } catch (error) {
+      if (error.status !== 404) throw error;
+      body.replaceChildren(el("p", { className: "empty" }, "It is not in this router's log: it was made by another replica, or left the log since."));
+      return;
+    }
+    if (shown?.outcome === decision.outcome) return;
+    const first = !shown;
+    shown = decision;
+    setText(heading, `Why ${decision.requestId} went to ${route(decision)}`);
+    const others = first ? otherPolicies(app, decision, () => closed) : body.querySelector("#others");
+    body.replaceChildren(...described(decision), others);
+  };
+  return { element, title: `Why ${id}`, up: "#/decisions", refresh, close: () => { closed = true; } };
+}
+
+function described(decision) {
+  const candidates = decision.candidates ?? [];
+  const last = decision.steps?.at(-1)?.instance?.instanceId;
+  return [
+    verdict(decision, candidates, last),
+    el("div", { className: "columns" }, asked(decision), decided(decision), came(decision)),
+    el("h2", {}, "Plan"), steps(decision),
+    el("h2", {}, `Candidates `, el("span", { className: "muted" }, `${candidates.length} as they were then; the lowest score wins`)),
+    candidateTable(decision, candidates, last),
+  ];
+}
+
+function verdict(decision, candidates, last) {
+  const chosen = candidates.find((one) => one.instanceId === last);
+  const prefiller = candidates.find((one) => one.instanceId === decision.steps?.[0]?.instance?.instanceId) ?? chosen;
+  const parts = [`${count(prefiller?.newTokens)} of ${count(decision.inputTokens)} input tokens were new there. `];
+  parts.push(`Policy ${decision.policy?.name} chose it, reason ${decision.reason}`);
+  if (decision.runnerUp && decision.margin !== undefined) parts.push(`; the runner-up, ${decision.runnerUp}, scored ${decision.margin === 0 ? "the same" : `${figure(Math.abs(decision.margin))} ${decision.margin > 0 ? "worse" : "better"}`}`);
+  else if (decision.runnerUp) parts.push(`; next by score was ${decision.runnerUp}`);
+  else if (candidates.length === 1) parts.push("; there was no other instance");
+  parts.push(".");
+  if (decision.sessionOwner && decision.sessionOwner !== last) parts.push(` The session left its owner, ${decision.sessionOwner}.`);
+  if (decision.degraded) parts.push(" It was made while the shared store was away.");
+  return el("p", { className: "verdict" }, parts.join(""));
+}
+
+function asked(decision) {
+  return el("div", {}, el("h2", {}, "Request"), facts([
+    ["Request", decision.requestId],
+    ["Session", decision.sessionId ? link(`#/decisions?session=${encodeURIComponent(decision.sessionId)}`, decision.sessionId) : "none"],
+    ["Tenant", decision.tenant],
+    ["Model", decision.model],
+    ["Input", `${count(decision.inputTokens)} tok`],
+    ["Known by", num(decision.keyCount) ? `${count(decision.keyCount)} block keys` : "its length only: no prefix knowledge"],
+    ["Held before", seconds(decision.held) ? span(seconds(decision.held)) : ""],
+  ]));
+}
+
+function decided(decision) {
+  const settings = Object.entries(decision.policy?.settings ?? {}).sort();
+  return el("div", {}, el("h2", {}, "Decision"), facts([
+    ["Made", moment(decision.time)],
+    ["Took", span(seconds(decision.decideTime))],
+    ["Class", CLASSES[decision.routeClass] ?? decision.routeClass],
+    ["Mode", (decision.mode ?? "").toLowerCase()],
+    ["Reason", decision.reason],
+    ["Predicted cached", `${count(decision.cachedTokens)} tok`],
+    ["Owner before", decision.sessionOwner],
+    ["Owner after", decision.nextOwner],
+    ["Notes", (decision.notes ?? []).join("; ")],
+    ...Object.entries(decision.figures ?? {}).sort().map(([name, value]) => [name, figure(value)]),
+    ["Inputs' digest", decision.inputsDigest && BigInt(decision.inputsDigest).toString(16).padStart(16, "0")],
+  ]), settings.length ? el("details", {}, el("summary", {}, `${decision.policy.name}'s settings`), facts(settings.map(([name, value]) => [name, figure(value)]))) : undefined);
+}
+
+function came(decision) {
+  const done = decision.finished;
+  const timings = done?.timings;
+  const hit = done?.cachedTokens;
+  return el("div", {}, el("h2", {}, "What came of it"), facts([
+    ["Outcome", pill((decision.outcome ?? "").toLowerCase(), OUTCOME_TONES[decision.outcome])],
+    ["Error", done?.error],
+    ["HTTP status", done?.httpStatus ? String(done.httpStatus) : ""],
+    ["Reported cached", hit === undefined ? (done ? "the engine did not say" : "") : `${count(hit)} tok (${signed(hit - num(decision.cachedTokens))} to the prediction)`],
+    ["Prompt", done?.promptTokens === undefined ? "" : `${count(done.promptTokens)} tok by the engine's count`],
+    ["Output", done?.outputTokens === undefined ? "" : `${count(done.outputTokens)} tok`],
+    ["First token after", timings?.firstTokenMs ? span(timings.firstTokenMs / 1000) : ""],
+    ["Done after", timings?.doneMs ? span(timings.doneMs / 1000) : ""],
+  ]), timings ? phases(timings) : undefined);
+}
+
+/** The request's time at the gateway, phase by phase, as lengths. */
+function phases(timings) {
+  const ends = [["placing", timings.placedMs], ["sending", timings.sentMs], ["to the first token", timings.firstTokenMs], ["answering", timings.doneMs]].filter(([, end]) => num(end));
+  let from = 0;
+  const parts = ends.map(([name, end]) => {
+    const part = { name, ms: Math.max(end - from, 0) };
+    from = Math.max(end, from);
+    return part;
+  });
+  const bars = parts.map(({ ms }, index) => {
+    const bar = el("i", { "data-phase": String(index) });
+    bar.style.setProperty("flex-grow", String(ms));
+    return bar;
+  });
+  const words = parts.map(({ name, ms }) => `${span(ms / 1000)} ${name}`).join(", ");
+  return el("figure", { className: "phases" }, el("div", { "aria-hidden": "true" }, ...bars), el("figcaption", {}, words));
+}
+
+function steps(decision) {
+  const listed = (decision.steps ?? []).map((step) => {
+    const prefill = step.kind === "STEP_KIND_PREFILL";
+    const what = prefill ? `Prefill ${count(step.prefixTokens)} tokens on ` : "Serve on ";
+    const source = step.kvSource ? ` from the KV of ${step.kvSource.instanceId}` : "";
+    return el("li", {}, what, link(instanceHref(step.instance?.instanceId), step.instance?.instanceId ?? "?"), `${source}: ${step.reason || decision.reason}`);
+  });
+  return listed.length ? el("ol", { className: "steps" }, ...listed) : el("p", {}, "None: the request would have been held.");
+}
+
+function candidateTable(decision, candidates, last) {
+  const roles = new Map();
+  if (decision.runnerUp) roles.set(decision.runnerUp, "runner-up");
+  for (const step of decision.steps ?? []) roles.set(step.instance?.instanceId, step.kind === "STEP_KIND_PREFILL" ? "prefills" : "serves");
+  if (last) roles.set(last, "chosen");
+  const best = candidates.find((one) => one.instanceId === last)?.score;
+  const rank = (one) => ({ chosen: 0, prefills: 1, "runner-up": 2 })[roles.get(one.instanceId)] ?? 3;
+  const ordered = [...candidates].sort((a, b) => rank(a) - rank(b) || (a.score ?? Infinity) - (b.score ?? Infinity));
+  const amount = (id, title, unit, hint) => ({ id, title, unit, hint, num: true, value: (c) => num(c[id]), text: (c) => count(c[id]) });
+  const old = (c) => (c.stale ? "old" : "");
+  const table = new Table({
+    label: "Candidates",
+    pageSize: 50,
+    key: (one) => one.instanceId,
+    tone: (one) => roles.get(one.instanceId) === "chosen" ? "chosen" : one.excluded ? "old" : "",
+    empty: "The view is not kept: an earlier owner of the pool decided.",
+    columns: [
+      { id: "instance", title: "Instance", value: (c) => c.instanceId, href: (c) => instanceHref(c.instanceId) },
+      { id: "role", title: "", pill: true, value: (c) => roles.get(c.instanceId) ?? (c.excluded ? "excluded" : ""), text: (c) => roles.get(c.instanceId) ?? (c.excluded ? c.excluded.replaceAll("_", " ") : ""), tone: (c) => (roles.get(c.instanceId) === "chosen" ? "good" : roles.has(c.instanceId) ? "wait" : c.excluded ? "bad" : "none") },
+      { id: "score", title: "Score", num: true, hint: "By the policy; the lowest wins", value: (c) => c.score, text: (c) => figure(c.score) },
+      { id: "behind", title: "Behind", num: true, hint: "Its score less the chosen one's", value: (c) => c.score, text: (c) => (c.score === undefined || best === undefined ? "–" : figure(c.score - best)) },
+      amount("cachedTokens", "Cached", "tok", "Tokens of this prompt on it"),
+      amount("newTokens", "New", "tok", "Input less cached"),
+      amount("numRequests", "Open", "req"),
+      amount("pendingPrefillTokens", "To prefill", "tok"),
+      amount("ongoingDecodeTokens", "Decoding", "tok"),
+      { ...amount("running", "Running", "req"), tone: old },
+      { ...amount("waiting", "Waiting", "req"), tone: old },
+      { id: "kv", title: "KV used", unit: "%", num: true, value: (c) => num(c.kvUsage), text: (c) => percent(num(c.kvUsage)), share: (c) => num(c.kvUsage), tone: old },
+      { id: "age", title: "Report", unit: "ago", num: true, value: (c) => seconds(c.reportAge), text: (c) => age(seconds(c.reportAge)) + (c.stale ? " stale" : ""), tone: old },
+      { id: "source", title: "Prefix from", value: sourceOf, note: (c) => (num(c.provisionalTokens) ? `${count(c.provisionalTokens)} tokens provisional, not confirmed by events` : "") },
+      { id: "state", title: "State", pill: true, value: (c) => bare(c.state, "INSTANCE_STATE_"), text: (c) => bare(c.state, "INSTANCE_STATE_").toLowerCase(), tone: (c) => STATE_TONES[bare(c.state, "INSTANCE_STATE_")] },
+      { id: "incarnation", title: "Incarnation", value: (c) => c.incarnation },
+    ],
+  });
+  table.update(ordered);
+  return table.element;
+}
+
+/** The same request and view under every other policy at its defaults, asked one by one. */
+function otherPolicies(app, decision, closed) {
+  const table = new Table({
+    label: "Other policies",
+    key: (row) => row.name,
+    empty: "Asking …",
+    columns: [
+      { id: "policy", title: "Policy", value: (row) => row.name, note: (row) => row.summary },
+      { id: "verdict", title: "Plan", pill: true, value: (row) => row.verdict, tone: (row) => ({ differs: "wait", same: "good" })[row.verdict] },
+      { id: "to", title: "It would have gone to", value: (row) => row.to },
+      { id: "mode", title: "Mode", value: (row) => row.mode },
+      { id: "reason", title: "Reason", value: (row) => row.reason },
+      { id: "cached", title: "Cached", unit: "tok, against the recorded", num: true, value: (row) => row.cached, text: (row) => (row.cached === undefined ? "–" : signed(row.cached)) },
+      { id: "summary", title: "What it does", value: (row) => row.summary, sortable: false, wrap: true },
+    ],
+  });
+  const fill = async () => {
+    const { policies = [] } = await app.call("ListPolicies");
+    const rows = [];
+    for (const { name, summary } of policies) {
+      if (closed()) return;
+      const answer = await app.call("WhatIf", { decisionId: decision.decisionId, policy: { name } });
+      rows.push(revised(decision, answer, name, summary));
+      table.update([...rows]);
+    }
+  };
+  fill().catch(app.lost);
+  const note = el("span", { className: "muted" }, "on what was seen then, each with its default settings");
+  return el("div", { id: "others" }, el("h2", {}, "What other policies would have done ", note), table.element);
+}
+
+function revised(decision, answer, name, summary) {
+  const change = answer.changes?.[0];
+  const group = answer.groups?.[0];
+  const recorded = name === decision.policy?.name ? `${name} (decided this)` : name;
+  if (!change) return { name: recorded, verdict: "same", to: route(decision), mode: (decision.mode ?? "").toLowerCase(), reason: group?.reason, cached: 0, summary };
+  const to = [change.toPrefillInstanceId, change.toInstanceId].filter(Boolean).join(" → ");
+  const cached = change.toInstanceId ? num(change.cachedTokensChange) : undefined;
+  return { name: recorded, verdict: "differs", to: to || "held", mode: (change.toMode ?? "").toLowerCase(), reason: change.reason, cached, summary };
+}
+

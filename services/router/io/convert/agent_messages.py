@@ -1,0 +1,159 @@
+"""What agents say: instances, keys, load."""
+
+from __future__ import annotations
+
+from pointsman.agent.v1 import agent_pb2
+from pointsman.router.core.instances.report_sync import (
+    ConsistencyCheck,
+    Delta,
+    KeyMessage,
+    SnapshotBegin,
+    SnapshotChunk,
+    SnapshotEnd,
+)
+from pointsman.router.core.types import Gpu, InstanceInfo, KvRole, KvTransfer, Load
+from pointsman.router.io.convert.times import finite
+
+_KV_ROLES = {
+    KvRole.BOTH: agent_pb2.KV_ROLE_UNSPECIFIED,
+    KvRole.PRODUCER: agent_pb2.KV_ROLE_PRODUCER,
+    KvRole.CONSUMER: agent_pb2.KV_ROLE_CONSUMER,
+}
+
+
+def instance_info(wire: agent_pb2.Instance) -> InstanceInfo:
+    """An agent's description of an instance."""
+    return InstanceInfo(
+        instance_id=wire.instance_id,
+        incarnation=wire.incarnation,
+        url=wire.url,
+        model=wire.model,
+        served_names=tuple(wire.served_names),
+        lora_names=tuple(wire.lora_names),
+        model_root=wire.model_root,
+        block_size=wire.block_size,
+        kv_capacity_tokens=wire.kv_capacity_tokens,
+        max_model_len=wire.max_model_len,
+        data_parallel_rank=wire.data_parallel_rank if wire.HasField("data_parallel_rank") else None,
+        exact_prefix=wire.prefix_mode == agent_pb2.PREFIX_MODE_EXACT,
+        prefix_reason=wire.prefix_reason,
+        engine_version=wire.engine_version,
+        node=wire.node,
+        kv_transfer=_kv_transfer(wire),
+        hardware=wire.hardware,
+        long_prefill_token_threshold=wire.long_prefill_token_threshold,
+    )
+
+
+def instance_to_wire(info: InstanceInfo) -> agent_pb2.Instance:
+    """The inverse of `instance_info`."""
+    return agent_pb2.Instance(
+        instance_id=info.instance_id,
+        incarnation=info.incarnation,
+        url=info.url,
+        model=info.model,
+        served_names=info.served_names,
+        lora_names=info.lora_names,
+        model_root=info.model_root,
+        block_size=info.block_size,
+        kv_capacity_tokens=info.kv_capacity_tokens,
+        max_model_len=info.max_model_len,
+        data_parallel_rank=info.data_parallel_rank,
+        prefix_mode=agent_pb2.PREFIX_MODE_EXACT if info.exact_prefix else agent_pb2.PREFIX_MODE_NONE,
+        prefix_reason=info.prefix_reason,
+        engine_version=info.engine_version,
+        node=info.node,
+        kv_transfer=kv_to_wire(info.kv_transfer),
+        hardware=info.hardware,
+        long_prefill_token_threshold=info.long_prefill_token_threshold,
+    )
+
+
+def kv_to_wire(kv: KvTransfer | None) -> agent_pb2.KvTransfer | None:
+    """How an instance moves KV; None when it does not."""
+    if kv is None:
+        return None
+    protocol = agent_pb2.KvProtocol.Value(f"KV_PROTOCOL_{kv.protocol}")
+    return agent_pb2.KvTransfer(
+        protocol=protocol,
+        bootstrap_url=kv.bootstrap_url,
+        role=_KV_ROLES[kv.role],
+        cache_dtype=kv.cache_dtype,
+        layerwise=kv.layerwise,
+    )
+
+
+def _kv_transfer(wire: agent_pb2.Instance) -> KvTransfer | None:
+    # A protocol or a role of a later version is one that this router cannot plan for.
+    kv = wire.kv_transfer
+    if not kv.protocol or kv.protocol not in agent_pb2.KvProtocol.values():
+        return None
+    protocol = agent_pb2.KvProtocol.Name(kv.protocol).removeprefix("KV_PROTOCOL_")
+    role = next((role for role, number in _KV_ROLES.items() if number == kv.role), None)
+    if role is None:
+        return None
+    return KvTransfer(protocol, kv.bootstrap_url, role, kv.cache_dtype, kv.layerwise)
+
+
+def key_message(wire: agent_pb2.ReportRequest) -> KeyMessage | None:
+    """The message about keys in `wire`, or None when it carries something else."""
+    match wire.WhichOneof("kind"):
+        case "snapshot_begin":
+            return SnapshotBegin(wire.snapshot_begin.seq)
+        case "snapshot_chunk":
+            return SnapshotChunk(wire.snapshot_chunk.tier, list(wire.snapshot_chunk.keys))
+        case "snapshot_end":
+            end = wire.snapshot_end
+            return SnapshotEnd(end.seq, end.key_count, end.digest)
+        case "delta":
+            delta = wire.delta
+            return Delta(delta.seq, delta.tier, list(delta.added), list(delta.removed), delta.cleared)
+        case "consistency_check":
+            mark = wire.consistency_check
+            return ConsistencyCheck(mark.seq, mark.key_count, mark.digest)
+        case _:
+            return None
+
+
+def load(wire: agent_pb2.Load, now: float) -> Load:
+    """A load sample received at `now`."""
+    return Load(
+        sampled_at=now - wire.sample_age_ms / 1e3,
+        running=wire.running,
+        waiting=wire.waiting,
+        kv_usage=finite(wire.kv_usage),
+        generation_tokens=wire.generation_tokens,
+        prefix_cache_queries=wire.prefix_cache_queries,
+        prefix_cache_hits=wire.prefix_cache_hits,
+        external_prefix_cache_queries=wire.external_prefix_cache_queries,
+        external_prefix_cache_hits=wire.external_prefix_cache_hits,
+        preemptions=wire.preemptions,
+        healthy=wire.healthy,
+        gpus=tuple(Gpu(gpu.index, gpu.utilisation, gpu.memory_used, gpu.memory_total) for gpu in wire.gpus),
+    )
+
+
+def load_to_wire(sample: Load, now: float) -> agent_pb2.Load:
+    """The inverse of `load`."""
+    return agent_pb2.Load(
+        sample_age_ms=max(int((now - sample.sampled_at) * 1e3), 0),
+        running=sample.running,
+        waiting=sample.waiting,
+        kv_usage=sample.kv_usage,
+        generation_tokens=sample.generation_tokens,
+        prefix_cache_queries=sample.prefix_cache_queries,
+        prefix_cache_hits=sample.prefix_cache_hits,
+        external_prefix_cache_queries=sample.external_prefix_cache_queries,
+        external_prefix_cache_hits=sample.external_prefix_cache_hits,
+        preemptions=sample.preemptions,
+        healthy=sample.healthy,
+        gpus=[
+            agent_pb2.Gpu(
+                index=gpu.index,
+                utilisation=gpu.utilisation,
+                memory_used=gpu.memory_used,
+                memory_total=gpu.memory_total,
+            )
+            for gpu in sample.gpus
+        ],
+    )

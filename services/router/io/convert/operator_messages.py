@@ -1,0 +1,220 @@
+"""What operators read: instances, decisions, what another policy would have done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from google.protobuf import struct_pb2
+
+from pointsman.router.core.analysis.decision_replay import inputs_digest
+from pointsman.router.core.analysis.outcome_stats import OutcomeGroup, quantile
+from pointsman.router.core.analysis.policy_comparison import PolicyComparison, grouped
+from pointsman.router.core.instances.instance_registry import InstanceRecord
+from pointsman.router.core.policy.base import Policy, bounds, summary
+from pointsman.router.core.router_state import RouterState
+from pointsman.router.core.types import Candidate, Decision, InstanceState, PolicyRef, PrefixSource
+from pointsman.router.io.convert import agent_messages, gateway_messages
+from pointsman.router.io.convert.times import duration, timestamp
+from pointsman.router.io.telemetry.decision_log import LoggedDecision
+from pointsman.router.v1 import fleet_pb2
+
+MAX_CHANGES = 100
+
+
+def policy_to_wire(ref: PolicyRef) -> fleet_pb2.Policy:
+    """A policy's name and settings."""
+    settings = struct_pb2.Struct()
+    settings.update(dict(ref.settings))
+    return fleet_pb2.Policy(name=ref.name, settings=settings)
+
+
+def policy_settings(wire: struct_pb2.Struct) -> dict[str, object]:
+    """Settings as they were sent; None for what no setting can be (null, a list, a message)."""
+    scalars = ("number_value", "string_value", "bool_value")
+    kinds = {name: value.WhichOneof("kind") for name, value in wire.fields.items()}
+    return {name: getattr(wire.fields[name], kind) if kind in scalars else None for name, kind in kinds.items()}
+
+
+def what_if_to_wire(made_again: Sequence[PolicyComparison]) -> fleet_pb2.WhatIfResponse:
+    """What another policy would have changed, in all, by class and reason, and one by one."""
+    changed = [one for one in made_again if one.changed]
+    return fleet_pb2.WhatIfResponse(
+        decided=len(made_again),
+        changed=len(changed),
+        held=sum(not one.would.result.steps for one in changed),
+        cached_tokens_change=sum(one.cached_tokens_change for one in made_again),
+        groups=[
+            fleet_pb2.WhatIfResponse.Group(
+                route_class=group.route_class,
+                reason=group.reason,
+                decided=group.decided,
+                changed=group.changed,
+                cached_tokens_change=group.cached_tokens_change,
+            )
+            for group in grouped(made_again)
+        ],
+        changes=[
+            fleet_pb2.WhatIfResponse.Change(
+                decision_id=one.was.decision_id,
+                from_instance_id=one.was.instance_id,
+                to_instance_id=one.would.instance_id,
+                cached_tokens_change=one.would.cached_tokens - one.was.cached_tokens,
+                reason=one.would.result.reason,
+                from_mode=one.was.mode,
+                to_mode=one.would.mode,
+                to_prefill_instance_id=_prefills_elsewhere(one.would),
+            )
+            for one in changed[:MAX_CHANGES]
+        ],
+    )
+
+
+def groups_to_wire(groups: Sequence[OutcomeGroup]) -> list[fleet_pb2.SummarizeDecisionsResponse.Group]:
+    """How decisions ended."""
+    wires = []
+    for group in groups:
+        wire = fleet_pb2.SummarizeDecisionsResponse.Group(
+            route_class=group.route_class,
+            mode=group.mode,
+            reason=group.reason,
+            decided=group.decided,
+            outcomes=group.outcomes,
+            fell_back=group.fell_back,
+            held=group.held,
+            input_tokens=group.input_tokens,
+            reported=group.reported,
+            reported_input_tokens=group.reported_input_tokens,
+            predicted_cached_tokens=group.predicted_cached_tokens,
+            reported_cached_tokens=group.reported_cached_tokens,
+        )
+        if (half := quantile(group.first_tokens_s, 0.5)) is not None:
+            wire.ttft_p50.CopyFrom(duration(half))
+        if (most := quantile(group.first_tokens_s, 0.95)) is not None:
+            wire.ttft_p95.CopyFrom(duration(most))
+        wires.append(wire)
+    return wires
+
+
+def policy_description(kind: type[Policy]) -> fleet_pb2.PolicyDescription:
+    """A policy that can be chosen: the first sentence of its docstring, and its settings."""
+    wire = fleet_pb2.PolicyDescription(name=kind.name, summary=summary(kind))
+    for one in fields(kind):
+        setting = wire.settings.add(name=one.name, bounds=bounds(one), meaning=one.metadata["doc"])
+        default: Any = one.default
+        match default:
+            case bool():
+                setting.default_value.bool_value = default
+            case str():
+                setting.default_value.string_value = default
+            case _:
+                setting.default_value.number_value = default
+    return wire
+
+
+def _prefills_elsewhere(decision: Decision) -> str:
+    first = decision.result.steps[0].instance_id if decision.result.steps else ""
+    return first if first != decision.instance_id else ""
+
+
+def state_to_wire(state: InstanceState) -> fleet_pb2.InstanceState.ValueType:
+    """An instance's state."""
+    return fleet_pb2.InstanceState.Value(f"INSTANCE_STATE_{state}")
+
+
+def _source(source: PrefixSource) -> fleet_pb2.PrefixSource.ValueType:
+    return fleet_pb2.PrefixSource.Value(f"PREFIX_SOURCE_{source}")
+
+
+def instance_status(state: RouterState, record: InstanceRecord, now: float) -> fleet_pb2.InstanceStatus:
+    """An instance as the router sees it at `now`."""
+    info, load, counters = record.info, record.load, state.reservations.counters(record.info.instance_id)
+    wire = fleet_pb2.InstanceStatus(
+        instance=agent_messages.instance_to_wire(info),
+        state=state_to_wire(record.state),
+        circuit_open=bool(record.circuit.opened),
+        num_requests=counters.num_requests,
+        pending_prefill_tokens=counters.pending_prefill_tokens,
+        ongoing_decode_tokens=counters.ongoing_decode_tokens,
+        ongoing_tokens=counters.ongoing_tokens,
+        keys=state.index.count(info.instance_id),
+        report_age=duration(now - record.heard_at),
+        sessions=state.affinity.sessions_of(info.instance_id),
+        prefix_source=_source(state.prefix_knowledge.source(record, now)),
+        prefix_reason=record.prefix_reason,
+        approximate_keys=state.prefix_knowledge.approximate_index.count(info.instance_id),
+        provisional_keys=state.prefix_knowledge.provisional.count(info.instance_id),
+        prediction_audit_failures=record.prediction_audit.failures,
+        stale=load is not None and now > load.sampled_at + state.settings.stale_report_s,
+    )
+    if load is not None:
+        wire.load.CopyFrom(agent_messages.load_to_wire(load, now))
+    return wire
+
+
+def _candidate(candidate: Candidate, age_s: float | None, score: float | None) -> fleet_pb2.Candidate:
+    return fleet_pb2.Candidate(
+        instance_id=candidate.instance_id,
+        incarnation=candidate.incarnation,
+        state=state_to_wire(candidate.state),
+        cached_tokens=candidate.cached_tokens,
+        new_tokens=candidate.new_tokens,
+        num_requests=candidate.num_requests,
+        pending_prefill_tokens=candidate.pending_prefill_tokens,
+        ongoing_decode_tokens=candidate.ongoing_decode_tokens,
+        ongoing_tokens=candidate.ongoing_tokens,
+        running=candidate.running,
+        waiting=candidate.waiting,
+        kv_usage=candidate.kv_usage,
+        report_age=None if age_s is None else duration(age_s),
+        score=score,
+        excluded=candidate.excluded,
+        exact=candidate.exact,
+        recent_migrations=candidate.recent_migrations,
+        kv_capacity_tokens=candidate.kv_capacity_tokens,
+        stale=candidate.stale,
+        provisional_tokens=candidate.provisional_tokens,
+        prefix_source=_source(candidate.prefix_source),
+    )
+
+
+def decision_to_wire(state: RouterState, logged: LoggedDecision, *, candidates: bool = True) -> fleet_pb2.Decision:
+    """A logged decision, with or without its candidates and the digest of its inputs, which is a sum over them."""
+    decision = logged.decision
+    request, result = decision.request, decision.result
+    wire = fleet_pb2.Decision(
+        decision_id=decision.decision_id,
+        request_id=request.request_id,
+        time=timestamp(logged.unix_s),
+        policy=policy_to_wire(decision.policy),
+        model=decision.pool,
+        tenant=request.tenant,
+        session_id=request.session_id,
+        input_tokens=request.input_tokens,
+        key_count=decision.key_count,
+        route_class=decision.route_class,
+        mode=decision.mode,
+        reason=result.reason,
+        steps=[gateway_messages.step_to_wire(state, result.steps, index) for index in range(len(result.steps))],
+        cached_tokens=decision.cached_tokens,
+        session_owner=decision.view.session_owner,
+        runner_up=decision.runner_up,
+        margin=decision.margin,
+        inputs_digest=inputs_digest(decision) if candidates else 0,
+        degraded=decision.degraded,
+        outcome=logged.outcome,
+        decide_time=duration(logged.decide_s),
+        held=duration(decision.held_s),
+        notes=decision.notes,
+        figures=result.figures,
+        next_owner=decision.next_owner if request.session else "",
+    )
+    if candidates:
+        view = decision.view
+        wire.candidates.extend(
+            _candidate(one, view.report_age_s(one), result.scores.get(one.instance_id)) for one in view.candidates
+        )
+    if logged.finished is not None:
+        wire.finished.CopyFrom(gateway_messages.finished_to_wire(logged.finished))
+    return wire

@@ -1,0 +1,128 @@
+"""AgentService: agents' streams into events."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+from urllib.parse import urlsplit
+
+import grpc
+import grpc.aio
+
+from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
+from pointsman.common.io.auth import certificate_names
+from pointsman.common.io.channel import END_OF_STREAM
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.io.convert import agent_messages
+from pointsman.router.io.rpc.duplex_stream import run_duplex
+from pointsman.router.io.runtime import AgentStream, Router
+
+Context: TypeAlias = "grpc.aio.ServicerContext[agent_pb2.ReportRequest, agent_pb2.ReportResponse]"
+
+
+class AgentService(agent_pb2_grpc.AgentServiceServicer):
+    """One stream for each instance."""
+
+    def __init__(self, router: Router, may_report: Callable[[str, Sequence[str], str], bool]) -> None:
+        """`may_report`: whether who shows this `authorization` and a certificate with these names may report the instance with
+        this id, or at this HOST:PORT."""
+        self._router = router
+        self._may_report = may_report
+        self._stream_ids = itertools.count(1)
+
+    async def Report(self, requests: object, context: Context) -> None:  # type: ignore[override]  # noqa: N802
+        """Read the agent's messages, write the router's, until either side ends."""
+        stream_id = next(self._stream_ids)
+        stream = self._router.agents[stream_id] = AgentStream()
+        ended = await run_duplex(
+            self._read(stream_id, context), self._write(stream, context), lambda: self._lost(stream_id)
+        )
+        refusal = ended[1]
+        if isinstance(refusal, ev.RefuseReport):
+            code = grpc.StatusCode.ABORTED if refusal.replaced else grpc.StatusCode.FAILED_PRECONDITION
+            await context.abort(code, refusal.reason)
+        if refusal is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the router stops")
+        if isinstance(ended[0], _NotYours):
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(ended[0]))
+        if isinstance(ended[0], _ProtocolError):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(ended[0]))
+        for failure in ended:
+            if isinstance(failure, Exception):
+                raise failure
+
+    async def _read(self, stream_id: int, context: Context) -> None:
+        instance_id = ""
+        while (message := await context.read()) is not END_OF_STREAM:
+            kind = message.WhichOneof("kind")
+            if kind == "hello":
+                if instance_id:
+                    raise _ProtocolError("a second hello on one stream")
+                self._check_right(context, message.hello.instance)
+                instance_id = message.hello.instance.instance_id
+                self._router.submit(
+                    ev.AgentHello(
+                        stream_id,
+                        agent_messages.instance_info(message.hello.instance),
+                        message.hello.key_scheme,
+                        message.hello.oldest_seq,
+                        message.hello.latest_seq,
+                    )
+                )
+            elif not instance_id:
+                raise _ProtocolError("the first message must be a hello")
+            elif kind == "load":
+                self._router.submit(
+                    ev.LoadReported(stream_id, instance_id, agent_messages.load(message.load, time.monotonic()))
+                )
+            elif kind == "goodbye":
+                self._router.submit(ev.AgentGoodbye(stream_id, instance_id))
+            elif (about_keys := agent_messages.key_message(message)) is not None:
+                self._router.submit(ev.KeysReported(stream_id, instance_id, about_keys))
+
+    def _check_right(self, context: Context, instance: agent_pb2.Instance) -> None:
+        """Raise _NotYours unless the agent may report the instance, and have prompts sent where it says."""
+        shown = str(dict(context.invocation_metadata() or ()).get("authorization", ""))
+        names = certificate_names(context.auth_context())
+        for name in (instance.instance_id, _address(instance.url)):
+            if not self._may_report(shown, names, name):
+                raise _NotYours(f"this agent may not report {name}")
+        bootstrap = _address(instance.kv_transfer.bootstrap_url)
+        host = bootstrap.rpartition(":")[0]
+        # Its KV is fetched there: from the same host, on a port of its own.
+        if (
+            bootstrap
+            and host != _address(instance.url).rpartition(":")[0]
+            and not self._may_report(shown, names, bootstrap)
+        ):
+            raise _NotYours(f"this agent may not name {bootstrap} as a place to fetch KV from")
+
+    async def _write(self, stream: AgentStream, context: Context) -> ev.RefuseReport | None:
+        while isinstance(reply := await stream.replies.get(), agent_pb2.ReportResponse):
+            await context.write(reply)
+        return reply
+
+    def _lost(self, stream_id: int) -> None:
+        del self._router.agents[stream_id]
+        for record in self._router.state.instances.records():
+            if record.stream_id == stream_id and record.lost_at is None:
+                self._router.submit(ev.AgentLost(stream_id, record.info.instance_id))
+
+
+def _address(url: str) -> str:
+    """HOST:PORT that `url` is dialled at, whatever else it says; empty for none."""
+    try:
+        parts = urlsplit(url)
+        return f"{parts.hostname}:{parts.port or ''}" if parts.hostname else ""
+    except ValueError as error:
+        raise _ProtocolError(f"{url!r} is no URL: {error}") from None
+
+
+class _NotYours(Exception):
+    """The agent's token is good for other instances."""
+
+
+class _ProtocolError(Exception):
+    """The agent does not follow the protocol."""

@@ -1,0 +1,121 @@
+"""PlacementService: gateways' streams, and the unary form, into events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TypeAlias
+
+import grpc
+import grpc.aio
+from msgspec.structs import replace
+
+from pointsman.common.core.block_keys import KEY_SCHEME
+from pointsman.common.io.channel import END_OF_STREAM
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.requests.place_or_hold import not_serving
+from pointsman.router.io.convert import gateway_messages
+from pointsman.router.io.convert.times import duration
+from pointsman.router.io.rpc.duplex_stream import run_duplex
+from pointsman.router.io.rpc.errors import abort, refusal_status
+from pointsman.router.io.runtime import GatewayStream, Router
+from pointsman.router.v1 import placement_pb2, placement_pb2_grpc
+
+SessionContext: TypeAlias = "grpc.aio.ServicerContext[placement_pb2.SessionRequest, placement_pb2.SessionResponse]"
+PlaceContext: TypeAlias = "grpc.aio.ServicerContext[placement_pb2.PlaceRequest, placement_pb2.PlaceResponse]"
+FinishContext: TypeAlias = "grpc.aio.ServicerContext[placement_pb2.FinishRequest, placement_pb2.FinishResponse]"
+
+
+class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
+    """Answers where requests go for the pools that this replica owns, and who owns the others."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def Session(self, requests: object, context: SessionContext) -> None:  # type: ignore[override]  # noqa: N802
+        """One gateway's stream; ends with UNAVAILABLE when another replica takes over."""
+        first = await context.read()
+        if first is END_OF_STREAM:
+            return
+        hello = first.hello
+        if first.WhichOneof("kind") != "hello" or not hello.gateway_id:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a hello with a gateway_id")
+        stream = GatewayStream()
+        welcome = placement_pb2.GatewayWelcome(
+            router_id=self._router.settings.router_id, epoch=self._router.store.epoch, key_scheme=KEY_SCHEME
+        )
+        await context.write(placement_pb2.SessionResponse(welcome=welcome))
+        stream.send(fleet=self._router.fleet())
+        self._router.opened(gateway_messages.gateway_hello(hello), stream)
+        ended = await run_duplex(
+            self._read(hello.gateway_id, context),
+            self._write(stream, context),
+            lambda: self._router.closed(hello.gateway_id, stream),
+        )
+        for failure in ended:
+            if isinstance(failure, Exception):
+                raise failure
+
+    async def Place(  # noqa: N802
+        self, request: placement_pb2.PlaceRequest, context: PlaceContext
+    ) -> placement_pb2.PlaceResponse:
+        """One placement under a lease; a request that is held is answered within the call's deadline."""
+        if not request.request.request_id:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "request.request_id must not be empty")
+        asked = gateway_messages.placement_request(request.request)
+        answer = await self._router.placed(asked, context.time_remaining(), request.request.traceparent)
+        if isinstance(answer, ev.Refused):
+            await abort(context, refusal_status(answer, self._router.owner_elsewhere(answer)))
+        return placement_pb2.PlaceResponse(
+            placement=gateway_messages.placement_to_wire(self._router.state, answer),
+            lease=duration(self._router.state.settings.place_lease_s),
+        )
+
+    async def Finish(  # noqa: N802
+        self, request: placement_pb2.FinishRequest, context: FinishContext
+    ) -> placement_pb2.FinishResponse:
+        """Release what Place reserved."""
+        state = self._router.state
+        request_id, pool = request.finished.request_id, state.instances.pool_of(request.model)
+        if state.reservations.get(request_id) is None and state.held_requests.queue.get(request_id) is None:
+            asked = [pool] if pool else [one.model for one in state.instances.pools()]
+            elsewhere = next((one for one in asked if not state.owned.owns(one)), "")
+            if elsewhere:
+                refused = not_serving(
+                    request_id, elsewhere, "the request is not known here; another router may have placed it"
+                )
+                await abort(context, refusal_status(refused, self._router.owner_elsewhere(refused)))
+        self._router.submit(gateway_messages.finished(request.finished))
+        return placement_pb2.FinishResponse()
+
+    async def _read(self, gateway_id: str, context: SessionContext) -> None:
+        while (message := await context.read()) is not END_OF_STREAM:
+            for one in message.batch.requests if message.HasField("batch") else (message,):
+                self._take(gateway_id, one)
+
+    def _take(self, gateway_id: str, message: placement_pb2.SessionRequest) -> None:
+        match message.WhichOneof("kind"):
+            case "place":
+                asked = gateway_messages.placement_request(message.place)
+                self._router.place(ev.PlaceRequested(asked, gateway_id), message.place.traceparent)
+                return
+            case "step_done":
+                done = message.step_done
+                event: ev.Event = ev.StepDone(
+                    done.request_id, done.step_index, done.ok, done.error, done.instance_failed
+                )
+            case "first_token":
+                event = ev.FirstToken(message.first_token.request_id)
+            case "finished":
+                event = gateway_messages.finished(message.finished)
+            case "hello":
+                event = replace(gateway_messages.gateway_hello(message.hello), gateway_id=gateway_id)
+            case _:
+                return
+        self._router.submit(event)
+
+    async def _write(self, stream: GatewayStream, context: SessionContext) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            while replies := await stream.batch_queue.take():
+                batch = placement_pb2.SessionResponseBatch(responses=replies) if len(replies) > 1 else None
+                await context.write(placement_pb2.SessionResponse(batch=batch) if batch else replies[0])

@@ -1,0 +1,109 @@
+"""The scripts that Redis runs. Each is atomic, keeps to the keys of one pool (or of the fleet), and uses Redis' own clock."""
+
+from __future__ import annotations
+
+# KEYS: live replicas, their addresses, what they tell of themselves, operators' configuration. ARGV: router id, address, time to
+# live in ms, what it tells of itself, the version of the configuration that it last took (0: none), that configuration. Returns
+# {{id, address, ms since its last heartbeat, what it tells} of each live replica, version, orders, known}: the newest
+# configuration, and 1 if the caller was known already: 0 at its first heartbeat, after a long silence, and where Redis has lost
+# its data. A replica whose heartbeat is of the future gave it before the clock was set back; if it lives it gives another at
+# once.
+HEARTBEAT = """
+local known = redis.call('HGET', KEYS[2], ARGV[1]) and 1 or 0
+local time = redis.call('TIME')
+local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+redis.call('ZADD', KEYS[1], now, ARGV[1])
+redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
+redis.call('HSET', KEYS[3], ARGV[1], ARGV[4])
+local function forget(least, most)
+  for _, dead in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], least, most)) do
+    redis.call('ZREM', KEYS[1], dead)
+    redis.call('HDEL', KEYS[2], dead)
+    redis.call('HDEL', KEYS[3], dead)
+  end
+end
+forget(0, now - tonumber(ARGV[3]))
+forget(now + tonumber(ARGV[3]), '+inf')
+if tonumber(ARGV[5]) > tonumber(redis.call('HGET', KEYS[4], 'version') or '0') then
+  redis.call('HSET', KEYS[4], 'version', ARGV[5], 'config', ARGV[6])
+end
+local live = {}
+local beats = redis.call('ZRANGE', KEYS[1], 0, -1, 'WITHSCORES')
+for i = 1, #beats, 2 do
+  local id = beats[i]
+  local silent = math.max(now - tonumber(beats[i + 1]), 0)
+  table.insert(live, {id, redis.call('HGET', KEYS[2], id) or '', silent, redis.call('HGET', KEYS[3], id) or ''})
+end
+return {live, tonumber(redis.call('HGET', KEYS[4], 'version') or '0'), redis.call('HGET', KEYS[4], 'config') or '', known}
+"""
+
+# KEYS: operators' configuration. ARGV: the version of those that the caller has changed, what it made of them. Returns {version,
+# orders} that are kept now: others than the caller's where somebody else has changed them since.
+SET_CONFIG = """
+local version = tonumber(redis.call('HGET', KEYS[1], 'version') or '0')
+if version > tonumber(ARGV[1]) then return {version, redis.call('HGET', KEYS[1], 'config')} end
+redis.call('HSET', KEYS[1], 'version', ARGV[1] + 1, 'config', ARGV[2])
+return {ARGV[1] + 1, ARGV[2]}
+"""
+
+# KEYS: lease, epoch, number of the last change. ARGV: router id, address, lease in ms, the caller's own epoch (0: it owns
+# nothing), the highest epoch that it has seen, take. A free pool is taken when take is 2, or 1 and Redis has not lost its data
+# since. A caller whose epoch is the newest goes on under it, however long ago its lease ended: nobody owned the pool in between,
+# so what the caller knows is newest. That an attempt whose reply was lost is made again changes nothing.
+# Returns {owner's id, its address, epoch, number of the last change}, the id empty when nobody owns the pool.
+ACQUIRE = """
+local owner = redis.call('HGET', KEYS[1], 'id')
+local epoch = tonumber(redis.call('GET', KEYS[2]) or '0')
+if owner and owner ~= ARGV[1] then
+  -- A lease that lasts longer than leases do was given before the clock was set back.
+  if redis.call('PTTL', KEYS[1]) > 2 * tonumber(ARGV[3]) then redis.call('PEXPIRE', KEYS[1], ARGV[3]) end
+  return {owner, redis.call('HGET', KEYS[1], 'address'), epoch, 0}
+end
+local own, seen, take = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+if not owner and (take == 0 or (take == 1 and epoch < seen)) then return {'', '', epoch, 0} end
+if own > 0 and own >= seen and own >= epoch then
+  epoch = own
+else
+  epoch = math.max(epoch, seen) + 1
+  redis.call('DEL', KEYS[3])
+end
+redis.call('SET', KEYS[2], epoch)
+redis.call('HSET', KEYS[1], 'id', ARGV[1], 'address', ARGV[2])
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+return {ARGV[1], ARGV[2], epoch, tonumber(redis.call('GET', KEYS[3]) or '0')}
+"""
+
+# KEYS: epoch, number of the last change, open reservations, session owners, their expiry, mean work. ARGV: epoch, ttl in ms,
+# changes as JSON, the first one's number. Returns 1, or 0 when fenced. An owner numbers its changes without gaps; those applied
+# before are passed over, so a write that timed out is sent again, and a late copy of it undoes nothing that was written since.
+APPLY = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+local time = redis.call('TIME')
+local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+local applied = tonumber(redis.call('GET', KEYS[2]) or '0')
+local number = tonumber(ARGV[4]) - 1
+for _, change in ipairs(cjson.decode(ARGV[3])) do
+  number = number + 1
+  if number > applied then
+    if change[1] == 'put' then redis.call('HSET', KEYS[3], change[2], change[3])
+    elseif change[1] == 'del' then redis.call('HDEL', KEYS[3], change[2])
+    elseif change[1] == 'own' then
+      redis.call('HSET', KEYS[4], change[2], change[3])
+      redis.call('ZADD', KEYS[5], now + tonumber(ARGV[2]), change[2])
+    elseif change[1] == 'mean_work' then redis.call('HSET', KEYS[6], 'work', change[2])
+    else redis.call('DEL', KEYS[3], KEYS[4], KEYS[5], KEYS[6]) end
+  end
+end
+if number > applied then redis.call('SET', KEYS[2], number) end
+for _, session in ipairs(redis.call('ZRANGEBYSCORE', KEYS[5], 0, now, 'LIMIT', 0, 200)) do
+  redis.call('ZREM', KEYS[5], session)
+  redis.call('HDEL', KEYS[4], session)
+end
+return 1
+"""
+
+# KEYS: lease. ARGV: router id.
+RELEASE = "if redis.call('HGET', KEYS[1], 'id') == ARGV[1] then redis.call('DEL', KEYS[1]) end return 1"
+
+# KEYS: live replicas, their addresses, what they tell of themselves. ARGV: router id.
+LEAVE = "redis.call('ZREM', KEYS[1], ARGV[1]) for i = 2, 3 do redis.call('HDEL', KEYS[i], ARGV[1]) end return 1"

@@ -1,0 +1,208 @@
+"""The newest decisions in memory, and all of them in a file when asked."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from pointsman.common.io.line_file import LineFile
+from pointsman.router.core.analysis.decision_replay import inputs_digest
+from pointsman.router.core.events_and_effects import Finished
+from pointsman.router.core.types import Decision
+
+OPEN = "OPEN"
+DRY_RUN = "DRY_RUN"
+
+
+class LoggedDecision(msgspec.Struct, frozen=True, gc=False):
+    """A decision, when it was made (unix s), how long that took (s), and how its request ended (None while it runs)."""
+
+    decision: Decision
+    unix_s: float
+    decide_s: float
+    finished: Finished | None = None
+    dry_run: bool = False
+
+    @property
+    def outcome(self) -> str:
+        """OK, CANCELLED, REJECTED or FAILED once ended; OPEN before; DRY_RUN for one that reserved nothing."""
+        if self.dry_run:
+            return DRY_RUN
+        return self.finished.outcome if self.finished else OPEN
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionFilter:
+    """Which decisions to tell; empty fields match all. `since_unix_s` and `until_unix_s` are times."""
+
+    session_id: str = ""
+    instance_id: str = ""
+    route_class: str = ""
+    reason: str = ""
+    request_id: str = ""
+    since_unix_s: float = 0.0
+    until_unix_s: float = math.inf
+
+    def matches(self, logged: LoggedDecision) -> bool:
+        """Whether a decision passes all fields."""
+        decision = logged.decision
+        return (
+            self.session_id in ("", decision.request.session_id)
+            and (not self.instance_id or any(step.instance_id == self.instance_id for step in decision.result.steps))
+            and self.route_class in ("", decision.route_class)
+            and self.reason in ("", decision.result.reason)
+            and self.request_id in ("", decision.request.request_id)
+            and self.since_unix_s <= logged.unix_s <= self.until_unix_s
+        )
+
+
+class DecidedLine(msgspec.Struct, frozen=True, tag_field="event", tag="decided"):
+    """A line of the file: a decision with all that it takes to make it again, but its request's keys. `inputs_digest` is that of
+    pointsman.router.core.analysis.decision_replay."""
+
+    unix_s: float
+    decide_s: float
+    decision: Decision
+    inputs_digest: int
+
+
+class ClosedLine(msgspec.Struct, frozen=True, tag_field="event", tag="closed"):
+    """A line of the file: how a decision's request ended."""
+
+    unix_s: float
+    decision_id: str
+    finished: Finished
+
+
+class NotedLine(msgspec.Struct, frozen=True, tag_field="event", tag="noted"):
+    """A line of the file: what became of a decision's plan while its request ran."""
+
+    unix_s: float
+    decision_id: str
+    note: str
+
+
+Line = DecidedLine | NotedLine | ClosedLine
+
+
+class MalformedLine(ValueError):
+    """A line of a decision log that cannot be read; the message names file, line and reason."""
+
+
+def read_log(file: Path) -> Iterator[tuple[int, Line]]:
+    """The lines of a decision log with their numbers, from 1. Raises MalformedLine, OSError."""
+    decoder = msgspec.json.Decoder(Line)
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield number, decoder.decode(line)
+            except msgspec.DecodeError as error:
+                raise MalformedLine(f"{file}, line {number}: {error}") from None
+
+
+class DecisionLog:
+    """Bounded memory, append-only file, live watchers. The file gets a line when a decision is made, when
+    something becomes of it, and when it ends.
+
+    Memory holds `size` decisions, and fewer of a large fleet: their views hold `max_candidates` together, about 280 bytes each.
+    """
+
+    def __init__(self, size: int, file: Path | None = None, max_candidates: int = 500_000) -> None:
+        self._size = size
+        self._max_candidates = max_candidates
+        self._candidates = 0
+        self._by_id: OrderedDict[str, LoggedDecision] = OrderedDict()
+        self._by_request: dict[str, str] = {}
+        self._watchers: set[asyncio.Queue[LoggedDecision]] = set()
+        self._file = LineFile(file) if file is not None else None
+
+    @property
+    def lost(self) -> int:
+        """Lines that the file's disk did not take."""
+        return self._file.lost if self._file is not None else 0
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def decided(self, decision: Decision, unix_s: float, decide_s: float) -> LoggedDecision:
+        """Remember a new decision."""
+        logged = LoggedDecision(decision, unix_s, decide_s)
+        self._by_id[decision.decision_id] = logged
+        self._by_request[decision.request.request_id] = decision.decision_id
+        self._candidates += len(decision.view.candidates)
+        while len(self._by_id) > self._size or (self._candidates > self._max_candidates and len(self._by_id) > 1):
+            self._forget_oldest()
+        if self._file is not None:
+            self._write(DecidedLine(unix_s, decide_s, decision, inputs_digest(decision)))
+        self._publish(logged)
+        return logged
+
+    def _forget_oldest(self) -> None:
+        decision_id, oldest = self._by_id.popitem(last=False)
+        self._candidates -= len(oldest.decision.view.candidates)
+        request_id = oldest.decision.request.request_id
+        if self._by_request.get(request_id) == decision_id:
+            del self._by_request[request_id]
+
+    def noted(self, decision_id: str, note: str, unix_s: float) -> None:
+        """Add a note to a decision; of decisions that left the log only the file hears."""
+        self._write(NotedLine(unix_s, decision_id, note))
+        if (logged := self._by_id.get(decision_id)) is not None:
+            decision = replace(logged.decision, notes=(*logged.decision.notes, note))
+            self._by_id[decision_id] = logged = replace(logged, decision=decision)
+            self._publish(logged)
+
+    def closed(self, decision_id: str, finished: Finished, unix_s: float) -> None:
+        """Note how a decision's request ended, for those on the earlier parts of its plan, too; decisions that left the log are
+        only written to the file."""
+        self._write(ClosedLine(unix_s, decision_id, finished))
+        while (logged := self._by_id.get(decision_id)) is not None:
+            self._by_id[decision_id] = logged = replace(logged, finished=finished)
+            self._publish(logged)
+            # The earlier parts of its plan ended with it.
+            decision_id = logged.decision.previous_id
+
+    def get(self, either_id: str) -> LoggedDecision | None:
+        """A decision by its own id or its request's."""
+        return self._by_id.get(self._by_request.get(either_id, either_id))
+
+    def newest(self, wanted: Callable[[LoggedDecision], bool]) -> Iterator[LoggedDecision]:
+        """Matching decisions, newest first."""
+        return (logged for logged in reversed(self._by_id.values()) if wanted(logged))
+
+    @property
+    def watched(self) -> bool:
+        """Whether anybody watches."""
+        return bool(self._watchers)
+
+    def watch(self) -> asyncio.Queue[LoggedDecision]:
+        """A queue that gets every new and every ended decision until `unwatch`. A slow reader misses the oldest."""
+        queue: asyncio.Queue[LoggedDecision] = asyncio.Queue(maxsize=1_000)
+        self._watchers.add(queue)
+        return queue
+
+    def unwatch(self, queue: asyncio.Queue[LoggedDecision]) -> None:
+        """Stop feeding a queue."""
+        self._watchers.discard(queue)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _publish(self, logged: LoggedDecision) -> None:
+        for queue in self._watchers:
+            if queue.full():
+                queue.get_nowait()
+            queue.put_nowait(logged)
+
+    def _write(self, line: Line) -> None:
+        if self._file is not None:
+            self._file.append(msgspec.json.encode(line))

@@ -1,0 +1,115 @@
+"""What the router counts as it happens. Labels are bounded: instances, classes, reasons and outcomes, never sessions or requests.
+What its state can tell at any time is in state_metrics.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from pointsman.router.core.events_and_effects import Finished
+from pointsman.router.core.types import Decision
+
+_TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300)
+
+M = TypeVar("M", Counter, Histogram)
+
+
+class _Children(dict[tuple[str, ...], M], Generic[M]):
+    """A metric's children by their label values. Looking one up here takes a tenth of what `labels()` takes."""
+
+    def __init__(self, metric: M) -> None:
+        super().__init__()
+        self._labels: Callable[..., M] = metric.labels
+
+    def __missing__(self, values: tuple[str, ...]) -> M:
+        child = self[values] = self._labels(*values)
+        return child
+
+
+class EventMetrics:
+    """Prometheus metrics in a registry of their own."""
+
+    def __init__(self) -> None:
+        of = self.registry = CollectorRegistry()
+        name = "pointsman_router_"
+        self._decisions = _Children(
+            Counter(f"{name}decisions", "Placements by class and reason", ["route_class", "reason"], registry=of)
+        )
+        self._placements = _Children(Counter(f"{name}placements", "Placements by instance", ["instance"], registry=of))
+        self._refusals = _Children(
+            Counter(f"{name}refusals", "Requests that could not be placed", ["code"], registry=of)
+        )
+        self._outcomes = _Children(Counter(f"{name}outcomes", "How placed requests ended", ["outcome"], registry=of))
+        self._decide = Histogram(
+            f"{name}decide_seconds",
+            "Time to decide and reserve",
+            buckets=(5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2),
+            registry=of,
+        )
+        self._held = Histogram(
+            f"{name}held_seconds",
+            "Time that requests waited for their placement, of those that waited",
+            buckets=(0.01, 0.1, 0.5, 1, 2, 5, 10, 20, 30, 60),
+            registry=of,
+        )
+        self._ttft = _Children(
+            Histogram(
+                f"{name}ttft_seconds",
+                "From a request's last byte at its gateway to its answer's first",
+                ["route_class"],
+                buckets=_TTFT_S,
+                registry=of,
+            )
+        )
+        self._predicted = Counter(
+            f"{name}predicted_cached_tokens", "Cached tokens predicted, where the engine told its own", registry=of
+        )
+        self._reported = Counter(f"{name}reported_cached_tokens", "Cached tokens as engines told them", registry=of)
+        self._offloads = _Children(
+            Counter(f"{name}offloads", "Requests placed on two instances, by how they ended", ["outcome"], registry=of)
+        )
+        self._offload_fallbacks = Counter(
+            f"{name}offload_fallbacks",
+            "Requests placed on two instances that one answered alone in the end",
+            registry=of,
+        )
+        self.resyncs = Counter(f"{name}resyncs", "Snapshots asked of agents", registry=of)
+        # A series that is not there before its first count has no increase then, and the alert on it does not fire.
+        for code in ("NOT_FOUND", "RESOURCE_EXHAUSTED", "UNAVAILABLE"):
+            self._refusals[code,]
+        for outcome in ("OK", "CANCELLED", "REJECTED", "FAILED"):
+            self._outcomes[outcome,]
+            self._offloads[outcome,]
+
+    def decided(self, decision: Decision, seconds: float) -> None:
+        """Count a decision."""
+        self._decisions[decision.route_class, decision.result.reason].inc()
+        self._placements[decision.instance_id,].inc()
+        self._decide.observe(seconds)
+        if decision.held_s:
+            self._held.observe(decision.held_s)
+
+    def refused(self, code: str) -> None:
+        """Count a refusal by gRPC status name."""
+        self._refusals[code,].inc()
+
+    def fell_back(self, decision: Decision) -> None:
+        """Count a plan whose rest became one SERVE."""
+        if decision.mode == "OFFLOAD":
+            self._offload_fallbacks.inc()
+
+    def closed(self, decision: Decision | None, finished: Finished) -> None:
+        """Count how a request ended, when its tokens came, and its prediction beside the engine's own figure."""
+        self._outcomes[finished.outcome,].inc()
+        if decision is None:
+            return
+        if finished.cached_tokens is not None:
+            self._predicted.inc(decision.cached_tokens)
+            self._reported.inc(finished.cached_tokens)
+        if decision.mode == "OFFLOAD":
+            self._offloads[finished.outcome,].inc()
+        timings = finished.timings_ms
+        if timings and (first_ms := timings["first_token"]):
+            self._ttft[decision.route_class,].observe(first_ms / 1e3)

@@ -1,0 +1,96 @@
+"""What the router's state tells at any time, for /metrics. Read when Prometheus asks; nothing costs anything in between."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pointsman.router.core.instances.instance_registry import InstanceRecord
+from pointsman.router.core.router_state import RouterState
+from pointsman.router.core.types import InstanceState
+
+NAME = "pointsman_router_"
+
+
+class StateCollector(Collector):
+    """One router's view. Every model has a series for each state, so that "none is ready" is a 0 and not a gap."""
+
+    def __init__(
+        self, state: RouterState, ready: Callable[[], bool], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`clock` tells s on the state's clock, `ready` whether the router places yet."""
+        self._state = state
+        self._ready = ready
+        self._clock = clock
+
+    def describe(self) -> list[Metric]:
+        """Nothing: names are known when asked, and the state need not be complete when this is registered."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """One family after the other."""
+        yield GaugeMetricFamily(f"{NAME}ready", "1 when the fleet is known well enough to place", float(self._ready()))
+        yield GaugeMetricFamily(
+            f"{NAME}store_degraded", "1 while the shared store is away", float(self._state.degraded)
+        )
+        yield from self._models()
+        yield from self._instances()
+
+    def _models(self) -> Iterator[Metric]:
+        state = self._state
+        owned = GaugeMetricFamily(f"{NAME}pool_owned", "1 where this replica places the model", labels=["model"])
+        held = GaugeMetricFamily(f"{NAME}held_requests", "Requests that wait for a placement", labels=["model"])
+        instances = GaugeMetricFamily(f"{NAME}instances", "Instances by state", labels=["model", "state"])
+        counts = Counter((record.info.model, record.state) for record in state.instances.records())
+        for model in sorted({model for model, _ in counts}):
+            owned.add_metric([model], float(state.owned.owns(model)))
+            held.add_metric([model], state.held_requests.queue.count(model))
+            for one in InstanceState:
+                instances.add_metric([model, one], counts[model, one])
+        yield from (owned, held, instances)
+
+    def _instances(self) -> Iterator[Metric]:
+        state, now, records = self._state, self._clock(), self._state.instances.records()
+
+        prediction_audit_failures = CounterMetricFamily(
+            f"{NAME}prediction_audit_failures",
+            "Times that answers persistently had fewer cached tokens than predicted",
+            labels=["instance"],
+        )
+        for record in records:
+            prediction_audit_failures.add_metric([record.info.instance_id], record.prediction_audit.failures)
+        yield prediction_audit_failures
+
+        def family(name: str, documentation: str, value: Callable[[InstanceRecord, str], float | None]) -> Metric:
+            told = GaugeMetricFamily(NAME + name, documentation, labels=["instance"])
+            for record in records:
+                instance = record.info.instance_id
+                if (figure := value(record, instance)) is not None:
+                    told.add_metric([instance], figure)
+            return told
+
+        counters = state.reservations.counters
+        yield family("open_requests", "Reservations open", lambda _, one: counters(one).num_requests)
+        yield family(
+            "pending_prefill_tokens", "Prefill not computed yet", lambda _, one: counters(one).pending_prefill_tokens
+        )
+        yield family("keys", "Block keys in the index", lambda _, one: state.index.count(one))
+        yield family(
+            "approximate_keys",
+            "Block keys of the approximate index",
+            lambda _, one: state.prefix_knowledge.approximate_index.count(one),
+        )
+        yield family("report_age_seconds", "Time since the agent last spoke", lambda record, _: now - record.heard_at)
+        yield family("running_requests", "Requests that the engine runs", lambda record, _: _of(record, "running"))
+        yield family("waiting_requests", "Requests in the engine's queue", lambda record, _: _of(record, "waiting"))
+        yield family(
+            "kv_usage_ratio", "Share of the engine's KV blocks in use", lambda record, _: _of(record, "kv_usage")
+        )
+
+
+def _of(record: InstanceRecord, figure: str) -> float | None:
+    return None if record.load is None else getattr(record.load, figure)

@@ -1,0 +1,126 @@
+"""Reads requests as a gateway does, by its parsing, templates, tokens, keys and sessions, and sends nothing anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from array import array
+from collections.abc import Mapping
+
+import structlog
+
+from pointsman.gateway.core.api import ApiRequestError, ClientRules, Endpoint, parse
+from pointsman.gateway.core.http_message import Headers
+from pointsman.gateway.core.pool_state import PoolState, TokenizerStatus
+from pointsman.gateway.core.rate_limits import UNLIMITED, Admission
+from pointsman.gateway.core.request.prepare import IncomingCall, RequestPreparer, Tokens
+from pointsman.gateway.core.tenants import DEFAULT_TENANT
+from pointsman.gateway.core.tokens.chat_template import Unrenderable
+from pointsman.gateway.core.tokens.model_tokenizer import INLINE_CHARS, ModelTokenizer, find_tokenizer
+from pointsman.gateway.core.tokens.token_cache import TokenCache
+from pointsman.router.v1 import placement_pb2
+from pointsman.shadow.core.pending_requests import ArrivedRequest
+
+log = structlog.get_logger()
+
+TOKEN_CACHE_BYTES = 128 << 20
+
+
+class UnusableRequest(Exception):
+    """A request that cannot be compared; `reason` is one of a few words, for a metric's label."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class RequestReader:
+    """Understands requests for the models that it is told of."""
+
+    def __init__(self, tokenizers: Mapping[str, str], aliases: Mapping[str, str]) -> None:
+        """Tokenizers (model -> path or hub id) are read now. Raises TokenizerNotFound."""
+        self._cache = TokenCache(TOKEN_CACHE_BYTES)
+        self._preparer = RequestPreparer(self._cache)
+        # An engine takes a client's own cache salt, where no gateway of ours has taken it out.
+        self._rules = ClientRules(aliases, client_cache_salt=True)
+        # By any name: the model, and the LoRA adapter that the name means.
+        self._known: dict[str, tuple[PoolState, str]] = {}
+        for model, source in tokenizers.items():
+            self.add_model(model, source)
+
+    def add_model(
+        self, model: str, source: str, served_names: tuple[str, ...] = (), lora_names: tuple[str, ...] = ()
+    ) -> None:
+        """A model there is, by these other names, too, and with these adapters. Raises TokenizerNotFound. Mutates."""
+        self._add(model, ModelTokenizer.load(find_tokenizer(source), self._cache), served_names, lora_names)
+
+    def add_model_without_tokenizer(self, model: str, served_names: tuple[str, ...], why: str) -> None:
+        """A model whose requests have no keys. Mutates."""
+        log.warning("no tokens of a model: its requests share nothing", model=model, reason=why)
+        self._add(model, None, served_names, ())
+
+    def _add(
+        self, model: str, tokenizer: ModelTokenizer | None, names: tuple[str, ...], lora_names: tuple[str, ...]
+    ) -> None:
+        exactness = TokenizerStatus.INEXACT if tokenizer is None else TokenizerStatus.EXACT
+        state = PoolState(placement_pb2.Pool(model=model), tokenizer, "", exactness)
+        self._known |= {name: (state, name) for name in lora_names}
+        self._known |= dict.fromkeys((model, *names), (state, ""))
+
+    def has_model(self, model: str) -> bool:
+        """Whether requests for it are understood."""
+        return model in self._known
+
+    async def read(
+        self, path: str, headers: Headers, body: bytes, at: float
+    ) -> tuple[ArrivedRequest, placement_pb2.PlacementRequest]:
+        """A request that came `at` (unix s), and what a gateway would ask a router about it. Raises UnusableRequest."""
+        try:
+            endpoint = Endpoint(path)
+        except ValueError:
+            raise UnusableRequest("path", f"{path} is none of an engine's") from None
+        if not endpoint.generates:
+            raise UnusableRequest("path", f"{path} reads no prefix cache")
+        try:
+            call = parse(endpoint, body, self._rules)
+        except ApiRequestError as error:
+            raise UnusableRequest("invalid", str(error)) from None
+        found = self._known.get(call.model)
+        if found is None:
+            raise UnusableRequest("model", f"nothing is known of {call.model!r}")
+        state, lora = found
+        now = time.monotonic()
+        incoming = IncomingCall(call, state, lora, DEFAULT_TENANT, headers, Admission(None, UNLIMITED), now)
+        try:
+            tokens = await self._tokens(incoming)
+            context = self._preparer.context(secrets.token_hex(16), incoming, tokens, now, dry=False)
+        except ApiRequestError as error:
+            raise UnusableRequest("invalid", str(error)) from None
+        placement = context.placement
+        asked = ArrivedRequest(
+            request_id=headers.get("X-Request-ID") or secrets.token_hex(16),
+            at=at,
+            model=state.pool.model,
+            session=placement.session_id,
+            input_tokens=placement.input_tokens,
+            keys=tuple(placement.keys),
+            max_output_tokens=placement.max_output_tokens,
+        )
+        return asked, placement
+
+    async def _tokens(self, incoming: IncomingCall) -> Tokens:
+        """The prompt's tokens and keys, as far as they can be told. Raises ApiRequestError."""
+        tokenizer = incoming.tokenizer
+        if tokenizer is not None:
+            try:
+                pending = tokenizer.prepare(incoming.call)
+                prompt = (
+                    pending.tokenize()
+                    if pending.missing_chars <= INLINE_CHARS
+                    else await asyncio.to_thread(pending.tokenize)
+                )
+                return self._preparer.tokens(incoming, prompt)
+            except Unrenderable as reason:
+                log.debug("a request without keys", reason=str(reason))
+        return Tokens(None, array("Q"))

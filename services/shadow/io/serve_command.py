@@ -1,0 +1,232 @@
+"""`pointsman shadow serve`: compares mirrored requests while the other router serves, and follows its access log."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import structlog
+import typer
+import uvloop
+
+from pointsman.common.io.logs import configure_logs
+from pointsman.gateway.core.http_message import Headers
+from pointsman.gateway.core.tokens.model_tokenizer import TokenizerNotFound
+from pointsman.gateway.io.http.server import Server
+from pointsman.gateway.io.http.server_types import ServerLimits
+from pointsman.lab.report.terminal import make_console
+from pointsman.lab.simulation.counterfactual import ObservedRequest
+from pointsman.shadow.core.access_log import LineError, read_line
+from pointsman.shadow.core.pending_requests import PendingRequests, RequestOutcome
+from pointsman.shadow.core.report import print_report, summary_of
+from pointsman.shadow.io.fleet_queries import ASK_EVERY_S, FleetQueries, LivePlacement, ServedModel
+from pointsman.shadow.io.log_follower import follow
+from pointsman.shadow.io.metrics import ShadowMetrics
+from pointsman.shadow.io.mirror_handler import Backlog, MirrorHandler
+from pointsman.shadow.io.placement_comparison import ModelEngines, PlacementComparison
+from pointsman.shadow.io.request_reader import RequestReader, UnusableRequest
+from pointsman.shadow.io.settings import ServeSettings
+
+log = structlog.get_logger()
+
+LOOK_S = 0.25
+BACKLOG_BYTES = 256 << 20
+
+
+class ShadowService:
+    """One shadow. All methods belong to one event loop; the study goes on in a thread, one step at a time."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        """Raises ValueError, OSError and TokenizerNotFound for settings that cannot be used."""
+        self.telemetry = ShadowMetrics()
+        self._settings = settings
+        self._comparison = PlacementComparison(settings, self.telemetry.compared)
+        self._reader = RequestReader(settings.tokenizer_map(), settings.alias_map())
+        self._pending = PendingRequests(settings.window_s, settings.output_tokens)
+        self._backlog = Backlog(BACKLOG_BYTES, self.telemetry)
+        self.handler = MirrorHandler(self._backlog, self.telemetry, self.summary)
+        self._fleet: FleetQueries | None = None
+        if settings.router:
+            self._fleet = FleetQueries(settings.router, ASK_EVERY_S, settings.policy, settings.policy_map())
+        elif not settings.instances or not settings.tokenizers:
+            raise ValueError("instances, tokenizers: without a router that knows the engines, both are needed")
+        for model in settings.tokenizer_map():
+            if settings.instances:
+                self._comparison.add_engines(model, ModelEngines(tuple(settings.instances)))
+        # The engines that a router told of last, by model.
+        self._told: dict[str, tuple[str, ...]] = {}
+        self._live_placements: dict[str, LivePlacement] = {}
+        # The log has requests of its own, which are known at their ends only.
+        self._from_log = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Compare until `stop`; then what is still open is taken as it is."""
+        tasks = [self._understand()]
+        if self._settings.access_log is not None:
+            tasks.append(self._follow(self._settings.access_log))
+        if self._fleet is not None:
+            tasks.append(self._fleet.watch(self._add_models))
+        running = [asyncio.create_task(task) for task in tasks]
+        # It ends by itself: a step of the study that is under way must be over before the last one.
+        comparing = asyncio.create_task(self._compare(stop))
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            # None of the others does: a fault in one is the shadow's end, and the traffic's no concern.
+            await asyncio.wait([stopping, comparing, *running], return_when=asyncio.FIRST_COMPLETED)
+            for task in (comparing, *running):
+                if task.done():
+                    task.result()
+        finally:
+            stop.set()
+            for task in (stopping, *running, *self._tasks):
+                task.cancel()
+            await asyncio.gather(comparing, stopping, *running, *self._tasks, return_exceptions=True)
+            if self._fleet is not None:
+                await self._fleet.close()
+        await asyncio.to_thread(self._observe, list(self._pending.due(math.inf, math.inf)))
+        await asyncio.to_thread(self._comparison.finish)
+
+    def summary(self) -> dict[str, Any]:
+        """All figures as JSON."""
+        summary = summary_of(self._comparison.summaries(), self.telemetry.counts_left_out())
+        summary["waiting"] = len(self._pending) + self._comparison.open
+        if self._fleet is not None:
+            summary["now"] = self._fleet.summary()
+        return summary
+
+    async def _understand(self) -> None:
+        while True:
+            one = await self._backlog.get()
+            await self._read(
+                one.path, one.headers, one.body, one.at, None if self._settings.access_log else RequestOutcome()
+            )
+
+    async def _read(self, path: str, headers: Headers, body: bytes, at: float, ended: RequestOutcome | None) -> None:
+        try:
+            asked, placement = await self._reader.read(path, headers, body, at)
+        except UnusableRequest as reason:
+            log.debug("not understood", reason=str(reason))
+            self.telemetry.excluded.labels(reason.reason).inc()
+            return
+        except Exception:
+            # One request that nobody foresaw must not end the study of all others.
+            log.exception("a fault in the shadow")
+            self.telemetry.excluded.labels("fault").inc()
+            return
+        if not self._comparison.engines_of(asked.model):
+            self.telemetry.excluded.labels("model").inc()
+            return
+        if self._fleet is not None and asked.keys:
+            task = asyncio.create_task(self._ask_live_placement(asked.request_id, placement))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        self._pending.add(asked, ended)
+
+    async def _ask_live_placement(self, request_id: str, placement: Any) -> None:
+        assert self._fleet is not None
+        now = await self._fleet.ask(placement)
+        if now is not None:
+            self._live_placements[request_id] = now
+
+    async def _follow(self, log_file: Path) -> None:
+        async for line in follow(log_file):
+            if not line.strip():
+                continue
+            try:
+                entry = read_line(line)
+                ended, request = entry.end, entry.request
+                if self._pending.end(entry.id, ended, follows=request is None) or request is None:
+                    continue
+                headers = Headers([("X-Request-ID", entry.id), ("X-Session-ID", entry.session)])
+                arrived_at = entry.arrived_at
+            except LineError as error:
+                log.debug("a line of the access log is left out", reason=str(error))
+                self.telemetry.excluded.labels("invalid").inc()
+                continue
+            self._from_log = True
+            path, body = request
+            await self._read(path, headers, body, arrived_at, ended)
+
+    async def _add_models(self, models: dict[str, ServedModel]) -> None:
+        """A router told of the fleet."""
+        for name, model in models.items():
+            if not self._reader.has_model(name):
+                source = self._settings.tokenizer_map().get(name) or model.root
+                try:
+                    await asyncio.to_thread(self._reader.add_model, name, source, model.served_names, model.lora_names)
+                except TokenizerNotFound as missing:
+                    self._reader.add_model_without_tokenizer(name, model.served_names, str(missing))
+            engines = model.engines
+            names = tuple(self._settings.instances) or engines.names
+            if names == self._comparison.engines_of(name):
+                continue
+            self._comparison.add_engines(name, ModelEngines(names, engines.kv_capacity_tokens, engines.max_model_len))
+            if self._comparison.engines_of(name) == names:
+                log.info("engines", model=name, instances=len(names))
+            elif self._told.get(name) != names:
+                log.warning("engines came or went: the modelled fleets stay as they are", model=name)
+            self._told[name] = names
+
+    async def _compare(self, stop: asyncio.Event) -> None:
+        while not stop.is_set():
+            now = time.time()
+            complete = now - self._settings.window_s if self._from_log else self._backlog.read_until
+            failed = self._pending.failed
+            due = list(self._pending.due(now, complete))
+            self.telemetry.excluded.labels("failed").inc(self._pending.failed - failed)
+            if due:
+                await asyncio.to_thread(self._observe, due)
+                self.telemetry.behind.set(time.time() - due[-1].timestamp_ms / 1e3)
+            self.telemetry.waiting.set(len(self._pending))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await stop.wait()
+
+    def _observe(self, due: list[ObservedRequest]) -> None:
+        for request in due:
+            self._comparison.observe(request)
+            now = self._live_placements.pop(request.request_id, None)
+            if now is not None and self._fleet is not None:
+                self._fleet.totals.add(now, request.instance)
+
+
+async def _serve(settings: ServeSettings) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    try:
+        shadow = ShadowService(settings)
+        server = Server(shadow.handler, ServerLimits(settings.max_body_bytes, BACKLOG_BYTES))
+        host, _, port = settings.listen.rpartition(":")
+        address, bound = await server.start(host.strip("[]"), int(port))
+    except (OSError, ValueError, TokenizerNotFound) as error:
+        raise SystemExit(f"pointsman shadow serve: {error}") from None
+    typer.echo(f"mirrored requests to http://{address}:{bound}")
+    console = make_console()
+
+    async def report() -> None:
+        while settings.report_interval_s:
+            await asyncio.sleep(settings.report_interval_s)
+            print_report(console, shadow.summary(), settings.policy, settings.assumed)
+
+    reporting = asyncio.create_task(report())
+    try:
+        await shadow.run(stop)
+    finally:
+        reporting.cancel()
+        with suppress(asyncio.CancelledError):
+            await reporting
+        await server.close(0.0)
+    print_report(console, shadow.summary(), settings.policy, settings.assumed)
+
+
+def run_serve(settings: ServeSettings) -> None:
+    """Serve until SIGTERM or SIGINT. Blocks."""
+    configure_logs("shadow", settings.log_level)
+    uvloop.run(_serve(settings))

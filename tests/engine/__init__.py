@@ -1,0 +1,1 @@
+"""That all of it is true of a real vLLM."""

@@ -1,0 +1,1 @@
+"""A fleet of real processes under load, while one of them fails."""

@@ -1,0 +1,128 @@
+"""An agent ends soon and leaves nothing open, whatever it was doing when it was told to."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from tests.support.fakes.agent_peers import FakeEngine, FakeRouter, RunningAgent, running
+from tests.support.kv_events import store
+from tests.support.waiting import eventually
+
+# A context that waits for a socket blocks the loop, and every other limit with it.
+pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[FakeEngine]:
+    with zmq.asyncio.Context() as context:
+        engine = FakeEngine(context)
+        await engine.start()
+        yield engine
+        await engine.stop()
+
+
+@pytest.fixture
+async def router() -> AsyncIterator[FakeRouter]:
+    router = FakeRouter()
+    await router.start()
+    yield router
+    await router.stop()
+
+
+@pytest.fixture
+def contexts(monkeypatch: pytest.MonkeyPatch) -> list[zmq.asyncio.Context]:
+    """Those that agents make."""
+    made: list[zmq.asyncio.Context] = []
+
+    class Context(zmq.asyncio.Context):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr("zmq.asyncio.Context", Context)
+    return made
+
+
+async def test_an_agent_ends_while_it_says_goodbye(engine: FakeEngine, router: FakeRouter, tmp_path: Path) -> None:
+    """The goodbye began before the agent was told to end: what it began is brought to its end, its sockets are closed."""
+    router.kept_open = asyncio.Event()
+    async with running(engine.url, [router.address], tmp_path):
+        await eventually(lambda: len(router.streams) == 1, "the first process")
+        engine.process_start = 2000.0
+        await eventually(lambda: len(router.streams) == 2, "the second process")
+        engine.process_start = 1000.0
+        await eventually(lambda: router.streams[1].goodbye is not None, "goodbye")
+        assert not router.streams[1].ended
+    router.kept_open.set()
+    await eventually(lambda: all(stream.ended for stream in router.streams), "the streams' ends")
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.05, 0.3])
+async def test_an_agent_ends_while_it_catches_up(
+    engine: FakeEngine, router: FakeRouter, tmp_path: Path, after_s: float
+) -> None:
+    """Its replay is under way: the publisher has been asked and does not answer."""
+    assert engine._serving is not None
+    engine._serving.cancel()
+    agent = RunningAgent([engine.url], [router.address], tmp_path)
+    await asyncio.sleep(after_s)
+    await agent.stop()
+
+
+async def test_an_agent_ends_with_the_error_of_an_address_that_is_none(
+    engine: FakeEngine, router: FakeRouter, tmp_path: Path
+) -> None:
+    """The error's traceback holds the socket that could not be connected."""
+    agent = RunningAgent([f"{engine.url}?events=carrier-pigeon://loft"], [router.address], tmp_path)
+    with pytest.raises(zmq.ZMQError):
+        await agent.task
+
+
+async def test_an_agent_that_cannot_start_closes_what_it_opened(
+    router: FakeRouter, tmp_path: Path, contexts: list[zmq.asyncio.Context]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        agent = RunningAgent(["http://127.0.0.1:9"], [router.address], tmp_path, metrics_listen=listen)
+        with pytest.raises(OSError, match="address already in use"):
+            await agent.task
+    assert [context.closed for context in contexts] == [True]
+
+
+async def test_an_agent_that_is_cancelled_twice_closes_what_it_opened(
+    engine: FakeEngine, router: FakeRouter, tmp_path: Path, contexts: list[zmq.asyncio.Context]
+) -> None:
+    router.kept_open = asyncio.Event()
+    agent = RunningAgent([engine.url], [router.address], tmp_path)
+    await eventually(lambda: len(router.streams) == 1, "hello")
+    for _ in range(2):
+        agent.task.cancel()
+        await asyncio.sleep(0.1)
+    with pytest.raises(asyncio.CancelledError):
+        await agent.task
+    assert [context.closed for context in contexts] == [True]
+    router.kept_open.set()
+
+
+async def test_an_agent_ends_though_a_router_reads_nothing(engine: FakeEngine, tmp_path: Path) -> None:
+    """Such a router still answers pings. Once its window is full, what is written to it waits for ever."""
+    router = FakeRouter(("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16))
+    router.deaf = True
+    await router.start()
+    for first in range(0, 10_000, 200):
+        await engine.publish(store(tuple(range(first, first + 200))))
+    agent = RunningAgent([engine.url], [router.address], tmp_path)
+    await eventually(lambda: len(router.streams) == 1, "hello")
+    await asyncio.sleep(0.2)
+    began = time.monotonic()
+    await agent.stop()
+    assert time.monotonic() - began < 10
+    await router.stop()

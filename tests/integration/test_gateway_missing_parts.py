@@ -1,0 +1,258 @@
+"""The gateway when something is missing: the router, the tokenizer, the instances, a client's key."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from pointsman.gateway.core.api import Endpoint
+from pointsman.gateway.core.pool_state import TokenizerStatus
+from pointsman.gateway.io.main import serving
+from pointsman.gateway.io.settings import GatewaySettings
+from pointsman.router.v1 import placement_pb2
+from tests.support.fakes.gateway_peers import MODEL, FakeRouter, stack
+from tests.support.gateway_requests import CHAT, post
+from tests.support.processes.gateway import gateway_process, gateway_running, ready, told_url
+from tests.support.tiny_tokenizer import make_tokenizer
+from tests.support.waiting import eventually
+
+
+async def test_without_its_router_it_places_by_itself_and_tells_the_router_that_returns(tmp_path: Path) -> None:
+    async with stack(tmp_path) as up:
+        port = int(up.router.address.rpartition(":")[2])
+        for engine in up.engines:
+            engine.hold = asyncio.Event()
+        async with aiohttp.ClientSession() as http:
+            open_before = await http.post(f"{up.url}/v1/chat/completions", json=CHAT | {"stream": True})
+            await open_before.content.readline()
+            await up.router.stop()
+            # Least in flight: i0 is busy, so the next one goes to i1.
+            await eventually(lambda: not up.gateway.router.connected)
+            degraded = await http.post(f"{up.url}/v1/chat/completions", json=CHAT | {"stream": True})
+            assert degraded.headers["X-Pointsman-Degraded"] == "1"
+            assert degraded.headers["X-Pointsman-Instance"] == "i1"
+            await degraded.content.readline()
+            back = FakeRouter(up.router.pools)
+            await back.start(port)
+            try:
+                await back.until(lambda: len(back.hellos) == 1)
+                told = {one.instance_id: one for one in back.hellos[0].open_streams}
+                assert set(told) == {"i0", "i1"}
+                assert told["i0"].phase == placement_pb2.PHASE_DECODE
+                assert told["i0"].generated_tokens == 1
+                assert told["i0"].request.input_tokens > 0
+                assert list(told["i0"].request.keys) == []
+                for engine in up.engines:
+                    engine.hold.set()  # type: ignore[union-attr]
+                for answer in (open_before, degraded):
+                    assert (await answer.read()).endswith(b"[DONE]\n\n")
+                await back.until(lambda: len(back.finished) == 2)
+                assert {one.request_id for one in back.finished} == {one.request.request_id for one in told.values()}
+                status, _, headers = await post(up, "/v1/chat/completions", json=CHAT)
+                assert status == 200
+                assert "X-Pointsman-Degraded" not in headers
+            finally:
+                await back.stop()
+
+
+async def test_a_request_that_waits_for_its_step_is_asked_again_of_the_router_that_returns(tmp_path: Path) -> None:
+    async with stack(tmp_path, router_grace_s=20.0) as up:
+        up.router.placer = lambda request: None
+        asked = asyncio.create_task(post(up, "/v1/chat/completions", json=CHAT))
+        await up.router.until(lambda: len(up.router.places) == 1)
+        port = int(up.router.address.rpartition(":")[2])
+        await up.router.stop()
+        back = FakeRouter(up.router.pools)
+        await back.start(port)
+        try:
+            status, _, headers = await asked
+            assert status == 200
+            assert "X-Pointsman-Degraded" not in headers
+            assert back.places[0].request_id == up.router.places[0].request_id
+            assert list(back.hellos[0].open_streams) == []
+        finally:
+            await back.stop()
+
+
+async def test_the_next_router_is_tried_when_the_first_is_away(tmp_path: Path) -> None:
+    router = FakeRouter([])
+    await router.start()
+    try:
+        settings = GatewaySettings(listen="127.0.0.1:0", routers=["127.0.0.1:1", router.address])
+        async with serving(settings):
+            await router.until(lambda: len(router.hellos) == 1)
+    finally:
+        await router.stop()
+
+
+async def test_with_nothing_there_it_says_so(tmp_path: Path) -> None:
+    settings = GatewaySettings(listen="127.0.0.1:0", routers=["127.0.0.1:1"])
+    async with serving(settings) as (_, url), aiohttp.ClientSession() as http:
+        async with http.get(f"{url}/health") as answer:
+            assert answer.status == 503
+            assert "no session with a router" in (await answer.json())["missing"]
+        async with http.post(f"{url}/v1/chat/completions", json=CHAT) as answer:
+            assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+
+
+async def test_other_tokens_than_the_engines_are_not_used(tmp_path: Path) -> None:
+    async with stack(tmp_path) as up:
+        for engine in up.engines:
+            engine.token_shift = 1
+        pool = up.router.pools[0]
+        for ref in pool.instances:
+            ref.incarnation = "2"
+        up.gateway.pools.update(placement_pb2.Fleet(pools=[pool]))
+        (state,) = up.gateway.pools.states()
+        await up.gateway.pools.checked()
+        assert (state.tokenizer_status, state.reason) == (
+            TokenizerStatus.INEXACT,
+            "text probe 0 (add_special_tokens=true) differs",
+        )
+        status, _, _ = await post(up, "/v1/chat/completions", json=CHAT)
+        assert status == 200
+        place = up.router.places[0]
+        assert list(place.keys) == []
+        assert place.input_tokens == pytest.approx(len(CHAT["messages"][0]["content"]) / 4, abs=1)  # type: ignore[index]
+        async with aiohttp.ClientSession() as http, http.get(f"{up.url}/health") as answer:
+            body = await answer.json()
+            assert (answer.status, body["status"], body["models"][MODEL]["tokenizer"]) == (200, "degraded", "inexact")
+
+
+async def test_without_a_tokenizer_it_places_without_keys(tmp_path: Path) -> None:
+    async with stack(tmp_path, tokenizers=[f"{MODEL}={tmp_path / 'nowhere'}"]) as up:
+        (state,) = up.gateway.pools.states()
+        assert state.tokenizer_status is TokenizerStatus.INEXACT
+        assert (await post(up, "/v1/chat/completions", json=CHAT))[0] == 200
+        assert list(up.router.places[0].keys) == []
+
+
+async def test_a_fault_in_a_check_or_a_session_does_not_stop_the_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: object) -> str:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("pointsman.gateway.io.routing.model_pools.first_difference", broken)
+    async with stack(tmp_path) as up:
+        (state,) = up.gateway.pools.states()
+        assert (state.tokenizer_status, state.reason) == (
+            TokenizerStatus.INEXACT,
+            "the check failed: ZeroDivisionError",
+        )
+        update, calls = up.gateway.router._on_fleet, []
+
+        def once(fleet: placement_pb2.Fleet) -> None:
+            calls.append(fleet)
+            if len(calls) == 1:
+                raise ZeroDivisionError
+            update(fleet)
+
+        monkeypatch.setattr(up.gateway.router, "_on_fleet", once)
+        port = int(up.router.address.rpartition(":")[2])
+        await up.router.stop()
+        await up.router.start(port)
+        await eventually(lambda: len(calls) == 2)
+        assert (await post(up, "/v1/chat/completions", json=CHAT))[0] == 200
+
+
+async def test_counts_that_disagree_three_times_in_a_row_lead_to_another_check(tmp_path: Path) -> None:
+    async with stack(tmp_path) as up:
+        (state,) = up.gateway.pools.states()
+        pools = up.gateway.pools
+        for ours, theirs in ((5, 5), (5, 6), (5, 6), (5, 5), (5, 6), (5, 6)):
+            pools.check_token_count(state, Endpoint.CHAT, ours, theirs)
+        assert state.verified
+        make_tokenizer(tmp_path / "model", "{{ messages[0].content }}")
+        pools.check_token_count(state, Endpoint.CHAT, 5, 6)
+        assert not state.verified
+        await up.gateway.pools.checked()
+        assert state.tokenizer_status is TokenizerStatus.EXACT
+
+
+async def test_an_api_whose_counts_disagree_is_placed_without_keys(tmp_path: Path) -> None:
+    async with stack(tmp_path) as up:
+        (state,) = up.gateway.pools.states()
+        for theirs in (5, 6, 6, 5, 6, 6):
+            up.gateway.pools.check_token_count(state, Endpoint.MESSAGES, 5, theirs)
+        assert state.tokenizer_for(Endpoint.MESSAGES) is not None
+        up.gateway.pools.check_token_count(state, Endpoint.MESSAGES, 5, 6)
+        assert state.tokenizer_for(Endpoint.MESSAGES) is None
+        assert state.tokenizer_for(Endpoint.CHAT) is state.tokenizer is not None
+        state.pool.instances[0].incarnation = "2"
+        up.gateway.pools.update(placement_pb2.Fleet(pools=[state.pool]))
+        assert state.tokenizer_for(Endpoint.MESSAGES) is not None
+
+
+async def test_only_known_keys_may_call_and_name_the_tenant(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# who may\nred:secret-1\nblue:secret-2\n")
+    async with stack(tmp_path, api_keys_file=keys) as up:
+        for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret-1"}):
+            status, answer, _ = await post(up, "/v1/chat/completions", json=CHAT, headers=header)
+            assert (status, answer["error"]["code"]) == (401, "invalid_api_key")  # type: ignore[index]
+        for key in ("secret-1", "secret-2"):
+            header = {"Authorization": f"Bearer {key}", "X-Session-ID": "same"}
+            assert (await post(up, "/v1/chat/completions", json=CHAT, headers=header))[0] == 200
+        assert [(one.tenant, one.session_id) for one in up.router.places] == [("red", "same"), ("blue", "same")]
+        sent = [headers for _, _, headers in up.engines[0].requests]
+        assert [one["X-Session-ID"] for one in sent] == ["red/same", "blue/same"]
+        assert all("Authorization" not in one for one in sent)
+
+
+async def test_the_routers_token_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POINTSMAN_GATEWAY_TOKEN", "s3cret")
+    async with stack(tmp_path) as up:
+        assert up.router.metadata["authorization"] == "Bearer s3cret"
+
+
+async def test_sigterm_lets_an_open_stream_end(tmp_path: Path) -> None:
+    async with stack(tmp_path) as up:
+        up.engines[0].hold = asyncio.Event()
+        environment = {"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address, "DRAIN_TIMEOUT_S": "20"}
+        async with gateway_running(environment) as (process, log), aiohttp.ClientSession() as http:
+            url = await told_url(log)
+            await ready(url)
+            stream = await http.post(f"{url}/v1/chat/completions", json=CHAT | {"stream": True})
+            await stream.content.readline()
+            process.send_signal(signal.SIGTERM)
+            await eventually(lambda: any(b"drains" in line for line in log))
+            up.engines[0].hold.set()
+            assert (await stream.read()).endswith(b"[DONE]\n\n")
+            assert await process.wait() == 0
+            await up.router.until(lambda: len(up.router.finished) == 1)
+            assert up.router.finished[0].outcome == placement_pb2.OUTCOME_OK
+
+
+async def test_a_stream_that_outlives_the_drain_is_cancelled_and_told(tmp_path: Path) -> None:
+    async with aiohttp.ClientSession() as http:
+        async with stack(tmp_path, drain_timeout_s=0.2) as up:
+            up.engines[0].hold = asyncio.Event()
+            stream = await http.post(f"{up.url}/v1/chat/completions", json=CHAT | {"stream": True})
+            await stream.content.readline()
+            router = up.router
+            engine = up.engines[0]
+        assert [one.outcome for one in router.finished] == [placement_pb2.OUTCOME_CANCELLED]
+        assert engine.open == 0
+        stream.close()
+
+
+async def test_what_hinders_the_start_is_said_in_one_line(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        for setting, value, said in (
+            ("LISTEN", f"127.0.0.1:{taken.getsockname()[1]}", b"address already in use"),
+            ("API_KEYS_FILE", str(tmp_path / "keys"), b"No such file"),
+        ):
+            process = await gateway_process({"LISTEN": "127.0.0.1:0", setting: value})
+            _, text = await process.communicate()
+            assert process.returncode == 1
+            assert text.startswith(b"pointsman gateway: ")
+            assert said in text
+            assert len(text.splitlines()) == 1

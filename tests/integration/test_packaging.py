@@ -1,0 +1,177 @@
+"""What `pip install pointsman[EXTRA]` brings, in an empty environment for each extra: the versions of the lock, nothing of other
+parts, and enough for its part to run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.processes.process import Process, free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+READY_WITHIN_S = 60.0
+# Extra -> packages of other parts.
+NOT_ITS_OWN = {
+    "agent": {
+        *("grpcio-health-checking", "hiredis", "httptools", "huggingface-hub", "jinja2", "matplotlib", "numpy"),
+        *("opentelemetry-sdk", "redis", "scipy", "tokenizers", "uvloop"),
+    },
+    "router": {"httptools", "huggingface-hub", "jinja2", "matplotlib", "numpy", "nvidia-ml-py", "pyzmq", "scipy", "tokenizers"},
+    "gateway": {"aiohttp", "matplotlib", "numpy", "nvidia-ml-py", "pyzmq", "redis", "scipy"},
+    "lab": {"httptools", "nvidia-ml-py", "opentelemetry-sdk", "redis"},
+    "shadow": {"matplotlib", "nvidia-ml-py", "pyzmq", "redis", "scipy"},
+    "cli": {"aiohttp", "matplotlib", "numpy", "nvidia-ml-py", "pyzmq", "tokenizers"},
+}  # fmt: skip
+# Imports whatever the files of a part import, inside functions too. cli's main.py imports the other parts.
+IMPORT_ALL = """
+import ast, importlib, pathlib, sys
+import pointsman
+part = pathlib.Path(pointsman.__path__[0]) / sys.argv[1]
+for file in {*part.rglob("*.py")} - {part / "main.py"}:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            for one in node.names:
+                importlib.import_module(one.name)
+        elif isinstance(node, ast.ImportFrom):
+            importlib.import_module(node.module)
+"""
+# As if nothing of this repository were there; what is compiled once serves the next start.
+OUTSIDE = {"PYTHONPATH": "", "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": ""}
+
+
+@dataclass
+class Installed:
+    """The wheel, and an environment for each extra that was asked for."""
+
+    wheel: Path
+    folder: Path
+    made: set[str] = field(default_factory=set)
+
+    def bin(self, extra: str) -> Path:
+        """The programs of the environment with `extra`, which is made when it is asked for first."""
+        place = self.folder / extra
+        if extra not in self.made:
+            run(BIN / "uv", "venv", "--quiet", "--python", sys.executable, place)
+            self.uv(
+                extra, "install", "--quiet", "--constraints", ROOT / "requirements/dev.lock", f"{self.wheel}[{extra}]"
+            )
+            self.made.add(extra)
+        return place / "bin"
+
+    def packages(self, extra: str) -> dict[str, str]:
+        """Name -> version of all that is installed with `extra`."""
+        self.bin(extra)
+        listed: list[dict[str, Any]] = json.loads(self.uv(extra, "list", "--format", "json"))
+        return {one["name"]: one["version"] for one in listed}
+
+    def uv(self, extra: str, verb: str, *arguments: str | Path) -> str:
+        return run(BIN / "uv", "pip", verb, "--python", self.folder / extra / "bin/python", *arguments)
+
+
+def run(*command: str | Path, status: int = 0) -> str:
+    """What a command says: its output, or its complaint where `status`, its exit status, must not be 0."""
+    ended = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, timeout=100, cwd="/", env=os.environ | OUTSIDE
+    )
+    assert ended.returncode == status, ended.stdout + ended.stderr
+    return ended.stderr if status else ended.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    dist, folder = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("environments")
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(dist)]
+    subprocess.run(build, check=True, capture_output=True, cwd=ROOT, timeout=60)
+    (wheel,) = dist.glob("*.whl")
+    return Installed(wheel, folder)
+
+
+def test_the_wheel_has_one_package_and_the_license(installed: Installed) -> None:
+    names = zipfile.ZipFile(installed.wheel).namelist()
+    info = f"{'-'.join(installed.wheel.name.split('-')[:2])}.dist-info"
+    assert {name.split("/")[0] for name in names} == {"pointsman", info}
+    assert {name.split("/")[1] for name in names if name.startswith("pointsman/")} == {
+        path.name for folder in ("src/pointsman", "gen/pointsman") for path in (ROOT / folder).iterdir()
+    }
+    assert f"{info}/licenses/LICENSE" in names
+    assert (ROOT / "connector/LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+
+@pytest.mark.parametrize("extra", sorted(NOT_ITS_OWN))
+def test_an_extra_brings_what_its_part_imports_and_no_more(installed: Installed, extra: str) -> None:
+    found = installed.packages(extra)
+    assert not found.keys() & NOT_ITS_OWN[extra]
+    if (lock := ROOT / f"requirements/{extra}.lock").exists():
+        locked = dict(line.split(" ")[0].split("==") for line in lock.read_text().splitlines() if "==" in line)
+        assert found.items() <= (locked | {"pointsman": found["pointsman"]}).items()
+        assert locked.keys() - found.keys() <= {"async-timeout"}  # redis needs it before Python 3.11.3
+    run(installed.bin(extra) / "python", "-c", IMPORT_ALL, extra)
+
+
+def test_the_command_line_names_the_extra_that_is_missing(installed: Installed) -> None:
+    pointsman = installed.bin("agent") / "pointsman"
+    told = run(pointsman, "--help")
+    assert "Run a node's agent." in told
+    assert "Not installed: pointsman[lab]." in told
+    for words, extra in (("replay --trace t", "lab"), ("decisions verify f", "cli")):
+        said = run(pointsman, *words.split(), status=1)
+        assert said.startswith(f"pointsman {words.split()[0]}: ")
+        assert said.endswith(f" is not installed; install pointsman[{extra}]\n")
+        assert said.count("\n") == 1
+
+
+@pytest.fixture
+def processes() -> Iterator[list[Process]]:
+    started: list[Process] = []
+    yield started
+    for process in reversed(started):
+        process.stop(within_s=20)
+
+
+def test_each_service_runs_with_its_own_packages_alone(
+    installed: Installed, processes: list[Process], tmp_path: Path
+) -> None:
+    engine, router, agent, gateway = (f"127.0.0.1:{free_port()}" for _ in range(4))
+    commands = {
+        "lab": ["emulate", "--port", engine.rpartition(":")[2]],
+        "router": ["router", "--listen", router, "--metrics-listen", ""],
+        "agent": ["agent", "--engines", f"http://{engine}", "--routers", router, "--state-dir", str(tmp_path / "agent"),
+                  "--metrics-listen", agent],
+        "gateway": ["gateway", "--listen", gateway, "--routers", router],
+    }  # fmt: skip
+    for extra, words in commands.items():
+        argv = [str(installed.bin(extra) / "pointsman"), *words]
+        processes.append(Process(extra, argv, tmp_path / f"{extra}.log", env=OUTSIDE, cwd=tmp_path))
+        processes[-1].start()
+    for process, address in zip(processes[2:], (agent, gateway), strict=True):
+        process.wait_ready(lambda address=address: answers(f"http://{address}/health"), within_s=READY_WITHIN_S)
+    body = {"model": "pointsman-emulated", "prompt": "Which way?", "max_tokens": 2}
+    assert post(f"http://{gateway}/v1/completions", body)["usage"]["completion_tokens"] == 2
+    assert "READY" in run(installed.bin("router") / "pointsman", "instances", "--router", router)
+    assert [process.stop() for process in reversed(processes)] == [0, 0, 0, 0]
+
+
+def answers(url: str) -> bool:
+    """Whether a GET succeeds."""
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def post(url: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)

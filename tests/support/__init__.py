@@ -1,0 +1,1 @@
+"""What tests and benchmarks share: fakes, processes, engines, each once."""

@@ -1,0 +1,1 @@
+"""The shell blocks of the pages, and who parses their commands."""

@@ -1,0 +1,150 @@
+"""Commands that cannot be run here, parsed by what would parse them: typer, kubectl, the compose file, the Makefile, protos."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import typer.main
+import yaml
+
+from bench.__main__ import BENCHMARKS, LONG
+from pointsman.cli import main as command_line_module
+from tests.support.repository import REPOSITORY
+from tools import check_deploy
+from tools.deploycheck.kubectl import ensure_kubectl
+
+COMPOSE = REPOSITORY / "deploy/compose"
+# What docker compose is asked to do in these pages; there is no Docker here whose parser could be asked.
+COMPOSE_VERBS = {"build", "config", "exec", "logs", "ps", "restart", "up"}
+# Nothing of ours: only that they are there is not said of them.
+SHELL = {"cat", "cd", "cp", "curl", "docker", "export", "git", "jq", "kustomize", "openssl", "pip", "rm", "sleep"}
+
+
+def problem(command: str) -> str:
+    """What is wrong with a command line; "" when its program would take it."""
+    words = [word for word in shlex.split(command) if word not in ("|", "&")]
+    while words and re.fullmatch(r"\w+=.*", words[0]):
+        words = words[1:]
+    if not words:
+        return ""
+    program, *arguments = words
+    name = program.rpartition("/")[2]
+    if program.startswith((".", "deploy/", "tools/")) and not _file(program):
+        return f"there is no {program}"
+    if words[:2] == ["docker", "compose"]:
+        return _compose(words[2:])
+    if name in _PARSERS:
+        return _PARSERS[name](arguments)
+    return "" if name in SHELL or _file(program) else f"nobody knows {program}"
+
+
+def _file(path: str) -> bool:
+    return any((folder / path).exists() for folder in (REPOSITORY, COMPOSE, REPOSITORY / "deploy"))
+
+
+@cache
+def command_line() -> Any:
+    """The click command of `pointsman`, with all its subcommands."""
+    for group in command_line_module.GROUPS:
+        group.register()
+    return typer.main.get_command(command_line_module.app)
+
+
+def _pointsman(arguments: list[str]) -> str:
+    command, rest = command_line(), arguments
+    try:
+        while hasattr(command, "commands") and rest and rest[0] in command.commands:
+            command, rest = command.commands[rest[0]], rest[1:]
+        if command is command_line():
+            return f"pointsman has no command {' '.join(arguments[:1])!r}"
+        command.make_context("pointsman", list(rest))
+    except Exception as refused:
+        return f"pointsman: {refused.__class__.__name__}: {refused}"
+    return ""
+
+
+def _kubectl(arguments: list[str]) -> str:
+    if "--" in arguments and (said := problem(shlex.join(arguments[arguments.index("--") + 1 :]))):
+        return said
+    for folder in (after for flag, after in pairwise(arguments) if flag == "-k"):
+        if not (REPOSITORY / folder).is_dir():
+            return f"there is no {folder}"
+    known = _object_names()
+    for word in arguments:
+        kind, slash, name = word.partition("/")
+        if slash and kind in known and name not in known[kind] and not re.fullmatch(r"(vllm|router|gateway)-\d", name):
+            return f"no {kind} is called {name}"
+    # A server that is not there is only asked when all flags are understood.
+    asked = [*arguments, *(["--dry-run=server"] if arguments[0] == "apply" else [])]
+    at = asked.index("--") if "--" in asked else len(asked)
+    asked[at:at] = ["--server", "http://127.0.0.1:1", "--request-timeout", "1s"]
+    done = subprocess.run([ensure_kubectl(), *asked], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    refused = ("127.0.0.1:1", "secrets/", "evalsymlink")
+    return "" if done.returncode == 0 or any(word in done.stderr for word in refused) else done.stderr.strip()
+
+
+@cache
+def _object_names() -> dict[str, set[str]]:
+    known: dict[str, set[str]] = {}
+    for item in check_deploy.render(check_deploy.DEPLOY / "k8s/overlays/ha"):
+        known.setdefault(item["kind"].lower(), set()).add(item["metadata"]["name"])
+    return known
+
+
+def _compose(arguments: list[str]) -> str:
+    services = set(yaml.safe_load((COMPOSE / "compose.yaml").read_text())["services"])
+    words = iter(arguments)
+    for word in words:
+        if word == "-f" and not _file(file := next(words)):
+            return f"there is no {file}"
+        if not word.startswith("-") and word != "-f":
+            verb, rest = word, [one for one in words if not one.startswith("-")]
+            if verb not in COMPOSE_VERBS:
+                return f"docker compose {verb}?"
+            named = rest[:1] if verb == "exec" else rest
+            if unknown := set(named) - services:
+                return f"no service is called {unknown.pop()}"
+            return _pointsman(rest[2:]) if verb == "exec" and rest[1] == "pointsman" else ""
+    return "docker compose to do what?"
+
+
+def _make(arguments: list[str]) -> str:
+    targets = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+    missing = {word for word in arguments if "=" not in word} - targets
+    return f"make has no target {missing.pop()}" if missing else ""
+
+
+def _python(arguments: list[str]) -> str:
+    if arguments[:2] == ["-m", "bench"]:
+        unknown = set(arguments[2:]) - set(BENCHMARKS | LONG)
+        return f"no benchmark is called {unknown.pop()}" if unknown else ""
+    if arguments[:1] == ["-m"]:
+        path = arguments[1].replace(".", "/")
+        return "" if _file(f"{path}.py") or _file(f"{path}/__main__.py") else f"there is no module {arguments[1]}"
+    return f"python {' '.join(arguments)}?"
+
+
+def _pytest(arguments: list[str]) -> str:
+    missing = [word for word in arguments if "/" in word and not _file(word.partition("::")[0])]
+    return f"there is no {missing[0]}" if missing else ""
+
+
+def _vllm(arguments: list[str]) -> str:
+    # Its flags are given to vLLM's own parser by tests/engine/test_deploy_flags.py.
+    return "" if arguments[:1] == ["serve"] else f"vllm {' '.join(arguments)}?"
+
+
+_PARSERS: dict[str, Callable[[list[str]], str]] = {
+    "pointsman": _pointsman,
+    "kubectl": _kubectl,
+    "make": _make,
+    "python": _python,
+    "pytest": _pytest,
+    "vllm": _vllm,
+}

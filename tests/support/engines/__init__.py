@@ -1,0 +1,1 @@
+"""Real vLLM servers, and what asks them."""

@@ -1,0 +1,1 @@
+"""Neighbours made up for one service, over real sockets."""

@@ -1,0 +1,366 @@
+"""A router and engines for gateway tests: real sockets, scripted behaviour, everything that reached them kept for inspection."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+from aiohttp import web
+
+from pointsman.common.core.block_keys import KEY_SCHEME
+from pointsman.common.io.channel import SERVER_OPTIONS
+from pointsman.gateway.core.api import Endpoint, parse
+from pointsman.gateway.core.tokens.chat_template import Unrenderable
+from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
+from pointsman.gateway.io.main import serving
+from pointsman.gateway.io.settings import GatewaySettings
+from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placement_pb2_grpc
+from tests.support.fakes.engine_answers import MODEL as MODEL
+from tests.support.fakes.engine_answers import Script
+from tests.support.tiny_tokenizer import CHATML, make_tokenizer
+from tests.support.waiting import eventually
+
+GIVEN_UP = b'data: {"choices":[{"index":0,"delta":{"content":""},"finish_reason":"abort"}]}\n\n'
+
+
+@dataclass
+class FakeEngine:
+    """An engine that answers a scripted text. `mode` is one of ok, 500, 400, hang, cut (dies mid-stream),
+    short (ends a stream without [DONE]), linger (does not end a stream after [DONE]), confess (says after its first word what
+    went wrong inside it, in OpenAI's form as vLLM does on every API), stopped (gives answers up, as a vLLM told to stop does: a
+    stream at once or, with `hold`, behind its first word and without an end)."""
+
+    tokenizer: ModelTokenizer
+    mode: str = "ok"
+    words: tuple[str, ...] = ("The ", "points ", "are ", "set.")
+    url: str = ""
+    token_shift: int = 0
+    hold: asyncio.Event | None = None  # a stream waits here after its first word
+    requests: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
+    engine_id: str = "e1"  # of the KV connector
+    queries: int = 0
+    stored: dict[str, dict[str, Any]] = field(default_factory=dict)  # responses by id
+    aborted: int = 0
+    open: int = 0
+    _site: web.TCPSite = field(init=False, repr=False)
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if "messages" in body:
+            ids = self.tokenizer.chat(body)
+        else:
+            ids = self.tokenizer.text(body["prompt"], add_special_tokens=body.get("add_special_tokens", True))
+        return web.json_response({"tokens": [one + self.token_shift for one in ids], "count": len(ids)})
+
+    async def query(self, request: web.Request) -> web.Response:
+        """As Mooncake's bootstrap server."""
+        self.queries += 1
+        if not self.engine_id:
+            return web.Response(status=503)
+        return web.json_response({"0": {"engine_id": self.engine_id, "worker_addr": {"0": {"0": "tcp://127.0.0.1:1"}}}})
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        body = json.loads(raw)
+        self.requests.append((request.path, body, dict(request.headers)))
+        if self.mode == "500":
+            return web.Response(status=500, text="boom at 10.0.0.7")
+        if self.mode == "400":
+            return web.json_response({"error": {"message": "no", "type": "BadRequestError", "code": 400}}, status=400)
+        self.open += 1
+        try:
+            if self.mode == "hang":
+                await asyncio.sleep(3600)
+            kind = Endpoint(request.path)
+            call = parse(kind, raw)
+            try:
+                count = len(self.tokenizer.prompt(call).ids) if kind.generates else 9
+            except Unrenderable:
+                count = 9
+            script = Script(kind, body, self.words, count)
+            if kind is Endpoint.RESPONSES:
+                self.stored[body["request_id"]] = script.whole()
+            if kind is Endpoint.RESPONSES and body.get("previous_response_id", "") not in ("", *self.stored):
+                return web.json_response({"error": {"message": "not found", "code": 404}}, status=404)
+            if not body.get("stream"):
+                whole = script.whole()
+                if self.mode == "stopped":
+                    whole["choices"][0]["finish_reason"] = "abort"
+                return web.json_response(whole)
+            return await self._stream(request, script)
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        finally:
+            self.open -= 1
+
+    async def _stream(self, request: web.Request, script: Script) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8", "Server": "secret"})
+        await answer.prepare(request)
+        before, words, after = script.events()
+        for event in before:
+            await answer.write(event)
+        if self.mode == "stopped" and self.hold is None:
+            words = [GIVEN_UP]
+        for at, event in enumerate(words):
+            await answer.write(event)
+            if at == 0 and self.hold is not None:
+                await self.hold.wait()
+            if at == 0 and self.mode == "stopped" and self.hold is not None:
+                await answer.write(GIVEN_UP)
+                await asyncio.sleep(3600)
+            if at == 0 and self.mode == "short":
+                return answer
+            if at == 0 and self.mode == "confess":
+                error = {"message": "boom at 10.0.0.7:5557", "type": "InternalServerError", "param": None, "code": 500}
+                await answer.write(b"data: " + json.dumps({"error": error}).encode() + b"\n\n")
+                if script.kind in (Endpoint.CHAT, Endpoint.COMPLETION):
+                    await answer.write(b"data: [DONE]\n\n")
+                return answer
+            if at == 0 and self.mode == "cut":
+                assert request.transport is not None
+                request.transport.close()
+                return answer
+        for event in after:
+            await answer.write(event)
+        if self.mode == "linger":
+            await asyncio.sleep(3600)
+        return answer
+
+    async def aside(self, request: web.Request) -> web.Response:
+        """What an engine's HTTP server answers by itself."""
+        body = await request.json()
+        self.requests.append((request.path, body, dict(request.headers)))
+        if self.mode == "500":
+            return web.Response(status=500, text="boom at 10.0.0.7")
+        return web.json_response({"input_tokens": 9} if "messages" in body else {"prompt": "x"})
+
+    async def stored_response(self, request: web.Request) -> web.Response:
+        self.requests.append((request.path_qs, {}, dict(request.headers)))
+        found = self.stored.get(request.match_info["id"])
+        if found is None:
+            return web.json_response({"error": {"message": "not found", "code": 404}}, status=404)
+        cancelled = {"status": "cancelled"} if request.path.endswith("/cancel") else {}
+        return web.json_response(found | cancelled)
+
+    @asynccontextmanager
+    async def serve(self) -> AsyncIterator[FakeEngine]:
+        app = web.Application(client_max_size=64 << 20)
+        app.router.add_post("/tokenize", self.tokenize)
+        app.router.add_get("/query", self.query)
+        for kind in Endpoint:
+            if kind is not Endpoint.TOKENIZE:
+                app.router.add_post(kind.value, self.generate if kind.is_placed else self.aside)
+        app.router.add_get("/v1/responses/{id}", self.stored_response)
+        app.router.add_post("/v1/responses/{id}/cancel", self.stored_response)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        self._site = web.TCPSite(runner, "127.0.0.1", 0)
+        await self._site.start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+
+    async def stop_listening(self) -> None:
+        """Accept no connection any more, and leave those that are open as they are."""
+        await self._site.stop()
+
+
+Placer = Callable[[placement_pb2.PlacementRequest], placement_pb2.Placement | placement_pb2.Refusal | None]
+
+
+class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.FleetServiceServicer):
+    """Places on the first instance that is not excluded; `placer` replaces that. Keeps every message by kind."""
+
+    def __init__(self, pools: list[placement_pb2.Pool]) -> None:
+        self.pools = pools
+        self.placer: Placer = self.first
+        self.next_steps: list[placement_pb2.Placement | placement_pb2.Refusal] = []
+        self.after_failure: Callable[[placement_pb2.StepDone], placement_pb2.Placement] | None = None
+        self.late = False  # whether the answer to a step's end waits for the request's
+        self._held: list[placement_pb2.Placement] = []
+        self.hellos: list[placement_pb2.GatewayHello] = []
+        self.places: list[placement_pb2.PlacementRequest] = []
+        self.first_tokens: list[str] = []
+        self.step_dones: list[placement_pb2.StepDone] = []
+        self.finished: list[placement_pb2.Finished] = []
+        self.explained: list[placement_pb2.PlacementRequest] = []
+        self.reserved: set[str] = set()  # as a router keeps it: announced or placed, and not finished
+        self.metadata: dict[str, str] = {}
+        self.address = ""
+        self.changed = asyncio.Condition()
+        self._server: grpc.aio.Server | None = None
+
+    def first(self, request: placement_pb2.PlacementRequest) -> placement_pb2.Placement | placement_pb2.Refusal:
+        pool = next(
+            (one for one in self.pools if request.model in (one.model, *one.served_names, *one.lora_names)), None
+        )
+        ready = [one for one in pool.instances if one.instance_id not in request.exclude] if pool else []
+        if not ready:
+            return refusal(request, 14, "no instance")
+        return serve(request, ready[0])
+
+    async def Session(self, requests: AsyncIterator[placement_pb2.SessionRequest], context: Any) -> AsyncIterator[Any]:
+        self.metadata = dict(context.invocation_metadata())
+        batch_queue: asyncio.Queue[placement_pb2.SessionResponse | None] = asyncio.Queue()
+
+        async def read() -> None:
+            async for message in requests:
+                for one in message.batch.requests if message.HasField("batch") else (message,):
+                    await self._take(one, batch_queue)
+            await batch_queue.put(None)
+
+        reader = asyncio.create_task(read())
+        try:
+            while (answer := await batch_queue.get()) is not None:
+                yield answer
+        finally:
+            reader.cancel()
+
+    async def _take(self, message: placement_pb2.SessionRequest, batch_queue: asyncio.Queue[Any]) -> None:
+        answer: Any = None
+        match message.WhichOneof("kind"):
+            case "hello":
+                self.hellos.append(message.hello)
+                self.reserved = {one.request.request_id for one in message.hello.open_streams}
+                welcome = placement_pb2.GatewayWelcome(router_id="fake", epoch=1, key_scheme=KEY_SCHEME)
+                await batch_queue.put(placement_pb2.SessionResponse(welcome=welcome))
+                await batch_queue.put(placement_pb2.SessionResponse(fleet=placement_pb2.Fleet(pools=self.pools)))
+            case "place":
+                self.places.append(message.place)
+                answer = self.placer(message.place)
+                if isinstance(answer, placement_pb2.Placement):
+                    self.reserved.add(message.place.request_id)
+            case "step_done":
+                self.step_dones.append(message.step_done)
+                if not message.step_done.ok and self.after_failure is not None:
+                    answer = self.after_failure(message.step_done)
+                else:
+                    answer = self.next_steps.pop(0)
+                answer.request_id = message.step_done.request_id
+                if self.late:
+                    self._held.append(answer)
+                    answer = None
+            case "first_token":
+                self.first_tokens.append(message.first_token.request_id)
+            case "finished":
+                self.finished.append(message.finished)
+                self.reserved.discard(message.finished.request_id)
+                answer = self._held.pop() if self._held else None
+        if isinstance(answer, placement_pb2.Placement):
+            await batch_queue.put(placement_pb2.SessionResponse(placement=answer))
+        elif answer is not None:
+            await batch_queue.put(placement_pb2.SessionResponse(refusal=answer))
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def Explain(self, request: fleet_pb2.ExplainRequest, context: Any) -> fleet_pb2.ExplainResponse:
+        self.explained.append(request.request)
+        decision = fleet_pb2.Decision(
+            decision_id="d-1", reason="session_affinity", input_tokens=request.request.input_tokens
+        )
+        return fleet_pb2.ExplainResponse(decision=decision)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait until `holds`, looking after every message; the test's own timeout ends a wait that never comes true."""
+        async with self.changed:
+            await self.changed.wait_for(holds)
+
+    async def start(self, port: int = 0) -> None:
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        placement_pb2_grpc.add_PlacementServiceServicer_to_server(self, self._server)
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(self, self._server)
+        bound = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        self.address = f"127.0.0.1:{bound}"
+        await self._server.start()
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(None)
+            self._server = None
+
+
+def serve(request: placement_pb2.PlacementRequest, instance: placement_pb2.InstanceRef) -> placement_pb2.Placement:
+    step = placement_pb2.Step(kind=placement_pb2.STEP_KIND_SERVE, instance=instance, reason="test")
+    return placement_pb2.Placement(
+        request_id=request.request_id, decision_id=f"d-{request.request_id}", step=step, last=True
+    )
+
+
+def refusal(request: placement_pb2.PlacementRequest, code: int, message: str, wait_s: int = 0) -> placement_pb2.Refusal:
+    answer = placement_pb2.Refusal(request_id=request.request_id, code=code, message=message)
+    if wait_s:
+        answer.retry_after.FromSeconds(wait_s)
+    return answer
+
+
+@dataclass
+class Stack:
+    """A gateway over one fake router and some fake engines."""
+
+    url: str
+    router: FakeRouter
+    engines: list[FakeEngine]
+    gateway: Any
+
+
+@asynccontextmanager
+async def stack(
+    folder: Path,
+    engines: int = 2,
+    *,
+    ready: bool = True,
+    template: str = CHATML,
+    engine: type[FakeEngine] = FakeEngine,
+    **settings: Any,
+) -> AsyncIterator[Stack]:
+    """Everything running, the tokenizer checked (unless `ready` is False)."""
+    tokenizer = ModelTokenizer.load(make_tokenizer(folder / "model", template))
+    servers = [engine(tokenizer) for _ in range(engines)]
+    contexts = [server.serve() for server in servers]
+    for context in contexts:
+        await context.__aenter__()
+    refs = [
+        placement_pb2.InstanceRef(instance_id=f"i{at}", url=server.url, incarnation="1")
+        for at, server in enumerate(servers)
+    ]
+    pool = placement_pb2.Pool(
+        model=MODEL,
+        served_names=["tiny-alias"],
+        lora_names=["tiny-lora"],
+        model_root=str(folder / "model"),
+        max_model_len=4096,
+        instances=refs,
+    )
+    router = FakeRouter([pool])
+    await router.start()
+    given = {
+        "listen": "127.0.0.1:0",
+        "routers": [router.address],
+        "drain_timeout_s": 0.5,
+        "router_grace_s": 0.2,
+    } | settings
+    try:
+        async with serving(GatewaySettings(**given)) as (gateway, url):
+            if ready:
+                await until_ready(gateway)
+            yield Stack(url, router, servers, gateway)
+    finally:
+        await router.stop()
+        for context in contexts:
+            await context.__aexit__(None, None, None)
+
+
+async def until_ready(gateway: Any) -> None:
+    """Until the self-check has come to an end for every pool."""
+    await eventually(gateway.pools.states)
+    await gateway.pools.checked()

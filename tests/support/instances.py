@@ -1,0 +1,18 @@
+"""What the router lists of an instance."""
+
+from __future__ import annotations
+
+from pointsman.router.v1 import fleet_pb2
+
+# What ListInstances calls an instance whose keys are complete. An operator's drain hides READY.
+IN_STEP = (fleet_pb2.INSTANCE_STATE_READY, fleet_pb2.INSTANCE_STATE_DRAINING)
+
+
+def counters(status: fleet_pb2.InstanceStatus) -> dict[str, int]:
+    """The router's own load counters of an instance: all zero when it has no open request."""
+    return {
+        "num_requests": status.num_requests,
+        "pending_prefill_tokens": status.pending_prefill_tokens,
+        "ongoing_decode_tokens": status.ongoing_decode_tokens,
+        "ongoing_tokens": status.ongoing_tokens,
+    }

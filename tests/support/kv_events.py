@@ -1,0 +1,35 @@
+"""KV events of made-up blocks, and what a shadow of them holds."""
+
+from __future__ import annotations
+
+from pointsman.agent.core.cached_blocks import CachedBlocks, Tier
+from pointsman.agent.core.kv_events import BlockStored
+
+MODEL = "tiny"
+BLOCK = 32
+PER_BLOCK = BLOCK // 16
+
+
+def tokens_of(path: tuple[int, ...]) -> list[int]:
+    """A prompt of one block per letter; equal letters at different depths are equal tokens under different prefixes."""
+    return [letter * 1000 + at for letter in path for at in range(BLOCK)]
+
+
+def hash_of(path: tuple[int, ...]) -> int:
+    return hash(path) & (1 << 64) - 1
+
+
+def store(path: tuple[int, ...], first: int = 0, medium: str | None = "GPU", **more: object) -> BlockStored:
+    """The event for blocks `first`.. of the chain `path`."""
+    return BlockStored(
+        block_hashes=[hash_of(path[: at + 1]) for at in range(first, len(path))],
+        parent_block_hash=hash_of(path[:first]) if first else None,
+        token_ids=tokens_of(path)[first * BLOCK :],
+        block_size=BLOCK,
+        medium=medium,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def pairs_of(cached_blocks: CachedBlocks) -> set[tuple[int, int]]:
+    return {(tier, key) for tier in Tier for key in cached_blocks.keys(tier)}

@@ -1,0 +1,44 @@
+"""What several tests of the lab ask of engines and simulations."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pointsman.lab.engine.cost_profile import Profile
+from pointsman.lab.workload.traces import TraceRequest
+from pointsman.router.core.policy.base import Policy, hold, serve
+from pointsman.router.core.types import FleetView, PlacementRequest, PolicyResult
+
+# A step takes 1 s, and 0.01 s more for each token of a prompt; nothing else costs anything.
+PLAIN = Profile(step_s=1.0, prefill_token_s=0.01, prefill_pair_s=0.0, decode_sequence_s=0.0, decode_kv_token_s=0.0)
+
+
+def ask(
+    session: str, turn: int, at_s: float, ids: Sequence[int], length: int, output: int = 2, think_s: float = 0.0
+) -> TraceRequest:
+    """A request of a trace with blocks of 64 tokens."""
+    return TraceRequest(
+        timestamp_ms=at_s * 1e3,
+        session_id=session,
+        turn=turn,
+        input_length=length,
+        output_length=output,
+        hash_ids=tuple(ids),
+        block_size=64,
+        think_ms=think_s * 1e3,
+    )
+
+
+@dataclass(frozen=True)
+class OneAtATime(Policy):
+    """Hold whatever comes while anything is open, `at_most_s` long (0: as long as the router lets it)."""
+
+    name: ClassVar[str] = "one_at_a_time"
+    at_most_s: float = 0.0
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        first = view.eligible()[0]
+        return hold("busy", self.at_most_s) if first.num_requests else serve(first, "free")

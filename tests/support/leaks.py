@@ -1,0 +1,394 @@
+"""Finds what a test leaves open, at that test: processes, threads, sockets, pipes, files, ZMQ contexts and sockets, gRPC channels
+and servers, and tasks that still ran when their event loop closed.
+
+A fixture of a wider scope than a function's may leave open what it will, until it ends. What seems left is first collected, so
+that what only Python's garbage holds is gone (a ResourceWarning of that is reported, too), and then waited for. Neither costs
+anything where nothing is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import asyncio.runners
+import contextlib
+import gc
+import os
+import socket
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from importlib import import_module
+from itertools import count
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+Key = tuple[str, int | str]
+"""Kind and identity of something that is open."""
+Open = dict[Key, str]
+"""With what is known of it so far."""
+
+# What was told to end may need so long, on a busy machine.
+GRACE_S = 5.0
+# In the environment of all processes that a run of tests starts.
+MARK = "POINTSMAN_TESTS"
+ROOT = Path(__file__).resolve().parents[2]
+# gRPC's own, one for the process while any channel or server of grpc.aio is in memory.
+_THREADS_OF_LIBRARIES = ("_poll_wrapper",)
+# An event loop's threads end with the loop.
+_OF_AN_EXECUTOR = "(asyncio_"
+# Libraries keep files of their own open, fonts for instance.
+_FILES_OF_NOBODY = (
+    *("anon_inode:", "/dev/", "/proc/", "/usr/share/fonts/"),
+    *(os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix)),
+)
+
+
+class Leaks:
+    """The plugin."""
+
+    def __init__(self) -> None:
+        self._made = _Made()
+        self._processes = _Processes()
+        self._before: Open = {}
+        self._owned: dict[pytest.FixtureDef[Any], Open] = {}
+        self._setting_up: list[pytest.FixtureDef[Any]] = []
+        self._found: list[str] = []
+        self._undo: list[Callable[[], None]] = []
+
+    # ---- hooks ----
+
+    def pytest_configure(self) -> None:
+        global _running
+        _running, self._ran = self, _running
+        os.environ[MARK] = str(os.getpid())
+        self._undo = [*self._made.watch(), _wrap(asyncio.runners, "_cancel_all_tasks", self._loop_closes)]
+
+    def pytest_unconfigure(self) -> None:
+        global _running
+        _running = self._ran
+        os.environ.pop(MARK, None)
+        for undo in self._undo:
+            undo()
+
+    def pytest_collection_finish(self) -> None:
+        # Modules and collected tests stay; without them a collection takes milliseconds.
+        gc.collect()
+        gc.freeze()
+        self._before = self._open()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
+        if fixturedef.scope == "function":
+            return (yield)
+        before = self._open()
+        self._setting_up.append(fixturedef)
+        owned = self._owned.setdefault(fixturedef, {})
+        try:
+            return (yield)
+        finally:
+            self._setting_up.pop()
+            others = [one for fixture, one in self._owned.items() if fixture is not fixturedef]
+            owned.update(_beyond(self._open(), before, *others))
+
+    def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
+        if (owned := self._owned.pop(fixturedef, None)) is None:
+            return
+        # A peer of what ended may have connected to what another fixture still runs.
+        sockets_too = self._owns_connections()
+        left = self._settled(
+            lambda now: _without_libraries(
+                self._without_executors({key: now[key] for key in owned if key in now}), sockets_too=sockets_too
+            )
+        )
+        self._report(left, f"the {fixturedef.scope} fixture {fixturedef.argname!r}")
+        self._before |= left
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
+        try:
+            result = yield
+        except Exception as error:
+            if found := self._left_by(item):
+                error.add_note(found)
+            raise
+        if found := self._left_by(item):
+            pytest.fail(found, pytrace=False)
+        return result
+
+    # ---- what is open ----
+
+    def _open(self) -> Open:
+        return _files() | _threads() | self._processes.now() | self._made.now()
+
+    def _left_by(self, item: pytest.Item) -> str:
+        if isinstance(item, pytest.Function):
+            item.funcargs.clear()  # pytest's own next step; what they hold may go
+        left = self._settled(lambda now: self._without_owners(_beyond(now, self._before, *self._owned.values())))
+        self._report(left, "the test")
+        self._before = self._open()
+        found, self._found = self._found, []
+        return "\n- ".join(["left open:", *found]) if found else ""
+
+    def _without_owners(self, left: Open) -> Open:
+        """Less what a channel, a context or an event loop of a wider fixture may have opened meanwhile."""
+        if self._has_wider_loop():
+            return {key: what for key, what in self._without_executors(left).items() if key[0] != "file"}
+        return _without_libraries(left, sockets_too=self._owns_connections())
+
+    def _owns_connections(self) -> bool:
+        """Whether what a wider fixture runs makes and takes connections by itself."""
+        return any(kind in ("gRPC", "ZMQ") for owned in self._owned.values() for kind, _ in owned)
+
+    def _without_executors(self, left: Open) -> Open:
+        if not self._has_wider_loop():
+            return left
+        return {key: what for key, what in left.items() if not (key[0] == "thread" and _OF_AN_EXECUTOR in what)}
+
+    def _has_wider_loop(self) -> bool:
+        return any(fixture.argname.endswith("_scoped_runner") for fixture in self._owned)
+
+    def _settled(self, left: Callable[[Open], Open]) -> Open:
+        """What `left` finds, after a collection and a while."""
+        if not left(self._open()):
+            return {}
+        with _unraisable_to(self._found):
+            gc.collect()
+        deadline = time.monotonic() + GRACE_S
+        pause = 0.001
+        while found := left(self._open()):
+            if time.monotonic() > deadline:
+                return found
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        return {}
+
+    def _report(self, left: Open, by: str) -> None:
+        self._found += [f"{_described(key, what)}, by {by}" for key, what in left.items()]
+
+    def _loop_closes(self, cancel_all: Callable[[Any], None], loop: asyncio.AbstractEventLoop) -> None:
+        for task in asyncio.all_tasks(loop):
+            # gRPC's own tasks end some time after the call that they are of; nobody can wait for them.
+            if not getattr(task.get_coro(), "__qualname__", "").startswith("_AioCall."):
+                self._found.append(f"a task that ran when its event loop closed: {task!r}")
+        cancel_all(loop)
+
+    # ---- for who starts processes on behalf of a fixture ----
+
+    def owner(self) -> pytest.FixtureDef[Any] | None:
+        return self._setting_up[-1] if self._setting_up else None
+
+    def give(self, owner: pytest.FixtureDef[Any], pid: int) -> None:
+        if (owned := self._owned.get(owner)) is not None:
+            owned["process", pid] = ""
+
+
+_running: Leaks | None = None
+
+
+def owner() -> object:
+    """The fixture of a wider scope that is being set up: what is made now is its own. None at other times."""
+    return _running.owner() if _running is not None else None
+
+
+def give(owner: Any, pid: int) -> None:
+    """Process `pid`, which runs from now on, is that fixture's."""
+    if _running is not None and owner is not None:
+        _running.give(owner, pid)
+
+
+def _helper(of: str) -> int | None:
+    """Of the process that multiprocessing keeps for good once it needed it: its id, and the pipe to it."""
+    number: int | None = getattr(resource_tracker._resource_tracker, of, None)
+    return number
+
+
+def _beyond(now: Open, *known: Open) -> Open:
+    return {key: what for key, what in now.items() if not any(key in one for one in known)}
+
+
+def _files() -> Open:
+    found: Open = {}
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{number}")
+            if not target.startswith(_FILES_OF_NOBODY) and int(number) != _helper("_fd"):
+                found["file", f"{number} {target}"] = target
+    return found
+
+
+def _threads() -> Open:
+    return {
+        ("thread", thread.ident or 0): repr(thread)
+        for thread in threading.enumerate()
+        if not any(name in thread.name for name in _THREADS_OF_LIBRARIES)
+    }
+
+
+class _Processes:
+    """Those of this run of tests: its children, and whatever has its mark."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, bool] = {}
+        self._mark = f"{MARK}={os.getpid()}\0".encode()
+
+    def now(self) -> Open:
+        """Those that run. Who descends from a child is told by that child."""
+        running = {int(name) for name in os.listdir("/proc") if name.isdigit()}
+        self._seen = {pid: is_ours for pid, is_ours in self._seen.items() if pid in running}
+        for pid in running - self._seen.keys():
+            self._seen[pid] = self._is_ours(pid)
+        found: Open = {}
+        for pid in [pid for pid, is_ours in self._seen.items() if is_ours]:
+            child, parent, state = pid, *_parent_of(pid)
+            if state in "ZX" or pid == _helper("_pid"):
+                continue
+            while self._seen.get(parent):
+                child, parent = parent, _parent_of(parent)[0]
+            found["process", child if parent == os.getpid() else pid] = ""
+        return found
+
+    def _is_ours(self, pid: int) -> bool:
+        if pid == os.getpid():
+            return False
+        if _parent_of(pid)[0] == os.getpid():
+            return True
+        with contextlib.suppress(OSError):
+            return self._mark in Path(f"/proc/{pid}/environ").read_bytes()
+        return False
+
+
+def _parent_of(pid: int) -> tuple[int, str]:
+    """Its parent and its state, 0 and X when it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return 0, "X"
+    return int(fields[1]), fields[0].decode()
+
+
+class _Made:
+    """Objects whose owners have to close them: ZMQ's contexts and sockets, gRPC's channels and servers."""
+
+    def __init__(self) -> None:
+        self._open: Open = {}
+        self._number = count()
+        self._zmq: weakref.WeakKeyDictionary[Any, Key] = weakref.WeakKeyDictionary()
+
+    def now(self) -> Open:
+        """Those that are not closed; of gRPC also if nobody holds them any more (ZMQ's warn of that)."""
+        return self._open | {
+            key: f"{one!r} made at {one.__dict__['_made_at']}" for one, key in list(self._zmq.items()) if not one.closed
+        }
+
+    def watch(self) -> Iterator[Callable[[], None]]:
+        """Keep a record from now on; yields what ends that."""
+        yield _wrap(zmq.Context, "__init__", self._begin_zmq)
+        yield _wrap(zmq.Socket, "__init__", self._begin_zmq)
+        for kind, end in _GRPC:
+            yield _wrap(kind, "__init__", self._begin_grpc)
+            yield _wrap(kind, end, self._end_grpc)
+
+    def _begin_zmq(self, init: Callable[..., None], one: Any, *args: Any, **more: Any) -> None:
+        init(one, *args, **more)
+        if not one._shadow:
+            one.__dict__["_made_at"] = _here()
+            self._zmq[one] = "ZMQ", next(self._number)
+
+    def _begin_grpc(self, init: Callable[..., None], one: Any, *args: Any, **more: Any) -> None:
+        init(one, *args, **more)
+        one._leaks_key = "gRPC", next(self._number)
+        self._open[one._leaks_key] = f"{type(one).__module__}.{type(one).__name__} made at {_here()}"
+
+    def _end_grpc(self, end: Callable[..., Any], one: Any, *args: Any, **more: Any) -> Any:
+        self._open.pop(one._leaks_key, None)
+        return end(one, *args, **more)
+
+
+# What a channel or server is, and what ends it however it is asked to.
+_GRPC: tuple[tuple[Any, str], ...] = (
+    (import_module("grpc._channel").Channel, "_close"),
+    (import_module("grpc._server")._Server, "stop"),
+    (import_module("grpc.aio._channel").Channel, "_close"),
+    (import_module("grpc.aio._server").Server, "stop"),
+)
+
+
+def _here() -> str:
+    """The line of this repository that is being executed."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and not _is_own(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename.removeprefix(f'{ROOT}/')}:{frame.f_lineno}"
+
+
+def _is_own(file: str) -> bool:
+    return file != __file__ and "site-packages" not in file and not file.startswith((sys.base_prefix, "<"))
+
+
+def _wrap(where: Any, name: str, by: Callable[..., Any]) -> Callable[[], None]:
+    """Have `by` called in place of a function, with that function first; returns what undoes it."""
+    original = getattr(where, name)
+
+    def called(*args: Any, **more: Any) -> Any:
+        return by(original, *args, **more)
+
+    setattr(where, name, called)
+    return lambda: setattr(where, name, original)
+
+
+@contextlib.contextmanager
+def _unraisable_to(found: list[str]) -> Iterator[None]:
+    """What is raised where nobody can catch it, a warning included, goes to `found`."""
+    before = sys.unraisablehook
+    sys.unraisablehook = lambda one: found.append(f"{type(one.exc_value).__name__}: {one.exc_value}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ResourceWarning)
+            yield
+    finally:
+        sys.unraisablehook = before
+
+
+def _number(key: Key) -> int:
+    return int(str(key[1]).partition(" ")[0])
+
+
+def _sockets_held() -> dict[int, socket.socket]:
+    """Python's objects of sockets, by their numbers."""
+    return {one.fileno(): one for one in gc.get_objects() if isinstance(one, socket.socket)}
+
+
+def _without_libraries(left: Open, *, sockets_too: bool = False) -> Open:
+    """Less the pair of sockets by which grpc.aio wakes event loops, one pair for the process; if `sockets_too`, less all sockets
+    that are no objects of Python's."""
+    if not any(kind == "file" for kind, _ in left):
+        return left
+    held = _sockets_held()
+
+    def excused(key: Key, what: str) -> bool:
+        if key[0] != "file" or not what.startswith("socket:"):
+            return False
+        one = held.get(_number(key))
+        if one is None:
+            return sockets_too
+        return any(type(holder).__name__ == "PollerCompletionQueue" for holder in gc.get_referrers(one))
+
+    return {key: what for key, what in left.items() if not excused(key, what)}
+
+
+def _described(key: Key, what: str) -> str:
+    kind, identity = key
+    if kind == "process":
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{identity}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            return f"process {identity} ({words[:200].strip()})"
+    if kind == "file" and (held := _sockets_held().get(_number(key))) is not None:
+        return f"{what} {held!r}"
+    return what or f"{kind} {identity}"

@@ -1,0 +1,1 @@
+"""Real processes, and fleets of them."""

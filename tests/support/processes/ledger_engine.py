@@ -1,0 +1,38 @@
+"""An emulated engine that notes every generation that it ends: `python -m tests.support.processes.ledger_engine LEDGER --port N`.
+
+A line of the ledger, which outlives the engine, is the request's X-Request-ID and "whole" or "broken".
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from unittest import mock
+
+from aiohttp import web
+
+from pointsman.cli.main import main
+from pointsman.lab.emulator import emulated_engine
+from pointsman.lab.emulator.http_routes import EngineApp
+
+_ledger = -1
+
+
+class NotingApp(EngineApp):
+    """Notes the end of each request."""
+
+    async def _generate(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
+        end = "broken"
+        try:
+            answer = await super()._generate(request, chat=chat)
+            end = "whole"
+            return answer
+        finally:
+            os.write(_ledger, f"{request.headers.get('X-Request-ID', '')} {end}\n".encode())
+
+
+if __name__ == "__main__":
+    _ledger = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    sys.argv[1:] = ["emulate", *sys.argv[2:]]
+    with mock.patch.object(emulated_engine, "EngineApp", NotingApp):
+        main()

@@ -1,0 +1,181 @@
+"""Router processes that share a Redis, agents that keep reporting to all of them, and gateways' router clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+
+import grpc.aio
+
+from pointsman.common.io.channel import END_OF_STREAM, open_channel
+from pointsman.gateway.io.routing.router_client import RouterClient
+from pointsman.router.v1 import placement_pb2
+from tests.support.instances import counters
+from tests.support.processes.pointsman import pointsman_process
+from tests.support.processes.process import Process, free_port
+from tests.support.processes.redis import redis_server
+from tests.support.router import Client, Report
+from tests.support.waiting import eventually
+
+BIG = 100_000
+
+
+class RouterProcess:
+    """One replica as a process of its own."""
+
+    def __init__(self, name: str, redis_url: str, folder: Path, **settings: object) -> None:
+        self.name = name
+        self.address = f"127.0.0.1:{free_port()}"
+        flags = {
+            "listen": self.address,
+            "metrics-listen": "",
+            "redis-url": redis_url,
+            "router-id": name,
+            "gateway-lease-s": 5.0,
+            **settings,
+        }
+        self.process = pointsman_process(name, folder, "router", flags=flags)
+
+
+async def keep_reporting(address: str, instance: str, model: str) -> None:
+    """An agent of one instance at one router, for ever: dials again whenever the stream ends."""
+    while True:
+        async with open_channel(address) as channel:
+            report = Report(Client(channel))
+            with contextlib.suppress(grpc.aio.AioRpcError, AssertionError, TimeoutError, asyncio.InvalidStateError):
+                await report.join(instance, model=model)
+                while await report.call.read() is not END_OF_STREAM:
+                    pass
+        await asyncio.sleep(0.05)
+
+
+class Gateway:
+    """A gateway as routers see it: its router client, and requests that it opens and ends."""
+
+    def __init__(self, name: str, routers: list[str]) -> None:
+        self.client = RouterClient(routers, name, "", 20.0, lambda fleet: None, lambda connected: None)
+        self.answers: Counter[str] = Counter()
+
+    async def place(self, request_id: str, model: str = "m", tokens: int = BIG) -> placement_pb2.Placement:
+        request = placement_pb2.PlacementRequest(request_id=request_id, model=model, input_tokens=tokens)
+        step = await self.client.first_step(request, 20.0)
+        assert isinstance(step, placement_pb2.Placement), step
+        self.answers[request_id] += 1
+        return step
+
+    def finish(self, request_id: str) -> None:
+        self.client.finished(placement_pb2.Finished(request_id=request_id, outcome=placement_pb2.OUTCOME_OK))
+
+
+class Replicas:
+    """Two or more routers over one Redis, with `models` x `instances` (i0, i1, ... for model m), and as many gateways."""
+
+    def __init__(self, redis: Process, routers: dict[str, RouterProcess], models: dict[str, list[str]]) -> None:
+        self.redis = redis
+        self.routers = routers
+        self.models = models
+        self.gateways: list[Gateway] = []
+
+    async def owner(self, model: str = "m", other_than: str = "") -> str:
+        """The id of the replica that places for the model, as its gateways see it."""
+
+        async def known() -> str:
+            owners = [gateway.client._owners.owner(model) for gateway in self.gateways]
+            names = {owner.router_id if owner is not None else "" for owner in owners}
+            return names.pop() if len(names) == 1 and names != {other_than} else ""
+
+        return str(await eventually(known, f"one owner of {model}"))
+
+    @asynccontextmanager
+    async def client(self, name: str) -> AsyncIterator[Client]:
+        """Stubs for one replica."""
+        async with open_channel(self.routers[name].address) as channel:
+            yield Client(channel)
+
+    async def ready(self) -> None:
+        """Until every replica knows all instances, and every gateway every owner."""
+        await self.answering(sum(map(len, self.models.values())))
+        for model in self.models:
+            await self.owner(model)
+
+    async def answering(self, instances: int) -> None:
+        """Until every replica answers, and knows so many instances."""
+        for name in self.routers:
+            async with self.client(name) as client:
+
+                async def complete(client: Client = client) -> bool:
+                    with contextlib.suppress(grpc.aio.AioRpcError):
+                        return len(await client.instances()) == instances
+                    return False
+
+                await eventually(complete, f"{name} knows {instances} instances")
+
+    async def idle(self) -> None:
+        """Until every counter of every pool is exactly 0 at its owner and at every other replica that runs."""
+        for name, router in self.routers.items():
+            if not router.process.alive:
+                continue
+            async with self.client(name) as client:
+
+                async def empty(client: Client = client) -> bool:
+                    known = (await client.instances()).values()
+                    return not any(any(counters(one).values()) for one in known)
+
+                await eventually(empty, f"all counters of {name} are 0")
+
+    async def burst(self) -> list[str]:
+        """One big prompt for each instance of model m, all at once, through all gateways; the instances that they got."""
+        names = [uuid.uuid4().hex for _ in self.models["m"]]
+        gateways = [self.gateways[at % len(self.gateways)] for at in range(len(names))]
+        placed = await asyncio.gather(*(gateway.place(name) for gateway, name in zip(gateways, names, strict=True)))
+        for gateway, name in zip(gateways, names, strict=True):
+            gateway.finish(name)
+        return [one.step.instance.instance_id for one in placed]
+
+
+def double_bookings(instances: list[str]) -> int:
+    """How many big prompts share an instance while there was an idle one for each."""
+    return len(instances) - len(set(instances))
+
+
+@contextmanager
+def _processes(redis_url: str, folder: Path, count: int, **settings: object) -> Iterator[dict[str, RouterProcess]]:
+    routers = {name: RouterProcess(name, redis_url, folder, **settings) for name in ("one", "two", "three")[:count]}
+    with ExitStack() as stack:
+        for router in routers.values():
+            router.process.start()
+            stack.callback(router.process.kill)
+        yield routers
+
+
+@asynccontextmanager
+async def replicas(
+    folder: Path, count: int = 2, models: tuple[str, ...] = ("m",), instances: int = 4, **settings: object
+) -> AsyncIterator[Replicas]:
+    """All of it, ready."""
+    with redis_server(folder) as (url, redis), _processes(url, folder, count, **settings) as routers:
+        names = {model: [f"{model}-i{at}" for at in range(instances)] for model in models}
+        fleet = Replicas(redis, routers, names)
+        async with AsyncExitStack() as stack:
+            # All before the first report: a replica that is alone takes every pool that it hears of, and keeps it for a while.
+            await fleet.answering(0)
+            for router in routers.values():
+                for model, members in names.items():
+                    for instance in members:
+                        task = asyncio.create_task(keep_reporting(router.address, instance, model))
+                        stack.push_async_callback(asyncio.gather, task, return_exceptions=True)
+                        stack.callback(task.cancel)
+            addresses = [router.address for router in routers.values()]
+            for at in range(count):
+                # They disagree about who comes first, as gateways do.
+                gateway = Gateway(f"g{at}", addresses[at:] + addresses[:at])
+                fleet.gateways.append(gateway)
+                await gateway.client.start()
+                stack.push_async_callback(gateway.client.close)
+            await fleet.ready()
+            yield fleet

@@ -1,0 +1,143 @@
+"""A router in this process that listens on a free port, and clients for its services."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc.aio
+
+from pointsman.agent.core.report_stream import CHUNK_KEYS
+from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
+from pointsman.common.core.block_keys import KEY_SCHEME, digest_of
+from pointsman.common.io.auth import bearer
+from pointsman.common.io.channel import open_channel
+from pointsman.common.io.settings import Tokens
+from pointsman.router.io.main import RouterServer
+from pointsman.router.io.settings import RouterSettings
+from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placement_pb2_grpc
+from tests.support.instances import IN_STEP
+from tests.support.waiting import WITHIN_S, eventually
+
+
+class Client:
+    """Stubs of all services, showing `token`."""
+
+    def __init__(self, channel: grpc.aio.Channel, token: str = "") -> None:
+        self.metadata = bearer(token)
+        self.agents = agent_pb2_grpc.AgentServiceStub(channel)
+        self.placement = placement_pb2_grpc.PlacementServiceStub(channel)
+        self.fleet = fleet_pb2_grpc.FleetServiceStub(channel)
+
+    async def instances(self) -> dict[str, fleet_pb2.InstanceStatus]:
+        answer = await self.fleet.ListInstances(fleet_pb2.ListInstancesRequest(), metadata=self.metadata)
+        return {one.instance.instance_id: one for one in answer.instances}
+
+
+class Report:
+    """One agent's stream for one instance, and an observer of the router where the agent may not look itself."""
+
+    def __init__(self, client: Client, observer: Client | None = None) -> None:
+        self._observer = observer or client
+        self.call = client.agents.Report(metadata=client.metadata)
+
+    async def send(self, **kind: Any) -> None:
+        await self.call.write(agent_pb2.ReportRequest(**kind))
+
+    async def read(self) -> agent_pb2.ReportResponse:
+        return await asyncio.wait_for(self.call.read(), WITHIN_S)
+
+    async def hello(
+        self, name: str = "a", *, scheme: str = KEY_SCHEME, oldest: int = 1, latest: int = 0, **changes: Any
+    ) -> None:
+        values: dict[str, Any] = {
+            "instance_id": name,
+            "incarnation": "1",
+            "url": f"http://{name}",
+            "model": "m",
+            "block_size": 16,
+            "prefix_mode": agent_pb2.PREFIX_MODE_EXACT,
+        }
+        instance = agent_pb2.Instance(**{**values, **changes})
+        await self.send(
+            hello=agent_pb2.Hello(instance=instance, key_scheme=scheme, oldest_seq=oldest, latest_seq=latest)
+        )
+
+    async def snapshot(self, keys: list[int]) -> None:
+        await self.send(snapshot_begin=agent_pb2.SnapshotBegin(seq=0))
+        for start in range(0, len(keys), CHUNK_KEYS):
+            chunk = agent_pb2.SnapshotChunk(tier=agent_pb2.TIER_DEVICE, keys=keys[start : start + CHUNK_KEYS])
+            await self.send(snapshot_chunk=chunk)
+        await self.send(snapshot_end=agent_pb2.SnapshotEnd(seq=0, key_count=len(keys), digest=digest_of(1, keys)))
+        await self.send(load=agent_pb2.Load(healthy=True, running=1, kv_usage=0.25))
+
+    async def join(self, name: str = "a", keys: list[int] | None = None, **changes: Any) -> None:
+        """The instance is there, and its keys are: what comes next on another stream or connection finds it so."""
+        await self.hello(name, **changes)
+        assert (await self.read()).welcome.snapshot
+        await self.snapshot(keys or [])
+
+        async def ready() -> bool:
+            return (await self._observer.instances())[name].state in IN_STEP
+
+        await eventually(ready, f"{name} has joined")
+
+
+class Session:
+    """One gateway's stream."""
+
+    def __init__(self, client: Client, gateway_id: str = "g") -> None:
+        self.gateway_id = gateway_id
+        self.call = client.placement.Session(metadata=client.metadata)
+        self._unread: deque[placement_pb2.SessionResponse] = deque()
+
+    async def hello(self, *open_streams: placement_pb2.OpenStream) -> placement_pb2.GatewayWelcome:
+        await self.send(hello=placement_pb2.GatewayHello(gateway_id=self.gateway_id, open_streams=open_streams))
+        return (await self.read("welcome")).welcome
+
+    async def send(self, **kind: Any) -> None:
+        await self.call.write(placement_pb2.SessionRequest(**kind))
+
+    async def read(self, kind: str) -> placement_pb2.SessionResponse:
+        """The next message of a kind; others are passed over."""
+        while True:
+            while self._unread:
+                message = self._unread.popleft()
+                if message.WhichOneof("kind") == kind:
+                    return message
+            message = await asyncio.wait_for(self.call.read(), WITHIN_S)
+            assert isinstance(message, placement_pb2.SessionResponse), "the stream ended"
+            self._unread.extend(message.batch.responses if message.HasField("batch") else (message,))
+
+    async def place(self, request_id: str, tokens: int = 100, **changes: Any) -> placement_pb2.Placement:
+        request = placement_pb2.PlacementRequest(request_id=request_id, model="m", input_tokens=tokens, **changes)
+        await self.send(place=request)
+        return (await self.read("placement")).placement
+
+    async def finish(self, request_id: str, **changes: Any) -> None:
+        values = {"outcome": placement_pb2.OUTCOME_OK, **changes}
+        finished = placement_pb2.Finished(request_id=request_id, **values)
+        await self.send(finished=finished)
+
+
+@asynccontextmanager
+async def running(tokens: Tokens | None = None, **changes: Any) -> AsyncIterator[tuple[RouterServer, Client]]:
+    """A router and a client of it; with tokens, the client shows the operator's."""
+    values: dict[str, Any] = {
+        "listen": "127.0.0.1:0",
+        "metrics_listen": "",
+        "redis_url": "",
+        "gateway_lease_s": 1.0,
+        "startup_wait_s": 0.0,
+    }
+    tokens = tokens or Tokens(agent_token="", gateway_token="", operator_token="", token_dir=None)
+    server = RouterServer(RouterSettings(**{**values, **changes}), tokens)
+    await server.start()
+    try:
+        async with open_channel(f"127.0.0.1:{server.port}") as channel:
+            yield server, Client(channel, tokens.of("operator"))
+    finally:
+        await server.stop()

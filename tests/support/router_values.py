@@ -1,0 +1,85 @@
+"""Short ways to make the router's values in tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pointsman.common.core.block_keys import KEY_SCHEME, digest_of, prompt_keys
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.instances.report_sync import SnapshotBegin, SnapshotChunk, SnapshotEnd
+from pointsman.router.core.policy.registry import make_policy
+from pointsman.router.core.router_state import RouterState, StateSettings
+from pointsman.router.core.types import Candidate, FleetView, InstanceInfo, InstanceState, KvTransfer, PlacementRequest
+
+
+def info(name: str = "a", **changes: Any) -> InstanceInfo:
+    values: dict[str, Any] = {
+        "instance_id": name,
+        "incarnation": "1",
+        "url": f"http://{name}",
+        "model": "m",
+        "served_names": ("m", "alias"),
+        "kv_transfer": KvTransfer("MOONCAKE", f"http://{name}:8998"),
+    }
+    return InstanceInfo(**{**values, **changes})
+
+
+def request(
+    request_id: str = "r", tokens: int = 0, prompt: list[int] | None = None, **changes: Any
+) -> PlacementRequest:
+    values: dict[str, Any] = {"request_id": request_id, "model": "m", "input_tokens": tokens}
+    if prompt is not None:
+        values |= {"input_tokens": len(prompt), "keys": tuple(prompt_keys(prompt, "m"))}
+    return PlacementRequest(**{**values, **changes})
+
+
+def candidate(name: str, *, new: int = 100, cached: int = 0, **changes: Any) -> Candidate:
+    values: dict[str, Any] = {
+        "instance_id": name,
+        "incarnation": "1",
+        "state": InstanceState.READY,
+        "cached_tokens": cached,
+        "new_tokens": new,
+        "num_requests": 0,
+        "pending_prefill_tokens": 0,
+        "ongoing_decode_tokens": 0,
+        "ongoing_tokens": 0,
+        "running": 0,
+        "waiting": 0,
+        "kv_usage": 0.0,
+        "reported_at": 0.0,
+    }
+    return Candidate(**{**values, **changes})
+
+
+def view(*candidates: Candidate, owner: str = "", turn: int = 0) -> FleetView:
+    return FleetView(candidates, owner, turn)
+
+
+def state(policy: str = "unified", *, owns_all: bool = True, **settings: Any) -> RouterState:
+    return RouterState(make_policy(policy), StateSettings(**settings), router_id="t", owns_all=owns_all)
+
+
+def hello(state_: RouterState, name: str, stream_id: int, now: float = 0.0, **changes: Any) -> list[ev.Effect]:
+    return state_.handle(ev.AgentHello(stream_id, info(name, **changes), KEY_SCHEME, 1, 0), now)
+
+
+def join(
+    state_: RouterState, name: str, stream_id: int, keys: list[int] | None = None, now: float = 0.0, **changes: Any
+) -> None:
+    """An instance says hello and completes its snapshot."""
+    hello(state_, name, stream_id, now, **changes)
+    keys = keys or []
+    for message in (SnapshotBegin(0), SnapshotChunk(1, keys), SnapshotEnd(0, len(keys), digest_of(1, keys))):
+        state_.handle(ev.KeysReported(stream_id, name, message), now)
+
+
+def place(
+    state_: RouterState, request_: PlacementRequest, now: float = 0.0, gateway: str = "g"
+) -> ev.Placed | ev.Refused:
+    [answer] = [
+        effect
+        for effect in state_.handle(ev.PlaceRequested(request_, gateway), now)
+        if isinstance(effect, ev.Placed | ev.Refused)
+    ]
+    return answer

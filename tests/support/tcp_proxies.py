@@ -1,0 +1,230 @@
+"""TCP proxies in the test's own event loop: a link that can be cut, broken and slow, and one that loses what is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]  # of one connection
+
+
+class TcpProxy:
+    """Listens on `port` for 127.0.0.1:`target`. What passes, and when, is its kinds' own."""
+
+    def __init__(self, target: int) -> None:
+        self.port = 0
+        self._target = target
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT to dial."""
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        """Listen on a free port."""
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """Close everything."""
+        assert self._server is not None
+        self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        self._reset()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _admit(self) -> None:
+        """What a new connection waits for. ConnectionError: it is refused."""
+
+    def _directions(self, client: Ends, server: Ends) -> tuple[Coroutine[Any, Any, None], ...]:
+        """What passes a connection's bytes on, each way."""
+        raise NotImplementedError
+
+    def _reset(self) -> None:
+        for writer in self._writers:
+            with contextlib.suppress(OSError):
+                raw: socket.socket = writer.get_extra_info("socket")
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._run(self._connect(reader, writer))
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            await self._admit()
+            up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._target)
+        except OSError:
+            self._writers.discard(writer)
+            writer.transport.abort()
+            return
+        self._writers.add(up_writer)
+        for passing in self._directions((reader, writer), (up_reader, up_writer)):
+            self._run(passing)
+
+
+class Link(TcpProxy):
+    """While it is cut nothing passes, as when packets are lost: what was sent arrives when the cut is over, and so do new
+    connections. While it is broken, connections are reset. A slow link takes `delay_s` each way, in order."""
+
+    def __init__(self, target: int) -> None:
+        super().__init__(target)
+        self.delay_s = 0.0
+        self._open = asyncio.Event()
+        self._open.set()
+        self._broken = False
+
+    def cut(self) -> None:
+        """Let nothing pass until repair()."""
+        self._open.clear()
+
+    def break_(self) -> None:
+        """Reset all connections, and new ones until repair()."""
+        self._broken = True
+        self._reset()
+
+    def repair(self) -> None:
+        """All is well again."""
+        self._open.set()
+        self._broken = False
+        self.delay_s = 0.0
+
+    async def _admit(self) -> None:
+        await self._open.wait()
+        if self._broken:
+            raise ConnectionError
+
+    def _directions(self, client: Ends, server: Ends) -> tuple[Coroutine[Any, Any, None], ...]:
+        return self._pass(client[0], server[1]), self._pass(server[0], client[1])
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One direction, to its end; pieces that are late are sent on in their order."""
+        loop = asyncio.get_running_loop()
+        late: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+
+        async def send() -> None:
+            while True:
+                due, piece = await late.get()
+                if (wait := due - loop.time()) > 0:
+                    await asyncio.sleep(wait)
+                await self._open.wait()
+                if not piece:
+                    return
+                writer.write(piece)
+                await writer.drain()
+
+        sending = asyncio.create_task(send())
+        try:
+            while piece := await reader.read(65_536):
+                late.put_nowait((loop.time() + self.delay_s, piece))
+            late.put_nowait((loop.time() + self.delay_s, b""))
+            await sending
+        except OSError:
+            pass
+        finally:
+            sending.cancel()
+            with contextlib.suppress(OSError, asyncio.CancelledError):
+                await sending
+            self._writers.discard(writer)
+            writer.close()
+
+
+@dataclass
+class _Asked:
+    """The latest request of a connection."""
+
+    request: bytes = b""
+    late: bool = False
+
+
+class LossyProxy(TcpProxy):
+    """For clients that send a request, wait for its answer, and send the next.
+
+    The answer to a request that contains `losing` vanishes. Requests that come between `hold` and `pass_on` wait in here until
+    `deliver`, and reach the server then, even when their client has hung up.
+    """
+
+    def __init__(self, target: int) -> None:
+        super().__init__(target)
+        self.losing: bytes | None = None
+        self.lost = 0
+        self._gate: asyncio.Event | None = None
+        self._held_back = asyncio.Event()
+        self.held = 0
+        self.answered_late = 0
+
+    def hold(self) -> None:
+        """Keep what comes from now on."""
+        self._gate = self._held_back = asyncio.Event()
+
+    def pass_on(self) -> None:
+        """Pass on what comes from now on; what is held stays."""
+        self._gate = None
+
+    def deliver(self) -> None:
+        """Let what is held reach the server."""
+        self._held_back.set()
+
+    def _directions(self, client: Ends, server: Ends) -> tuple[Coroutine[Any, Any, None], ...]:
+        asked = _Asked()
+        return self._requests(client[0], server[1], asked), self._answers(server[0], client[1], asked)
+
+    async def _requests(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, asked: _Asked) -> None:
+        try:
+            while piece := await reader.read(65_536):
+                asked.request = piece
+                if (gate := self._gate) is not None:
+                    self.held += 1
+                    await gate.wait()
+                    asked.late = True
+                writer.write(piece)
+                await writer.drain()
+        except ConnectionError:
+            pass
+        finally:
+            # A client that hung up does not stop the server from carrying out what came late, and that is to be seen.
+            if not asked.late:
+                writer.close()
+
+    async def _answers(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, asked: _Asked) -> None:
+        try:
+            while piece := await reader.read(65_536):
+                self.answered_late += asked.late
+                if writer.is_closing():
+                    continue
+                if self.losing is not None and self.losing in asked.request:
+                    self.lost += 1
+                    continue
+                writer.write(piece)
+                await writer.drain()
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def proxied(port: int) -> AsyncIterator[LossyProxy]:
+    """A running proxy of 127.0.0.1:port."""
+    proxy = LossyProxy(port)
+    await proxy.start()
+    try:
+        yield proxy
+    finally:
+        await proxy.stop()

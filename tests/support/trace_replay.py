@@ -1,0 +1,170 @@
+"""Agents that ask a gateway without end, a small trace over and over, and know what each answer must be."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import aiohttp
+
+from pointsman.lab.engine.prompt_content import TokenContent
+from pointsman.lab.workload.chat_maker import ChatMaker, Message
+from pointsman.lab.workload.synthetic_trace import SMALL, generate
+from pointsman.lab.workload.tokenizer import ChatTokenizer
+from pointsman.lab.workload.traces import TraceRequest, by_session
+
+DEADLINE_S = 30.0
+TRACE = generate(120, 60.0, 5, replace(SMALL, output_tokens=400))
+# Answers after which clients try again: nobody took the request, or an instance failed.
+PROPER_ERRORS = {429, 502, 503}
+
+
+@dataclass
+class ClientRequest:
+    """One request under an id of its own, and what its client got: "whole", "broken" (an answer that began and did not end, and
+    said so), "reset" (the connection ended without an answer: the client asks again under another id), or an error's status;
+    "hung" and "wrong" must not be."""
+
+    request_id: str
+    sent_at: float
+    ended_at: float = 0.0
+    outcome: str = "hung"
+    detail: str = ""
+
+
+class CheckedLoad:
+    """The agents, who speak in `words`. `asked` is what was asked since begin(). Of emulated engines the answers are `known`; of
+    others only their lengths."""
+
+    def __init__(
+        self, url: str, model: str, words: Sequence[str], *, scale: float, clients: int, known: bool = True
+    ) -> None:
+        self.asked: list[ClientRequest] = []
+        self.prompts: dict[str, list[int]] = {}
+        """The tokens of each session's newest prompt, where answers are known."""
+        self._url, self._model, self._count, self._known = url, model, clients, known
+        self._tokenizer = ChatTokenizer()
+        self._texts = dict(zip(self._tokenizer.word_ids, self._tokenizer.words, strict=True))
+        self._chats = ChatMaker(TRACE, words, scale)
+        self._sessions: Iterator[list[TraceRequest]] = itertools.cycle(by_session(TRACE).values())
+        self._numbers = itertools.count()
+        self._going = False
+        self._clients: list[asyncio.Task[None]] = []
+
+    def begin(self) -> None:
+        """Ask from now on."""
+        self.asked.clear()
+        self._going = True
+        self._clients = [asyncio.create_task(self._client()) for _ in range(self._count)]
+
+    async def end(self) -> None:
+        """Ask no more, and wait for the last answers."""
+        self._going = False
+        await asyncio.gather(*self._clients)
+
+    async def answers(self, count: int) -> None:
+        """Until so many more have been answered in full."""
+        wanted = self.counts()["whole"] + count
+        while self.counts()["whole"] < wanted:  # noqa: ASYNC110 - the test's own timeout ends it
+            await asyncio.sleep(0.02)
+
+    def counts(self) -> Counter[str]:
+        """What has been got, how often."""
+        return Counter(one.outcome for one in self.asked if one.ended_at)
+
+    def failures(self) -> list[ClientRequest]:
+        """All that is no whole answer."""
+        return [one for one in self.asked if one.outcome != "whole"]
+
+    async def _client(self) -> None:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as http:
+            while self._going:
+                for turn in next(self._sessions):
+                    if not self._going:
+                        return
+                    await self._turn(http, turn)
+
+    async def _turn(self, http: aiohttp.ClientSession, turn: TraceRequest) -> None:
+        messages = self._chats.messages(turn)
+        length = self._chats.tokens(turn.output_length)
+        number = next(self._numbers)
+        wanted = await asyncio.to_thread(self._answer_to, turn.session, messages, length) if self._known else None
+        body = {
+            "model": self._model,
+            "messages": messages,
+            "max_tokens": length,
+            "ignore_eos": True,
+            "stream": number % 4 > 0,
+            "stream_options": {"include_usage": True},
+        }
+        for again in itertools.count():
+            one = ClientRequest(f"q{number}.{again}", time.monotonic())
+            self.asked.append(one)
+            headers = {"X-Request-ID": one.request_id, "X-Session-ID": turn.session}
+            await self._ask(http, one, body if body["stream"] else _whole(body), headers, wanted)
+            one.ended_at = time.monotonic()
+            if one.outcome != "reset":
+                break
+            await asyncio.sleep(0.1)
+
+    def _answer_to(self, session: str, messages: list[Message], length: int) -> str:
+        prompt = self._tokenizer.encode(self._tokenizer.render(messages))
+        self.prompts[session] = prompt
+        content = TokenContent(prompt, 0, 16, self._tokenizer.word_ids, 0)
+        return "".join(self._texts[content.append()] for _ in range(length))
+
+    async def _ask(
+        self,
+        http: aiohttp.ClientSession,
+        one: ClientRequest,
+        body: dict[str, Any],
+        headers: dict[str, str],
+        wanted: str | None,
+    ) -> None:
+        status = 0
+        try:
+            async with http.post(f"{self._url}/v1/chat/completions", json=body, headers=headers) as answer:
+                status = answer.status
+                text = (await answer.read()).decode()
+        except TimeoutError:
+            return
+        except (aiohttp.ClientError, OSError) as error:
+            one.outcome, one.detail = "broken" if status else "reset", repr(error)
+            return
+        if status in PROPER_ERRORS:
+            one.outcome, one.detail = str(status), json.loads(text)["error"]["message"]
+        elif status != 200:
+            one.outcome, one.detail = "wrong", f"{status}: {text}"
+        else:
+            told = json.loads(text) if not body["stream"] else text
+            one.outcome, one.detail = _read(told, body["max_tokens"], wanted)
+
+
+def _whole(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if name != "stream_options"}
+
+
+def _read(told: Any, length: int, wanted: str | None) -> tuple[str, str]:
+    """What an answer that came to its end is. A client hears of a stream's failure by an event, with or without [DONE]."""
+    if not isinstance(told, str):
+        choice = told["choices"][0]
+        said, reasons, usages, ends = choice["message"]["content"], [choice["finish_reason"]], [told["usage"]], True
+    else:
+        events = [event.removeprefix("data: ") for event in told.split("\n\n") if event]
+        chunks = [json.loads(event) for event in events if event != "[DONE]"]
+        if errors := [chunk["error"]["message"] for chunk in chunks if "error" in chunk]:
+            return "broken", errors[0]
+        choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+        said = "".join(choice["delta"].get("content") or "" for choice in choices)
+        reasons = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+        usages = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
+        ends = events.count("[DONE]") == 1 and events[-1] == "[DONE]"
+    lengths = [usage["completion_tokens"] for usage in usages]
+    right = ends and reasons == ["length"] and lengths == [length] and wanted in (None, said)
+    return ("whole", "") if right else ("wrong", f"{reasons} {lengths} {said!r}, not {wanted!r}")

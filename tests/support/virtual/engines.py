@@ -1,0 +1,300 @@
+"""Engines with a prefix cache that evicts, which can pass KV on; agents that report them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict
+from typing import Any
+
+import msgspec
+
+from pointsman.agent.core.cached_blocks import CachedBlocks
+from pointsman.agent.core.kv_events import BlockRemoved, BlockStored, Event
+from pointsman.agent.io.report_sender import Reporter
+from pointsman.agent.io.state_file import SavedState, restore_cached_blocks, to_saved_state
+from pointsman.agent.v1 import agent_pb2 as pb
+from pointsman.common.core.block_keys import KEY_TOKENS, extend_keys, root_key
+from pointsman.gateway.core.request.transfer_params import RELEASE_MODEL
+from tests.support.virtual.network import Channel, Network, Node
+
+CAPACITY_BLOCKS = 48
+TOKEN_S, OUTPUT_S = 4e-4, 0.02
+TRANSFER_S, TRANSFER_TOKEN_S, FETCH_WITHIN_S = 0.005, 1e-5, 4.0
+LOAD_S, EVENTS_S, SAVE_S = 0.5, 0.02, 2.0
+
+
+class Engine:
+    """One engine process after another under one address."""
+
+    def __init__(self, instance_id: str, model: str, network: Network, *, layerwise: bool) -> None:
+        self._network = network
+        self.layerwise = layerwise
+        self.instance_id, self.model, self.url = instance_id, model, f"http://{instance_id}"
+        self.node = Node(instance_id)
+        self.lives = 0
+        self.peers: list[Engine] = []
+        """All engines."""
+        self.kept: set[str] = set()
+        """Transfers whose KV is kept until it is fetched."""
+        self.log: list[Event] = []
+        self.news = asyncio.Event()
+        """Set when there is something new to be told of it."""
+        self.cache: OrderedDict[int, None] = OrderedDict()
+        self.running = 0
+        self.queries = self.hits = self.generated = 0
+        self.start()
+
+    def start(self) -> None:
+        """A new process with an empty cache."""
+        self.node = Node(self.instance_id)
+        self.lives += 1
+        self.log = []
+        self.kept = set()
+        self.news.set()
+        self.cache = OrderedDict()
+        self.running = 0
+
+    @property
+    def up(self) -> bool:
+        """Whether it runs."""
+        return self.node.alive
+
+    def kill(self) -> None:
+        """Go at once."""
+        self._network.kill(self.node)
+
+    @property
+    def incarnation(self) -> str:
+        """The name of this lifetime."""
+        return f"{self.instance_id}-{self.lives}"
+
+    def cached_keys(self) -> set[int]:
+        """What is cached: an engine names its blocks otherwise."""
+        return {name ^ 1 for name in self.cache}
+
+    async def serve(self, path: str, body: bytes, reply: Any) -> None:
+        """Answer one request: a completion, whole or streamed, or Mooncake's /query."""
+        if path == "/query":
+            _whole(reply, 200, {"0": {"engine_id": self.incarnation}})
+            return
+        asked = msgspec.json.decode(body)
+        transfer = asked.get("kv_transfer_params") or {}
+        if asked["model"] == RELEASE_MODEL:
+            if (source := self._engine_of(transfer)) is not None:
+                source.kept.discard(transfer["transfer_id"])
+            _whole(reply, 404, {"error": {"message": "no such model", "code": 404}})
+            return
+        self.running += 1
+        life = self.lives
+        try:
+            await self._answer(asked, transfer, reply)
+        finally:
+            if life == self.lives:
+                self.running -= 1
+
+    async def _answer(self, asked: dict[str, Any], transfer: dict[str, Any], reply: Any) -> None:
+        tokens, output = asked["prompt"], asked["max_tokens"]
+        names = [key ^ 1 for key in extend_keys(root_key(self.model), tokens)]
+        whole = (len(tokens) - 1) // KEY_TOKENS
+        cached = next((at for at, name in enumerate(names[:whole]) if name not in self.cache), whole)
+        if transfer.get("do_remote_prefill"):
+            if not await self._fetch(transfer, len(tokens)):
+                _whole(reply, 500, {"error": {"message": "the KV did not come", "code": 500}})
+                return
+            cached = whole
+        await asyncio.sleep((len(tokens) - cached * KEY_TOKENS) * TOKEN_S * max(self.running, 1))
+        self._store(tokens, names)
+        if transfer.get("do_remote_decode"):
+            self.kept.add(transfer["transfer_id"])
+        if asked.get("stream"):
+            reply.start(200, "text/event-stream")
+        for at in range(output):
+            await asyncio.sleep(OUTPUT_S)
+            if asked.get("stream"):
+                reply.write(_event({"choices": [_choice("length" if at + 1 == output else None)]}))
+        self.queries += len(tokens)
+        self.hits += cached * KEY_TOKENS
+        self.generated += output
+        usage = {
+            "prompt_tokens": len(tokens),
+            "completion_tokens": output,
+            "prompt_tokens_details": {"cached_tokens": cached * KEY_TOKENS},
+        }
+        if asked.get("stream"):
+            if (asked.get("stream_options") or {}).get("include_usage"):
+                reply.write(_event({"choices": [], "usage": usage}))
+            reply.write(b"data: [DONE]\n\n")
+            reply.end()
+        else:
+            _whole(reply, 200, {"choices": [_choice("length")], "usage": usage})
+
+    async def _fetch(self, transfer: dict[str, Any], tokens: int) -> bool:
+        """Wait for another engine's KV; whether it came."""
+        loop = asyncio.get_running_loop()
+        gives_up = loop.time() + FETCH_WITHIN_S
+        while (source := self._engine_of(transfer)) is not None and loop.time() < gives_up:
+            if transfer["transfer_id"] in source.kept:
+                await asyncio.sleep(TRANSFER_S + tokens * TRANSFER_TOKEN_S)
+                source.kept.discard(transfer["transfer_id"])
+                return source.node.alive
+            await asyncio.sleep(0.02)
+        return False
+
+    def _engine_of(self, transfer: dict[str, Any]) -> Engine | None:
+        """Who keeps the KV of a transfer, if it still runs."""
+        return next((one for one in self.peers if one.up and one.incarnation == transfer.get("remote_engine_id")), None)
+
+    def _store(self, tokens: list[int], names: list[int]) -> None:
+        first = next((at for at, name in enumerate(names) if name not in self.cache), len(names))
+        # Blocks behind one that was evicted are computed anew, and their first copies let go.
+        gone = [name for name in names[first:] if name in self.cache]
+        for name in reversed(names):  # a prompt's last blocks are the first to be evicted
+            self.cache[name] = None
+            self.cache.move_to_end(name)
+        gone += [self.cache.popitem(last=False)[0] for _ in range(len(self.cache) - CAPACITY_BLOCKS)]
+        if gone:
+            self.log.append(BlockRemoved(block_hashes=list(gone), medium="GPU"))
+        self.news.set()
+        if first < len(names):
+            self.log.append(
+                BlockStored(
+                    block_hashes=list(names[first:]),
+                    parent_block_hash=names[first - 1] if first else None,
+                    token_ids=tokens[first * KEY_TOKENS : len(names) * KEY_TOKENS],
+                    block_size=KEY_TOKENS,
+                    medium="GPU",
+                )
+            )
+
+
+def _choice(finish_reason: str | None) -> dict[str, Any]:
+    return {"index": 0, "text": "x", "finish_reason": finish_reason}
+
+
+def _event(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode({"id": "x", "object": "text_completion", **chunk}) + b"\n\n"
+
+
+def _whole(reply: Any, status: int, body: dict[str, Any]) -> None:
+    reply.start(status, "application/json")
+    reply.write(msgspec.json.encode(body))
+    reply.end()
+
+
+class Agent:
+    """Reports its engines to all routers; what it saves outlives it."""
+
+    def __init__(self, name: str, network: Network, engines: list[Engine], routers: list[str]) -> None:
+        self._name, self._network, self._engines, self._routers = name, network, engines, routers
+        self._disk: dict[str, tuple[SavedState, int]] = {}
+        self.node = Node(name)
+
+    def start(self) -> None:
+        """A new agent process."""
+        self.node = Node(self._name)
+        for engine in self._engines:
+            self.node.spawn(self._watch(engine))
+
+    @property
+    def up(self) -> bool:
+        """Whether it runs."""
+        return self.node.alive
+
+    def kill(self) -> None:
+        """Go at once."""
+        self._network.kill(self.node)
+
+    async def _watch(self, engine: Engine) -> None:
+        known = False
+        while True:
+            while not engine.node.alive:
+                known = True  # it will be seen to begin
+                await asyncio.sleep(LOAD_S)
+            await _Watched(engine, self._name, self._disk, saw_start=known).follow(self._network, self._routers)
+            known = True
+
+
+class _Watched:
+    """One incarnation of an engine, as its agent sees it."""
+
+    def __init__(self, engine: Engine, agent: str, disk: dict[str, tuple[SavedState, int]], *, saw_start: bool) -> None:
+        self._engine, self._agent, self._disk = engine, agent, disk
+        self._incarnation = engine.incarnation
+        self._applied = 0
+        state, applied = disk.get(engine.instance_id, (None, 0))
+        if state is not None and state.incarnation == self._incarnation and not saw_start:
+            self.cached_blocks, self._applied = restore_cached_blocks(state, capacity_blocks=CAPACITY_BLOCKS), applied
+        else:
+            latest = 0 if saw_start else int(asyncio.get_running_loop().time()) << 20
+            self.cached_blocks = CachedBlocks(engine.model, capacity_blocks=CAPACITY_BLOCKS, latest_seq=latest)
+
+    async def follow(self, network: Network, routers: list[str]) -> None:
+        """Report until another incarnation begins."""
+        engine, loop = self._engine, asyncio.get_running_loop()
+        self._apply()
+        instance = pb.Instance(
+            instance_id=engine.instance_id,
+            incarnation=self._incarnation,
+            url=engine.url,
+            model=engine.model,
+            served_names=[engine.model],
+            block_size=KEY_TOKENS,
+            kv_capacity_tokens=CAPACITY_BLOCKS * KEY_TOKENS,
+            max_model_len=4_096,
+            prefix_mode=pb.PREFIX_MODE_EXACT,
+            kv_transfer=pb.KvTransfer(
+                protocol=pb.KV_PROTOCOL_MOONCAKE, bootstrap_url=engine.url, layerwise=engine.layerwise
+            ),
+        )
+        reporters = [
+            Reporter(router, Channel(network, router), (), self.cached_blocks, instance, self._agent, 1.0)  # type: ignore[arg-type]
+            for router in routers
+        ]
+        load_at = save_at = loop.time()
+        while engine.incarnation == self._incarnation:
+            if self._apply():
+                for reporter in reporters:
+                    reporter.changed()
+            if loop.time() >= load_at:
+                load_at = loop.time() + LOAD_S
+                for reporter in reporters:
+                    reporter.load(self._load(), loop.time())
+            if loop.time() >= save_at:
+                save_at = loop.time() + SAVE_S
+                self._save()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(min(load_at, save_at)):
+                    await engine.news.wait()
+                    await asyncio.sleep(EVENTS_S)
+            engine.news.clear()
+        await asyncio.gather(*(reporter.stop("another one began") for reporter in reporters))
+
+    def _apply(self) -> bool:
+        if self._engine.incarnation != self._incarnation:
+            return False
+        new = self._engine.log[self._applied :]
+        self._applied += len(new)
+        return bool(new) and self.cached_blocks.apply(new)
+
+    def _load(self) -> pb.Load:
+        engine = self._engine
+        return pb.Load(
+            running=engine.running,
+            healthy=engine.node.alive,
+            generation_tokens=engine.generated,
+            prefix_cache_queries=engine.queries,
+            prefix_cache_hits=engine.hits,
+            kv_usage=len(engine.cache) / CAPACITY_BLOCKS,
+        )
+
+    def _save(self) -> None:
+        state = to_saved_state(
+            self.cached_blocks,
+            clean=False,
+            process="p",
+            incarnation=self._incarnation,
+            applied=self._applied,
+            applied_digest=0,
+        )
+        self._disk[self._engine.instance_id] = (state, self._applied)

@@ -1,0 +1,156 @@
+"""What can happen to a fleet, and when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from pointsman.router.core.instances.instance_registry import InstanceRecord
+from tests.support.virtual.store import NAME as REDIS
+from tests.support.virtual.world import RouterNode, World
+
+# A fault and how long it lasts, in s.
+Fault = Callable[[World, float], str]
+
+
+def _dies(group: str) -> Fault:
+    def die(world: World, for_s: float) -> str:
+        ones: dict[str, Any] = vars(world)[group]
+        name = world.rng.choice(sorted(ones))
+        one = ones[name]
+        if not one.up:
+            return f"{name} is dead already"
+        one.kill()
+        asyncio.get_running_loop().call_later(for_s, one.start)
+        return f"{name} dies"
+
+    return die
+
+
+def _stops(group: str) -> Fault:
+    def stop(world: World, for_s: float) -> str:
+        name = world.rng.choice(sorted(vars(world)[group]))
+        world.network.stop(vars(world)[group][name].node, for_s)
+        return f"{name} stops"
+
+    return stop
+
+
+def _clock_jumps(group: str) -> Fault:
+    def jump(world: World, for_s: float) -> str:
+        one = vars(world)[group][world.rng.choice(sorted(vars(world)[group]))]
+        one.node.clock_s = world.rng.choice((world.rng.uniform(-5.0, 5.0), world.rng.uniform(-3_600.0, 3_600.0)))
+        return f"the clock of {one.node.name} is {one.node.clock_s:+.3f} s off"
+
+    return jump
+
+
+def _redis_clock_jumps(world: World, for_s: float) -> str:
+    world.redis.clock_s = world.rng.choice((world.rng.uniform(-5.0, 5.0), world.rng.uniform(-3_600.0, 3_600.0)))
+    return f"the clock of redis is {world.redis.clock_s:+.3f} s off"
+
+
+def _redis_stops(world: World, for_s: float) -> str:
+    world.redis.stopped_until = asyncio.get_running_loop().time() + for_s
+    return "redis stops"
+
+
+def _router_ends(world: World, for_s: float) -> str:
+    address = world.rng.choice(sorted(world.routers))
+    one = world.routers[address]
+    if not one.up:
+        return f"{address} is dead already"
+
+    async def roll() -> None:
+        await one.stop()
+        await asyncio.sleep(for_s)
+        one.start()
+
+    world.chores.append(asyncio.create_task(roll()))
+    return f"{address} stops in order"
+
+
+def _drains(world: World, for_s: float) -> str:
+    """An operator has an instance drain, and takes that back, again and again until a router says that all have that, and all
+    routers know it and say that it is back: one that has just started, without Redis, knows of no order."""
+    instance_id = world.engines[world.rng.choice(sorted(world.engines))].instance_id
+
+    def known(node: RouterNode) -> InstanceRecord | None:
+        return node.router.state.instances.get(instance_id) if node.router is not None else None
+
+    async def order(node: RouterNode, *, resume: bool) -> bool:
+        if node.router is None or (record := known(node)) is None:
+            return False
+        # However long a stopped router takes: what it does not answer it may still do.
+        ordering = node.node.spawn(node.router.drain(record.info, resume))
+        await asyncio.wait([ordering])
+        return not ordering.cancelled() and ordering.exception() is None and bool(ordering.result())
+
+    async def roll() -> None:
+        await order(world.routers[world.rng.choice(sorted(world.routers))], resume=False)
+        await asyncio.sleep(for_s)
+        everywhere, nodes = False, list(world.routers.values())
+        while True:
+            not_back = [node for node in nodes if (one := known(node)) is None or one.draining]
+            if everywhere and not not_back:
+                return
+            everywhere = await order((not_back or nodes)[0], resume=True)
+            await asyncio.sleep(1.0)
+
+    world.chores.append(asyncio.create_task(roll()))
+    return f"{instance_id} is to drain"
+
+
+def _cut(ones: str, others: str) -> Fault:
+    def cut(world: World, for_s: float) -> str:
+        names: dict[str, Any] = {**vars(world), "redis_itself": (REDIS,)}
+        one, other = (world.rng.choice(sorted(names[group])) for group in (ones, others))
+        world.network.cut(one, other, for_s)
+        return f"no way between {one} and {other}"
+
+    return cut
+
+
+def _redis_down(world: World, for_s: float) -> str:
+    world.redis.down = True
+    asyncio.get_running_loop().call_later(for_s, setattr, world.redis, "down", False)
+    return "redis is down"
+
+
+def _redis_flaky(world: World, for_s: float) -> str:
+    world.redis.flaky = True
+    asyncio.get_running_loop().call_later(for_s, setattr, world.redis, "flaky", False)
+    return "redis loses replies"
+
+
+def _redis_forgets(world: World, for_s: float) -> str:
+    world.redis.wipe()
+    _redis_down(world, min(for_s, 1.0))
+    return "redis restarts empty"
+
+
+FAULTS: tuple[Fault, ...] = (
+    _dies("routers"),
+    _router_ends,
+    _dies("gateways"),
+    _dies("agents"),
+    _dies("engines"),
+    _drains,
+    _cut("gateways", "routers"),
+    _cut("agents", "routers"),
+    _cut("gateways", "engines"),
+    _cut("routers", "redis_itself"),
+    _redis_down,
+    _redis_flaky,
+    _redis_forgets,
+    _redis_stops,
+    _redis_clock_jumps,
+    _stops("routers"),
+    _stops("gateways"),
+    _stops("agents"),
+    _stops("engines"),
+    _clock_jumps("routers"),
+    _clock_jumps("gateways"),
+    _clock_jumps("agents"),
+)

@@ -1,0 +1,154 @@
+"""A gateway's way to the engines: the connections that its HTTP client would have."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from pointsman.gateway.io.engines.engine_client import Upstream
+from pointsman.gateway.io.engines.engine_connection import UpstreamError, UpstreamResponse
+from tests.support.virtual.engines import Engine
+from tests.support.virtual.network import Ended, Network, Node, Pipe, here
+
+
+class Connection:
+    """One request's connection, with the shape of a Call to the network and of an engine's answer to the engine."""
+
+    keeps_alive = False
+
+    def __init__(self, network: Network, engine: Engine) -> None:
+        self._network = network
+        self.client, self.server = here(), engine.node
+        self.answer = UpstreamResponse(self)  # type: ignore[arg-type]
+        self.head = asyncio.get_running_loop().create_future()
+        self._down = Pipe(network, self.server, self.client)
+        self._serving: asyncio.Task[None] | None = None
+        network.calls[self] = None
+
+    def begin(self, method: str, path: str, body: bytes, engine: Engine) -> None:
+        """Send the request, and read what comes."""
+        self._serving = engine.node.spawn(engine.serve(path, body, self))
+        self.client.spawn(self._read())
+
+    async def _read(self) -> None:
+        while not isinstance(item := await self._down.get(), Ended):
+            status, piece = msgspec.msgpack.decode(item)
+            if self.head.cancelled():
+                continue  # nobody waits any more
+            if status:
+                self.answer.status = status
+                self.answer.headers.add("Content-Type", piece.decode())
+                self.head.set_result(None)
+            else:
+                self.answer.take(piece) if self.answer.sink is None else self.answer.sink(piece)
+        self._network.calls.pop(self, None)
+        error = UpstreamError(item.details) if item.details else None
+        self.answer.end(error)
+        if not self.head.done():
+            self.head.set_exception(error or UpstreamError("no answer"))
+
+    # What the engine does.
+
+    def start(self, status: int, media_type: str) -> None:
+        """The answer's head."""
+        self._down.put(msgspec.msgpack.encode((status, media_type.encode())))
+
+    def write(self, piece: bytes) -> None:
+        """Some of its body."""
+        self._down.put(msgspec.msgpack.encode((0, piece)))
+
+    def end(self) -> None:
+        """The body is whole."""
+        self._down.put(Ended())
+
+    # What the gateway does, and what happens on the way.
+
+    def abort(self) -> None:
+        """Nobody waits for the answer any more."""
+        if self._serving is not None:
+            self._serving.cancel()
+        self._network.calls.pop(self, None)
+        self._down.end(Ended(details="closed"))
+
+    def pause(self) -> None:
+        """What comes is kept anyway."""
+
+    resume = pause
+
+    def lose(self) -> None:
+        """The engine is gone, or the gateway."""
+        self._network.calls.pop(self, None)
+        if self._serving is not None:
+            self._serving.cancel()
+        self._down.end(Ended(details="connection lost"))
+
+    def flush(self) -> None:
+        """Let what a cut has held arrive."""
+        self._down.flush()
+
+
+class ConnectionPool:
+    """The connections of one gateway."""
+
+    def __init__(self, network: Network, engines: Mapping[str, Engine]) -> None:
+        self._network = network
+        self._engines = {engine.url: engine for engine in engines.values()}
+        self._gateway: Node = here()
+
+    async def send(
+        self, method: str, url: str, path: str, headers: Mapping[str, str], body: bytes = b""
+    ) -> UpstreamResponse:
+        """One request; its answer's head. Raises UpstreamError."""
+        engine = self._engines.get(url)
+        if engine is None:
+            raise UpstreamError("nobody knows where the instance is", sent=False)
+        await asyncio.sleep(self._network.delay_s())
+        while self._network.is_cut(self._gateway.name, engine.instance_id):  # noqa: ASYNC110 - in virtual time
+            await asyncio.sleep(0.05)
+        if not engine.node.alive:
+            raise UpstreamError("connection refused", sent=False)
+        connection = Connection(self._network, engine)
+        connection.begin(method, path, body, engine)
+        try:
+            await connection.head
+        except asyncio.CancelledError:
+            connection.abort()
+            raise
+        return connection.answer
+
+
+def upstream(network: Network, engines: Mapping[str, Engine]) -> Upstream:
+    """The gateway's own code, on connections of ours. Belongs to the node whose code is running."""
+    made: Any = Upstream.__new__(Upstream)
+    made._pool = ConnectionPool(network, engines)
+    return made
+
+
+class ResponseWriter:
+    """A client's end of a streamed answer, with the shape of the HTTP server's."""
+
+    chunked = False
+
+    def __init__(self) -> None:
+        self.begun = self.ended = self.aborted = False
+        self.body = b""
+
+    def begin(self, status: int, headers: Mapping[str, str], source: object) -> None:
+        """The head."""
+        assert status == 200
+        self.begun = True
+
+    def write(self, piece: bytes) -> None:
+        """Some of the body."""
+        self.body += piece
+
+    def end(self) -> None:
+        """It is whole."""
+        self.ended = True
+
+    def abort(self) -> None:
+        """It breaks off without a word."""
+        self.aborted = True

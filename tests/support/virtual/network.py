@@ -1,0 +1,398 @@
+"""Nodes that can die, and gRPC between them: messages in order on each stream, late, held by a cut, lost with the stream."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context, ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from pointsman.common.io.channel import END_OF_STREAM
+from tests.support.virtual.loop import VirtualLoop
+
+# How long a cut lasts before keepalive ends what crosses it, and how often a message is late, and by how much, in s.
+KEEPALIVE_S = 8.0
+LATE, LATE_S = 0.02, 0.3
+
+_node: ContextVar[Node] = ContextVar("node")
+# Where packets are that are on their way: whoever sent them may stop meanwhile.
+NETWORK_CONTEXT = Context()
+
+
+def here() -> Node:
+    """The node whose code is running."""
+    return _node.get()
+
+
+def owner_of(context: Context) -> Node | None:
+    """The node whose code runs in a context."""
+    return context.get(_node)
+
+
+def clock_offset_s() -> float:
+    """By how much the clock of the node whose code is running is wrong, in s."""
+    node = _node.get(None)
+    return node.clock_s if node is not None else 0.0
+
+
+class Node:
+    """One process: the tasks that it runs, and whether it lives."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.alive = True
+        self.clock_s = 0.0
+        """By how much its wall clock is wrong."""
+        self.tasks: dict[asyncio.Task[Any], None] = {}  # in the order of their coming
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run `work` as this node's; so is whatever it starts."""
+        return self.spawn_on(asyncio.get_running_loop(), work)
+
+    def spawn_on(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """The same on a loop that does not run yet."""
+        before = _node.set(self)
+        try:
+            task = loop.create_task(work)
+            task.add_done_callback(self._done)
+            return task
+        finally:
+            _node.reset(before)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        # Nothing that a node is told to do ends by a fault, whether somebody waits for it or not.
+        if self.alive and not task.cancelled() and (error := task.exception()) is not None:
+            task.get_loop().call_exception_handler({"message": f"a fault in {self.name}", "exception": error})
+
+
+def track_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    """Have every new task counted as one of the node that starts it."""
+
+    def make(loop: asyncio.AbstractEventLoop, work: Any, **more: Any) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **more)
+        if (node := _node.get(None)) is not None:
+            node.tasks[task] = None
+            task.add_done_callback(lambda done: node.tasks.pop(done, None))
+        return task
+
+    loop.set_task_factory(make)
+
+
+@dataclass(slots=True)
+class Ended:
+    """The last thing in a pipe: the other side is done (OK), or the stream broke."""
+
+    code: grpc.StatusCode = grpc.StatusCode.OK
+    details: str = ""
+
+
+class Pipe:
+    """One direction of a stream."""
+
+    def __init__(self, network: Network, sender: Node, receiver: Node) -> None:
+        self._network = network
+        self.sender, self.receiver = sender, receiver
+        self._latest = 0.0
+        self.held: list[bytes | Ended] = []
+        self._there: deque[bytes | Ended] = deque()
+        self._waiting: asyncio.Future[None] | None = None
+        self._closed = False
+
+    def put(self, item: bytes | Ended) -> None:
+        """Send; what a dead node sends goes nowhere."""
+        if self._closed or not self.sender.alive:
+            return
+        loop = asyncio.get_running_loop()
+        # Timers of one moment come in any order.
+        self._latest = max(self._latest + 1e-6, loop.time() + self._network.delay_s())
+        loop.call_at(self._latest, self._arrive, item, context=NETWORK_CONTEXT)
+
+    def end(self, ended: Ended) -> None:
+        """Nothing that is still on its way arrives."""
+        if not self._closed:
+            self._closed = True
+            self.held.clear()
+            self._give(ended)
+
+    def flush(self) -> None:
+        """The way is free again."""
+        held, self.held = self.held, []
+        for item in held:
+            self._arrive(item)
+
+    async def get(self) -> bytes | Ended:
+        """The next item; the end again and again."""
+        while not self._there:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        return self._there[0] if isinstance(self._there[0], Ended) else self._there.popleft()
+
+    def _arrive(self, item: bytes | Ended) -> None:
+        if self._closed:
+            return
+        if self._network.is_cut(self.sender.name, self.receiver.name) or self.held:
+            self.held.append(item)
+        else:
+            self._give(item)
+
+    def _give(self, item: bytes | Ended) -> None:
+        self._there.append(item)
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+
+@dataclass(slots=True)
+class Method:
+    """What a server does for one stream."""
+
+    run: Callable[[Any, Any], Coroutine[Any, Any, None]]
+    parse: Callable[[bytes], Any]
+
+
+class Call:
+    """A client's end of one stream, with the shape of grpc.aio's."""
+
+    keeps_alive = True
+
+    def __init__(self, network: Network, client: Node, address: str, path: str, serialise: Any, parse: Any) -> None:
+        self._network = network
+        self._serialise, self._parse = serialise, parse
+        self._status: Ended | None = None
+        self.client, self.server = client, network.at(address)
+        self._up = self._down = Pipe(network, client, self.server)
+        self._handler: asyncio.Task[None] | None = None
+        if client.alive:
+            self._up, self._down = Pipe(network, client, self.server), Pipe(network, self.server, client)
+            network.calls[self] = None
+            asyncio.get_running_loop().call_later(
+                network.delay_s(), self._connect, address, path, context=NETWORK_CONTEXT
+            )
+
+    async def read(self) -> Any:
+        """The next message, or the mark of the end. Raises AioRpcError."""
+        item = await self._down.get()
+        if isinstance(item, Ended):
+            self._status = self._status or item
+            if self._status.code is grpc.StatusCode.OK:
+                return END_OF_STREAM
+            raise self._error()
+        return self._parse(item)
+
+    async def write(self, message: Any) -> None:
+        """Send one. Raises AioRpcError."""
+        if self._status is not None:
+            raise self._error()
+        self._up.put(self._serialise(message))
+
+    async def done_writing(self) -> None:
+        """Nothing follows."""
+        self._up.put(Ended())
+
+    def cancel(self) -> bool:
+        """Give the stream up."""
+        if self._status is not None:
+            return False
+        self._status = Ended(grpc.StatusCode.CANCELLED, "cancelled")
+        self._down.end(self._status)
+        if self.client.alive:
+            asyncio.get_running_loop().call_later(self._network.delay_s(), self._leave, context=NETWORK_CONTEXT)
+        return True
+
+    async def code(self) -> grpc.StatusCode:
+        """How it ended."""
+        return self._status.code if self._status is not None else grpc.StatusCode.UNKNOWN
+
+    async def details(self) -> str:
+        """In words."""
+        return self._status.details if self._status is not None else ""
+
+    def lose(self) -> None:
+        """Neither end hears of the other any more, and each of them is told so."""
+        self._network.calls.pop(self, None)
+        lost = Ended(grpc.StatusCode.UNAVAILABLE, "connection lost")
+        if self.client.alive:
+            self._down.end(lost)
+            self._status = self._status or lost
+        self._leave()
+
+    def flush(self) -> None:
+        """Let what a cut has held arrive."""
+        self._up.flush()
+        self._down.flush()
+
+    def _leave(self) -> None:
+        self._network.calls.pop(self, None)
+        if self._handler is not None:
+            self._handler.cancel()
+        self._up.end(Ended(grpc.StatusCode.CANCELLED))
+
+    def _connect(self, address: str, path: str) -> None:
+        if self._status is not None:
+            return
+        method = self._network.served(address, path)
+        if method is None or not self.server.alive:
+            self.lose()
+        elif self._network.is_cut(self.client.name, self.server.name):
+            asyncio.get_running_loop().call_later(0.5, self._connect, address, path, context=NETWORK_CONTEXT)
+        else:
+            self._handler = self.server.spawn(self._serve(method))
+
+    async def _serve(self, method: Method) -> None:
+        ended = Ended()
+        try:
+            await method.run(None, _Context(self._up, self._down, method.parse))
+        except _Aborted as aborted:
+            ended = aborted.status
+        self._down.put(ended)
+
+    def _error(self) -> grpc.aio.AioRpcError:
+        assert self._status is not None
+        none = grpc.aio.Metadata()
+        return grpc.aio.AioRpcError(self._status.code, none, none, self._status.details)
+
+
+class _Aborted(Exception):
+    def __init__(self, status: Ended) -> None:
+        super().__init__(status.details)
+        self.status = status
+
+
+class _Context:
+    """A server's end of one stream."""
+
+    def __init__(self, up: Pipe, down: Pipe, parse: Callable[[bytes], Any]) -> None:
+        self._up, self._down, self._parse = up, down, parse
+
+    async def read(self) -> Any:
+        item = await self._up.get()
+        return END_OF_STREAM if isinstance(item, Ended) else self._parse(item)
+
+    async def write(self, message: Any) -> None:
+        self._down.put(message.SerializeToString())
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        """Nobody shows a certificate here."""
+        return {}
+
+    async def abort(self, code: grpc.StatusCode, details: str = "") -> None:
+        raise _Aborted(Ended(code, details))
+
+
+class Channel:
+    """What a node dials an address by."""
+
+    def __init__(self, network: Network, address: str) -> None:
+        self._network, self._address = network, address
+
+    def stream_stream(self, path: str, request_serializer: Any, response_deserializer: Any, **_: Any) -> Any:
+        """A stub's method."""
+        return lambda *_, **__: Call(
+            self._network, here(), self._address, path, request_serializer, response_deserializer
+        )
+
+    def unary_unary(self, path: str, **_: Any) -> Any:
+        """None is asked for here."""
+        return None
+
+    unary_stream = unary_unary
+
+    async def __aenter__(self) -> Channel:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for call in [one for one in self._network.calls if one.client is here() and one.server is self._server]:
+            call.cancel()
+
+    @property
+    def _server(self) -> Node:
+        return self._network.at(self._address)
+
+
+@dataclass
+class Network:
+    """Who listens where, the streams that are open, and which pairs of nodes cannot reach each other."""
+
+    rng: random.Random
+    calls: dict[Any, None] = field(default_factory=dict)  # and connections over HTTP
+    _nodes: dict[str, Node] = field(default_factory=dict)
+    _methods: dict[str, dict[str, Method]] = field(default_factory=dict)
+    _cuts: dict[frozenset[str], int] = field(default_factory=dict)
+
+    def listen(self, address: str, node: Node, methods: dict[str, Method]) -> None:
+        """`node` serves these paths at `address` from now on."""
+        self._nodes[address], self._methods[address] = node, methods
+
+    def at(self, address: str) -> Node:
+        """Who listens there, or a node that never lived."""
+        found = self._nodes.get(address)
+        if found is None:
+            found = Node(address)
+            found.alive = False
+        return found
+
+    def served(self, address: str, path: str) -> Method | None:
+        """What answers there."""
+        return self._methods.get(address, {}).get(path)
+
+    def delay_s(self) -> float:
+        """How long a message takes."""
+        late = self.rng.uniform(0, LATE_S) if self.rng.random() < LATE else 0.0
+        return self.rng.uniform(0.0002, 0.003) + late
+
+    def is_cut(self, one: str, other: str) -> bool:
+        """Whether nothing passes between two nodes."""
+        return frozenset((one, other)) in self._cuts
+
+    def cut(self, one: str, other: str, for_s: float) -> None:
+        """Nothing passes between two nodes for so long, in either direction."""
+        pair, loop = frozenset((one, other)), asyncio.get_running_loop()
+        self._cuts[pair] = self._cuts.get(pair, 0) + 1
+        if for_s > KEEPALIVE_S:
+            loop.call_later(KEEPALIVE_S, self._lose, pair)
+        loop.call_later(for_s, self._heal, pair)
+
+    def stop(self, node: Node, for_s: float) -> None:
+        """The node does nothing for so long, and goes on then with what has come meanwhile. Others take its connections for
+        dead when they have had no answer on them for the time of a keepalive."""
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        loop.stop_owner(node)
+        if for_s > KEEPALIVE_S:
+            loop.call_later(KEEPALIVE_S, self._forsake, node, context=NETWORK_CONTEXT)
+        loop.call_later(for_s, loop.resume_owner, node, context=NETWORK_CONTEXT)
+
+    def _forsake(self, node: Node) -> None:
+        for call in [call for call in self.calls if call.keeps_alive and node in (call.client, call.server)]:
+            call.lose()
+
+    def kill(self, node: Node) -> None:
+        """The node is gone at once; those that it spoke with notice it when a packet of theirs is answered by nobody."""
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        loop.resume_owner(node)
+        node.alive = False
+        for call in [call for call in self.calls if node in (call.client, call.server)]:
+            asyncio.get_running_loop().call_later(self.delay_s(), call.lose)
+        for task in list(node.tasks):
+            task.cancel()
+
+    def _heal(self, pair: frozenset[str]) -> None:
+        self._cuts[pair] -= 1
+        if not self._cuts[pair]:
+            del self._cuts[pair]
+            for call in [call for call in self.calls if {call.client.name, call.server.name} == pair]:
+                call.flush()
+
+    def _lose(self, pair: frozenset[str]) -> None:
+        for call in [call for call in self.calls if {call.client.name, call.server.name} == pair]:
+            if call.keeps_alive:
+                call.lose()

@@ -1,0 +1,184 @@
+"""A Redis that runs the routers' own scripts, and clients of it whose way there can be slow, cut, or lose a reply."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import lupa
+import redis.exceptions
+
+from tests.support.virtual.loop import EPOCH
+from tests.support.virtual.network import NETWORK_CONTEXT, Network, here
+
+NAME = "redis"
+# Of commands in bad times: the reply comes too late, and half of these are carried out only after that.
+LOST_REPLIES = 0.3
+
+
+class VirtualRedis:
+    """The data, and the commands that the scripts use. Times in ms of the virtual clock."""
+
+    def __init__(self) -> None:
+        self.down = False
+        self.flaky = False
+        self.stopped_until = 0.0
+        self.clock_s = 0.0
+        """By how much its wall clock is wrong."""
+        self._values: dict[str, Any] = {}
+        self._expiry: dict[str, float] = {}
+        self._scripts: dict[str, Callable[[Any, Any], Any]] = {}
+        self._lua = lupa.LuaRuntime()
+
+    def wipe(self) -> None:
+        """Forget everything, as a Redis without persistence does."""
+        self._values.clear()
+        self._expiry.clear()
+
+    def run(self, script: str, keys: Sequence[str], args: Sequence[object]) -> Any:
+        """Run a script; its answer as redis-py gives it."""
+        if script not in self._scripts:
+            self._scripts[script] = self._lua.execute(
+                "local call, decode = ... ; return function(KEYS, ARGV) "
+                f"local redis = {{call = call}} ; local cjson = {{decode = decode}}\n{script}\nend",
+                self._call,
+                lambda text: self._table(json.loads(text)),
+            )
+        words = [arg.decode() if isinstance(arg, bytes) else str(arg) for arg in args]
+        answer = self._scripts[script](self._table(list(keys)), self._table(words))
+        return self._plain(answer)
+
+    def hash(self, key: str) -> dict[str, str]:
+        """A hash as it is."""
+        return dict(self._live(key) or {})
+
+    def _table(self, value: Any) -> Any:
+        return self._lua.table_from([self._table(one) for one in value]) if isinstance(value, list) else value
+
+    def _plain(self, value: Any) -> Any:
+        if lupa.lua_type(value) == "table":
+            return [self._plain(value[at]) for at in range(1, len(value) + 1)]
+        return int(value) if isinstance(value, float) else value
+
+    def _live(self, key: str) -> Any:
+        if key in self._expiry and self._now() * 1e3 >= self._expiry[key]:
+            self._values.pop(key, None)
+            del self._expiry[key]
+        return self._values.get(key)
+
+    def _call(self, command: str, *raw: Any) -> Any:
+        args = [str(int(one)) if isinstance(one, float) and one.is_integer() else str(one) for one in raw]
+        return getattr(self, f"_{command.lower()}")(*args)
+
+    def _now(self) -> float:
+        return EPOCH + asyncio.get_running_loop().time() + self.clock_s
+
+    def _time(self) -> Any:
+        now = self._now()
+        return self._table([str(int(now)), str(int(now % 1 * 1e6))])
+
+    def _get(self, key: str) -> str | None:
+        return self._live(key)
+
+    def _set(self, key: str, value: str) -> str:
+        self._values[key] = value
+        return "OK"
+
+    def _del(self, *keys: str) -> int:
+        for key in keys:
+            self._values.pop(key, None)
+            self._expiry.pop(key, None)
+        return len(keys)
+
+    def _hget(self, key: str, name: str) -> str | None:
+        return (self._live(key) or {}).get(name)
+
+    def _hset(self, key: str, *pairs: str) -> int:
+        found = self._values[key] = self._live(key) or {}
+        found.update(zip(pairs[::2], pairs[1::2], strict=True))
+        return len(pairs) // 2
+
+    def _hdel(self, key: str, *names: str) -> int:
+        found = self._live(key) or {}
+        for name in names:
+            found.pop(name, None)
+        return len(names)
+
+    def _pexpire(self, key: str, ms: str) -> int:
+        self._expiry[key] = self._now() * 1e3 + float(ms)
+        return 1
+
+    def _pttl(self, key: str) -> float:
+        return self._expiry[key] - self._now() * 1e3 if self._live(key) and key in self._expiry else -1.0
+
+    def _zadd(self, key: str, score: str, name: str) -> int:
+        self._values.setdefault(key, {})[name] = float(score)
+        return 1
+
+    def _zrem(self, key: str, name: str) -> int:
+        return self._hdel(key, name)
+
+    def _zrange(self, key: str, _: str, __: str, scores: str) -> Any:
+        assert scores == "WITHSCORES"
+        found = sorted((self._live(key) or {}).items(), key=lambda pair: (pair[1], pair[0]))
+        return self._table([word for name, score in found for word in (name, repr(score))])
+
+    def _zrangebyscore(self, key: str, least: str, most: str, *_: str) -> Any:
+        found = self._live(key) or {}
+        return self._table([name for name in sorted(found) if float(least) <= found[name] <= float(most)])
+
+
+class Client:
+    """What RedisStore needs of redis-py's client. Belongs to the node that made it."""
+
+    def __init__(self, network: Network, store: VirtualRedis, timeout_s: float) -> None:
+        self._network, self._store, self._timeout_s = network, store, timeout_s
+        self._node = here()
+
+    def register_script(self, script: str) -> Callable[..., Awaitable[Any]]:
+        """A script that can be called."""
+
+        async def call(keys: Sequence[str], args: Sequence[object]) -> Any:
+            return await self._ask(lambda: self._store.run(script, keys, args))
+
+        return call
+
+    async def hgetall(self, key: str) -> dict[str, str]:
+        """A whole hash."""
+        found: dict[str, str] = await self._ask(lambda: self._store.hash(key))
+        return found
+
+    async def aclose(self) -> None:
+        """Nothing to close."""
+
+    async def _ask(self, command: Callable[[], Any]) -> Any:
+        rng, loop = self._network.rng, asyncio.get_running_loop()
+        if not self._node.alive:
+            raise redis.exceptions.ConnectionError("this process is gone")
+        if self._store.down:
+            raise redis.exceptions.ConnectionError("connection refused")
+        if self._network.is_cut(self._node.name, NAME):
+            await asyncio.sleep(self._timeout_s)
+            raise redis.exceptions.TimeoutError("timed out")
+        if self._store.flaky and rng.random() < LOST_REPLIES:
+            late = rng.random() < 0.5
+            loop.call_later(rng.uniform(0.0, 2.0) if late else 0.0, self._late, command, context=NETWORK_CONTEXT)
+            await asyncio.sleep(self._timeout_s)
+            raise redis.exceptions.TimeoutError("timed out")
+        await asyncio.sleep(self._network.delay_s())
+        if (wait_s := self._store.stopped_until - loop.time()) > self._timeout_s:
+            loop.call_later(wait_s, self._late, command, context=NETWORK_CONTEXT)
+            await asyncio.sleep(self._timeout_s)
+            raise redis.exceptions.TimeoutError("timed out")
+        await asyncio.sleep(max(wait_s, 0.0))
+        if not self._node.alive or self._store.down:
+            raise redis.exceptions.ConnectionError("connection lost")
+        answer = command()
+        await asyncio.sleep(self._network.delay_s())
+        return answer
+
+    def _late(self, command: Callable[[], Any]) -> None:
+        if not self._store.down:
+            command()

@@ -1,0 +1,77 @@
+"""How an engine passes KV on: what it announces, what the operator says, and what comes of both."""
+
+from __future__ import annotations
+
+import pytest
+
+from pointsman.agent.core.engine_address import parse_engine_address
+from pointsman.agent.core.engine_metrics import parse_metrics
+from pointsman.agent.core.kv_transfer_support import kv_transfer
+from pointsman.agent.v1 import agent_pb2 as pb
+
+ANNOUNCED = {
+    "connector": "LayerwiseMooncakeConnector",
+    "protocol": "mooncake",
+    "role": "kv_both",
+    "layerwise": "True",
+    "bootstrap_host": "",
+    "bootstrap_port": "9001",
+}
+
+
+def told(url: str, **changes: str) -> pb.KvTransfer | None:
+    return kv_transfer(parse_engine_address(url), ANNOUNCED | changes, "auto")
+
+
+def mooncake(bootstrap: str, *, layerwise: bool = True, role: pb.KvRole = pb.KV_ROLE_UNSPECIFIED) -> pb.KvTransfer:
+    return pb.KvTransfer(
+        protocol=pb.KV_PROTOCOL_MOONCAKE, bootstrap_url=bootstrap, cache_dtype="auto", layerwise=layerwise, role=role
+    )
+
+
+def test_what_an_engine_announces() -> None:
+    assert told("http://h:8000") == mooncake("http://h:9001")
+    assert told("http://127.0.0.1:8000?advertise=http://[::2]:8000") == mooncake("http://[::2]:9001")
+    assert told("http://h", bootstrap_host="b") == mooncake("http://b:9001")
+    assert told("http://h", layerwise="False") == mooncake("http://h:9001", layerwise=False)
+    assert told("http://h", role="kv_producer") == mooncake("http://h:9001", role=pb.KV_ROLE_PRODUCER)
+    assert told("http://h", role="kv_consumer") == mooncake("http://h:9001", role=pb.KV_ROLE_CONSUMER)
+    assert told("http://h", protocol="nixl") == pb.KvTransfer(protocol=pb.KV_PROTOCOL_NIXL, cache_dtype="auto")
+    assert told("http://h", protocol="carrier-pigeon") is None
+
+
+def test_an_operator_knows_where_others_reach_it() -> None:
+    assert told("http://h?bootstrap=http://b:1") == mooncake("http://b:1")
+
+
+def test_the_engine_knows_its_protocol_and_role() -> None:
+    assert told("http://h?kv=nixl&kv-role=consumer", role="kv_producer") == mooncake(
+        "http://h:9001", role=pb.KV_ROLE_PRODUCER
+    )
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("http://h", None),
+        ("http://h?kv=mooncake", mooncake("http://h:8998", layerwise=False)),
+        ("http://h?kv=mooncake&bootstrap=http://b:1", mooncake("http://b:1", layerwise=False)),
+        ("http://h?kv=nixl", pb.KvTransfer(protocol=pb.KV_PROTOCOL_NIXL, cache_dtype="auto")),
+        (
+            "http://h?kv=mooncake&kv-role=producer",
+            mooncake("http://h:8998", layerwise=False, role=pb.KV_ROLE_PRODUCER),
+        ),
+    ],
+)
+def test_an_engine_that_announces_nothing_is_what_the_operator_says(url: str, expected: pb.KvTransfer | None) -> None:
+    """Never with both requests at once."""
+    assert kv_transfer(parse_engine_address(url), {}, "auto") == expected
+
+
+def test_an_announcement_is_read_from_the_page() -> None:
+    labels = ",".join(f'{name}="{value}"' for name, value in ANNOUNCED.items())
+    page = f'pointsman_kv_transfer_info{{{labels}}} 1.0\nvllm:num_requests_running{{engine="0"}} 2.0\n'
+    scrape = parse_metrics(page.encode())
+    assert scrape.kv_transfer == ANNOUNCED
+    assert list(scrape.ranks) == [0]
+    assert parse_metrics(b'vllm:num_requests_running{engine="0"} 2.0\n').kv_transfer == {}

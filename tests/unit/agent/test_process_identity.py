@@ -1,0 +1,37 @@
+"""Whether the process behind an address is still the same."""
+
+from __future__ import annotations
+
+from pointsman.agent.core.process_identity import IdentityChange, ProcessIdentity
+
+
+def test_an_identity_stays_changes_and_alternates() -> None:
+    identity = ProcessIdentity()
+    assert [identity.observe(start, 0, 0) for start in (1.0, 1.0, 2.0, 2.0)] == [
+        IdentityChange.NEW,
+        IdentityChange.SAME,
+        IdentityChange.NEW,
+        IdentityChange.SAME,
+    ]
+    assert identity.observe(1.0, 0, 0) is IdentityChange.ALTERNATING
+    assert identity.observe(2.0, 0, 0) is IdentityChange.ALTERNATING
+    looks = [identity.observe(2.0, 0, 0) for _ in range(61)]
+    assert looks.count(IdentityChange.NEW) == 1
+    assert looks[-1] is IdentityChange.SAME
+
+
+def test_a_process_that_does_not_tell_its_start_is_followed_by_its_counters() -> None:
+    identity = ProcessIdentity()
+    assert identity.observe(None, 10, 10) is IdentityChange.NEW
+    assert identity.anonymous
+    assert identity.observe(None, 11, 10) is IdentityChange.SAME
+    for _ in range(10):
+        identity.observe(None, 11, 11)
+    assert identity.observe(None, 0, 0) is IdentityChange.NEW
+    assert not identity.alternating
+
+
+def test_anonymous_processes_that_take_turns_are_seen_too() -> None:
+    identity = ProcessIdentity()
+    looks = [identity.observe(None, tokens, 0) for tokens in (10, 500, 10, 500, 11, 501, 11, 501, 11)]
+    assert looks[-1] is IdentityChange.ALTERNATING

@@ -1,0 +1,237 @@
+"""The report protocol against a toy router that insists on every rule of the proto's comments."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from pointsman.agent.core.cached_blocks import CachedBlocks, Tier
+from pointsman.agent.core.kv_events import BlockRemoved
+from pointsman.agent.core.report_stream import CHUNK_KEYS, ProtocolError, ReportStream
+from pointsman.agent.v1 import agent_pb2 as pb
+from pointsman.common.core.block_keys import KEY_SCHEME, digest_of
+from tests.support.kv_events import hash_of, pairs_of, store
+
+INSTANCE = pb.Instance(instance_id="h:1", incarnation="a", model="tiny", block_size=32)
+
+
+class ToyRouter:
+    """One stream's receiver. `pairs` is None until a snapshot is complete or a resume was granted."""
+
+    def __init__(self) -> None:
+        self.pairs: set[tuple[int, int]] | None = None
+        self.seq = 0
+        self.loads = 0
+        self.consistency_checks = 0
+        self.begun: int | None = None
+        self._partial: set[tuple[int, int]] = set()
+
+    def take(self, message: pb.ReportRequest) -> None:
+        kind = message.WhichOneof("kind")
+        if kind == "snapshot_begin":
+            self.begun, self._partial, self.pairs = message.snapshot_begin.seq, set(), None
+        elif kind == "snapshot_chunk":
+            assert self.begun is not None
+            assert 0 < len(message.snapshot_chunk.keys) <= CHUNK_KEYS
+            self._partial |= {(message.snapshot_chunk.tier, key) for key in message.snapshot_chunk.keys}
+        elif kind == "snapshot_end":
+            assert message.snapshot_end.seq == self.begun
+            assert message.snapshot_end.key_count == len(self._partial)
+            assert message.snapshot_end.digest == digest(self._partial)
+            self.pairs, self.seq, self.begun = self._partial, message.snapshot_end.seq, None
+        elif kind == "delta":
+            assert self.pairs is not None, "a delta before there is anything to change"
+            assert message.delta.seq == self.seq + 1
+            self.seq += 1
+            if message.delta.cleared:
+                self.pairs.clear()
+            added = {(message.delta.tier, key) for key in message.delta.added}
+            removed = {(message.delta.tier, key) for key in message.delta.removed}
+            assert not added & self.pairs
+            assert removed <= self.pairs
+            self.pairs = (self.pairs | added) - removed
+        elif kind == "consistency_check":
+            assert self.pairs is not None
+            assert message.consistency_check.seq == self.seq
+            assert message.consistency_check.key_count == len(self.pairs)
+            assert message.consistency_check.digest == digest(self.pairs)
+            self.consistency_checks += 1
+        elif kind == "load":
+            self.loads += 1
+        else:
+            raise AssertionError(kind)
+
+
+def digest(pairs: set[tuple[int, int]]) -> int:
+    result = 0
+    for tier, key in pairs:
+        result ^= digest_of(tier, [key])
+    return result
+
+
+def welcome(resume: int | None = None) -> pb.ReportResponse:
+    return pb.ReportResponse(welcome=pb.Welcome(snapshot=resume is None, resume_from_seq=resume or 0, router_id="toy"))
+
+
+class ReportMachine(RuleBasedStateMachine):
+    """A shadow that changes, a stream that is read a few messages at a time, resyncs, and streams that break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 100.0
+        self.cached_blocks = CachedBlocks("tiny", ring=4)
+        self.stream: ReportStream | None = None
+        self.router = ToyRouter()
+        self.loads = 0
+
+    @rule()
+    def connect(self) -> None:
+        if self.stream is not None:
+            return
+        self.stream = ReportStream(self.cached_blocks, INSTANCE, "agent", 5.0)
+        assert self.stream.wake_at() is None
+        hello = self.stream.next_message(self.now)
+        assert hello is not None
+        assert hello.hello.key_scheme == KEY_SCHEME
+        assert self.stream.next_message(self.now) is None
+        held = self.router.pairs if self.router.begun is None else None
+        known = held is not None and hello.hello.oldest_seq <= self.router.seq + 1 <= hello.hello.latest_seq + 1
+        if not known:
+            self.router = ToyRouter()
+        self.stream.received(welcome(self.router.seq + 1 if known else None), self.now)
+
+    @rule()
+    def disconnect(self) -> None:
+        self.stream = None
+        self.router.begun = None if self.router.begun is None else self.router.begun
+
+    @rule(path=st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple))
+    def store(self, path: tuple[int, ...]) -> None:
+        self.cached_blocks.apply([store(path)])
+
+    @rule(path=st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple))
+    def remove(self, path: tuple[int, ...]) -> None:
+        self.cached_blocks.apply([BlockRemoved(block_hashes=[hash_of(path)], medium="GPU")])
+
+    @rule()
+    def clear(self) -> None:
+        self.cached_blocks.clear()
+
+    @rule()
+    def resync(self) -> None:
+        if self.stream is not None:
+            self.stream.received(pb.ReportResponse(resync=pb.Resync(reason="test")), self.now)
+
+    @rule()
+    def load(self) -> None:
+        if self.stream is not None:
+            self.stream.load(pb.Load(running=1), self.now)
+
+    @rule(count=st.integers(1, 6), seconds=st.floats(0, 6))
+    def read(self, count: int, seconds: float) -> None:
+        self.now += seconds
+        for _ in range(count):
+            if self.stream is None or (message := self.stream.next_message(self.now)) is None:
+                return
+            self.router.take(message)
+
+    @rule()
+    def read_all(self) -> None:
+        if self.stream is None:
+            return
+        while (message := self.stream.next_message(self.now)) is not None:
+            self.router.take(message)
+        assert self.router.seq == self.cached_blocks.latest_seq
+        assert self.router.pairs == pairs_of(self.cached_blocks)
+        wake_at = self.stream.wake_at()
+        assert wake_at is not None
+        assert wake_at > self.now
+
+    @invariant()
+    def shadow_is_sound(self) -> None:
+        self.cached_blocks.check()
+
+
+ReportMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
+TestReportMachine = ReportMachine.TestCase
+
+
+def big_shadow(keys: int) -> CachedBlocks:
+    cached_blocks = CachedBlocks("tiny", ring=8)
+    cached_blocks.restore((at, (at + 1,), {("GPU", "", ""): 1}) for at in range(keys))
+    return cached_blocks
+
+
+def test_load_comes_right_after_welcome_and_only_the_latest() -> None:
+    stream = ReportStream(big_shadow(3), INSTANCE, "agent", 5.0)
+    stream.next_message(0.0)
+    stream.load(pb.Load(running=1), 0.0)
+    stream.load(pb.Load(running=2), 9.5)
+    assert stream.next_message(9.75) is None
+    stream.received(welcome(), 10.0)
+    first = stream.next_message(10.0)
+    assert first is not None
+    assert (first.load.running, first.load.sample_age_ms) == (2, 500)
+    second = stream.next_message(10.0)
+    assert second is not None
+    assert second.HasField("snapshot_begin")
+
+
+def test_a_snapshot_comes_in_chunks_and_loads_pass_between_them() -> None:
+    cached_blocks = big_shadow(2 * CHUNK_KEYS + 1)
+    stream = ReportStream(cached_blocks, INSTANCE, "agent", 5.0)
+    stream.next_message(0.0)
+    stream.received(welcome(), 0.0)
+    router = ToyRouter()
+    kinds = []
+    for at in range(6):
+        if at == 2:
+            stream.load(pb.Load(), 0.0)
+            cached_blocks.apply([store((1,))])
+        message = stream.next_message(0.0)
+        assert message is not None
+        kinds.append(message.WhichOneof("kind"))
+        router.take(message)
+    assert kinds == ["snapshot_begin", "snapshot_chunk", "load", "snapshot_chunk", "snapshot_chunk", "snapshot_end"]
+    delta = stream.next_message(0.0)
+    assert delta is not None
+    router.take(delta)
+    assert router.pairs == pairs_of(cached_blocks)
+    assert len(cached_blocks.keys(Tier.DEVICE)) == 2 * CHUNK_KEYS + 3
+
+
+@pytest.mark.parametrize("resume", [0, 1, 7, 99])
+def test_what_cannot_be_resumed_is_sent_whole(resume: int) -> None:
+    cached_blocks = CachedBlocks("tiny", ring=2)
+    for letter in range(1, 6):
+        cached_blocks.apply([store((letter,))])
+    stream = ReportStream(cached_blocks, INSTANCE, "agent", 5.0)
+    stream.next_message(0.0)
+    stream.received(pb.ReportResponse(welcome=pb.Welcome(resume_from_seq=resume)), 0.0)
+    message = stream.next_message(0.0)
+    assert message is not None
+    assert message.snapshot_begin.seq == 5
+
+
+@pytest.mark.parametrize(
+    "responses",
+    [
+        [pb.ReportResponse(resync=pb.Resync(reason="early"))],
+        [welcome(), welcome()],
+        [pb.ReportResponse()],
+    ],
+)
+def test_a_router_that_breaks_the_order_is_told(responses: list[pb.ReportResponse]) -> None:
+    stream = ReportStream(CachedBlocks("tiny"), INSTANCE, "agent", 5.0)
+    stream.next_message(0.0)
+    for response in responses[:-1]:
+        stream.received(response, 0.0)
+    with pytest.raises(ProtocolError):
+        stream.received(responses[-1], 0.0)
+
+
+def test_a_welcome_before_hello_is_refused() -> None:
+    with pytest.raises(ProtocolError):
+        ReportStream(CachedBlocks("tiny"), INSTANCE, "agent", 5.0).received(welcome(), 0.0)

@@ -1,0 +1,67 @@
+"""What the doctor says of KV transfers."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from pointsman.agent.v1 import agent_pb2
+from pointsman.cli.doctor import Finding, transfers
+from tests.support.processes.process import free_port
+
+
+@pytest.fixture
+def bootstrap() -> Iterator[str]:
+    """A bootstrap server's address."""
+
+    class Server(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/query" else 404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Server) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def instance(name: str, url: str, block_size: int = 16, role: agent_pb2.KvRole = 0) -> agent_pb2.Instance:  # type: ignore[assignment]
+    kv = agent_pb2.KvTransfer(protocol=agent_pb2.KV_PROTOCOL_MOONCAKE, bootstrap_url=url, role=role)
+    return agent_pb2.Instance(instance_id=name, block_size=block_size, kv_transfer=kv)
+
+
+def levels(*pool: agent_pb2.Instance) -> list[tuple[str, str]]:
+    return [(one.check.split()[0], one.level) for one in transfers(list(pool))]
+
+
+def test_a_pair_that_fits_is_well(bootstrap: str) -> None:
+    assert levels(instance("a", bootstrap), instance("b", bootstrap), agent_pb2.Instance(instance_id="c")) == [
+        ("a", Finding.OK),
+        ("b", Finding.OK),
+    ]
+    producer, consumer = agent_pb2.KV_ROLE_PRODUCER, agent_pb2.KV_ROLE_CONSUMER
+    # Who only takes KV needs no bootstrap server.
+    assert levels(instance("a", bootstrap, role=producer), instance("b", "http://nowhere", role=consumer)) == [
+        ("a", Finding.OK),
+        ("b", Finding.OK),
+    ]
+
+
+def test_one_that_fits_nobody_is_told_of(bootstrap: str) -> None:
+    assert levels(instance("a", bootstrap), instance("b", bootstrap, block_size=32)) == [
+        ("a", Finding.WARN),
+        ("b", Finding.WARN),
+    ]
+
+
+def test_a_bootstrap_server_that_does_not_answer_is_told_of(bootstrap: str) -> None:
+    gone = f"http://127.0.0.1:{free_port()}"
+    assert levels(instance("a", gone), instance("b", bootstrap)) == [("a", Finding.FAIL), ("b", Finding.OK)]

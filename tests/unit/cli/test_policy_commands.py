@@ -1,0 +1,24 @@
+"""`pointsman policies` tells every policy with every setting."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from pointsman.cli.fleet_commands import policies
+from pointsman.router.core.policy.base import bounds
+from pointsman.router.core.policy.registry import POLICIES
+
+
+def test_it_lists_every_policy_with_its_settings_and_their_bounds(capsys: pytest.CaptureFixture[str]) -> None:
+    policies()
+    told = capsys.readouterr().out.splitlines()
+    for name, kind in POLICIES.items():
+        assert name in told
+        for one in fields(kind):
+            assert any(line.startswith(f"  {one.name} = {one.default} ({bounds(one)}): ") for line in told)
+    assert "  decider = cost (cost or heuristic): what decides on an offload" in told
+    assert "  rotate_affinity = False (true or false): the session belongs to the target afterwards" in told
+    # What looks like markup is text.
+    assert any("[D is decoding]" in line for line in told)

@@ -1,0 +1,185 @@
+"""A write is waited for asleep, and its end is never missed, misjudged or put off for long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from pointsman_connector.layerwise.sleeping_writes import SLEEP_SHARE, WRITE_S, SleepingTransferEngine
+
+MB = 1_000_000
+HERE = "10.0.0.1:700"
+
+
+@dataclass
+class Link:
+    """A transfer engine and the machine's clocks: writes take their time; who asks spins until they have landed."""
+
+    speed: float = 500 * MB
+    opening_s: float = 0.0
+    oversleep_s: float = 0.0
+    broken: bool = False
+    refuses: bool = False
+    now: float = 0.0
+    spun: float = 0.0
+    slept: list[float] = field(default_factory=list)
+    # When each batch that is not free began, and when it lands.
+    batches: dict[int, tuple[float, float]] = field(default_factory=dict)
+    synchronous: int = 0
+
+    def resting(self) -> SleepingTransferEngine:
+        return SleepingTransferEngine(self, sleep=self.sleep, clock=lambda: self.now, cpu_clock=lambda: self.spun)
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds + self.oversleep_s
+
+    def spin_until(self, end: float) -> None:
+        self.spun += max(0.0, end - self.now)
+        self.now = max(self.now, end)
+
+    def batch_transfer_sync_write(
+        self, session: str, src: Sequence[int], dst: Sequence[int], lengths: Sequence[int]
+    ) -> int:
+        self.synchronous += 1
+        return -7
+
+    def batch_transfer_async_write(
+        self, session: str, src: Sequence[int], dst: Sequence[int], lengths: Sequence[int]
+    ) -> int:
+        if self.refuses:
+            return 0
+        number = 1_000 + len(self.slept) + int(self.now * 1e6)
+        self.batches[number] = (self.now, self.now + self.opening_s + sum(lengths) / self.speed)
+        self.opening_s = 0.0
+        return number
+
+    def get_batch_transfer_status(self, batches: list[int]) -> int:
+        (number,) = batches
+        began, lands = self.batches.pop(number)
+        self.spin_until(min(lands, began + WRITE_S))
+        return -1 if self.broken or lands > began + WRITE_S else 0
+
+    def get_rpc_port(self) -> int:
+        return 700
+
+
+def write(engine: SleepingTransferEngine, size: int, session: str = HERE) -> int:
+    return engine.batch_transfer_sync_write(session, [1, 2], [3, 4], [size // 2, size - size // 2])
+
+
+def known(link: Link) -> SleepingTransferEngine:
+    """An engine that has learned the link's speed."""
+    engine = link.resting()
+    for _ in range(2):
+        assert write(engine, MB) == 0
+    assert link.slept == [], "nothing is known of a link at first"
+    link.spun = 0.0
+    return engine
+
+
+def test_most_of_a_write_is_slept_through() -> None:
+    link = Link()
+    engine = known(link)
+    for _ in range(10):
+        assert write(engine, 5 * MB) == 0
+    assert link.slept == [pytest.approx(SLEEP_SHARE * 0.010)] * 10
+    assert link.spun == pytest.approx(10 * (1 - SLEEP_SHARE) * 0.010)
+    assert link.batches == {}
+
+
+def test_opening_a_connection_says_nothing_of_its_speed() -> None:
+    link = Link(opening_s=3.0)
+    engine = known(link)
+    assert write(engine, 5 * MB) == 0
+    assert link.slept == [pytest.approx(SLEEP_SHARE * 0.010)]
+
+
+def test_short_writes_are_not_slept_through_and_tell_nothing() -> None:
+    link = Link()
+    engine = known(link)
+    link.speed = MB
+    assert write(engine, 100_000) == 0
+    assert link.slept == []
+    link.speed = 500 * MB
+    assert write(engine, 5 * MB) == 0
+    assert link.slept == [pytest.approx(SLEEP_SHARE * 0.010)]
+
+
+def test_each_host_has_a_speed_of_its_own() -> None:
+    link = Link()
+    engine = known(link)
+    assert write(engine, 5 * MB, "10.0.0.2:700") == 0
+    assert link.slept == []
+    assert write(engine, 5 * MB, "10.0.0.1:701") == 0
+    assert len(link.slept) == 1
+
+
+def test_a_link_that_got_faster_is_not_overslept_for_long() -> None:
+    link = Link(speed=50 * MB)
+    engine = known(link)
+    link.speed *= 10
+    late = []
+    for _ in range(16):
+        began = link.now
+        assert write(engine, 5 * MB) == 0
+        late.append(link.now - began - 0.010)
+    assert late[0] == pytest.approx(SLEEP_SHARE * 0.100 - 0.010)
+    assert max(late[11:]) < 0.003
+
+
+def test_one_stall_is_soon_forgotten() -> None:
+    link = Link()
+    engine = known(link)
+    link.speed = MB / 4
+    assert write(engine, 5 * MB) == 0
+    link.speed = 500 * MB
+    began = link.now
+    assert write(engine, 5 * MB) == 0
+    assert link.now - began < 0.015
+
+
+def test_a_machine_that_oversleeps_is_not_taken_for_a_slow_link() -> None:
+    link = Link(oversleep_s=0.020)
+    engine = known(link)
+    for _ in range(50):
+        assert write(engine, 5 * MB) == 0
+    assert max(link.slept) <= 0.0101
+
+
+def test_a_failed_write_is_told_and_tells_nothing() -> None:
+    link = Link()
+    engine = known(link)
+    link.broken, link.speed = True, 10 * MB
+    for _ in range(3):
+        assert write(engine, 5 * MB) < 0
+    assert link.batches == {}
+    link.broken, link.speed = False, 500 * MB
+    assert write(engine, 5 * MB) == 0
+    assert link.slept == [pytest.approx(SLEEP_SHARE * 0.010)] * 4
+
+
+@pytest.mark.parametrize("known_bytes_per_s", [500 * MB, 1_000])
+def test_a_write_that_never_lands_ends_in_time(known_bytes_per_s: float) -> None:
+    link = Link()
+    engine = known(link)
+    engine._speeds["10.0.0.1"] = known_bytes_per_s
+    link.speed = 1e-9
+    began = link.now
+    assert write(engine, 5 * MB) < 0
+    assert link.now - began == pytest.approx(WRITE_S)
+    assert link.batches == {}
+
+
+def test_what_cannot_be_begun_is_left_to_the_synchronous_call() -> None:
+    link = Link()
+    engine = known(link)
+    link.refuses = True
+    assert write(engine, 5 * MB) == -7
+    assert (link.synchronous, link.slept) == (1, [])
+
+
+def test_all_else_is_the_engines() -> None:
+    assert Link().resting().get_rpc_port() == 700

@@ -1,0 +1,108 @@
+"""Keys name tenants and their limits, and change while the gateway runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pointsman.gateway.core.rate_limits import RateLimits
+from pointsman.gateway.core.tenants import ANYONE, parse_keys
+from pointsman.gateway.io.api_keys import LOOK_AGAIN_S, ApiKeys, KeysFromEnvironment
+
+
+def tenant(keys: ApiKeys, authorization: str, x_api_key: str = "") -> str | None:
+    client = keys.client_of(authorization, x_api_key)
+    return None if client is None else client.tenant
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    file = tmp_path / "keys"
+    file.write_text("# comment\n\nred: \nblue:k2\n".replace("red: ", "red:k1 "))
+    return file
+
+
+def test_keys_name_tenants(file: Path) -> None:
+    keys = ApiKeys(file)
+    assert [tenant(keys, f"Bearer {key}") for key in ("k1", "k2", "k3", "")] == ["red", "blue", None, None]
+    assert tenant(keys, "k1") is None
+    assert tenant(keys, "Basic k1") is None
+    assert tenant(keys, "bearer  k1 ") == "red"
+    assert tenant(keys, "", "k2") == "blue"
+    assert tenant(keys, "Bearer nobody", "k2") == "blue"
+    assert tenant(keys, "", "Bearer k2") is None
+    file.write_text("")
+    assert tenant(ApiKeys(file), "Bearer ") is None
+
+
+def test_without_a_source_everyone_may_call() -> None:
+    assert ApiKeys().client_of("", "") is ANYONE
+    assert not ApiKeys().needed
+    assert tenant(ApiKeys(lines=[]), "Bearer k") is None
+
+
+def test_a_key_has_limits_and_a_salt_of_its_own() -> None:
+    line = "red:k1 requests_per_minute=60 tokens_per_minute=100000 in_flight=8 cache_salt=s4lt"
+    (client,) = parse_keys([line], "x").values()
+    assert (client.tenant, client.limits, client.cache_salt) == ("red", RateLimits(60, 100_000, 8), "s4lt")
+    assert b"k1" not in client.key
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "secret",
+        ":secret",
+        "red:",
+        "red: secret",
+        "red:secret x",
+        "red:secret in_flight=-1",
+        "red:secret in_flight=1.5",
+        "red:secret other=1",
+        "red:secret in_flight=1 in_flight=2",
+        "red:secret cache_salt=",
+        "ok:k\nred:k",
+    ],
+)
+def test_a_bad_line_is_named_without_its_key(line: str) -> None:
+    with pytest.raises(ValueError, match=r"^there:\d+: ") as refused:
+        parse_keys(["", *line.split("\n")], "there")
+    assert "secret" not in str(refused.value)
+
+
+def test_keys_come_from_the_environment_too(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert KeysFromEnvironment().lines() is None
+    monkeypatch.setenv("POINTSMAN_GATEWAY_API_KEYS", "green:k3 in_flight=1; grey:k4")
+    source = KeysFromEnvironment()
+    assert "k3" not in repr(source)
+    keys = ApiKeys(file, source.lines())
+    assert [tenant(keys, f"Bearer {key}") for key in ("k1", "k3", "k4")] == ["red", "green", "grey"]
+    monkeypatch.setenv("POINTSMAN_GATEWAY_API_KEYS", "green:k1")
+    with pytest.raises(ValueError, match="1 of its keys"):
+        ApiKeys(file, KeysFromEnvironment().lines())
+
+
+def test_a_changed_file_is_read_again(file: Path) -> None:
+    keys = ApiKeys(file)
+    assert keys.refresh(0.0) is False
+    file.write_text("red:new-key\n")
+    assert keys.refresh(LOOK_AGAIN_S / 2) is False  # looked a moment ago
+    assert keys.refresh(LOOK_AGAIN_S) is True
+    assert [tenant(keys, f"Bearer {key}") for key in ("k1", "new-key")] == [None, "red"]
+    assert keys.refresh(2 * LOOK_AGAIN_S) is False
+
+
+def test_a_broken_or_missing_file_keeps_the_keys_from_before(file: Path) -> None:
+    keys = ApiKeys(file)
+    file.write_text("no key here")
+    assert keys.refresh(0.0) is False
+    file.unlink()
+    assert keys.refresh(10.0) is False
+    assert tenant(keys, "Bearer k1") == "red"
+    other = file.with_name("other")
+    other.write_text("blue:k9")
+    os.replace(other, file)
+    assert keys.refresh(20.0) is True
+    assert tenant(keys, "Bearer k9") == "blue"

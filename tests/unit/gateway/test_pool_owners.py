@@ -1,0 +1,24 @@
+"""What the routers' words about the fleet come to."""
+
+from __future__ import annotations
+
+from pointsman.gateway.core.pool_owners import DEFAULT_OWNER_TIMEOUT_S, PoolOwners
+from pointsman.router.v1 import placement_pb2
+
+
+def fleet(timeout_s: int | None = None) -> placement_pb2.Fleet:
+    told = placement_pb2.Fleet()
+    if timeout_s is not None:
+        told.ownerless_timeout.FromSeconds(timeout_s)
+    return told
+
+
+def test_the_most_patient_router_says_how_long_a_pool_may_have_no_owner() -> None:
+    owners = PoolOwners()
+    assert owners.timeout_s == DEFAULT_OWNER_TIMEOUT_S
+    owners.update("1", "one", fleet(3))
+    owners.update("2", "two", fleet(8))
+    owners.update("3", "three", fleet())
+    assert owners.timeout_s == 8
+    owners.forget("2")
+    assert owners.timeout_s == 3

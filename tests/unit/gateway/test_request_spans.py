@@ -1,0 +1,115 @@
+"""The spans of a request, built from what its attempts leave."""
+
+from __future__ import annotations
+
+from pointsman.common.core.tracing import Span, SpanContext, SpanKind
+from pointsman.gateway.core.request.attempt import Attempt
+from pointsman.gateway.core.request.request_events import StepAssigned, Target
+from pointsman.gateway.core.request.request_spans import attempt_spans, request_span
+from pointsman.gateway.core.request_trace import placement_context, step_context
+from pointsman.gateway.core.streaming.usage_and_end import Usage
+
+REQUEST = SpanContext(7, 8, True)
+P, D = Target("p:1", "http://p:1"), Target("d:1", "http://d:1")
+
+
+def clock(moment: float) -> int:
+    """Monotonic s as unix ns, of a clock that began at 1,000 s."""
+    return int((1_000 + moment) * 1e9)
+
+
+def at(span: Span) -> tuple[float, float]:
+    return round(span.start_ns / 1e9 - 1_000, 6), round(span.end_ns / 1e9 - 1_000, 6)
+
+
+def moments(span: Span) -> dict[str, float]:
+    return {moment.name: round(moment.at_ns / 1e9 - 1_000, 6) for moment in span.events}
+
+
+def test_a_request_is_asked_about_and_served() -> None:
+    attempt = Attempt(usage=Usage(100, 64, 20))
+    attempt.begin_placement("r", 1.0)
+    attempt.begin_step(StepAssigned("r", D, decision_id="d-1", cached_tokens=80), 2.0)
+    attempt.sent_at, attempt.first_byte_at = 2.5, 3.0
+    place, serve = attempt_spans(REQUEST, attempt, "", 100, 9.0, clock)
+    assert (place.name, place.kind, place.context, place.parent_id) == (
+        "place",
+        SpanKind.CLIENT,
+        placement_context(REQUEST, "r"),
+        8,
+    )
+    assert (at(place), at(serve)) == ((1.0, 2.0), (2.0, 9.0))
+    assert place.attributes == {
+        "pointsman.request_id": "r",
+        "pointsman.decision_id": "d-1",
+        "pointsman.instance": "d:1",
+        "pointsman.cached_tokens": 80,
+        "pointsman.new_tokens": 20,
+        "pointsman.degraded": False,
+    }
+    assert (serve.name, serve.context, serve.parent_id, serve.error) == ("serve", step_context(REQUEST, "r", 0), 8, "")
+    assert moments(serve) == {"sent": 2.5, "first token": 3.0}
+    assert serve.attributes["pointsman.cached_tokens"] == 64
+    assert serve.attributes["gen_ai.usage.output_tokens"] == 20
+
+
+def test_each_step_of_a_plan_has_its_span_and_a_pull_is_part_of_its_serve() -> None:
+    attempt = Attempt()
+    attempt.begin_placement("r", 1.0)
+    attempt.begin_step(StepAssigned("r", P, 0, prefill_tokens=4_096), 2.0)
+    attempt.end_step("", 3.0)
+    attempt.begin_step(StepAssigned("r", P, 1, prefill_tokens=9_000, kv_target=D), 3.1)
+    attempt.end_step("", 4.0)
+    serve = StepAssigned("r", D, 2, kv_source=P)
+    attempt.begin_step(serve, 4.1)
+    attempt.begin_step(serve, 5.0)  # pulled, and now served
+    attempt.sent_at = 5.0
+    spans = attempt_spans(REQUEST, attempt, "the stream ended early", 9_100, 6.0, clock)
+    assert [(span.name, at(span)) for span in spans[1:]] == [
+        ("prefill", (2.0, 3.0)),
+        ("prefill", (3.1, 4.0)),
+        ("serve", (4.1, 6.0)),
+    ]
+    assert [span.error for span in spans] == ["", "", "", "the stream ended early"]
+    assert len({span.context for span in spans}) == 4
+    assert (spans[2].attributes["pointsman.kv_target"], spans[3].attributes["pointsman.kv_source"]) == ("d:1", "p:1")
+
+
+def test_a_step_that_was_sent_ahead_begins_when_it_was_sent() -> None:
+    attempt = Attempt()
+    attempt.begin_placement("r", 1.0)
+    attempt.begin_step(StepAssigned("r", P, 0, prefill_tokens=96, kv_target=D), 2.0)
+    attempt.early_sent_at = attempt.sent_at = 2.1
+    attempt.end_step("", 3.0)
+    attempt.begin_step(StepAssigned("r", D, 1, kv_source=P), 3.1)
+    prefill, serve = attempt_spans(REQUEST, attempt, "", 100, 4.0, clock)[1:]
+    assert (at(prefill), at(serve)) == ((2.0, 3.0), (2.1, 4.0))
+    assert moments(serve) == {"sent": 2.1}
+
+
+def test_a_step_that_fails_says_so_itself() -> None:
+    attempt = Attempt()
+    attempt.begin_placement("r.1", 1.0)
+    attempt.begin_step(StepAssigned("r.1", P, 0, prefill_tokens=96, kv_target=D), 2.0)
+    attempt.end_step("deadline", 3.0)
+    attempt.begin_step(StepAssigned("r.1", D, 1), 3.5)
+    assert [span.error for span in attempt_spans(REQUEST, attempt, "", 100, 4.0, clock)] == ["", "deadline", ""]
+
+
+def test_a_question_without_a_placement_has_the_refusal() -> None:
+    attempt = Attempt()
+    attempt.begin_placement("r", 1.0)
+    attempt.begin_placement("r", 1.5)  # of this gateway itself, when the router was gone
+    (place,) = attempt_spans(REQUEST, attempt, "No instance is ready.", 100, 2.0, clock)
+    assert (at(place), place.error) == ((1.0, 2.0), "No instance is ready.")
+    assert place.attributes == {"pointsman.request_id": "r"}
+
+
+def test_a_request_tells_its_route_status_and_when_it_was_tokenised() -> None:
+    span = request_span(REQUEST, 5, "/v1/messages", 200, 1.0, 1.25, 4.0, clock, **{"gen_ai.request.model": "m"})
+    assert (span.name, span.kind, span.parent_id, at(span)) == ("POST /v1/messages", SpanKind.SERVER, 5, (1.0, 4.0))
+    assert moments(span) == {"tokenised": 1.25}
+    assert span.attributes["gen_ai.request.model"] == "m"
+    assert not span.error
+    refused = request_span(REQUEST, 0, "/v1/messages", 503, 1.0, 0.0, 4.0, clock)
+    assert (refused.events, refused.error) == ((), "status 503")

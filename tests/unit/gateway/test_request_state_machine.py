@@ -1,0 +1,673 @@
+"""The request machine: exactly one Finished for each attempt, bounded attempts, a deadline at every arrow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pointsman.gateway.core.request import request_events as ev
+from pointsman.gateway.core.request.placement_messages import least_inflight
+from pointsman.gateway.core.request.request_events import Outcome, RequestTimeouts, StepAssigned, Target
+from pointsman.gateway.core.request.request_state_machine import Phase, RequestStateMachine
+
+LIMITS = RequestTimeouts(placement_s=10, prefill_s=20, first_byte_s=30, transfer_s=5, max_retries=2)
+A, B = Target("a", "http://a"), Target("b", "http://b", 1)
+
+
+def begun() -> RequestStateMachine:
+    machine = RequestStateMachine("r", LIMITS)
+    assert machine.start(0.0) == [ev.AskRouter("r", ())]
+    return machine
+
+
+def serving(target: Target = A, **step: Any) -> RequestStateMachine:
+    machine = begun()
+    given = StepAssigned("r", target, **step)
+    assert machine.handle(given, 1.0) == [ev.Serve(given)]
+    return machine
+
+
+def test_the_plain_way() -> None:
+    machine = serving()
+    assert machine.deadline == 31.0
+    assert machine.handle(ev.ResponseStarted(), 2.0) == [ev.ReportFirstToken("r")]
+    assert machine.deadline is None
+    assert machine.handle(ev.ResponseEnded(), 3.0) == [ev.ReportFinished("r", Outcome.OK)]
+    assert machine.phase is Phase.DONE
+
+
+def test_a_steps_own_deadline_is_kept() -> None:
+    assert serving(deadline_s=5.0).deadline == 6.0
+    assert serving(deadline_s=500.0).deadline == 31.0
+
+
+def test_prefill_then_serve() -> None:
+    machine = begun()
+    first = StepAssigned("r", A, prefill_tokens=64)
+    assert machine.handle(first, 1.0) == [ev.Prefill(first)]
+    assert machine.deadline == 21.0
+    assert machine.handle(ev.PrefillEnded(), 2.0) == [ev.AskNextStep("r", 0, "")]
+    second = StepAssigned("r", B, index=1)
+    assert machine.handle(second, 3.0) == [ev.Serve(second)]
+
+
+def test_a_late_prefill_is_aborted_and_the_router_asked_what_now() -> None:
+    machine = begun()
+    machine.handle(StepAssigned("r", A, prefill_tokens=64), 0.0)
+    assert machine.handle(ev.Tick(), 19.9) == []
+    assert machine.handle(ev.Tick(), 20.0) == [ev.AbortUpstream(), ev.AskNextStep("r", 0, "deadline", True)]
+
+
+def test_without_a_next_step_the_prefilled_instance_serves() -> None:
+    for event, now in ((ev.Tick(), 99.0), (ev.RouterLost("r"), 3.0)):
+        machine = begun()
+        machine.handle(StepAssigned("r", A, prefill_tokens=64), 1.0)
+        machine.handle(ev.PrefillEnded("broke"), 2.0)
+        (effect,) = machine.handle(event, now)
+        assert isinstance(effect, ev.Serve)
+        assert (effect.step.target, effect.step.index, effect.step.degraded) == (A, 1, True)
+
+
+def test_a_failure_before_the_first_byte_goes_elsewhere_at_most_twice() -> None:
+    machine = serving()
+    for attempt, excluded in ((1, ("a",)), (2, ("a", "a1"))):
+        abort, finished, ask = machine.handle(ev.UpstreamFailed("no", 500), 2.0)
+        assert abort == ev.AbortUpstream()
+        assert isinstance(finished, ev.ReportFinished)
+        assert (finished.outcome, finished.status) == (Outcome.FAILED, 500)
+        assert ask == ev.AskRouter(f"r.{attempt}", excluded)
+        machine.handle(StepAssigned(f"r.{attempt}", Target(f"a{attempt}", "")), 3.0)
+    *_, last = machine.handle(ev.UpstreamFailed("no"), 4.0)
+    assert isinstance(last, ev.FailRequest)
+    assert last.code == ev.INTERNAL
+    assert machine.phase is Phase.DONE
+
+
+def test_silence_before_the_first_byte_counts_as_a_failure() -> None:
+    machine = serving()
+    assert machine.handle(ev.Tick(), 31.0)[-1] == ev.AskRouter("r.1", ("a",))
+
+
+def test_after_the_first_byte_the_stream_breaks() -> None:
+    machine = serving()
+    machine.handle(ev.ResponseStarted(), 2.0)
+    effects = machine.handle(ev.UpstreamFailed("reset"), 3.0)
+    assert effects == [ev.AbortUpstream(), ev.ReportFinished("r", Outcome.FAILED, "reset"), ev.EndStreamWithError()]
+
+
+def test_a_failure_that_the_engine_told_the_client_is_not_told_twice() -> None:
+    machine = serving()
+    machine.handle(ev.ResponseStarted(), 2.0)
+    assert machine.handle(ev.ResponseEnded("its own"), 3.0) == [
+        ev.AbortUpstream(),
+        ev.ReportFinished("r", Outcome.FAILED, "its own"),
+    ]
+
+
+def test_a_rejection_is_final() -> None:
+    machine = serving()
+    assert machine.handle(ev.ResponseRejected(422), 2.0) == [ev.ReportFinished("r", Outcome.REJECTED, "rejected", 422)]
+
+
+def test_a_refusal_reserves_nothing() -> None:
+    machine = begun()
+    assert machine.handle(ev.PlacementRefused("r", 8, "full", 3.0), 1.0) == [ev.FailRequest(8, "full", 3.0)]
+
+
+def test_a_model_whose_instances_are_out_of_sight_is_not_unknown() -> None:
+    """Its agents are away, or the router is new: the client is to come again, not to give up."""
+    machine = begun()
+    assert machine.handle(ev.PlacementRefused("r", 5, "no instance serves a model"), 1.0) == [
+        ev.FailRequest(14, "No instance is ready for this model.")
+    ]
+
+
+def test_a_lost_router_leads_to_a_placement_of_our_own() -> None:
+    machine = begun()
+    assert machine.handle(ev.RouterLost("r"), 1.0) == [ev.PlaceLocally("r", ())]
+    given = StepAssigned("r", A, degraded=True)
+    assert machine.handle(given, 2.0) == [ev.Serve(given)]
+    # The next attempt asks the router again: it may be back.
+    assert machine.handle(ev.UpstreamFailed("no"), 3.0)[-1] == ev.AskRouter("r.1", ("a",))
+
+
+def test_a_client_that_leaves_ends_every_phase() -> None:
+    machine = begun()
+    assert machine.handle(ev.ClientDisconnected(), 1.0) == [
+        ev.AbortUpstream(),
+        ev.ReportFinished("r", Outcome.CANCELLED, "client left"),
+    ]
+    assert machine.handle(StepAssigned("r", A), 2.0) == []
+
+
+def test_no_step_in_time_is_an_error() -> None:
+    machine = begun()
+    abort, finished, fail = machine.handle(ev.Tick(), 10.0)
+    assert (abort, finished) == (ev.AbortUpstream(), ev.ReportFinished("r", Outcome.FAILED, "no step in time"))
+    assert isinstance(fail, ev.FailRequest)
+    assert fail.code == ev.DEADLINE_EXCEEDED
+
+
+FIRST = StepAssigned("r", A, prefill_tokens=64, kv_target=B)
+SECOND = StepAssigned("r", B, index=1, kv_source=A)
+ALONE = StepAssigned("r", B, index=2)
+
+
+def prefilled(*, inline_kv_transfer: bool = True) -> RequestStateMachine:
+    machine = RequestStateMachine("r", LIMITS, inline_kv_transfer=inline_kv_transfer)
+    machine.start(0.0)
+    assert machine.handle(FIRST, 0.0) == [ev.Prefill(FIRST)]
+    assert machine.handle(ev.PrefillEnded(), 1.0) == [ev.AskNextStep("r", 0, "")]
+    return machine
+
+
+def test_an_offload_whose_request_brings_the_kv_along() -> None:
+    machine = prefilled()
+    assert machine.handle(SECOND, 2.0) == [ev.Serve(SECOND)]
+    assert machine.deadline == 7.0
+    assert machine.handle(ev.ResponseStarted(), 3.0) == [ev.ReportFirstToken("r")]
+
+
+def test_an_offload_that_pulls_the_kv_before() -> None:
+    machine = prefilled(inline_kv_transfer=False)
+    assert machine.handle(SECOND, 2.0) == [ev.PullKv(SECOND)]
+    assert machine.deadline == 7.0
+    plain = StepAssigned("r", B, index=1)
+    assert machine.handle(ev.PullEnded(), 3.0) == [ev.Serve(plain)]
+    assert machine.deadline == 33.0
+    # From here on it is a request like any other.
+    assert machine.handle(ev.UpstreamFailed("no", 500), 4.0)[-1] == ev.AskRouter("r.1", ("b",))
+
+
+def test_a_transfer_that_fails_is_told_and_answered_without_it() -> None:
+    cases: list[tuple[bool, ev.Event, float, list[ev.Effect]]] = [
+        (True, ev.UpstreamFailed("status 500", 500), 3.0, [ev.AbortUpstream(), ev.AskNextStep("r", 1, "status 500")]),
+        (True, ev.Tick(), 7.0, [ev.AbortUpstream(), ev.AskNextStep("r", 1, "deadline")]),
+        (False, ev.PullEnded("status 500"), 3.0, [ev.AskNextStep("r", 1, "status 500")]),
+        (False, ev.Tick(), 7.0, [ev.AbortUpstream(), ev.AskNextStep("r", 1, "deadline")]),
+    ]
+    for inline_kv_transfer, event, now, expected in cases:
+        machine = prefilled(inline_kv_transfer=inline_kv_transfer)
+        machine.handle(SECOND, 2.0)
+        assert machine.handle(event, now) == expected
+        # Whatever the router says now, nothing but a plain SERVE is sent.
+        assert machine.handle(StepAssigned("r", B, index=2, prefill_tokens=9, kv_source=A), 8.0) == [ev.Serve(ALONE)]
+        assert machine.deadline == 38.0
+
+
+def test_an_instance_that_is_not_there_is_left_with_its_kv() -> None:
+    machine = prefilled()
+    machine.handle(SECOND, 2.0)
+    abort, finished, ask = machine.handle(ev.UpstreamFailed("no answer"), 3.0)
+    assert (abort, ask) == (ev.AbortUpstream(), ev.AskRouter("r.1", ("b",)))
+    assert isinstance(finished, ev.ReportFinished)
+    # The next attempt may offload again.
+    again = StepAssigned("r.1", A, prefill_tokens=64, kv_target=B)
+    assert machine.handle(again, 4.0) == [ev.Prefill(again)]
+
+
+def test_without_a_next_step_the_target_of_a_failed_prefill_serves() -> None:
+    machine = RequestStateMachine("r", LIMITS)
+    machine.start(0.0)
+    machine.handle(FIRST, 0.0)
+    machine.handle(ev.PrefillEnded("broke"), 1.0)
+    assert machine.handle(ev.RouterLost("r"), 2.0) == [ev.Serve(StepAssigned("r", B, 1, degraded=True))]
+
+
+SLICE = StepAssigned("r", A, prefill_tokens=64)
+LOST = ev.ReportFinished("r", Outcome.CANCELLED, "its router was lost between two steps")
+
+
+def between_slices() -> RequestStateMachine:
+    machine = begun()
+    machine.handle(SLICE, 0.0)
+    machine.handle(ev.PrefillEnded(), 1.0)
+    return machine
+
+
+def test_a_router_that_is_lost_between_two_slices_is_followed_by_another_attempt() -> None:
+    machine = between_slices()
+    assert machine.handle(ev.RouterLost("r"), 2.0) == [LOST, ev.AskRouter("r.1", ())]
+    assert machine.deadline == 12.0
+    # The new owner goes on where the old one ended, in its own way.
+    rest = StepAssigned("r.1", A, prefill_tokens=128)
+    assert machine.handle(rest, 3.0) == [ev.Prefill(rest)]
+
+
+def test_without_any_router_what_is_left_of_a_sliced_prompt_goes_where_it_began() -> None:
+    machine = between_slices()
+    machine.handle(ev.RouterLost("r"), 2.0)
+    assert machine.handle(ev.RouterLost("r.1"), 3.0) == [ev.Serve(StepAssigned("r.1", A, degraded=True))]
+    # When that instance fails it is left with what it has.
+    assert machine.handle(ev.UpstreamFailed("broke"), 4.0)[-1] == ev.AskRouter("r.2", ("a",))
+    assert machine.handle(ev.RouterLost("r.2"), 5.0) == [ev.PlaceLocally("r.2", ("a",))]
+
+
+def test_routers_are_lost_between_two_slices_twice_at_most() -> None:
+    machine = between_slices()
+    for number in (1, 2):
+        machine.handle(ev.RouterLost(machine.attempt_id), 2.0)
+        machine.handle(replace(SLICE, attempt_id=f"r.{number}"), 3.0)
+        machine.handle(ev.PrefillEnded(), 4.0)
+    assert machine.handle(ev.RouterLost("r.2"), 5.0) == [ev.Serve(StepAssigned("r.2", A, 1, degraded=True))]
+
+
+def test_after_an_offload_without_its_router_the_instance_that_has_the_prefix_serves() -> None:
+    assert prefilled().handle(ev.RouterLost("r"), 2.0) == [ev.Serve(StepAssigned("r", A, 1, degraded=True))]
+
+
+# Both instances want the second request before the first has ended.
+EAGER_A, EAGER_B = Target("a", "http://a", layerwise=True), Target("b", "http://b", 1, layerwise=True)
+EAGER = StepAssigned("r", EAGER_A, prefill_tokens=64, kv_target=EAGER_B, deadline_s=50.0, decision_id="d")
+AHEAD = StepAssigned("r", EAGER_B, index=1, kv_source=EAGER_A, decision_id="d")
+# As the router gives it later, with what it predicts.
+FOLLOWS = StepAssigned("r", EAGER_B, index=1, kv_source=EAGER_A, decision_id="d", cached_tokens=32)
+EAGER_ALONE = StepAssigned("r", EAGER_B, index=2)
+
+
+def sent_ahead(*, inline_kv_transfer: bool = True, prefilled: bool = False) -> RequestStateMachine:
+    machine = RequestStateMachine("r", LIMITS, inline_kv_transfer=inline_kv_transfer)
+    machine.start(0.0)
+    second = ev.Serve(AHEAD, early=True) if inline_kv_transfer else ev.PullKv(AHEAD, early=True)
+    assert machine.handle(EAGER, 0.0) == [ev.Prefill(EAGER), second]
+    assert machine.deadline == 20.0
+    if prefilled:
+        assert machine.handle(ev.PrefillEnded(), 1.0) == [ev.AskNextStep("r", 0, "")]
+    return machine
+
+
+def test_both_requests_go_at_once_only_where_both_instances_want_it() -> None:
+    for p, d in ((EAGER_A, B), (A, EAGER_B), (A, B)):
+        machine = begun()
+        step = StepAssigned("r", p, prefill_tokens=64, kv_target=d)
+        assert machine.handle(step, 0.0) == [ev.Prefill(step)]
+
+
+def test_the_step_sent_ahead_becomes_the_next_one() -> None:
+    machine = sent_ahead(prefilled=True)
+    assert machine.handle(FOLLOWS, 2.0) == [ev.AdoptEarlyStep(FOLLOWS)]
+    assert (machine.phase, machine.deadline) == (Phase.SERVING, 7.0)
+    assert machine.handle(ev.ResponseStarted(), 3.0) == [ev.ReportFirstToken("r")]
+    machine = sent_ahead(inline_kv_transfer=False, prefilled=True)
+    assert machine.handle(FOLLOWS, 2.0) == [ev.AdoptEarlyStep(FOLLOWS)]
+    assert (machine.phase, machine.deadline) == (Phase.PULLING, 7.0)
+    plain = StepAssigned("r", EAGER_B, index=1, decision_id="d", cached_tokens=32)
+    assert machine.handle(ev.PullEnded(), 3.0) == [ev.Serve(plain)]
+
+
+def test_an_answer_may_begin_before_the_prefill_says_that_it_is_done() -> None:
+    machine = sent_ahead()
+    assert machine.handle(ev.ResponseStarted(), 1.0) == [
+        ev.ReportStepDone("r", 0),
+        ev.AdoptEarlyStep(AHEAD),
+        ev.ReportFirstToken("r"),
+    ]
+    assert machine.phase is Phase.STREAMING
+    for late in (ev.PrefillEnded(), ev.PrefillEnded("broke"), FOLLOWS):
+        assert machine.handle(late, 2.0) == []
+    assert machine.handle(ev.ResponseEnded(), 3.0) == [ev.ReportFinished("r", Outcome.OK)]
+    machine = sent_ahead(inline_kv_transfer=False)
+    plain = StepAssigned("r", EAGER_B, index=1, decision_id="d")
+    assert machine.handle(ev.PullEnded(), 1.0) == [ev.ReportStepDone("r", 0), ev.AdoptEarlyStep(AHEAD), ev.Serve(plain)]
+    assert machine.deadline == 31.0
+    # Told, but not answered yet: the router has heard of the prefill's end.
+    machine = sent_ahead(prefilled=True)
+    assert machine.handle(ev.ResponseStarted(), 2.0) == [ev.AdoptEarlyStep(AHEAD), ev.ReportFirstToken("r")]
+    assert machine.handle(FOLLOWS, 3.0) == []
+
+
+def test_a_prefill_that_fails_while_the_other_instance_waits_ends_both() -> None:
+    for inline_kv_transfer in (True, False):
+        for event, now, told in (
+            (ev.PrefillEnded("broke", True), 1.0, ("broke", True)),
+            (ev.PrefillEnded("stopped early"), 1.0, ("stopped early", False)),
+            (ev.Tick(), 20.0, ("deadline", True)),
+        ):
+            machine = sent_ahead(inline_kv_transfer=inline_kv_transfer)
+            assert machine.handle(event, now) == [ev.AbortUpstream(), ev.AskNextStep("r", 0, *told)]
+            assert machine.handle(ev.ResponseStarted(), now) == []
+            assert machine.handle(replace(FOLLOWS, index=2), now) == [
+                ev.Serve(replace(EAGER_ALONE, decision_id="d", cached_tokens=32))
+            ]
+
+
+def test_an_instance_that_refuses_ahead_ends_the_prefill_and_is_asked_without_kv() -> None:
+    cases: list[tuple[bool, ev.Event, str]] = [
+        (True, ev.UpstreamFailed("status 500", 500), "status 500"),
+        (True, ev.UpstreamFailed("no answer"), "no answer"),
+        (True, ev.ResponseRejected(400), "status 400"),
+        (False, ev.PullEnded("status 500"), "status 500"),
+    ]
+    for inline_kv_transfer, event, error in cases:
+        machine = sent_ahead(inline_kv_transfer=inline_kv_transfer)
+        # Its instance is not to blame for the prefill.
+        assert machine.handle(event, 1.0) == [
+            ev.AbortUpstream(),
+            ev.AskNextStep("r", 0, f"the other instance: {error}"),
+        ]
+        assert machine.handle(EAGER_ALONE, 2.0) == [ev.Serve(EAGER_ALONE)]
+        assert machine.deadline == 32.0
+        # Told while the router is asked for the step that failed: it is given, and then told.
+        machine = sent_ahead(inline_kv_transfer=inline_kv_transfer, prefilled=True)
+        assert machine.handle(event, 2.0) == []
+        taken, *rest = machine.handle(FOLLOWS, 3.0)
+        assert taken == ev.AdoptEarlyStep(FOLLOWS)
+        if error == "no answer":
+            assert rest[-1] == ev.AskRouter("r.1", ("b",))
+        else:
+            assert rest[-1] == ev.AskNextStep("r", 1, error)
+
+
+def test_without_the_router_what_was_sent_ahead_goes_on() -> None:
+    for event, now in ((ev.RouterLost("r"), 2.0), (ev.Tick(), 11.0)):
+        machine = sent_ahead(prefilled=True)
+        (taken,) = machine.handle(event, now)
+        assert taken == ev.AdoptEarlyStep(replace(AHEAD, degraded=True))
+        assert machine.phase is Phase.SERVING
+
+
+def test_without_the_router_what_was_sent_ahead_and_failed_is_told_once_more_and_then_served_alone() -> None:
+    machine = sent_ahead(inline_kv_transfer=False, prefilled=True)
+    assert machine.handle(ev.PullEnded("broke"), 2.0) == []
+    taken = replace(AHEAD, degraded=True)
+    assert machine.handle(ev.Tick(), 11.0) == [ev.AdoptEarlyStep(taken), ev.AskNextStep("r", 1, "broke")]
+    (effect,) = machine.handle(ev.Tick(), 21.0)
+    assert effect == ev.Serve(StepAssigned("r", EAGER_B, 2, degraded=True))
+
+
+def test_another_step_than_the_one_sent_ahead_replaces_it() -> None:
+    machine = sent_ahead(prefilled=True)
+    other = StepAssigned("r", A, index=1)
+    assert machine.handle(other, 2.0) == [ev.AbortUpstream(), ev.Serve(other)]
+    machine = sent_ahead(prefilled=True)
+    assert machine.handle(ev.PlacementRefused("r", 14, "gone"), 2.0) == [ev.AbortUpstream(), ev.FailRequest(14, "gone")]
+
+
+def test_a_client_that_leaves_ends_both() -> None:
+    for prefilled in (False, True):
+        machine = sent_ahead(prefilled=prefilled)
+        assert machine.handle(ev.ClientDisconnected(), 1.5) == [
+            ev.AbortUpstream(),
+            ev.ReportFinished("r", Outcome.CANCELLED, "client left"),
+        ]
+
+
+EVENTS = st.one_of(
+    st.builds(
+        StepAssigned,
+        st.sampled_from(["r", "r.1", "r.2"]),
+        st.sampled_from([A, B, EAGER_A, EAGER_B]),
+        prefill_tokens=st.sampled_from([0, 16]),
+        kv_target=st.sampled_from([None, B, EAGER_B]),
+        kv_source=st.sampled_from([None, A, EAGER_A]),
+    ),
+    st.builds(ev.PlacementRefused, st.sampled_from(["r", "r.1", "r.2"]), st.sampled_from([5, 8, 14]), st.just("no")),
+    st.builds(ev.RouterLost, st.sampled_from(["r", "r.1", "r.2"])),
+    st.builds(ev.PrefillEnded, st.sampled_from(["", "broke"])),
+    st.builds(ev.PullEnded, st.sampled_from(["", "broke"])),
+    st.builds(ev.ResponseEnded, st.sampled_from(["", "broke"])),
+    st.builds(ev.ResponseRejected, st.just(400)),
+    st.builds(ev.UpstreamFailed, st.just("no"), st.sampled_from([0, 500])),
+    st.sampled_from([ev.ResponseStarted(), ev.ClientDisconnected(), ev.Tick()]),
+)
+
+
+@settings(max_examples=500)
+@given(st.lists(st.tuples(EVENTS, st.floats(0, 40)), max_size=30), st.booleans())
+def test_every_attempt_ends_exactly_once_whatever_happens(
+    history: list[tuple[ev.Event, float]], inline_kv_transfer: bool
+) -> None:
+    machine = RequestStateMachine("r", LIMITS, inline_kv_transfer=inline_kv_transfer)
+    now, asked, ended, refused, first = 0.0, set[str](), list[str](), 0, list[str]()
+    effects = machine.start(now)
+    # The client leaves in the end, so that every history comes to one.
+    for event, passed in [*history, (ev.ClientDisconnected(), 0.0), (ev.ClientDisconnected(), 0.0)]:
+        for effect in effects:
+            if isinstance(effect, ev.AskRouter | ev.PlaceLocally):
+                asked.add(effect.attempt_id)
+            elif isinstance(effect, ev.ReportFinished):
+                ended.append(effect.attempt_id)
+            elif isinstance(effect, ev.ReportFirstToken):
+                first.append(effect.attempt_id)
+        assert len(asked) <= 1 + LIMITS.max_retries
+        assert machine.deadline is not None or machine.phase in (Phase.STREAMING, Phase.DONE)
+        open_before = machine.phase is not Phase.DONE
+        now += passed
+        effects = machine.handle(event, now)
+        if open_before and machine.phase is Phase.DONE and isinstance(event, ev.PlacementRefused):
+            refused += 1
+    assert machine.phase is Phase.DONE
+    assert effects == []
+    assert len(ended) == len(set(ended)) == len(asked) - refused
+    assert set(ended) <= asked
+    assert len(first) == len(set(first)) <= 1
+
+
+class Conversation(RuleBasedStateMachine):
+    """Engines, a router, a client and a clock that do anything they can do, in any order; the machine's effects are carried out.
+
+    Only what is open can end, as with real connections: the machine is held to have one thing open at most (and what is sent
+    ahead of a PREFILL's end), to leave nothing open when it is done, and to give the client one answer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.machine = RequestStateMachine("r", LIMITS)
+        self.waiting: ev.Effect | None = None  # what was asked of the router
+        self.upstream: ev.Effect | None = None  # what is open at an engine
+        self.early: ev.Serve | ev.PullKv | None = None  # what is open at another one meanwhile
+        self.ended_early: ev.Serve | ev.PullKv | None = None  # what was open there, and has failed
+        self.answers: list[str] = []
+        self.ended: list[str] = []
+        self.plain_only: set[str] = set()
+
+    @initialize(inline_kv_transfer=st.booleans(), first=st.sampled_from([None, EAGER, SLICE]))
+    def begin(self, inline_kv_transfer: bool, first: StepAssigned | None) -> None:
+        self.machine = RequestStateMachine("r", LIMITS, inline_kv_transfer=inline_kv_transfer)
+        self.carry_out(self.machine.start(self.now))
+        if first is not None:
+            self.tell(first)
+        if first is SLICE:
+            self.helper_ended("")
+
+    def tell(self, event: ev.Event) -> None:
+        self.carry_out(self.machine.handle(event, self.now))
+
+    def carry_out(self, effects: list[ev.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case ev.AskRouter() | ev.PlaceLocally() | ev.AskNextStep():
+                    assert self.upstream is None, "asked for the next step while one runs"
+                    if not isinstance(effect, ev.AskNextStep) or effect.error:
+                        assert self.early is None, "a failure ends both"
+                    if isinstance(effect, ev.AskNextStep) and effect.error:
+                        self.plain_only.add(effect.attempt_id)
+                    self.waiting = effect
+                case ev.Serve(step, early=True) | ev.PullKv(step, early=True):
+                    assert isinstance(self.upstream, ev.Prefill)
+                    assert self.upstream.step.kv_target == step.target != self.upstream.step.target
+                    assert step.attempt_id not in self.plain_only
+                    self.early = effect
+                case ev.AdoptEarlyStep(step):
+                    # What computed the KV may still say so; nobody waits for it.
+                    taken = self.early or self.ended_early
+                    assert taken is not None
+                    assert taken.step.target == step.target
+                    self.upstream, self.early, self.ended_early, self.waiting = self.early, None, None, None
+                case ev.ReportStepDone(attempt_id):
+                    assert isinstance(self.upstream, ev.Prefill)
+                    assert attempt_id == self.machine.attempt_id
+                case ev.Prefill(step) | ev.PullKv(step) | ev.Serve(step):
+                    assert self.upstream is None, "two requests at once"
+                    assert self.early is None
+                    assert step.attempt_id not in self.ended
+                    if step.attempt_id in self.plain_only:
+                        assert isinstance(effect, ev.Serve)
+                        assert step.kv_source is None
+                    self.waiting, self.upstream = None, effect
+                case ev.AbortUpstream():
+                    self.upstream = self.early = self.ended_early = None
+                case ev.ReportFirstToken():
+                    self.answers.append("stream")
+                case ev.ReportFinished(attempt_id, outcome):
+                    assert attempt_id not in self.ended
+                    self.ended.append(attempt_id)
+                    if outcome is Outcome.REJECTED:
+                        self.answers.append("rejection")
+                    elif outcome is Outcome.CANCELLED and not self.answers and self.machine.phase is Phase.DONE:
+                        self.answers.append("nobody listens")
+                case ev.FailRequest():
+                    self.answers.append("error")
+                case ev.EndStreamWithError():
+                    assert self.answers == ["stream"]
+
+    @precondition(lambda self: self.waiting is not None)
+    @rule(
+        where=st.sampled_from([A, B]),
+        shape=st.sampled_from(["serve", "slice", "prefill", "fetch", "eager", "follows", "follows"]),
+        own=st.booleans(),
+    )
+    def step_given(self, where: Target, shape: str, own: bool) -> None:
+        step = StepAssigned(
+            self.machine.attempt_id,
+            {"eager": EAGER_A, "follows": EAGER_B}.get(shape, where),
+            prefill_tokens=64 * (shape in ("slice", "prefill", "eager")),
+            kv_target={"prefill": B, "eager": EAGER_B}.get(shape),
+            kv_source={"fetch": A, "follows": EAGER_A}.get(shape),
+            deadline_s=2.0 * own,
+        )
+        self.tell(step)
+
+    @precondition(lambda self: self.waiting is not None)
+    @rule(code=st.sampled_from([5, 8, 14]))
+    def refused(self, code: int) -> None:
+        self.tell(ev.PlacementRefused(self.machine.attempt_id, code, "no"))
+
+    @precondition(lambda self: self.waiting is not None)
+    @rule()
+    def router_lost(self) -> None:
+        self.tell(ev.RouterLost(self.machine.attempt_id))
+
+    @precondition(lambda self: self.early is not None)
+    @rule(
+        event=st.sampled_from(
+            ["", ev.UpstreamFailed("broke"), ev.UpstreamFailed("broke", 500), ev.ResponseRejected(400)]
+        )
+    )
+    def ahead_ended(self, event: ev.Event | str) -> None:
+        early = self.early
+        good = event == ""
+        if isinstance(early, ev.PullKv):
+            event = ev.PullEnded("" if good else "broke")
+        elif good:
+            event = ev.ResponseStarted()
+        if not good or isinstance(early, ev.PullKv):
+            self.early, self.ended_early = None, early
+        assert not isinstance(event, str)
+        self.tell(event)
+
+    @precondition(lambda self: isinstance(self.upstream, ev.Prefill | ev.PullKv))
+    @rule(error=st.sampled_from(["", "broke"]))
+    def helper_ends(self, error: str) -> None:
+        self.helper_ended(error)
+
+    def helper_ended(self, error: str) -> None:
+        pulled = isinstance(self.upstream, ev.PullKv)
+        self.upstream = None
+        self.tell(ev.PullEnded(error) if pulled else ev.PrefillEnded(error))
+
+    @precondition(lambda self: isinstance(self.upstream, ev.Serve) and self.machine.phase is Phase.SERVING)
+    @rule(event=st.sampled_from([ev.ResponseStarted(), ev.ResponseRejected(400)]))
+    def answered(self, event: ev.Event) -> None:
+        if isinstance(event, ev.ResponseRejected):
+            self.upstream = None
+        self.tell(event)
+
+    @precondition(lambda self: isinstance(self.upstream, ev.Serve))
+    @rule(status=st.sampled_from([0, 500]))
+    def serve_failed(self, status: int) -> None:
+        self.tell(ev.UpstreamFailed("broke", status))
+
+    @precondition(lambda self: self.machine.phase is Phase.STREAMING)
+    @rule(error=st.sampled_from(["", "its own"]))
+    def answer_ended(self, error: str) -> None:
+        self.upstream = None
+        self.tell(ev.ResponseEnded(error))
+
+    @rule(event=EVENTS)
+    def something_stale(self, event: ev.Event) -> None:
+        """What belongs to an attempt that is over changes nothing."""
+        if (
+            isinstance(event, StepAssigned | ev.PlacementRefused | ev.RouterLost)
+            and event.attempt_id != self.machine.attempt_id
+        ):
+            assert self.machine.handle(event, self.now) == []
+
+    @rule()
+    def client_gone(self) -> None:
+        self.tell(ev.ClientDisconnected())
+
+    @rule(passed=st.sampled_from([0.0, 1.9, 5.0, 30.0]))
+    def time_passes(self, passed: float) -> None:
+        self.now += passed
+        self.tell(ev.Tick())
+
+    @precondition(lambda self: self.machine.deadline is not None)
+    @rule()
+    def deadline(self) -> None:
+        assert self.machine.deadline is not None
+        before = (self.machine.phase, self.machine.attempt_id, self.machine.step)
+        self.now = max(self.now, self.machine.deadline)
+        self.tell(ev.Tick())
+        after = (self.machine.phase, self.machine.attempt_id, self.machine.step)
+        assert after != before, "a deadline that changes nothing"
+
+    @invariant()
+    def one_answer_and_nothing_left(self) -> None:
+        assert len(self.answers) <= 1
+        if self.machine.phase is Phase.DONE:
+            assert len(self.answers) == 1
+            assert self.upstream is None
+        elif self.machine.phase is not Phase.STREAMING:
+            assert self.answers == []
+            assert self.machine.deadline is not None
+
+    def teardown(self) -> None:
+        # Silence to the end: the deadlines alone bring every request to its one answer.
+        for _ in range(40):
+            if self.machine.deadline is None:
+                break
+            self.now = self.machine.deadline
+            self.tell(ev.Tick())
+        if self.machine.phase is Phase.STREAMING:
+            self.tell(ev.ClientDisconnected())
+        assert self.machine.phase is Phase.DONE
+        self.one_answer_and_nothing_left()
+
+
+TestConversation = Conversation.TestCase
+TestConversation.settings = settings(max_examples=200, stateful_step_count=40)
+
+
+@given(
+    st.lists(st.sampled_from("abc"), unique=True),
+    st.dictionaries(st.sampled_from("abc"), st.integers(0, 3)),
+    st.integers(0, 9),
+)
+def test_least_inflight_takes_one_of_the_emptiest(ids: list[str], inflight: dict[str, int], turn: int) -> None:
+    chosen = least_inflight(ids, inflight, ("a",), turn)
+    allowed = [one for one in ids if one != "a"]
+    if not allowed:
+        assert chosen is None
+    else:
+        assert chosen in allowed
+        assert inflight.get(chosen, 0) == min(inflight.get(one, 0) for one in allowed)
+
+
+def test_equals_take_turns() -> None:
+    assert [least_inflight(["a", "b"], {}, (), turn) for turn in range(3)] == ["a", "b", "a"]

@@ -1,0 +1,282 @@
+"""Streams on their way: cut anywhere, with usage that is ours, with errors that say too much."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pointsman.gateway.core.api import Endpoint, ErrorFormat, begins_with_error, redact_error_event
+from pointsman.gateway.core.streaming.sse import MAX_HELD_BYTES, SseFilter
+from pointsman.gateway.core.streaming.stream_tail import TAIL_BYTES
+from pointsman.gateway.core.streaming.usage_and_end import StreamEnd, Usage
+
+USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
+
+
+def stream(*events: object, done: bool = True) -> bytes:
+    text = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+    return (text + ("data: [DONE]\n\n" if done else "")).encode()
+
+
+def cut_up(whole: bytes, cuts: list[int]) -> list[bytes]:
+    pieces, at = [], 0
+    for cut in [*cuts, len(whole)]:
+        pieces.append(whole[at : at + cut])
+        at += cut
+    return [piece for piece in pieces if piece]
+
+
+WORDS = st.integers(0, 50)
+CUTS = st.lists(st.integers(1, 400), max_size=60)
+
+
+@given(CUTS, WORDS, st.booleans())
+def test_usage_is_found_however_the_stream_is_cut(cuts: list[int], words: int, ours: bool) -> None:
+    said = [{"choices": [{"delta": {"content": 'w"usage"' * 30}}]} for _ in range(words)]
+    whole = stream(*said, {"choices": [], "usage": USAGE})
+    events = SseFilter(Endpoint.CHAT, hide_usage=ours)
+    out = [events.feed(piece) for piece in cut_up(whole, cuts)]
+    assert events.stream_end() == StreamEnd(True, Usage(7, 4, 3))
+    assert events.count == words + 2
+    assert b"".join(out) == (stream(*said) if ours else whole)
+    assert all(piece == b"" or piece.endswith(b"\n\n") for piece in out)
+    assert events._tail._size <= TAIL_BYTES + max(map(len, cut_up(whole, cuts))) + 400
+
+
+def test_only_whole_events_go_out_until_one_is_too_long_to_wait_for() -> None:
+    events = SseFilter(Endpoint.CHAT)
+    assert events.feed(b'data: {"a"') == b""
+    assert events.feed(b": 1}\r\n\r\ndata") == b'data: {"a": 1}\r\n\r\n'
+    long = b"x" * MAX_HELD_BYTES
+    assert events.feed(long) == b"data" + long
+    assert events.mid_event
+    assert events.feed(b"y") == b"y"
+    assert events.feed(b"z\n\n") == b"z\n\n"
+    assert not events.mid_event
+    assert events.feed(b"data: [DONE]\n") == b""
+    assert events.flush() == b"data: [DONE]\n"
+    assert events.mid_event
+
+
+def test_an_early_end_and_an_engines_own_error_are_seen() -> None:
+    events = SseFilter(Endpoint.CHAT)
+    events.feed(stream({"choices": []}, done=False))
+    assert events.stream_end().complete is False
+    events.feed(stream({"error": {"message": "dead"}}))
+    assert events.stream_end() == StreamEnd(True, Usage(), "the engine reported an error")
+    assert events.count == 3
+    assert SseFilter(Endpoint.CHAT).stream_end() == StreamEnd(False)
+
+
+def framed(body: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(body), body)
+
+
+@given(st.lists(st.sampled_from(["word", "usage", "error", "own error", "ours"]), max_size=12), CUTS, st.booleans())
+def test_chunks_that_pass_and_pieces_that_are_fed_are_one_stream(kinds: list[str], cuts: list[int], ours: bool) -> None:
+    said: dict[str, object] = {
+        "word": {"choices": [{"delta": {"content": "w"}}]},
+        "usage": {"choices": [{"delta": {"content": "w"}}], "usage": USAGE},
+        "error": {"choices": [{"delta": {"content": "error"}}]},
+        "own error": {"error": {"message": "at 10.0.0.7", "type": "T", "param": None, "code": 500}},
+        "ours": {"choices": [], "usage": USAGE},
+    }
+    chunks = [stream(said[endpoint], done=False) for endpoint in kinds] + [b"data: [DONE]\n\n"]
+    whole, notable = (SseFilter(Endpoint.CHAT, hide_usage=ours) for _ in range(2))
+    expected = b"".join(whole.feed(piece) for piece in cut_up(b"".join(chunks), cuts))
+    events = SseFilter(Endpoint.CHAT, hide_usage=ours)
+    out = b""
+    for endpoint, chunk in zip([*kinds, "done"], chunks, strict=True):
+        pass_unchanged = events.pass_unchanged(framed(chunk))
+        assert pass_unchanged == (endpoint == "word")
+        if pass_unchanged:
+            out += chunk
+        else:
+            # What the parser makes of it comes in pieces as they please.
+            out += b"".join(events.feed(piece) for piece in cut_up(chunk, cuts[:3]))
+            notable.feed(chunk)
+    assert out == expected
+    assert b"10.0.0.7" not in out
+    assert events.stream_end() == notable.stream_end()
+    assert events.count == whole.count
+
+
+@pytest.mark.parametrize("endpoint", [Endpoint.MESSAGES, Endpoint.RESPONSES])
+def test_where_the_last_event_is_json_the_last_chunk_that_passed_tells_the_end(endpoint: Endpoint) -> None:
+    last = {
+        Endpoint.MESSAGES: b'event: message_stop\ndata: {"type":"message_stop"}\n\n',
+        Endpoint.RESPONSES: b'event: response.completed\ndata: {"sequence_number":9,"type":"response.completed"}\n\n',
+    }[endpoint]
+    word = b'event: x\ndata: {"sequence_number":8,"type":"x"}\n\n'
+    events = SseFilter(endpoint)
+    assert events.pass_unchanged(framed(word))
+    assert not events.stream_end().complete
+    assert events.feed(b": fed between\n\n")
+    assert events.pass_unchanged(framed(word))
+    assert events.pass_unchanged(framed(last))
+    assert events.stream_end().complete
+    assert events.stream_end().sequence_number == (9 if endpoint is Endpoint.RESPONSES else -1)
+    assert events.count == 3
+
+
+def test_a_chunk_does_not_pass_into_the_middle_of_an_event() -> None:
+    events = SseFilter(Endpoint.CHAT)
+    chunk = framed(stream({"a": 1}, done=False))
+    assert events.pass_unchanged(chunk)
+    assert events.feed(b'data: {"b"') == b""
+    assert not events.pass_unchanged(chunk)
+    assert events.feed(b": 1}\n\n") == b'data: {"b": 1}\n\n'
+    assert events.pass_unchanged(chunk)
+    assert not events.pass_unchanged(framed(b"data: {"))
+    assert events.feed(b"x" * (MAX_HELD_BYTES + 1))
+    assert not events.pass_unchanged(chunk), "a piece of an event is out"
+
+
+TRACE = 'no KV\nTraceback (most recent call last):\n  File "/srv/secret.py", line 1'
+TOLD = "lost tcp://10.0.0.7:5557 and node-7.cluster.local:8000 " + TRACE
+GAVE_UP = {
+    "message": "The instance failed while it answered.",
+    "type": "server_error",
+    "param": None,
+    "code": "instance_failed",
+}
+SAFE = "lost <address> and <address> no KV"
+
+
+@pytest.mark.parametrize("cut", [1, 7, 1000])
+@pytest.mark.parametrize(
+    ("endpoint", "event", "seen"),
+    [
+        (
+            Endpoint.CHAT,
+            {"error": {"message": TOLD, "type": "E", "param": None, "code": 500, "trace": TRACE}, "detail": TRACE},
+            {"error": {"message": SAFE, "type": "E", "param": None, "code": 500}},
+        ),
+        (Endpoint.CHAT, {"error": TOLD}, {"error": {"message": SAFE, "type": None, "param": None, "code": None}}),
+        (
+            Endpoint.COMPLETION,
+            {"object": "error", "message": TOLD, "type": "E", "param": {"at": TRACE}, "code": 400},
+            {"error": {"message": SAFE, "type": "E", "param": None, "code": 400}},
+        ),
+        (
+            Endpoint.CHAT,
+            {"choices": [{"index": 0, "delta": {"content": ""}, "finish_reason": "abort", "stop_reason": None}]},
+            {"error": GAVE_UP},
+        ),
+        (Endpoint.COMPLETION, {"choices": [{"index": 0, "text": "", "finish_reason": "abort"}]}, {"error": GAVE_UP}),
+        (
+            Endpoint.CHAT,
+            {"error": {"message": TRACE[6:]}},
+            {"error": {"message": "The engine reported an error.", "type": None, "param": None, "code": None}},
+        ),
+        (
+            Endpoint.MESSAGES,
+            {"type": "error", "error": {"type": "overloaded_error", "message": TOLD}},
+            {"type": "error", "error": {"type": "overloaded_error", "message": SAFE}},
+        ),
+        (
+            Endpoint.MESSAGES,
+            {"error": {"message": TOLD, "type": "InternalServerError"}},
+            {"type": "error", "error": {"type": "api_error", "message": SAFE}},
+        ),
+        (
+            Endpoint.RESPONSES,
+            {"type": "error", "code": "x", "message": TOLD, "param": None, "sequence_number": 5},
+            {"type": "error", "code": "x", "message": SAFE, "param": None, "sequence_number": 5},
+        ),
+        (
+            Endpoint.RESPONSES,
+            {"error": {"message": TOLD, "code": 500}},
+            {"type": "error", "code": "server_error", "message": SAFE, "param": None, "sequence_number": 4},
+        ),
+        (
+            Endpoint.RESPONSES,
+            {"response": {"error": {"message": TOLD, "code": "c"}}, "sequence_number": 4, "type": "response.failed"},
+            {"response": {"error": {"message": SAFE, "code": "c"}}, "sequence_number": 4, "type": "response.failed"},
+        ),
+    ],
+)
+def test_an_engines_own_error_says_no_more_than_an_error_body_would(
+    endpoint: Endpoint, event: dict[str, object], seen: dict[str, object], cut: int
+) -> None:
+    events = SseFilter(endpoint)
+    before = stream({"sequence_number": 3}, done=False)
+    assert not events.pass_unchanged(framed(stream(event, done=False)))
+    pieces = cut_up(before + stream(event, done=False), [cut] * 2000)
+    out = b"".join(events.feed(piece) for piece in pieces)
+    name, found, data = out.removeprefix(before).rpartition(b"data: ")
+    assert out.startswith(before)
+    assert data.endswith(b"\n\n")
+    assert found
+    assert json.loads(data) == seen
+    assert name == (b"event: error\n" if seen.get("type") == "error" else b"")
+    assert events.stream_end().error
+    assert events.stream_end().complete == (endpoint not in (Endpoint.CHAT, Endpoint.COMPLETION)), (
+        "there [DONE] has to come"
+    )
+
+
+@pytest.mark.parametrize("error_format", ErrorFormat)
+@pytest.mark.parametrize(
+    "event",
+    [
+        b'data: {"choices":[{"delta":{"content":"error"}}]}',
+        b'event: response.created\ndata: {"response":{"error":null,"status":"in_progress"},"type":"response.created"}',
+        b'data: {"delta":"error","type":"response.output_text.delta"}',
+        b'data: {"error":null,"choices":[]}',
+        b'data: {"choices":[{"delta":{"content":"\\"finish_reason\\":\\"abort\\""},"finish_reason":"stop"}]}',
+        b'data: {"choices":[{"delta":{"content":"abort"},"finish_reason":null}]}',
+        b': "error"',
+        b'data: ["error"]',
+    ],
+)
+def test_what_only_speaks_of_errors_is_left_as_it_is(error_format: ErrorFormat, event: bytes) -> None:
+    assert redact_error_event(error_format, event) is event
+
+
+def test_an_error_that_is_no_json_or_has_no_end_is_a_plain_sentence() -> None:
+    for text in (
+        b"event: error\ndata: boom at 10.0.0.7",
+        b'event: error\ndata: "at 10.0.0.7"',
+        b'data: {"error": 10.0.0.7}',
+    ):
+        events = SseFilter(Endpoint.CHAT)
+        assert events.feed(text) == b""
+        out = events.flush()
+        assert b"10.0.0.7" not in out
+        assert json.loads(out.removeprefix(b"data: "))["error"]["message"]
+    events = SseFilter(Endpoint.CHAT)
+    out = events.feed(b'data: {"error": {"message": "10.0.0.7')
+    for _ in range(20):
+        out += events.feed(b"10.0.0.7 " * 10_000)
+    assert out == b""
+    assert len(events._held) < 2 * MAX_HELD_BYTES
+    out = events.feed(b'"}}\n') + events.feed(b"\ndata: [DONE]\n\n")
+    assert b"10.0.0.7" not in out
+    assert out.endswith(b"\n\ndata: [DONE]\n\n")
+    assert json.loads(out.partition(b"\n")[0].removeprefix(b"data: "))["error"]["message"]
+
+
+def test_the_end_of_a_torn_event_is_not_taken_for_an_event() -> None:
+    events = SseFilter(Endpoint.CHAT)
+    begin = b'data: {"a": "' + b"x" * MAX_HELD_BYTES
+    assert events.feed(begin) == begin
+    end = b'"\ndata: , "b": "error"}\n\n'
+    assert events.feed(end + b'data: {"error": "10.0.0.7"}\n\n').startswith(end + b'data: {"error":{')
+
+
+@pytest.mark.parametrize(
+    ("piece", "error"),
+    [
+        (b'data: {"error": {"message": "x"}}\n\n', True),
+        (b'data: {"object":"error","message":"x"}\n\n', True),
+        (b"event: error\ndata: {}\n\n", True),
+        (b'data: {"id":"x","choices":[{"delta":{"content":"{\\"error\\""}}]}\n\n', False),
+        (b"", False),
+    ],
+)
+def test_streams_that_begin_with_an_error(piece: bytes, error: bool) -> None:
+    assert begins_with_error(piece) is error

@@ -1,0 +1,125 @@
+"""The two requests of a KV transfer: what they carry, and when one of them may not be sent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pointsman.gateway.core.api import ApiCall, ClientRules, Endpoint, parse
+from pointsman.gateway.core.request import transfer_params as kv
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+MOONCAKE_ANSWER = b'{"choices":[{"finish_reason":"length"}],"kv_transfer_params":null}'
+
+
+def call(endpoint: Endpoint = Endpoint.CHAT, **body: Any) -> ApiCall:
+    base: dict[str, Any] = CHAT if endpoint is not Endpoint.COMPLETION else {"model": "m", "prompt": "hi"}
+    return parse(endpoint, json.dumps(base | body).encode(), ClientRules(client_cache_salt=True))
+
+
+@pytest.mark.parametrize(
+    ("made", "inline_kv_transfer", "why"),
+    [
+        (call(stream=True), True, ""),
+        (call(Endpoint.COMPLETION, stream=True), True, ""),
+        (call(Endpoint.COMPLETION, stream=True, prompt=[1, 2]), True, ""),
+        (call(Endpoint.COMPLETION, stream=True, prompt=["a"]), True, ""),
+        (call(stream=True, n=1, response_format=None), True, ""),
+        (call(), False, ""),
+        (call(stream=True, n=2), False, ""),
+        (call(stream=True, response_format={"type": "json_object"}), False, ""),
+        (call(stream=True, structured_outputs={"regex": "a"}), False, ""),
+        (call(stream=True, prompt_logprobs=1), False, "prompt_logprobs recompute the prompt"),
+        (call(Endpoint.COMPLETION, prompt=["a", "b"]), False, "several prompts"),
+        (call(Endpoint.COMPLETION, prompt=[[1], [2]]), False, "several prompts"),
+        (call(Endpoint.COMPLETION, prompt_embeds="x"), False, "prompt embeddings"),
+        (call(Endpoint.MESSAGES, max_tokens=9, stream=True), False, ""),
+        (call(Endpoint.EMBEDDINGS, input="x"), False, "a prompt that only its own API can render"),
+    ],
+)
+def test_how_a_call_can_be_offloaded(made: ApiCall, inline_kv_transfer: bool, why: str) -> None:
+    assert (kv.supports_inline_kv_transfer(made), kv.transfer_obstacle(made)) == (inline_kv_transfer, why)
+
+
+def test_another_apis_prompt_is_sent_as_the_chat_that_it_is() -> None:
+    made = call(Endpoint.MESSAGES, max_tokens=9, system="be brief", cache_salt="s", stop_sequences=["x"])
+    path, raw = kv.prefill_request(made, {"transfer_id": "t"})
+    body = json.loads(raw)
+    assert path == "/v1/chat/completions"
+    assert [one["role"] for one in body["messages"]] == ["system", "user"]
+    assert (body["model"], body["cache_salt"], body["max_completion_tokens"]) == ("m", "s", 1)
+    assert "stop" not in body
+
+
+def test_a_slice_carries_model_and_salt() -> None:
+    path, raw = kv.slice_request(call(model="lora", cache_salt="s"), (1, 2, 3))
+    body = json.loads(raw)
+    assert (path, body["model"], body["cache_salt"], body["prompt"], body["max_tokens"]) == (
+        "/v1/completions",
+        "lora",
+        "s",
+        [1, 2, 3],
+        1,
+    )
+
+
+@given(
+    st.dictionaries(st.text(max_size=8), st.integers() | st.text(max_size=8) | st.none(), max_size=5),
+    st.sampled_from([b"", b" ", b"\n"]),
+)
+def test_params_are_added_and_all_else_stays(fields: dict[str, Any], space: bytes) -> None:
+    fields.pop("kv_transfer_params", None)
+    payload = space + json.dumps(CHAT | fields).encode() + space
+    transfer = kv.KvTransferParams({"transfer_id": "t"})
+    assert json.loads(kv.with_params(payload, transfer)) == CHAT | fields | {"kv_transfer_params": {"transfer_id": "t"}}
+
+
+@given(st.binary(max_size=60))
+def test_any_answer_gives_params_or_a_transfer_error(answer: bytes) -> None:
+    for attempt in (
+        lambda: kv.check_prefilled(answer),
+        lambda: kv.nixl_fetch(answer),
+        lambda: kv.engine_id_of(answer, None),
+    ):
+        with pytest.raises(kv.TransferError):
+            attempt()
+    assert not kv.earlier_slices_evicted(answer, 10_000)
+
+
+@pytest.mark.parametrize(
+    ("read", "answer", "error"),
+    [
+        (kv.check_prefilled, b'{"choices":[{"finish_reason":"stop"}]}', "stopped early"),
+        (kv.check_prefilled, b'{"choices":[]}', "stopped early"),
+        (kv.nixl_fetch, MOONCAKE_ANSWER, "says nothing of its KV"),
+        (kv.nixl_fetch, b'{"choices":[{"finish_reason":"length"}],"kv_transfer_params":[]}', "no completion"),
+    ],
+)
+def test_answers_without_kv(read: Callable[[bytes], object], answer: bytes, error: str) -> None:
+    with pytest.raises(kv.TransferError, match=error):
+        read(answer)
+
+
+def test_the_engine_id_is_the_ranks_own() -> None:
+    answer = b'{"0":{"engine_id":"a","worker_addr":{}},"1":{"engine_id":"b","worker_addr":{"0":{"0":"tcp://h:1"}}}}'
+    assert [kv.engine_id_of(answer, rank) for rank in (None, 0, 1)] == ["a", "a", "b"]
+    with pytest.raises(kv.TransferError, match="not registered"):
+        kv.engine_id_of(answer, 2)
+
+
+@pytest.mark.parametrize(
+    ("cached", "before", "short"), [(4096, 4096, False), (3840, 4096, False), (3839, 4096, True), (None, 4096, True)]
+)
+def test_a_shortfall_of_more_than_a_block_ends_slicing(cached: int | None, before: int, short: bool) -> None:
+    answer = json.dumps({"usage": {"prompt_tokens_details": {"cached_tokens": cached}}}).encode()
+    assert kv.earlier_slices_evicted(answer, before) is short
+
+
+def test_nothing_is_concluded_from_an_engine_that_does_not_tell() -> None:
+    assert not kv.earlier_slices_evicted(b'{"usage":{"prompt_tokens_details":null}}', 4096)
+    assert not kv.earlier_slices_evicted(b"{}", 4096)

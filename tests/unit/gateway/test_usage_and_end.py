@@ -1,0 +1,108 @@
+"""Ends and usage of each API's answers, however the bytes are cut."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pointsman.gateway.core.api import Endpoint
+from pointsman.gateway.core.streaming.usage_and_end import StreamEnd, Usage, parse_stream_end, usage_of
+
+OPENAI = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
+ANTHROPIC = {
+    "input_tokens": 2,
+    "cache_read_input_tokens": 4,
+    "cache_creation_input_tokens": 1,
+    "output_tokens": 3,
+}
+RESPONSES = {"input_tokens": 7, "input_tokens_details": {"cached_tokens": 4}, "output_tokens": 3, "total_tokens": 10}
+USAGES = {Endpoint.CHAT: OPENAI, Endpoint.MESSAGES: ANTHROPIC, Endpoint.RESPONSES: RESPONSES}
+
+
+def named(*events: dict[str, Any]) -> bytes:
+    """Events as the two newer APIs write them."""
+    return "".join(f"event: {one['type']}\ndata: {json.dumps(one)}\n\n" for one in events).encode()
+
+
+def messages_stream(*, stop: bool = True) -> bytes:
+    start = {"type": "message_start", "message": {"usage": {"input_tokens": 9, "output_tokens": 0}}}
+    delta = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": '"usage": {'}}
+    events = [start, *[delta] * 5, {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": ANTHROPIC}]
+    return named(*events, *([{"type": "message_stop"}] if stop else []))
+
+
+def responses_stream(last: str = "response.completed", text: str = "", user: str = "") -> bytes:
+    response = {
+        "id": "resp_1",
+        "instructions": text,
+        "output": [],
+        "usage": RESPONSES,
+        "user": user,
+        "input_messages": None,
+    }
+    return named(
+        {"response": {"usage": None}, "sequence_number": 0, "type": "response.created"},
+        {"delta": text[:50], "sequence_number": 1, "type": "response.output_text.delta"},
+        {"response": response, "sequence_number": 2, "type": last},
+    )
+
+
+@pytest.mark.parametrize("endpoint", USAGES)
+def test_usage_of_a_whole_answer(endpoint: Endpoint) -> None:
+    assert usage_of(json.dumps({"usage": USAGES[endpoint]}).encode(), endpoint) == Usage(7, 4, 3)
+    for odd in (b"", b"[]", b"{", b'{"usage": 3}', b'{"usage": {"prompt_tokens": "7", "input_tokens": -1}}'):
+        assert usage_of(odd, endpoint) == Usage()
+
+
+def test_without_cache_figures_anthropics_input_is_the_prompt() -> None:
+    assert usage_of(b'{"usage": {"input_tokens": 5, "output_tokens": 1}}', Endpoint.MESSAGES) == Usage(5, None, 1)
+
+
+@given(st.integers(0, 500))
+def test_a_messages_stream_ends_with_message_stop(lost: int) -> None:
+    assert parse_stream_end(Endpoint.MESSAGES, messages_stream()[lost:]) == StreamEnd(True, Usage(7, 4, 3))
+    assert parse_stream_end(Endpoint.MESSAGES, messages_stream(stop=False)[lost:]).complete is False
+
+
+@pytest.mark.parametrize("user", ["", 'a "usage": {"input_tokens": 1} b', '\\"usage\\":{\\"input_tokens\\":99}'])
+@pytest.mark.parametrize("size", [0, 20_000])
+def test_a_response_stream_is_understood_from_its_last_bytes(size: int, user: str) -> None:
+    whole = responses_stream(text="u" * size + '"usage": {"input_tokens": 5}', user=user)
+    assert parse_stream_end(Endpoint.RESPONSES, whole[-8_192:]) == StreamEnd(True, Usage(7, 4, 3), "", 2)
+    assert parse_stream_end(Endpoint.RESPONSES, whole) == StreamEnd(True, Usage(7, 4, 3), "", 2)
+    failed = responses_stream("response.failed", "u" * size)
+    assert parse_stream_end(Endpoint.RESPONSES, failed[-8_192:]).error
+    assert parse_stream_end(Endpoint.RESPONSES, failed[-8_192:]).complete
+
+
+@given(st.integers(1, 400))
+def test_a_response_stream_that_is_cut_is_not_complete(missing: int) -> None:
+    whole = responses_stream(text='"type":"response.completed"}')
+    # The blank line behind the last event may be lost: the event is whole without it.
+    assert parse_stream_end(Endpoint.RESPONSES, whole[: -missing - 2]).complete is False
+
+
+def test_an_engines_own_error_ends_a_stream() -> None:
+    error = {"type": "error", "error": {"type": "internal_error", "message": "x"}}
+    assert parse_stream_end(Endpoint.MESSAGES, named({"type": "message_start"}, error)) == StreamEnd(
+        True, Usage(), "the engine reported an error"
+    )
+    event = {"type": "error", "message": "x", "sequence_number": 4}
+    assert parse_stream_end(Endpoint.RESPONSES, named(event)) == StreamEnd(
+        True, Usage(), "the engine reported an error", 4
+    )
+    openai = b'data: {"error": {"message": "x"}}\n\ndata: [DONE]\n\n'
+    assert parse_stream_end(Endpoint.CHAT, openai) == StreamEnd(True, Usage(), "the engine reported an error")
+
+
+@given(
+    st.sampled_from(Endpoint),
+    st.binary(max_size=300) | st.text(max_size=100).map(lambda text: f"data: {text}".encode()),
+)
+def test_any_bytes_have_an_ending(endpoint: Endpoint, text: bytes) -> None:
+    parse_stream_end(endpoint, text)
+    usage_of(text, endpoint)

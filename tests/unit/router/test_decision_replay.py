@@ -1,0 +1,206 @@
+"""Decisions written to a log, read back and made again, for every policy there is; and the command that does it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+import typer
+from msgspec.structs import replace
+from typer.testing import CliRunner
+
+from pointsman.cli.fleet_commands import add_fleet_commands
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.analysis.decision_replay import differences, inputs_digest, redecide, rng_of
+from pointsman.router.core.policy.registry import POLICIES, make_policy
+from pointsman.router.core.router_state import RouterState, StateSettings
+from pointsman.router.core.types import Decision, Load
+from pointsman.router.io.telemetry.decision_log import (
+    ClosedLine,
+    DecidedLine,
+    DecisionFilter,
+    DecisionLog,
+    MalformedLine,
+    read_log,
+)
+from tests.support.router_values import join, place, request, state
+
+app = typer.Typer()
+add_fleet_commands(app)
+
+
+def mixed_run(log: DecisionLog, requests: int = 12) -> list[Decision]:
+    """Every registered policy in turn on one fleet with load, owners, failures, drains and finished requests."""
+    router = RouterState(make_policy("unified"), StateSettings(), router_id="t", seed=7)
+    rng = random.Random(1)
+    for number, name in enumerate("abcd"):
+        join(router, name, number, keys=[*range(40 * number)])
+        router.handle(ev.LoadReported(number, name, Load(0.1 * number, running=number, kv_usage=rng.random())), 1.0)
+    made: list[Decision] = []
+    for turn, name in enumerate(sorted(POLICIES)):
+        for open_one in list(router.reservations):
+            router.handle(ev.Finished(open_one.request_id, "CANCELLED"), 2.0 + turn)
+        router.policy = make_policy(name)
+        router.handle(ev.DrainsChanged({} if turn % 2 else {"d": "1"}), 2.0 + turn)
+        for number in range(requests):
+            asked = request(
+                f"{name}-{number}",
+                tokens=rng.choice((50, 3_000, 40_000)),
+                keys=tuple(range(rng.choice((0, 20, 60)))),
+                session_id=f"s{number % 4}",
+                exclude=("a",) if number % 5 == 0 else (),
+            )
+            for effect in router.handle(ev.PlaceRequested(asked, "g"), 2.0 + turn + number / 100):
+                if isinstance(effect, ev.DecisionMade):
+                    log.decided(effect.decision, 1_000.0 + turn, 1e-4)
+                    made.append(effect.decision)
+            if number % 3 == 0:
+                router.handle(ev.FirstToken(asked.request_id), 2.0 + turn)
+            if number % 2 == 0:
+                for effect in router.handle(
+                    ev.Finished(asked.request_id, "OK", 50, 16, 3, timings_ms={"done": 1.5}), 3.0
+                ):
+                    if isinstance(effect, ev.DecisionClosed):
+                        log.closed(effect.decision_id, effect.finished, 1_001.0)
+    return made
+
+
+def test_a_log_of_every_policy_reproduces_every_decision_to_the_bit(tmp_path: Path) -> None:
+    file = tmp_path / "decisions.jsonl"
+    log = DecisionLog(10, file)
+    made = mixed_run(log)
+    log.close()
+    lines = [line for _, line in read_log(file)]
+    recorded = [line for line in lines if isinstance(line, DecidedLine)]
+    assert {line.decision.policy.name for line in recorded} == set(POLICIES)
+    # A policy may hold some of its requests until the run is over.
+    assert 11 * len(POLICIES) < len(recorded) == len(made) <= 12 * len(POLICIES)
+    assert any(isinstance(line, ClosedLine) and line.finished.timings_ms == {"done": 1.5} for line in lines)
+    for line, decision in zip(recorded, made, strict=True):
+        assert line.decision.view == decision.view
+        assert differences(decision, line.decision) == []
+        assert differences(line.decision, redecide(line.decision)) == []
+        assert redecide(line.decision).key_count == decision.key_count
+        assert line.inputs_digest == inputs_digest(decision) == inputs_digest(line.decision)
+    answer = CliRunner().invoke(app, ["decisions", "verify", str(file)])
+    assert (answer.exit_code, answer.output) == (
+        0,
+        f"{len(made)} of {len(made)} decisions are the same when made again\n",
+    )
+
+
+def test_a_changed_decision_is_told_with_file_line_and_field(tmp_path: Path) -> None:
+    file = tmp_path / "decisions.jsonl"
+    log = DecisionLog(10, file)
+    made = mixed_run(log, requests=1)
+    log.decided(replace(made[0], cached_tokens=1), 0.0, 0.0)
+    log.decided(replace(made[0], policy=replace(made[0].policy, name="gone")), 0.0, 0.0)
+    log.decided(replace(made[0], view=replace(made[0].view, candidates=())), 0.0, 0.0)
+    log.close()
+    recorded = file.read_bytes()
+    lines = recorded.splitlines()
+    changed = lines[0].replace(b'"input_tokens":', b'"input_tokens":1')
+    assert changed != lines[0]
+    file.write_bytes(recorded + changed + b"\n")
+    total = len(lines)
+    answer = CliRunner().invoke(app, ["decisions", "verify", str(file)])
+    assert answer.exit_code == 1
+    assert f"line {total - 2}, {made[0].decision_id}: cached_tokens: 1 -> " in answer.output
+    assert f"line {total - 1}, {made[0].decision_id}: policy.name: no policy 'gone'" in answer.output
+    assert f"line {total}, {made[0].decision_id}: cannot be made again" in answer.output
+    assert f"line {total + 1}, {made[0].decision_id}: inputs_digest: " in answer.output
+    assert f"{len(made)} of {len(made) + 4} decisions are the same" in answer.output
+
+
+def test_a_malformed_line_is_told_with_file_line_and_reason(tmp_path: Path) -> None:
+    file = tmp_path / "decisions.jsonl"
+    log = DecisionLog(10, file)
+    mixed_run(log, requests=1)
+    log.close()
+    good = file.read_bytes().splitlines()[0]
+    for bad, said in (
+        (b'{"event": "decided"', "line 2: "),
+        (good.replace(b'"input_tokens":', b'"input_tokens":"x","was":'), "line 2: Expected `int`, got `str`"),
+        (b'{"event":"opened"}', "line 2: Invalid value 'opened'"),
+        (b"", "line 2: Input data was truncated"),
+    ):
+        file.write_bytes(good + b"\n" + bad + b"\n")
+        with pytest.raises(MalformedLine, match=r"decisions\.jsonl, "):
+            list(read_log(file))
+        answer = CliRunner().invoke(app, ["decisions", "verify", str(file)])
+        assert answer.exit_code == 1
+        assert said in answer.stderr
+    assert CliRunner().invoke(app, ["decisions", "verify", str(tmp_path / "none")]).exit_code == 1
+
+
+def test_an_instance_that_reports_nonsense_leaves_the_log_readable(tmp_path: Path) -> None:
+    from pointsman.agent.v1 import agent_pb2
+    from pointsman.router.io.convert import agent_messages
+
+    router = state()
+    join(router, "a", 1)
+    wire = agent_pb2.Load(healthy=True, kv_usage=float("nan"))
+    router.handle(ev.LoadReported(1, "a", agent_messages.load(wire, 1.0)), 1.0)
+    answer = place(router, request(tokens=5))
+    assert isinstance(answer, ev.Placed)
+    line = DecidedLine(0.0, 0.0, answer.decision, inputs_digest(answer.decision))
+    again = msgspec.json.decode(msgspec.json.encode(line), type=DecidedLine)
+    assert differences(answer.decision, redecide(again.decision)) == []
+    assert inputs_digest(again.decision) == again.inputs_digest
+
+
+def test_randomness_follows_from_the_decisions_id_alone() -> None:
+    assert rng_of("t-1").random() == rng_of("t-1").random() != rng_of("t-2").random()
+    first = [place_random(seed) for seed in (0, 0, 1)]
+    assert first[0] == first[1] != first[2]
+
+
+def place_random(seed: int) -> list[str]:
+    router = RouterState(make_policy("random"), StateSettings(), seed=seed)
+    for number, name in enumerate("abcdefgh"):
+        join(router, name, number)
+    answers = [place(router, request(f"r{number}", tokens=1)) for number in range(12)]
+    return [answer.step.instance_id for answer in answers if isinstance(answer, ev.Placed)]
+
+
+def test_decisions_are_filtered_by_time() -> None:
+    log = DecisionLog(10)
+    router = state()
+    join(router, "a", 1)
+    for number in range(3):
+        answer = place(router, request(f"r{number}", tokens=1))
+        assert isinstance(answer, ev.Placed)
+        log.decided(answer.decision, 100.0 * number, 0.0)
+    wanted = DecisionFilter(since_unix_s=50.0, until_unix_s=150.0)
+    assert [one.decision.request.request_id for one in log.newest(wanted.matches)] == ["r1"]
+
+
+def test_the_memory_of_a_large_fleets_decisions_is_bounded_by_their_candidates() -> None:
+    log = DecisionLog(10, max_candidates=12)
+    router = state()
+    for number, name in enumerate("abcd"):
+        join(router, name, number + 1)
+    for number in range(5):
+        answer = place(router, request(f"r{number}", tokens=1))
+        assert isinstance(answer, ev.Placed)
+        log.decided(answer.decision, 0.0, 0.0)
+    assert [one.decision.request.request_id for one in log.newest(lambda _: True)] == ["r4", "r3", "r2"]
+    assert log.get("r1") is None
+
+
+def test_a_request_that_was_decided_again_is_found_after_its_first_decision_left() -> None:
+    log = DecisionLog(2)
+    router = state()
+    join(router, "a", 1)
+    decisions = []
+    for name in ("same", "other"):
+        answer = place(router, request(name, tokens=1))
+        assert isinstance(answer, ev.Placed)
+        decisions.append(answer.decision)
+    for number, decision in enumerate([decisions[0], decisions[1], decisions[0]]):
+        log.decided(msgspec.structs.replace(decision, decision_id=f"d{number}"), 0.0, 0.0)
+    found = log.get("same")
+    assert found is not None
+    assert found.decision.decision_id == "d2"

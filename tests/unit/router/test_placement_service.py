@@ -1,0 +1,67 @@
+"""A gateway's stream that ends, as grpc tells it: the last read returns, and the call is cancelled around the same time."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pointsman.common.io.channel import END_OF_STREAM
+from pointsman.router.io.rpc.placement_service import PlacementService
+from pointsman.router.v1 import placement_pb2
+
+
+class Router:
+    """What a session asks of a router."""
+
+    def __init__(self) -> None:
+        self.settings = SimpleNamespace(router_id="r1")
+        self.store = SimpleNamespace(epoch=1)
+        self.calls: list[str] = []
+
+    def fleet(self) -> placement_pb2.Fleet:
+        return placement_pb2.Fleet()
+
+    def opened(self, hello: Any, stream: Any) -> None:
+        self.calls.append(f"{hello.gateway_id} opened")
+
+    def closed(self, gateway_id: str, stream: Any) -> None:
+        self.calls.append(f"{gateway_id} closed")
+
+
+class Context:
+    """A call whose peer says hello and is gone; the call is cancelled so many turns of the event loop later."""
+
+    def __init__(self, turns: int) -> None:
+        self._turns = turns
+        self._read = False
+
+    async def read(self) -> Any:
+        if not self._read:
+            self._read = True
+            return placement_pb2.SessionRequest(hello=placement_pb2.GatewayHello(gateway_id="gw-1"))
+        await asyncio.sleep(0)
+        return END_OF_STREAM
+
+    async def write(self, message: Any) -> None:
+        await asyncio.sleep(0)
+
+    async def play(self, session: asyncio.Task[None]) -> None:
+        for _ in range(self._turns):
+            await asyncio.sleep(0)
+        session.cancel()
+
+
+@pytest.mark.parametrize("turns", range(2, 14))
+def test_a_gateway_that_is_gone_is_lost_whenever_its_call_is_cancelled(turns: int) -> None:
+    async def play() -> list[str]:
+        router, context = Router(), Context(turns)
+        service = PlacementService(router)  # type: ignore[arg-type]
+        session = asyncio.ensure_future(service.Session(None, context))  # type: ignore[arg-type]
+        await asyncio.gather(context.play(session), session, return_exceptions=True)
+        return router.calls
+
+    calls = asyncio.run(play())
+    assert calls in ([], ["gw-1 opened", "gw-1 closed"]), "opened and never closed"

@@ -1,0 +1,138 @@
+"""What is kept of instances between decisions, and when it is looked at anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.instances.instance_registry import CandidateSnapshot
+from pointsman.router.core.instances.report_sync import Delta
+from pointsman.router.core.router_state import RouterState
+from pointsman.router.core.types import Candidate, Decision, Load
+from tests.support.router_values import info, join, place, request, state
+
+KEYS = [*range(100, 112)]
+
+
+def fleet() -> RouterState:
+    """Instances a and b, both with fresh reports and the prompt's keys."""
+    router = state(stale_report_s=5.0, stale_keys_s=10.0)
+    for number, name in enumerate("ab"):
+        join(router, name, number, KEYS)
+        router.handle(ev.LoadReported(number, name, Load(0.0, running=1)), 0.0)
+    return router
+
+
+def seen(router: RouterState, now: float = 1.0, model: str = "m") -> dict[str, Candidate]:
+    decision = router.explain(request("?", tokens=200, keys=tuple(KEYS), model=model), now)
+    assert isinstance(decision, Decision)
+    router.check_invariants()
+    return {one.instance_id: one for one in decision.view.candidates}
+
+
+def sight(router: RouterState, name: str) -> CandidateSnapshot | None:
+    record = router.instances.get(name)
+    assert record is not None
+    return record.candidate_snapshot
+
+
+def test_what_has_not_changed_is_not_looked_at_again() -> None:
+    router = fleet()
+    assert sight(router, "a") is None
+    seen(router)
+    kept = {name: sight(router, name) for name in "ab"}
+    answer = place(router, request("r", tokens=64), 1.0)
+    assert isinstance(answer, ev.Placed)
+    chosen, other = answer.step.instance_id, "ab".replace(answer.step.instance_id, "")
+    assert seen(router)[chosen].num_requests == 1
+    assert sight(router, chosen) is not kept[chosen] is not None
+    assert sight(router, other) is kept[other] is not None
+
+
+def placed_on(router: RouterState, name: str) -> None:
+    other = "ab".replace(name, "")
+    place(router, request("r", tokens=512, keys=tuple(range(32)), exclude=(other,)), 1.0)
+
+
+CHANGES: dict[str, tuple[Callable[[RouterState], object], str, object]] = {
+    "load": (lambda router: router.handle(ev.LoadReported(0, "a", Load(1.0, running=7)), 1.0), "running", 7),
+    "unhealthy": (
+        lambda router: router.handle(ev.LoadReported(0, "a", Load(1.0, healthy=False)), 1.0),
+        "excluded",
+        "unhealthy",
+    ),
+    "drained": (lambda router: router.handle(ev.DrainsChanged({"a": "1"}), 1.0), "excluded", "draining"),
+    "lost": (lambda router: router.handle(ev.AgentLost(0, "a"), 1.0), "cached_tokens", 0),
+    "a gap in its keys": (
+        lambda router: router.handle(ev.KeysReported(0, "a", Delta(7, 1)), 1.0),
+        "cached_tokens",
+        0,
+    ),
+    "evicted keys": (
+        lambda router: router.handle(ev.KeysReported(0, "a", Delta(1, 1, [], KEYS[6:])), 1.0),
+        "cached_tokens",
+        96,
+    ),
+    "another capacity": (
+        lambda router: router.handle(
+            ev.AgentHello(9, info("a", kv_capacity_tokens=64), "xxh3-64/16/1", 1, 0),
+            1.0,
+        ),
+        "kv_capacity_tokens",
+        64,
+    ),
+    "placed on": (lambda router: placed_on(router, "a"), "num_requests", 1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_has_changed_is(change: str) -> None:
+    apply, name, expected = CHANGES[change]
+    router = fleet()
+    before = seen(router)
+    assert getattr(before["a"], name) != expected
+    apply(router)
+    after = seen(router)
+    assert getattr(after["a"], name) == expected
+    assert getattr(after["b"], name) == getattr(before["b"], name)
+
+
+def test_progress_moves_and_ends_are_seen() -> None:
+    router = fleet()
+    placed_on(router, "a")
+    assert seen(router)["a"].pending_prefill_tokens == 512
+    router.handle(ev.KeysReported(0, "a", Delta(1, 1, [*range(16)])), 1.0)
+    assert seen(router)["a"].pending_prefill_tokens == 256
+    router.handle(ev.FirstToken("r"), 1.0)
+    assert (seen(router)["a"].pending_prefill_tokens, seen(router)["a"].ongoing_decode_tokens) == (0, 512)
+    router.handle(ev.Finished("r", "FAILED"), 1.0)
+    assert seen(router)["a"].ongoing_tokens == 0
+
+
+def test_time_alone_changes_what_is_seen_and_not_only_forwards() -> None:
+    router = fleet()
+    for _ in range(2):
+        assert [seen(router, now)["a"].stale for now in (1.0, 5.0, 5.1)] == [False, False, True]
+        assert [seen(router, now)["a"].cached_tokens for now in (10.0, 10.1, 1.0)] == [192, 0, 192]
+
+
+def test_an_instance_that_failed_the_request_is_excluded_for_it_alone() -> None:
+    router = fleet()
+    answer = place(router, request("r", tokens=64, exclude=("a",)), 1.0)
+    assert isinstance(answer, ev.Placed)
+    assert {one.instance_id: one.excluded for one in answer.decision.view.candidates} == {"a": "failed_before", "b": ""}
+    assert seen(router)["a"].excluded == ""
+
+
+def test_an_ended_request_is_told_its_placement_again_and_weighs_little() -> None:
+    router = fleet()
+    first = place(router, request("r", tokens=64, session_id="s"), 1.0)
+    router.handle(ev.Finished("r", "OK"), 2.0)
+    again = place(router, request("r", tokens=64, session_id="s"), 3.0)
+    assert isinstance(first, ev.Placed)
+    assert isinstance(again, ev.Placed)
+    assert (again.step, again.decision.decision_id) == (first.step, first.decision.decision_id)
+    assert again.decision.cached_tokens == first.decision.cached_tokens
+    assert (again.decision.view.candidates, again.decision.result.scores) == ((), {})

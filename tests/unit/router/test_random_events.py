@@ -1,0 +1,457 @@
+"""Hypothesis machines: the index against sets, the protocol over a bad network, the state under any order of events."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from msgspec.structs import replace
+
+from pointsman.common.core.block_keys import KEY_SCHEME, digest_of
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.instances.report_sync import (
+    ConsistencyCheck,
+    Delta,
+    KeyMessage,
+    ReportSync,
+    SnapshotBegin,
+    SnapshotChunk,
+    SnapshotEnd,
+)
+from pointsman.router.core.instances.saturation import SaturationLimits
+from pointsman.router.core.load.reservations import Reservation
+from pointsman.router.core.policy.base import Policy, hold, serve
+from pointsman.router.core.policy.registry import make_policy
+from pointsman.router.core.prefix.exact_index import PrefixIndex
+from pointsman.router.core.requests.hold_queue import QueueSettings
+from pointsman.router.core.types import FleetView, Load, Phase, PlacementRequest, PolicyResult
+from tests.support.router_values import info, request, state
+
+OWNERS = st.sampled_from([f"i{n}" for n in range(12)])
+KEYS = st.lists(st.integers(0, 30), max_size=8, unique=True)
+MACHINE = settings(max_examples=60, stateful_step_count=40)
+
+
+def _of_later_step(event: ev.Event, effect: ev.Placed | ev.Refused) -> bool:
+    """Whether it answers the event's StepDone: what follows a step, or that nobody knows the plan that it was of."""
+    if not isinstance(event, ev.StepDone) or effect.request_id != event.request_id:
+        return False
+    return isinstance(effect, ev.Refused) or effect.step_index > 0
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """PrefixIndex equals a dict of sets, through drops and sweeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex()
+        self.model: dict[str, set[int]] = {}
+
+    @rule(owner=OWNERS, keys=KEYS)
+    def add(self, owner: str, keys: list[int]) -> None:
+        held = self.model.setdefault(owner, set())
+        assert self.index.add(owner, keys) == len(set(keys) - held)
+        held.update(keys)
+
+    @rule(owner=OWNERS, keys=KEYS)
+    def remove(self, owner: str, keys: list[int]) -> None:
+        held = self.model.get(owner, set())
+        assert self.index.remove(owner, keys) == len(held & set(keys))
+        held.difference_update(keys)
+
+    @rule(owner=OWNERS)
+    def drop(self, owner: str) -> None:
+        self.index.drop(owner)
+        self.model.pop(owner, None)
+
+    @rule(keys=KEYS, owners=st.lists(OWNERS, unique=True))
+    def look_up(self, keys: list[int], owners: list[str]) -> None:
+        found = self.index.leading_blocks(keys, owners)
+        for owner in owners:
+            held = self.model.get(owner, set())
+            end = found[owner]
+            assert end == 0 or keys[end - 1] in held
+            assert end == len(keys) or keys[end] not in held
+            run = next((place for place, key in enumerate(keys) if key not in held), len(keys))
+            if not held & set(keys[run:]):
+                assert end == run  # without holes: exact
+
+    @rule(owner=OWNERS, count=st.integers(0, 31), asked=st.integers(0, 31))
+    def look_up_a_chain(self, owner: str, count: int, asked: int) -> None:
+        self.drop(owner)
+        self.add(owner, list(range(count)))
+        assert self.index.leading_blocks(range(asked), [owner]) == {owner: min(count, asked)}
+
+    @invariant()
+    def consistent(self) -> None:
+        self.index.check_invariants()
+        for owner, held in self.model.items():
+            assert self.index.keys_of(owner) == held
+
+
+class SyncMachine(RuleBasedStateMachine):
+    """A shadow reports over a link that loses, doubles and swaps messages. While the copy calls itself live, it holds the
+    shadow's keys as of its seq; after quiescence it equals the shadow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shadow: set[int] = set()
+        self.seq = 0
+        self.history: dict[int, frozenset[int]] = {0: frozenset()}
+        self.link: deque[KeyMessage] = deque()
+        self.index = PrefixIndex()
+        self.sync = ReportSync("a", self.index)
+        self.resync_asked = False
+        self._snapshot()
+        self.deliver(len(self.link))
+
+    @rule(added=KEYS, removed=KEYS, cleared=st.booleans())
+    def change(self, added: list[int], removed: list[int], cleared: bool) -> None:
+        base = set() if cleared else self.shadow
+        new = [key for key in added if key not in base]
+        gone = [key for key in removed if key in base and key not in new]
+        self.shadow = (base - set(gone)) | set(new)
+        self.seq += 1
+        self.history[self.seq] = frozenset(self.shadow)
+        self.link.append(Delta(self.seq, 1, new, gone, cleared))
+
+    @rule()
+    def consistency_check(self) -> None:
+        self.link.append(ConsistencyCheck(self.seq, len(self.shadow), digest_of(1, self.shadow)))
+
+    @rule()
+    def lose(self) -> None:
+        if self.link:
+            self.link.popleft()
+
+    @rule()
+    def double(self) -> None:
+        if self.link:
+            self.link.appendleft(self.link[0])
+
+    @rule()
+    def swap(self) -> None:
+        if len(self.link) > 1:
+            self.link[0], self.link[1] = self.link[1], self.link[0]
+
+    @rule()
+    def deliver_all(self) -> None:
+        self.deliver(len(self.link))
+
+    @rule(count=st.integers(1, 4))
+    def deliver(self, count: int) -> None:
+        for _ in range(min(count, len(self.link))):
+            if self.sync.handle(self.link.popleft()):
+                self.resync_asked = True
+
+    @rule()
+    def answer_resync(self) -> None:
+        if self.resync_asked:
+            self.resync_asked = False
+            self._snapshot()
+
+    def _snapshot(self) -> None:
+        keys = sorted(self.shadow)
+        half = len(keys) // 2
+        self.link.extend(
+            [
+                SnapshotBegin(self.seq),
+                SnapshotChunk(1, keys[:half]),
+                SnapshotChunk(1, keys[half:]),
+                SnapshotEnd(self.seq, len(keys), digest_of(1, keys)),
+            ]
+        )
+
+    @invariant()
+    def live_means_equal(self) -> None:
+        if self.sync.live:
+            assert self.index.keys_of("a") == self.history[self.sync.seq]
+
+    def teardown(self) -> None:
+        self.consistency_check()
+        self.deliver(len(self.link))
+        if not self.sync.live:
+            self._snapshot()
+            self.deliver(len(self.link))
+        assert self.sync.live
+        assert self.index.keys_of("a") == self.shadow
+
+
+REQUESTS = st.sampled_from([f"r{n}" for n in range(8)])
+GATEWAYS = st.sampled_from(["g1", "g2"])
+INSTANCES = st.sampled_from(["a", "b", "c"])
+POOL_OF = {"a": "m", "b": "m", "c": "n"}
+
+
+@dataclass(frozen=True)
+class Patient(Policy):
+    """Holds prompts with an odd number of tokens while the first instance is busy."""
+
+    name: ClassVar[str] = "patient"
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        first = view.eligible()[0]
+        if request.input_tokens % 2 and first.num_requests:
+            return hold("busy", max_hold_s=request.input_tokens % 7)
+        return serve(first, "first")
+
+
+class StateMachine(RuleBasedStateMachine):
+    """Any order of events leaves the state consistent, and every counter at 0 once all requests have ended. A held request is
+    answered exactly once, unless it ends, or its gateway's stream does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, dict[str, Reservation]] = {"m": {}, "n": {}}
+        self.router = state(
+            owns_all=False,
+            startup_wait_s=1.0,
+            gateway_lease_s=40.0,
+            place_lease_s=5.0,
+            lost_instance_s=5.0,
+            affinity_ttl_s=20.0,
+            max_keys=25,
+            limits=SaturationLimits(max_requests=2, max_kv_usage=0.9),
+            queue=QueueSettings(size=3, timeout_s=8.0, tenant_share=0.7),
+        )
+        self.router.policy = Patient()
+        self.waiting: dict[str, str] = {}  # held request -> who is to get the answer
+        self.now = 0.0
+        self.stream = 0
+        self.stream_of: dict[str, int] = {}
+        self.take("m")
+
+    def handle(self, event: ev.Event) -> list[ev.Effect]:
+        """Every answer is one that somebody waits for, and goes to who asked last."""
+        match event:
+            case ev.PlaceRequested(asked, gateway):
+                self.waiting[asked.request_id] = gateway
+            case ev.Finished(request_id):
+                self.waiting.pop(request_id, None)
+            case ev.GatewayLost(gateway) | ev.GatewayHello(gateway):
+                kept = event.waiting if isinstance(event, ev.GatewayHello) else frozenset()
+                self.waiting = {one: by for one, by in self.waiting.items() if by != gateway or one in kept}
+        if isinstance(event, ev.GatewayHello):
+            for stream in event.open_streams:
+                self.waiting.pop(stream.request.request_id, None)
+        effects = self.router.handle(event, self.now)
+        for effect in effects:
+            if isinstance(effect, ev.Reserved):
+                self.kept[effect.reservation.pool][effect.reservation.request_id] = effect.reservation
+            elif isinstance(effect, ev.Released):
+                del self.kept[effect.pool][effect.request_id]
+            if isinstance(effect, ev.Placed | ev.Refused) and not _of_later_step(event, effect):
+                assert self.waiting.pop(effect.request_id) == effect.gateway_id
+        assert {held.request.request_id: held.gateway_id for held in self.router.held_requests.queue} == self.waiting
+        return effects
+
+    @rule(name=INSTANCES, incarnation=st.sampled_from("12"), size=st.sampled_from([16, 32, 24]))
+    def agent_hello(self, name: str, incarnation: str, size: int) -> None:
+        self.stream += 1
+        known = info(name, incarnation=incarnation, block_size=size, model=POOL_OF[name], served_names=())
+        self.handle(ev.AgentHello(self.stream, known, KEY_SCHEME, 1, 0))
+        if size != 24:
+            self.stream_of[name] = self.stream
+
+    @rule(
+        name=INSTANCES, healthy=st.booleans(), running=st.integers(0, 1), repeats=st.integers(1, 3), full=st.booleans()
+    )
+    def load(self, name: str, healthy: bool, running: int, repeats: int, full: bool) -> None:
+        for _ in range(repeats):
+            self.now += 0.1
+            sample = Load(self.now, healthy=healthy, running=running, waiting=full, kv_usage=0.95 * full)
+            self.handle(ev.LoadReported(self.stream_of.get(name, 0), name, sample))
+
+    @rule(name=INSTANCES)
+    def hello_without_events(self, name: str) -> None:
+        self.stream += 1
+        self.stream_of[name] = self.stream
+        known = info(name, exact_prefix=False, kv_capacity_tokens=80, model=POOL_OF[name], served_names=())
+        self.handle(ev.AgentHello(self.stream, known, KEY_SCHEME, 1, 0))
+
+    @rule(name=INSTANCES, keys=KEYS, tier=st.integers(1, 2), cleared=st.booleans(), ahead=st.integers(0, 1))
+    def delta(self, name: str, keys: list[int], tier: int, cleared: bool, ahead: int) -> None:
+        """What fits the copy, mostly: half of the keys leave if they are held, all come if they are not."""
+        record = self.router.instances.get(name)
+        if record is None:
+            return
+        held = set() if cleared or tier != 1 else self.router.index.keys_of(name)
+        added = [key for key in keys if key not in held]
+        removed = [key for key in keys[::2] if key in held]
+        message = Delta(record.sync.seq + 1 + ahead, tier, added, removed, cleared)
+        self.handle(ev.KeysReported(record.stream_id, name, message))
+
+    @rule(name=INSTANCES, keys=KEYS, seq=st.integers(0, 3))
+    def keys(self, name: str, keys: list[int], seq: int) -> None:
+        stream = self.stream_of.get(name, 0)
+        for message in (
+            SnapshotBegin(seq),
+            SnapshotChunk(1, keys),
+            SnapshotEnd(seq, len(keys), digest_of(1, keys)),
+            Delta(seq + 1, 1, [99]),
+            Delta(seq + 3, 1, [98]),
+        ):
+            self.handle(ev.KeysReported(stream, name, message))
+
+    @rule(name=INSTANCES, goodbye=st.booleans())
+    def agent_ends(self, name: str, goodbye: bool) -> None:
+        stream = self.stream_of.get(name, 0)
+        self.handle(ev.AgentGoodbye(stream, name) if goodbye else ev.AgentLost(stream, name))
+
+    @rule(incarnations=st.dictionaries(INSTANCES, st.sampled_from("12")))
+    def drain(self, incarnations: dict[str, str]) -> None:
+        self.handle(ev.DrainsChanged(incarnations))
+
+    @rule(
+        request_id=REQUESTS,
+        gateway=st.one_of(GATEWAYS, st.just("")),
+        tokens=st.integers(0, 50_000),
+        keys=KEYS,
+        tenant=st.sampled_from("tu"),
+        deadline=st.sampled_from([None, 0.5, 5.0]),
+        age=st.sampled_from([0.0, 3.0]),
+    )
+    def place(
+        self, request_id: str, gateway: str, tokens: int, keys: list[int], tenant: str, deadline: float, age: float
+    ) -> None:
+        known = self.router.held_requests.queue.get(request_id)
+        asked = request(
+            request_id,
+            tokens=tokens,
+            keys=tuple(keys),
+            session_id=f"s{tokens % 3}",
+            tenant=known.request.tenant if known else tenant,
+            deadline_s=deadline,
+            age_s=age,
+            model="n" if request_id in ("r6", "r7") else "m",
+        )
+        before = self.router.reservations.get(request_id)
+        effects = self.handle(ev.PlaceRequested(asked, gateway))
+        if not self.router.owned.owns(asked.model) and self.router.instances.pool_of(asked.model):
+            assert any(isinstance(effect, ev.Refused) and effect.not_serving for effect in effects)
+        elif (
+            before is not None
+            and self.router.instances.pool_of(asked.model)
+            and not self.router.starting(self.now, asked.model)
+        ):
+            [again] = effects
+            assert isinstance(again, ev.Placed)
+            assert self.router.reservations.get(request_id) is not None
+
+    @rule(request_id=REQUESTS)
+    def first_token(self, request_id: str) -> None:
+        self.handle(ev.FirstToken(request_id))
+
+    @rule(request_id=REQUESTS, ok=st.booleans(), index=st.integers(0, 2))
+    def step_done(self, request_id: str, ok: bool, index: int) -> None:
+        self.handle(ev.StepDone(request_id, index, ok))
+
+    @rule(
+        request_id=REQUESTS,
+        outcome=st.sampled_from(["OK", "OK", "CANCELLED", "FAILED"]),
+        cached=st.one_of(st.none(), st.integers(0, 200)),
+    )
+    def finish(self, request_id: str, outcome: str, cached: int | None) -> None:
+        self.handle(ev.Finished(request_id, outcome, cached_tokens=cached))
+        assert self.router.reservations.get(request_id) is None
+
+    @rule(keys=KEYS, count=st.integers(1, 6))
+    def disappoint(self, keys: list[int], count: int) -> None:
+        """Answers with no cached token at all, of which five distrust an instance that was to have three blocks."""
+        for _ in range(count):
+            self.stream += 1
+            asked = request(f"d{self.stream}", tokens=1_000, keys=tuple(keys))
+            self.handle(ev.PlaceRequested(asked, "g1"))
+            self.handle(ev.FirstToken(asked.request_id))
+            self.handle(ev.Finished(asked.request_id, "OK", cached_tokens=0))
+
+    @rule(
+        gateway=GATEWAYS,
+        announced=st.lists(REQUESTS, unique=True, max_size=3),
+        phase=st.sampled_from(Phase),
+        waiting=st.frozensets(REQUESTS, max_size=2),
+    )
+    def gateway_hello(self, gateway: str, announced: list[str], phase: Phase, waiting: frozenset[str]) -> None:
+        streams = tuple(ev.OpenStream(request(name, tokens=10), "a", phase, 3) for name in announced)
+        self.handle(ev.GatewayHello(gateway, streams, waiting))
+
+    @rule(gateway=GATEWAYS)
+    def gateway_lost(self, gateway: str) -> None:
+        self.handle(ev.GatewayLost(gateway))
+
+    @rule(seconds=st.floats(0, 10))
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        self.handle(ev.Tick())
+        assert all(held.answer_by > self.now for held in self.router.held_requests.queue)
+
+    @rule(pool=st.sampled_from("mn"))
+    def take(self, pool: str) -> None:
+        self.handle(ev.PoolTaken(pool, tuple(self.kept[pool].values()), {"/s1": "a"}))
+
+    @rule(pool=st.sampled_from("mn"), lost=st.booleans())
+    def lose(self, pool: str, lost: bool) -> None:
+        self.handle(ev.PoolLost(pool))
+        if lost:
+            self.kept[pool] = {}
+
+    @invariant()
+    def the_store_holds_what_is_owned(self) -> None:
+        for pool, kept in self.kept.items():
+            here = {one.request_id: _kept(one) for one in self.router.reservations.of_pool(pool)}
+            if self.router.owned.owns(pool):
+                assert here == {key: _kept(one) for key, one in kept.items()}
+            else:
+                assert here == {}
+
+    @rule(patient=st.booleans())
+    def policy(self, patient: bool) -> None:
+        self.router.policy = Patient() if patient else make_policy("unified")
+
+    @invariant()
+    def consistent(self) -> None:
+        self.router.check_invariants()
+
+    def teardown(self) -> None:
+        for gateway in ("g1", "g2"):
+            self.handle(ev.GatewayHello(gateway))
+        for _ in range(4):
+            # The first frees what is open, which answers whom the queue still holds, and those end in turn.
+            self.now += 100.0
+            self.handle(ev.Tick())
+        assert len(self.router.reservations) == len(self.router.prefix_knowledge.prefill_progress) == 0
+        assert not self.waiting
+        for name in "abc":
+            counters = self.router.reservations.counters(name)
+            assert (counters.num_requests, counters.pending_prefill_tokens) == (0, 0)
+            assert (counters.ongoing_decode_tokens, counters.ongoing_tokens) == (0, 0)
+
+
+def _kept(reservation: Reservation) -> Reservation:
+    """What the store must know of a reservation: not the lease nor the progress, which are this process's own."""
+    return replace(reservation, lease_until=None, prefilled_tokens=0)
+
+
+IndexMachine.TestCase.settings = MACHINE
+SyncMachine.TestCase.settings = settings(MACHINE, max_examples=200)
+StateMachine.TestCase.settings = MACHINE
+TestIndex = IndexMachine.TestCase
+TestSync = SyncMachine.TestCase
+TestState = StateMachine.TestCase
+
+
+def test_a_held_request_that_is_refused_when_it_is_asked_again_is_held_no_longer() -> None:
+    """Found by the machine: its only instance had left, the router was starting anew, and a second answer would have come."""
+    machine = StateMachine()
+    machine.hello_without_events(name="a")
+    machine.place("r0", "g1", 0, [], "t", 60.0, 0.0)
+    machine.place("r2", "", 27_115, [18, 4, 13, 22, 25], "t", 60.0, 3.0)
+    assert list(machine.router.held_requests.queue)
+    machine.agent_ends(name="a", goodbye=True)
+    machine.place("r2", "", 1, [], "u", 60.0, 0.0)
+    assert not list(machine.router.held_requests.queue)

@@ -1,0 +1,361 @@
+"""RouterState by example: what each event does."""
+
+from __future__ import annotations
+
+import pytest
+
+from pointsman.common.core.block_keys import KEY_SCHEME, prompt_keys
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.instances.report_sync import ConsistencyCheck, Delta
+from pointsman.router.core.policy.registry import make_policy
+from pointsman.router.core.types import Decision, InstanceState, Load, Phase, PrefixSource, StepKind
+from tests.support.router_values import hello, info, join, place, request, state
+
+PROMPT = list(range(200))
+
+
+def test_a_prompt_goes_to_the_instance_that_holds_its_prefix() -> None:
+    router = state()
+    join(router, "a", 1)
+    join(router, "b", 2, prompt_keys(PROMPT[:160], "m"))
+    answer = place(router, request(prompt=PROMPT))
+    assert isinstance(answer, ev.Placed)
+    assert answer.step.instance_id == "b"
+    assert answer.decision.cached_tokens == 160
+    router.check_invariants()
+
+
+@pytest.mark.parametrize(
+    ("length", "held", "block", "cached"),
+    [
+        (128, 128, 32, 96),  # the last token is always computed, so the last block is not reused
+        (129, 128, 32, 128),
+        (129, 112, 32, 96),  # floored to the engine's own blocks
+        (200, 192, 128, 128),
+        (10, 0, 16, 0),
+    ],
+)
+def test_predicted_hits_follow_the_engines_rules(length: int, held: int, block: int, cached: int) -> None:
+    router = state()
+    prompt = list(range(length))
+    join(router, "a", 1, prompt_keys(prompt[:held], "m"), block_size=block)
+    decision = router.explain(request(prompt=prompt), 0.0)
+    assert isinstance(decision, Decision)
+    assert decision.cached_tokens == cached
+
+
+def test_counters_follow_a_request_through_its_life() -> None:
+    router = state()
+    join(router, "a", 1, prompt_keys(PROMPT[:96], "m"))
+    place(router, request("r", prompt=PROMPT))
+    counters = router.reservations.counters("a")
+    assert (counters.num_requests, counters.pending_prefill_tokens, counters.ongoing_tokens) == (1, 104, 200)
+    assert counters.ongoing_decode_tokens == 0
+    for _ in range(2):
+        router.handle(ev.FirstToken("r"), 1.0)
+        counters = router.reservations.counters("a")
+        assert (counters.num_requests, counters.pending_prefill_tokens, counters.ongoing_decode_tokens) == (1, 0, 200)
+    effects = router.handle(ev.Finished("r", "OK"), 2.0)
+    assert [type(effect) for effect in effects] == [ev.Released, ev.DecisionClosed]
+    assert router.handle(ev.Finished("r", "OK"), 2.0) == []
+    assert router.reservations.counters("a").num_requests == 0
+    router.check_invariants()
+
+
+def test_two_big_prompts_never_see_the_same_idle_instance() -> None:
+    router = state()
+    join(router, "a", 1)
+    join(router, "b", 2)
+    placed = [place(router, request(f"r{n}", tokens=100_000)) for n in range(2)]
+    assert {answer.step.instance_id for answer in placed if isinstance(answer, ev.Placed)} == {"a", "b"}
+
+
+def test_the_same_request_id_gets_the_same_placement_and_one_reservation() -> None:
+    router = state()
+    join(router, "a", 1)
+    join(router, "b", 2)
+    first, again = place(router, request("r", tokens=100)), place(router, request("r", tokens=100))
+    assert first == again
+    assert len(router.reservations) == 1
+    router.handle(ev.Finished("r", "OK"), 1.0)
+    later = place(router, request("r", tokens=100))
+    assert isinstance(first, ev.Placed)
+    assert isinstance(later, ev.Placed)
+    assert (later.step, later.decision.decision_id) == (first.step, first.decision.decision_id)
+    assert len(router.reservations) == 0
+
+
+def test_a_session_returns_to_its_owner() -> None:
+    router = state()
+    keys = prompt_keys(PROMPT, "m")
+    join(router, "a", 1, keys)
+    join(router, "b", 2, keys)
+    first = place(router, request("r1", prompt=PROMPT, tenant="t", session_id="s"))
+    assert isinstance(first, ev.Placed)
+    router.handle(ev.Finished("r1", "OK"), 1.0)
+    second = place(router, request("r2", prompt=PROMPT, tenant="t", session_id="s"), 2.0)
+    assert isinstance(second, ev.Placed)
+    assert (second.step.instance_id, second.step.reason) == (first.step.instance_id, "session_affinity")
+    other_tenant = place(router, request("r3", prompt=PROMPT, tenant="u", session_id="s"), 2.0)
+    assert isinstance(other_tenant, ev.Placed)
+    assert other_tenant.step.reason == "least_load_x_work"
+
+
+def test_a_session_has_an_owner_for_each_model_that_it_asks() -> None:
+    router = state()
+    join(router, "a", 1)
+    join(router, "b", 2, model="n", served_names=("n",))
+    for turn, (model, owner) in enumerate([("m", "a"), ("n", "b")] * 2):
+        answer = place(router, request(f"r{turn}", tokens=1, session_id="s", model=model))
+        assert isinstance(answer, ev.Placed)
+        assert answer.decision.view.session_owner == (owner if turn > 1 else "")
+    assert [router.affinity.sessions_of(name) for name in ("a", "b")] == [1, 1]
+    router.affinity.forget_pool("n")
+    assert [router.affinity.owner(pool, "/s", 0.0) for pool in ("m", "n")] == ["a", ""]
+    router.check_invariants()
+
+
+def test_affinity_ends_with_its_time() -> None:
+    router = state(affinity_ttl_s=10.0)
+    join(router, "a", 1)
+    place(router, request("r", tokens=1, session_id="s"))
+    assert router.affinity.owner("m", "/s", 9.0) == "a"
+    assert router.affinity.owner("m", "/s", 10.0) == ""
+    router.handle(ev.Tick(), 10.0)
+    assert router.affinity.sessions_of("a") == 0
+
+
+def test_unknown_models_and_empty_fleets_are_refused_and_reserve_nothing() -> None:
+    router = state()
+    said = "no instance serves a model 'm'"
+    assert place(router, request(model="m", tokens=1)) == ev.Refused("r", "NOT_FOUND", said, gateway_id="g")
+    join(router, "a", 1)
+    router.handle(ev.LoadReported(1, "a", Load(0.0, healthy=False)), 0.0)
+    refused = place(router, request(tokens=1))
+    assert isinstance(refused, ev.Refused)
+    assert (refused.code, refused.retry_after_s) == ("UNAVAILABLE", 1.0)
+    assert len(router.reservations) == 0
+    router.handle(ev.LoadReported(1, "a", Load(1.0)), 1.0)
+    assert isinstance(place(router, request("r2", tokens=1, model="alias")), ev.Placed)
+
+
+def test_failed_instances_are_avoided_for_that_request() -> None:
+    router = state()
+    join(router, "a", 1)
+    join(router, "b", 2)
+    answer = place(router, request(tokens=1, exclude=("a",)))
+    assert isinstance(answer, ev.Placed)
+    assert answer.step.instance_id == "b"
+    assert isinstance(place(router, request("r2", tokens=1, exclude=("a", "b"))), ev.Refused)
+
+
+def test_a_drained_instance_gets_nothing_until_its_incarnation_ends() -> None:
+    """Nor when the order came before its agent, or its agent leaves and comes back."""
+    router = state()
+    router.handle(ev.DrainsChanged({"a": "1"}), 0.0)
+    join(router, "a", 1)
+    assert isinstance(place(router, request(tokens=1)), ev.Refused)
+    router.handle(ev.AgentGoodbye(1, "a"), 0.0)
+    join(router, "a", 2)
+    assert isinstance(place(router, request("r2", tokens=1)), ev.Refused)
+    join(router, "a", 3, incarnation="2")
+    assert isinstance(place(router, request("r3", tokens=1)), ev.Placed)
+    router.handle(ev.DrainsChanged({"a": "2"}), 0.0)
+    assert isinstance(place(router, request("r4", tokens=1)), ev.Refused)
+    router.handle(ev.DrainsChanged({}), 0.0)
+    assert isinstance(place(router, request("r5", tokens=1)), ev.Placed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "scheme", "said"),
+    [
+        ({}, "sha256/16", "key scheme"),
+        ({"block_size": 24}, KEY_SCHEME, "block size 24"),
+        ({"block_size": 0}, KEY_SCHEME, "block size 0"),
+        ({"url": ""}, KEY_SCHEME, "must not be empty"),
+    ],
+)
+def test_agents_that_cannot_be_used_are_refused_with_the_reason(
+    changes: dict[str, object], scheme: str, said: str
+) -> None:
+    router = state()
+    [effect] = router.handle(ev.AgentHello(1, info("a", **changes), scheme, 1, 0), 0.0)
+    assert isinstance(effect, ev.RefuseReport)
+    assert said in effect.reason
+    assert not router.instances.records()
+
+
+def test_a_restarted_engine_loses_its_keys() -> None:
+    router = state()
+    join(router, "a", 1, prompt_keys(PROMPT, "m"))
+    assert router.index.count("a") == 12
+    effects = hello(router, "a", 2, incarnation="2")
+    assert any(isinstance(effect, ev.Welcome) and effect.snapshot for effect in effects)
+    assert router.index.count("a") == 0
+    record = router.instances.get("a")
+    assert record is not None
+    assert record.state is InstanceState.SYNCING
+    # What still arrives on the old stream is about the old incarnation.
+    router.handle(ev.KeysReported(1, "a", Delta(1, 1, added=[5])), 0.0)
+    router.handle(ev.AgentLost(1, "a"), 0.0)
+    assert record.lost_at is None
+    router.check_invariants()
+
+
+def test_an_agent_that_reconnects_resumes_without_a_snapshot() -> None:
+    router = state()
+    join(router, "a", 1)
+    for seq in (1, 2, 3):
+        router.handle(ev.KeysReported(1, "a", Delta(seq, 1, added=[seq])), 0.0)
+    router.handle(ev.AgentLost(1, "a"), 1.0)
+    record = router.instances.get("a")
+    assert record is not None
+    assert (record.state, router.prefix_knowledge.source(record, 1.0)) == (InstanceState.LOST, PrefixSource.NONE)
+    effects = router.handle(ev.AgentHello(2, info("a"), KEY_SCHEME, 2, 5), 2.0)
+    assert ev.Welcome(2, snapshot=False, resume_from_seq=4) in effects
+    assert router.prefix_knowledge.source(record, 2.0) is PrefixSource.EVENTS
+
+
+def test_a_lost_instance_is_placeable_without_credit_then_gone() -> None:
+    router = state(lost_instance_s=30.0)
+    join(router, "a", 1, prompt_keys(PROMPT, "m"))
+    router.handle(ev.AgentLost(1, "a"), 10.0)
+    answer = place(router, request(prompt=PROMPT), 11.0)
+    assert isinstance(answer, ev.Placed)
+    assert answer.decision.cached_tokens == 0
+    router.handle(ev.Tick(), 39.9)
+    assert router.instances.get("a") is not None
+    assert ev.FleetChanged() in router.handle(ev.Tick(), 40.0)
+    assert router.instances.get("a") is None
+    router.handle(ev.Finished("r", "OK"), 41.0)
+    router.check_invariants()
+
+
+def test_a_wrong_bookmark_costs_the_credit_until_the_next_snapshot() -> None:
+    router = state()
+    keys = prompt_keys(PROMPT, "m")
+    join(router, "a", 1, keys)
+    effects = router.handle(ev.KeysReported(1, "a", ConsistencyCheck(0, len(keys), 12345)), 0.0)
+    assert [type(effect) for effect in effects] == [ev.FleetChanged, ev.Resync]
+    assert router.index.count("a") == 0
+
+
+def test_a_gateway_that_stays_away_loses_its_reservations_after_the_lease() -> None:
+    router = state(gateway_lease_s=15.0)
+    join(router, "a", 1)
+    place(router, request("r", tokens=10))
+    router.handle(ev.GatewayLost("g"), 100.0)
+    router.handle(ev.Tick(), 114.9)
+    assert len(router.reservations) == 1
+    effects = router.handle(ev.Tick(), 115.0)
+    assert any(isinstance(effect, ev.DecisionClosed) and effect.finished.outcome == "CANCELLED" for effect in effects)
+    assert len(router.reservations) == 0
+
+
+def test_a_gateway_that_returns_keeps_what_it_lists_and_only_that() -> None:
+    router = state()
+    join(router, "a", 1)
+    for name in ("kept", "dropped"):
+        place(router, request(name, tokens=100))
+    router.handle(ev.GatewayLost("g"), 1.0)
+    listed = (
+        ev.OpenStream(request("kept", tokens=100), "a", Phase.DECODE, 0),
+        ev.OpenStream(request("unknown", tokens=50), "a", Phase.PREFILL, 20),
+    )
+    router.handle(ev.GatewayHello("g", listed), 2.0)
+    counters = router.reservations.counters("a")
+    assert (counters.num_requests, counters.ongoing_decode_tokens, counters.pending_prefill_tokens) == (2, 100, 30)
+    router.handle(ev.Tick(), 1_000.0)
+    assert len(router.reservations) == 2
+    router.check_invariants()
+
+
+def test_a_unary_placement_ends_with_its_lease() -> None:
+    router = state(place_lease_s=5.0)
+    join(router, "a", 1)
+    place(router, request("r", tokens=1), gateway="")
+    router.handle(ev.Tick(), 5.0)
+    assert len(router.reservations) == 0
+
+
+def test_a_new_owner_starts_from_what_the_store_kept() -> None:
+    before, after = state(), state()
+    for router in (before, after):
+        join(router, "a", 1)
+    place(before, request("r", tokens=100, session_id="s"))
+    after.handle(ev.PoolTaken("m", tuple(before.reservations), before.affinity.of_pool("m")), 50.0)
+    assert after.reservations.counters("a").ongoing_tokens == 100
+    assert after.affinity.owner("m", "/s", 51.0) == "a"
+    after.handle(ev.PoolLost("m"), 60.0)
+    assert len(after.reservations) == 0
+    after.check_invariants()
+
+
+def test_a_new_owner_knows_what_is_usual() -> None:
+    before, after = state(), state()
+    told: list[ev.MeanWorkSet] = []
+    for router in (before, after):
+        join(router, "a", 1)
+    for number in range(40):
+        effects = before.handle(ev.PlaceRequested(request(f"r{number}", tokens=100), "g"), 1.0)
+        told += [effect for effect in effects if isinstance(effect, ev.MeanWorkSet)]
+    assert [one.mean_work.requests for one in told] == [1, 2, 4, 8, 16, 32]
+    after.handle(ev.PoolTaken("m", (), {}, told[-1].mean_work), 50.0)
+    assert after.prefill_observer.mean_work("m") == before.prefill_observer.mean_work("m")
+    # It tells on from there.
+    effects = after.handle(ev.PlaceRequested(request("next", tokens=100), "g"), 51.0)
+    assert not [effect for effect in effects if isinstance(effect, ev.MeanWorkSet)]
+
+
+def test_a_failed_step_that_an_earlier_owner_gave_is_followed_by_a_serve() -> None:
+    before, after = state(), state()
+    for router in (before, after):
+        join(router, "a", 1)
+    place(before, request("r", tokens=100, session_id="s"))
+    [kept] = before.reservations
+    after.handle(ev.PoolTaken("m", (kept,), {}), 50.0)
+    reserved, placed = after.handle(ev.StepDone("r", 2, ok=False, error="broke"), 51.0)
+    assert isinstance(placed, ev.Placed)
+    assert (placed.step_index, placed.step.kind, placed.step.instance_id) == (3, StepKind.SERVE, "a")
+    assert placed.last
+    assert placed.decision.decision_id == kept.decision_id
+    assert isinstance(reserved, ev.Reserved)
+    assert reserved.reservation.step_index == 3
+    # What is asked again for that step gets no second answer, and an unknown request none at all.
+    assert after.handle(ev.StepDone("r", 2, ok=True), 52.0) == []
+    assert after.handle(ev.StepDone("x", 0, ok=True), 52.0) == []
+    after.check_invariants()
+
+
+def test_explain_and_what_if_change_nothing() -> None:
+    router = state("random")
+    for number, name in enumerate("abcd"):
+        join(router, name, number)
+    dry = [router.explain(request(tokens=10), 0.0) for _ in range(2)]
+    assert dry[0] == dry[1]
+    real = place(router, request(tokens=10))
+    assert isinstance(dry[0], Decision)
+    assert isinstance(real, ev.Placed)
+    assert dry[0].instance_id == real.step.instance_id
+    again = router.what_if(real.decision, make_policy("least_requests"))
+    assert again.result.reason == "least_requests"
+    assert len(router.reservations) == 1
+
+
+def test_adapters_go_only_where_they_are_loaded() -> None:
+    router = state()
+    join(router, "a", 1)
+    join(router, "b", 2, lora_names=("fine",))
+    answers = [place(router, request(f"r{n}", tokens=10, model="fine")) for n in range(3)]
+    assert {answer.step.instance_id for answer in answers if isinstance(answer, ev.Placed)} == {"b"}
+
+
+def test_what_was_cancelled_is_decided_again_when_it_is_asked_for_again() -> None:
+    """A gateway gives a placement back that came too late, and may still come back for another: with a reservation."""
+    router = state()
+    join(router, "a", 1)
+    place(router, request("r", tokens=100))
+    router.handle(ev.Finished("r", "CANCELLED"), 1.0)
+    assert len(router.reservations) == 0
+    assert isinstance(place(router, request("r", tokens=100)), ev.Placed)
+    assert len(router.reservations) == 1

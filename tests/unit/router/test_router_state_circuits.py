@@ -1,0 +1,107 @@
+"""Circuits as placements see them: who is passed over, who is tried, who is told."""
+
+from __future__ import annotations
+
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.instances.circuit_breaker import CIRCUIT_OPEN, CircuitSettings
+from pointsman.router.core.instances.saturation import SaturationLimits
+from pointsman.router.core.router_state import RouterState
+from tests.support.router_values import join, place, request, state
+
+SETTINGS = CircuitSettings(failures=2, first_open_s=1.0, max_open_s=4.0)
+
+
+def fleet(*names: str) -> RouterState:
+    state_ = state(circuit=SETTINGS)
+    for number, name in enumerate(names):
+        join(state_, name, number + 1)
+    return state_
+
+
+def placed_on(state_: RouterState, name: str, now: float, **changes: object) -> str:
+    answer = place(state_, request(name, tokens=100, **changes), now)
+    assert isinstance(answer, ev.Placed), answer
+    return answer.step.instance_id
+
+
+def finish(state_: RouterState, name: str, outcome: str, now: float) -> list[ev.Effect]:
+    effects = state_.handle(ev.Finished(name, outcome), now)
+    state_.check_invariants()
+    return effects
+
+
+def break_(state_: RouterState, instance: str, now: float = 0.0) -> None:
+    others = tuple(one.info.instance_id for one in state_.instances.records() if one.info.instance_id != instance)
+    for number in range(SETTINGS.failures):
+        assert placed_on(state_, f"{instance}{number}@{now}", now, exclude=others) == instance
+        effects = finish(state_, f"{instance}{number}@{now}", "FAILED", now)
+        assert (ev.FleetChanged() in effects) == (number == SETTINGS.failures - 1), "gateways are told at once"
+
+
+def told(state_: RouterState) -> list[str]:
+    [pool] = state_.instances.pools()
+    return [one.instance_id for one in pool.instances]
+
+
+def test_an_instance_that_fails_gets_nothing_until_one_request_on_trial_is_answered() -> None:
+    state_ = fleet("a", "b")
+    break_(state_, "a")
+    assert told(state_) == ["b"]
+    assert {placed_on(state_, f"r{number}", 0.5) for number in range(4)} == {"b"}
+    assert placed_on(state_, "trial", 1.0) == "a", "idle, and its time is over"
+    assert {placed_on(state_, f"s{number}", 1.0) for number in range(8)} == {"b"}
+    assert ev.FleetChanged() in state_.handle(ev.FirstToken("trial"), 1.1)
+    assert told(state_) == ["a", "b"]
+    assert placed_on(state_, "after", 1.2) == "a"
+
+
+def test_a_failed_trial_opens_it_for_longer_and_a_cancelled_one_lets_the_next_try() -> None:
+    state_ = fleet("a", "b")
+    break_(state_, "a")
+    assert placed_on(state_, "busy", 0.0) == "b", "so that a is the better place whenever it may be taken"
+    assert placed_on(state_, "one", 1.0) == "a"
+    finish(state_, "one", "CANCELLED", 1.0)
+    assert placed_on(state_, "two", 1.0) == "a"
+    finish(state_, "two", "FAILED", 1.0)
+    assert placed_on(state_, "three", 2.9) == "b"
+    assert placed_on(state_, "four", 3.0) == "a"
+
+
+def test_where_all_fail_they_are_used_all_the_same() -> None:
+    state_ = fleet("a", "b")
+    break_(state_, "a")
+    break_(state_, "b")
+    assert told(state_) == ["a", "b"]
+    assert {placed_on(state_, f"r{number}", 0.1) for number in range(2)} == {"a", "b"}
+
+
+def test_a_busy_instance_is_waited_for_rather_than_one_that_fails() -> None:
+    state_ = state(circuit=SETTINGS, limits=SaturationLimits(max_requests=2))
+    for number, name in enumerate("ab"):
+        join(state_, name, number + 1)
+    break_(state_, "a")
+    assert [placed_on(state_, name, 0.1) for name in ("r", "s")] == ["b", "b"]
+    assert not [
+        effect
+        for effect in state_.handle(ev.PlaceRequested(request("held", tokens=10), "g"), 0.2)
+        if isinstance(effect, ev.Placed | ev.Refused)
+    ]
+    effects = finish(state_, "r", "OK", 0.3)
+    [answer] = [effect for effect in effects if isinstance(effect, ev.Placed)]
+    assert (answer.request_id, answer.step.instance_id) == ("held", "b")
+
+
+def test_a_refused_request_is_an_answer_and_a_new_incarnation_starts_anew() -> None:
+    state_ = fleet("a", "b")
+    for number in range(5):
+        assert placed_on(state_, f"f{number}", 0.0, exclude=("b",)) == "a"
+        finish(state_, f"f{number}", "FAILED", 0.0)
+        assert placed_on(state_, f"r{number}", 0.0, exclude=("b",)) == "a"
+        finish(state_, f"r{number}", "REJECTED", 0.0)
+    assert told(state_) == ["a", "b"]
+    break_(state_, "a")
+    decision = state_.explain(request("why", tokens=10), 0.0)
+    assert not isinstance(decision, ev.Refused)
+    assert {one.instance_id: one.excluded for one in decision.view.candidates} == {"a": CIRCUIT_OPEN, "b": ""}
+    join(state_, "a", 9, incarnation="2")
+    assert told(state_) == ["a", "b"]

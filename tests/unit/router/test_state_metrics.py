@@ -1,0 +1,118 @@
+"""What a router's /metrics say: of its state, and of what it did."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.router_state import RouterState
+from pointsman.router.core.types import Decision, Load
+from pointsman.router.io.telemetry.event_metrics import EventMetrics
+from pointsman.router.io.telemetry.state_metrics import StateCollector
+from tests.support.router_values import join, request, state
+
+Told = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def read(telemetry: EventMetrics) -> Told:
+    """Every sample of the page by its name and labels."""
+    families = text_string_to_metric_families(generate_latest(telemetry.registry).decode())
+    return {(one.name, frozenset(one.labels.items())): one.value for family in families for one in family.samples}
+
+
+def at(told: Told, name: str, **labels: str) -> float:
+    return told["pointsman_router_" + name, frozenset(labels.items())]
+
+
+def with_state(state_: RouterState, now: float = 0.0) -> EventMetrics:
+    telemetry = EventMetrics()
+    telemetry.registry.register(StateCollector(state_, lambda: True, lambda: now))
+    return telemetry
+
+
+def decided(state_: RouterState, request_id: str) -> Decision:
+    effects = state_.handle(ev.PlaceRequested(request(request_id, 100), "g"), 0.0)
+    [decision] = [effect.decision for effect in effects if isinstance(effect, ev.DecisionMade)]
+    return decision
+
+
+def finished(**changes: object) -> ev.Finished:
+    values = {"request_id": "r", "outcome": "OK", "cached_tokens": 32, "output_tokens": 5}
+    return ev.Finished(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_the_state_is_told_as_it_is_when_asked() -> None:
+    fleet = state()
+    telemetry = with_state(fleet, now=7.0)
+    join(fleet, "a", 1, [1, 2, 3], now=2.0)
+    fleet.handle(ev.LoadReported(1, "a", Load(2.0, running=4, waiting=1, kv_usage=0.5)), 3.0)
+    decided(fleet, "r")
+    told = read(telemetry)
+    assert at(told, "instances", model="m", state="READY") == 1
+    assert at(told, "instances", model="m", state="LOST") == 0
+    assert at(told, "pool_owned", model="m") == 1
+    assert at(told, "held_requests", model="m") == 0
+    assert at(told, "open_requests", instance="a") == 1
+    assert at(told, "pending_prefill_tokens", instance="a") == 100
+    assert at(told, "keys", instance="a") == 3
+    assert at(told, "report_age_seconds", instance="a") == 4
+    assert at(told, "running_requests", instance="a") == 4
+    assert at(told, "waiting_requests", instance="a") == 1
+    assert at(told, "kv_usage_ratio", instance="a") == 0.5
+    assert at(told, "prediction_audit_failures_total", instance="a") == 0
+    assert (at(told, "ready"), at(told, "store_degraded")) == (1, 0)
+
+
+def test_an_instance_that_is_gone_leaves_no_series() -> None:
+    fleet = state(lost_instance_s=1.0)
+    telemetry = with_state(fleet)
+    join(fleet, "a", 1)
+    assert at(read(telemetry), "keys", instance="a") == 0
+    fleet.handle(ev.AgentGoodbye(1, "a"), 0.0)
+    assert not [labels for _, labels in read(telemetry) if ("instance", "a") in labels]
+
+
+def test_decisions_and_ends_are_counted() -> None:
+    fleet = state()
+    telemetry = with_state(fleet)
+    join(fleet, "a", 1)
+    decision = decided(fleet, "r")
+    telemetry.decided(decision, 2e-4)
+    telemetry.closed(decision, finished(timings_ms={"placed": 1.0, "sent": 2.0, "first_token": 40.0, "done": 80.0}))
+    telemetry.closed(None, finished(outcome="FAILED"))
+    telemetry.refused("UNAVAILABLE")
+    told = read(telemetry)
+    reason = decision.result.reason
+    assert at(told, "decisions_total", route_class="LIGHT", reason=reason) == 1
+    assert at(told, "placements_total", instance="a") == 1
+    assert at(told, "decide_seconds_count") == 1
+    assert at(told, "ttft_seconds_sum", route_class="LIGHT") == 0.04
+    assert (at(told, "outcomes_total", outcome="OK"), at(told, "outcomes_total", outcome="FAILED")) == (1, 1)
+    assert (at(told, "predicted_cached_tokens_total"), at(told, "reported_cached_tokens_total")) == (0, 32)
+    assert (at(told, "refusals_total", code="UNAVAILABLE"), at(told, "refusals_total", code="NOT_FOUND")) == (1, 0)
+
+
+def test_offloads_are_counted_apart_and_so_are_those_that_one_instance_answered_in_the_end() -> None:
+    fleet = state("elastic")
+    telemetry = with_state(fleet)
+    join(fleet, "a", 1)
+    decision = decided(fleet, "r")
+    telemetry.fell_back(decision)
+    telemetry.closed(decision, finished())
+    offloaded = replace(decision, mode="OFFLOAD")
+    telemetry.fell_back(offloaded)
+    telemetry.closed(offloaded, finished())
+    told = read(telemetry)
+    assert (at(told, "offloads_total", outcome="OK"), at(told, "offloads_total", outcome="FAILED")) == (1, 0)
+    assert at(told, "offload_fallbacks_total") == 1
+
+
+def test_an_answer_that_never_began_has_no_time_to_its_first_token() -> None:
+    fleet = state()
+    telemetry = with_state(fleet)
+    join(fleet, "a", 1)
+    none = {"placed": 1.0, "sent": 0.0, "first_token": 0.0, "done": 9.0}
+    telemetry.closed(decided(fleet, "r"), finished(outcome="FAILED", timings_ms=none))
+    assert not [name for name, _ in read(telemetry) if name == "pointsman_router_ttft_seconds_count"]

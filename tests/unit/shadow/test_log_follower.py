@@ -1,0 +1,41 @@
+"""A log is followed over its rotations."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from pointsman.shadow.io.log_follower import follow
+
+
+async def test_lines_written_from_now_on_over_rotations(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"before\n")
+    lines = follow(log)
+
+    async def after(change: bytes | None, *, rotate: bool = False) -> bytes:
+        waiting = asyncio.ensure_future(anext(lines))
+        await asyncio.sleep(0.05)
+        if rotate:
+            log.rename(tmp_path / "log.1")
+        if change is not None:
+            with log.open("ab") as file:
+                file.write(change)
+        return await asyncio.wait_for(waiting, 10)
+
+    assert await after(b"one\ntw") == b"one"
+    assert await after(b"o\n") == b"two"
+    assert await after(b"in a new file\n", rotate=True) == b"in a new file"
+    log.write_bytes(b"")  # as `copytruncate` does
+    await asyncio.sleep(0.05)
+    assert await after(b"x\n") == b"x"
+    await lines.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_log_that_is_not_there_yet_is_read_from_its_beginning(tmp_path: Path) -> None:
+    lines = follow(tmp_path / "log")
+    waiting = asyncio.ensure_future(anext(lines))
+    await asyncio.sleep(0.05)
+    (tmp_path / "log").write_bytes(b"first\n")
+    assert await asyncio.wait_for(waiting, 10) == b"first"
+    await lines.aclose()  # type: ignore[attr-defined]

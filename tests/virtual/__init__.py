@@ -1,0 +1,1 @@
+"""Routers, agents and gateways together in virtual time, under any order of faults."""

@@ -1,0 +1,403 @@
+"""Whatever happens to a fleet, in virtual time: the seeds, and what earlier seeds have found, each held down by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from pointsman.common.core.block_keys import KEY_SCHEME
+from pointsman.gateway.io.routing import router_stream
+from pointsman.gateway.io.routing.router_client import RouterClient
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.load.reservations import Reservation
+from pointsman.router.core.ownership import preferred
+from pointsman.router.io.store import redis_store
+from pointsman.router.io.store.store import StoreEvent
+from pointsman.router.v1 import placement_pb2 as pb
+from tests.support.virtual.loop import EPOCH, VirtualLoop, virtual_clocks
+from tests.support.virtual.network import Channel, Method, Network, Node, clock_offset_s, owner_of, track_tasks
+from tests.support.virtual.run import run
+from tests.support.virtual.store import Client, VirtualRedis
+
+SEEDS = 200
+
+
+def virtually(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` in virtual time."""
+    loop = VirtualLoop(owner_of)
+    track_tasks(loop)
+    with virtual_clocks(loop, clock_offset_s):
+        try:
+            loop.run_until_complete(Node("test").spawn_on(loop, work))
+        finally:
+            loop.end()
+
+
+@pytest.mark.timeout(2_400)  # It only computes, at a low priority: as long as a busy machine lets it.
+def test_nothing_is_lost_left_or_hung_whatever_happens() -> None:
+    """A seed that fails is told with its number: `python -m tests.virtual NUMBER` tells its story."""
+    half = SEEDS // 2
+    ranges = ((0, half), (half, SEEDS))
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.virtual", str(first), str(end)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for first, end in ranges
+    ]
+    try:
+        told = [one.communicate()[0] for one in runs]
+    finally:
+        for one in runs:
+            with one:
+                one.kill()
+    assert [one.returncode for one in runs] == [0, 0], "\n".join(told)
+
+
+@pytest.mark.timeout(1_300)
+def test_a_seed_stands_for_one_story() -> None:
+    told = [
+        subprocess.run(
+            [sys.executable, "-m", "tests.virtual", "3"], capture_output=True, text=True, check=True, timeout=600
+        ).stdout
+        for _ in range(2)
+    ]
+    assert told[0] == told[1]
+    assert "the last answer" in told[0]
+
+
+def test_a_run_that_leaves_something_behind_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends of requests that never reach a router are reservations that stay."""
+    monkeypatch.setattr(RouterClient, "finished", lambda self, finished: self._requests.pop(finished.request_id, None))
+    assert "reservations" in run(0).failure
+
+
+def test_a_process_that_stops_goes_on_later_with_what_was_due() -> None:
+    """And each has a wall clock of its own."""
+    ran: list[tuple[float, float]] = []
+
+    async def work() -> None:
+        loop, network, node = asyncio.get_running_loop(), Network(random.Random(1)), Node("n")
+
+        async def tick() -> None:
+            while True:
+                ran.append((loop.time() - 1_000.0, time.time() - EPOCH - loop.time()))
+                await asyncio.sleep(1.0)
+
+        node.spawn(tick())
+        await asyncio.sleep(1.5)
+        node.clock_s = -60.0
+        network.stop(node, 3.0)
+        await asyncio.sleep(4.5)
+        network.kill(node)
+
+    virtually(work())
+    assert ran == [(0.0, 0.0), (1.0, 0.0), (4.5, -60.0), (5.5, -60.0)]
+
+
+def a_store(
+    network: Network,
+    redis: VirtualRedis,
+    router_id: str,
+    *,
+    on_event: Callable[[StoreEvent], None] = lambda event: None,
+    snapshot: Callable[[str], list[Any]] = lambda pool: [],
+) -> redis_store.RedisStore:
+    """A router's store over that Redis."""
+
+    def from_url(url: str, *, socket_timeout: float, **_: Any) -> Client:
+        return Client(network, redis, socket_timeout)
+
+    with mock.patch.object(redis_store.redis.asyncio.Redis, "from_url", from_url):
+        return redis_store.RedisStore(
+            "redis://redis",
+            router_id=router_id,
+            fleet="f",
+            lease_s=1.0,
+            settle_s=9.0,
+            affinity_ttl_s=60.0,
+            on_event=on_event,
+            on_owners=lambda: None,
+            snapshot=snapshot,
+        )
+
+
+def test_what_ends_while_the_store_comes_back_is_not_kept_for_ever() -> None:
+    """One pool is written anew, and before the other is, a request of the first ends."""
+
+    async def work() -> None:
+        network, redis = Network(random.Random(1)), VirtualRedis()
+        open_one = Reservation("x", "g", "e", "d", 10, 10, pool="m")
+
+        def snapshot(pool: str) -> list[Any]:
+            if pool != "m":
+                return []
+            asyncio.get_running_loop().call_soon(store.record, [ev.Released("x", "m")])
+            return [ev.Reserved(open_one)]
+
+        degraded: list[bool] = []
+
+        def on_event(event: StoreEvent) -> None:
+            if isinstance(event, ev.StoreState):
+                degraded.append(event.degraded)
+
+        store = a_store(network, redis, "r", on_event=on_event, snapshot=snapshot)
+        store.compete_for(["m", "n"])
+        running = asyncio.create_task(store.run())
+        await asyncio.sleep(5.0)
+        store.record([ev.Reserved(open_one)])
+        await asyncio.sleep(1.0)
+        assert redis.hash("pointsman:{f:m}:open").keys() == {"x"}
+        redis.down = True
+        await asyncio.sleep(3.0)
+        redis.down = False
+        await asyncio.sleep(3.0)
+        assert degraded == [True, False]
+        assert redis.hash("pointsman:{f:m}:open") == {}
+        running.cancel()
+
+    virtually(work())
+
+
+def test_a_clock_of_redis_that_is_set_back_keeps_no_dead_router_alive() -> None:
+    """Its pools are taken over, and nothing is handed to it, though all that it wrote seems to be of the future."""
+
+    async def work() -> None:
+        network, redis = Network(random.Random(1)), VirtualRedis()
+        nodes = {name: Node(name) for name in ("one", "two")}
+        stores: dict[str, redis_store.RedisStore] = {}
+
+        async def serve(name: str) -> None:
+            stores[name] = a_store(network, redis, name)
+            stores[name].compete_for(["m"])
+            await stores[name].run()
+
+        for name, node in nodes.items():
+            node.spawn(serve(name))
+        await asyncio.sleep(5.0)
+        owner = stores["one"].owner("m")
+        assert owner is not None
+        other = stores["two" if owner.router_id == "one" else "one"]
+        network.kill(nodes[owner.router_id])
+        redis.clock_s = -3_600.0
+        await asyncio.sleep(5.0)
+        taken = other.owner("m")
+        assert taken is not None
+        assert taken.router_id != owner.router_id
+        assert [one.router_id for one in other.replicas()] == [taken.router_id]
+
+    virtually(work())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_redis_that_loses_its_data_unnoticed_leaves_pools_to_their_owner(seed: int) -> None:
+    """The other replica has not heard of an owner yet: to it the pool has been free since it started."""
+
+    async def work() -> None:
+        network, redis = Network(random.Random(seed)), VirtualRedis()
+        stores: dict[str, redis_store.RedisStore] = {}
+
+        async def serve(name: str) -> None:
+            stores[name] = a_store(network, redis, name)
+            await stores[name].run()
+
+        first, other = sorted(("one", "two"), key=lambda name: name != preferred("m", ("one", "two")))
+        for name in (first, other):  # They poll every 0.25 s, the other one 0.1 s after the first.
+            Node(name).spawn(serve(name))
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(0.85)
+        stores[other].compete_for(["m"])
+        await asyncio.sleep(0.3)
+        stores[first].compete_for(["m"])
+        for _ in range(100):
+            if stores[first].epoch:
+                break
+            await asyncio.sleep(0.005)
+        assert (stores[first].epoch, stores[other].owner("m")) == (1, None)
+        redis.wipe()
+        await asyncio.sleep(5.0)
+        assert (stores[first].epoch, stores[other].epoch) == (1, 0)
+
+    virtually(work())
+
+
+@pytest.mark.parametrize("later", range(4))
+def test_a_router_told_to_end_as_a_change_wakes_it_leaves_its_pools(later: int) -> None:
+    async def work() -> None:
+        network, redis = Network(random.Random(1)), VirtualRedis()
+
+        store = a_store(network, redis, "one")
+        store.compete_for(["m"])
+        running = asyncio.create_task(store.run())
+        await asyncio.sleep(5.1)
+        store._wake.set()
+        for _ in range(later):
+            await asyncio.sleep(0.0)
+        running.cancel()
+        await asyncio.wait([running], timeout=5.0)
+        assert running.cancelled()
+
+    virtually(work())
+
+
+def test_an_owner_that_always_has_something_to_write_keeps_its_pools() -> None:
+    """At full load each write is followed by the next: neither the leases nor another pool's writes wait for the last."""
+
+    async def work() -> None:
+        lost: list[str] = []
+
+        def on_event(event: StoreEvent) -> None:
+            if isinstance(event, ev.PoolLost):
+                lost.append(event.pool)
+
+        store = a_store(Network(random.Random(1)), VirtualRedis(), "one", on_event=on_event)
+        store.compete_for(["m", "n"])
+        running = asyncio.create_task(store.run())
+        await asyncio.sleep(3.0)
+        written: list[bool] = []
+
+        def resume_owner(kept: bool) -> None:
+            written.append(kept)
+            if kept:
+                store.record([ev.SessionOwnerSet("s", "e", "m")])
+                store.when_stored("m", resume_owner)
+
+        resume_owner(True)
+        for _ in range(100):
+            await asyncio.sleep(0.1)
+            assert store.may_place("m")
+        other: list[bool] = []
+        store.record([ev.SessionOwnerSet("s", "e", "n")])
+        store.when_stored("n", other.append)
+        await asyncio.sleep(1.0)
+        assert other == [True]
+        assert len(written) > 1_000
+        assert (all(written), lost) == (True, [])
+        running.cancel()
+        await asyncio.wait([running], timeout=5.0)
+        assert (running.cancelled(), lost) == (True, ["m", "n"])
+
+    virtually(work())
+
+
+class ScriptedRouter:
+    """Tells what it is told to, and remembers what it hears."""
+
+    def __init__(self, router_id: str) -> None:
+        self.router_id = router_id
+        self.heard: list[pb.SessionRequest] = []
+        self.context: Any = None
+
+    async def session(self, _: object, context: Any) -> None:
+        """PlacementService.Session."""
+        self.context = context
+        await context.write(
+            pb.SessionResponse(welcome=pb.GatewayWelcome(router_id=self.router_id, key_scheme=KEY_SCHEME))
+        )
+        while message := await context.read():
+            self.heard += message.batch.requests if message.HasField("batch") else [message]
+
+    async def owner(self, router_id: str, epoch: int) -> None:
+        """Say who owns the pool; empty: there is no such pool."""
+        owner = pb.Owner(router_id=router_id, address=f"{router_id}:1", epoch=epoch)
+        pools = [pb.Pool(model="m", served_names=["m"], owner=owner)] if router_id else []
+        await self.context.write(pb.SessionResponse(fleet=pb.Fleet(pools=pools)))
+
+    async def place(self, request_id: str) -> None:
+        """Answer a question."""
+        step = pb.Step(kind=pb.STEP_KIND_SERVE, instance=pb.InstanceRef(instance_id="e", url="http://e"))
+        await self.context.write(
+            pb.SessionResponse(placement=pb.Placement(request_id=request_id, step=step, last=True))
+        )
+
+    def finished(self) -> list[tuple[str, int]]:
+        """The ends that it heard of."""
+        return [(one.finished.request_id, one.finished.outcome) for one in self.heard if one.HasField("finished")]
+
+    def asked(self) -> list[str]:
+        """The questions that it heard."""
+        return [one.place.request_id for one in self.heard if one.HasField("place")]
+
+
+async def two_routers() -> tuple[RouterClient, ScriptedRouter, ScriptedRouter]:
+    """A gateway's client, connected to both; the first owns the pool."""
+    network = Network(random.Random(1))
+    routers = ScriptedRouter("r0"), ScriptedRouter("r1")
+    for one in routers:
+        method = Method(one.session, pb.SessionRequest.FromString)
+        network.listen(
+            f"{one.router_id}:1", Node(one.router_id), {"/pointsman.router.v1.PlacementService/Session": method}
+        )
+    with mock.patch.object(router_stream, "open_channel", lambda address: Channel(network, address)):
+        client = RouterClient(["r0:1", "r1:1"], "g", "", 5.0, lambda fleet: None, lambda connected: None)
+        await client.start()
+        await asyncio.sleep(1.0)
+    await routers[0].owner("r0", 1)
+    await asyncio.sleep(0.5)
+    return client, *routers
+
+
+def test_a_placement_that_comes_too_late_is_given_back() -> None:
+    """The pool changed hands while the answer was on its way, and the first owner does not know it yet."""
+
+    async def work() -> None:
+        client, first, second = await two_routers()
+        asking = asyncio.create_task(client.first_step(pb.PlacementRequest(request_id="x", model="m"), 9.0))
+        await asyncio.sleep(0.5)
+        await second.owner("r1", 2)
+        await asyncio.sleep(0.5)
+        await first.place("x")
+        await asyncio.sleep(0.5)
+        assert (first.asked(), second.asked()) == (["x"], ["x"])
+        assert first.finished() == [("x", pb.OUTCOME_CANCELLED)]
+        await second.place("x")
+        assert (await asking).step.instance.instance_id == "e"
+        assert second.finished() == []
+
+    virtually(work())
+
+
+def test_while_no_owner_is_known_the_router_that_was_asked_is_waited_for() -> None:
+    """The pool's agents are away for a moment, so that no router tells of the pool at all."""
+
+    async def work() -> None:
+        client, first, second = await two_routers()
+        await second.owner("r1", 2)
+        await asyncio.sleep(0.5)
+        asking = asyncio.create_task(client.first_step(pb.PlacementRequest(request_id="x", model="m"), 9.0))
+        await asyncio.sleep(0.5)
+        await first.owner("", 0)
+        await second.owner("", 0)
+        await asyncio.sleep(0.5)
+        await second.place("x")
+        assert (await asking).step.instance.instance_id == "e"
+        client.finished(pb.Finished(request_id="x", outcome=pb.OUTCOME_OK))
+        await asyncio.sleep(0.5)
+        # Who has it by now is not known, so the end is told to all.
+        assert first.finished() == second.finished() == [("x", pb.OUTCOME_OK)]
+        assert first.asked() == []
+
+    virtually(work())
+
+
+def test_an_owner_that_took_its_pool_again_is_told_anew_what_is_open() -> None:
+    """Another one had it in between, and nobody heard: what the owner knows is what was written down by then, ended or not."""
+
+    async def work() -> None:
+        _, first, _ = await two_routers()
+        await first.owner("r0", 3)
+        await asyncio.sleep(0.5)
+        # On the stream's beginning, when it was said to own the pool, and now.
+        assert [one.HasField("hello") for one in first.heard] == [True, True, True]
+
+    virtually(work())

@@ -1,0 +1,190 @@
+"""Writes what is derived under deploy/telemetry: the Grafana dashboards, from the panels listed here, the alert rules as an
+object of Kubernetes, and Prometheus' configuration for a gateway with TLS.
+
+    .venv/bin/python -m tools.generate_telemetry
+
+What is checked in is what this writes; tools/check_deploy.py compares.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent.parent / "deploy/telemetry"
+RULES = "rules/pointsman.yaml"
+COLUMNS, WIDTH, HEIGHT = 3, 8, 8
+R, G, A = "pointsman_router_", "pointsman_gateway_", "pointsman_agent_"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A graph. `queries` maps PromQL to its legend; `unit` is Grafana's name of one."""
+
+    title: str
+    queries: dict[str, str]
+    unit: str = "short"
+    about: str = ""
+    stacked: bool = False
+
+
+def quantiles(metric: str, by: str = "") -> dict[str, str]:
+    """p50, p90 and p99 of a histogram; `by`: its p90 for each value of that label instead."""
+    shares = (0.9,) if by else (0.5, 0.9, 0.99)
+    labels, legend = (f"le, {by}", f"{{{{{by}}}}} ") if by else ("le", "")
+    return {
+        f"histogram_quantile({share}, sum by ({labels}) (rate({metric}_bucket[$__rate_interval])))": f"{legend}p{share * 100:.0f}"
+        for share in shares
+    }
+
+
+def rates(metric: str, by: str, matching: str = "") -> dict[str, str]:
+    """Events per second by a label."""
+    legend = " ".join(f"{{{{{label.strip()}}}}}" for label in by.split(","))
+    return {f"sum by ({by}) (rate({metric}{matching}[$__rate_interval]))": legend}
+
+
+REQUESTS = [
+    Panel("Answers by status", rates(f"{G}requests_total", "status"), "reqps", stacked=True),
+    Panel("Time to the first token", quantiles(f"{G}ttft_seconds"), "s", "From the request's last byte to the answer's first."),
+    Panel("Time per output token", quantiles(f"{G}tpot_seconds"), "s", "Streams, after their first token."),
+    Panel("Time to the first token by class, p90", quantiles(f"{R}ttft_seconds", "route_class"), "s"),
+    Panel("Placement, as gateways wait for it", quantiles(f"{G}place_seconds"), "s", "With the time that requests were held."),
+    Panel("Deciding and reserving", quantiles(f"{R}decide_seconds"), "s"),
+    Panel("Decisions by class", rates(f"{R}decisions_total", "route_class"), "reqps", stacked=True),
+    Panel("Decisions by reason", rates(f"{R}decisions_total", "reason"), "reqps", stacked=True),
+    Panel("Refusals by code", rates(f"{R}refusals_total", "code"), "reqps"),
+    Panel("Held requests", {f"sum by (model) ({R}held_requests)": "{{model}}"}, about="In the routers' queues."),
+    Panel("Time held", quantiles(f"{R}held_seconds"), "s", "Of those that were held."),
+    Panel(
+        "Open requests",
+        {f"sum({R}open_requests)": "reserved by routers", f"sum({G}open_requests)": "open at gateways"},
+        about="The two should be the same; reservations that stay behind are a leak.",
+    ),
+    Panel(
+        "Cached tokens",
+        {
+            f"sum(rate({R}predicted_cached_tokens_total[$__rate_interval]))": "predicted",
+            f"sum(rate({R}reported_cached_tokens_total[$__rate_interval]))": "reported by engines",
+        },
+        about="Tokens per second, of answers whose engine told its own.",
+    ),
+    Panel("Offloads by outcome", rates(f"{R}offloads_total", "outcome"), "reqps", stacked=True),
+    Panel(
+        "Offloads that fell back",
+        {f"sum(rate({R}offload_fallbacks_total[$__rate_interval]))": "answered by one instance alone"},
+        "reqps",
+    ),
+    Panel("How attempts ended", rates(f"{G}attempts_total", "outcome"), "reqps", stacked=True),
+    Panel(
+        "Placed without a router",
+        {f"sum by (replica) (rate({G}degraded_placements_total[$__rate_interval]))": "{{replica}}"},
+        "reqps",
+    ),
+    Panel("Tokenising", quantiles(f"{G}tokenize_seconds"), "s", "Template, tokens and block keys."),
+]  # fmt: skip
+
+FLEET = [
+    Panel("Instances by state", {f"sum by (state) (max by (model, state) ({R}instances))": "{{state}}"}, stacked=True),
+    Panel("Reservations open", {f"sum by (instance) ({R}open_requests)": "{{instance}}"}),
+    Panel("Prefill not computed yet", {f"sum by (instance) ({R}pending_prefill_tokens)": "{{instance}}"}, about="Tokens."),
+    Panel("Running, as engines say", {f"max by (instance) ({R}running_requests)": "{{instance}}"}),
+    Panel("Waiting, as engines say", {f"max by (instance) ({R}waiting_requests)": "{{instance}}"}),
+    Panel("KV blocks in use", {f"max by (instance) ({R}kv_usage_ratio)": "{{instance}}"}, "percentunit"),
+    Panel("Placements by instance", rates(f"{R}placements_total", "instance"), "reqps", stacked=True),
+    Panel("Block keys in the index", {f"max by (instance) ({R}keys)": "{{instance}}"}, about="16 tokens each."),
+    Panel("Approximate block keys", {f"max by (instance) ({R}approximate_keys)": "{{instance}}"}, about="Without KV events."),
+    Panel("Report age", {f"min by (instance) ({R}report_age_seconds)": "{{instance}}"}, "s", "Since the agent last spoke."),
+    Panel("Snapshots asked for", rates(f"{R}resyncs_total", "replica"), "cps"),
+    Panel(
+        "Failed prediction audits",
+        {f"sum by (instance) (increase({R}prediction_audit_failures_total[1h]))": "{{instance}}"},
+        about="Within an hour.",
+    ),
+    Panel("KV-event batches", rates(f"{A}event_batches_total", "instance"), "cps"),
+    Panel("KV-event errors", rates(f"{A}kv_event_errors_total", "instance, kind"), "cps"),
+    Panel("Engines that answer", {f"sum({A}engine_up)": "up", f"count({A}engine_up)": "known"}),
+    Panel("Routers that are ready", {f"{R}ready": "{{replica}}"}),
+    Panel("Models owned", {f"sum by (replica) ({R}pool_owned)": "{{replica}}"}),
+    Panel("Store away", {f"{R}store_degraded": "{{replica}}"}, about="1 while Redis cannot be reached."),
+]  # fmt: skip
+
+DASHBOARDS = {
+    "pointsman-requests": ("Pointsman: requests", REQUESTS),
+    "pointsman-fleet": ("Pointsman: fleet", FLEET),
+}
+
+
+def dashboard(uid: str, title: str, panels: list[Panel]) -> dict[str, Any]:
+    """A dashboard as Grafana reads it; the viewer chooses the data source."""
+    return {
+        "uid": uid,
+        "title": title,
+        "schemaVersion": 39,
+        "tags": ["pointsman"],
+        "time": {"from": "now-1h", "to": "now"},
+        "refresh": "30s",
+        "templating": {"list": [{"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"}]},
+        "panels": [_panel(number, panel) for number, panel in enumerate(panels)],
+    }  # fmt: skip
+
+
+def _panel(number: int, panel: Panel) -> dict[str, Any]:
+    source = {"type": "prometheus", "uid": "${datasource}"}
+    row, column = divmod(number, COLUMNS)
+    custom = {"drawStyle": "line", "fillOpacity": 10, "showPoints": "never"}
+    if panel.stacked:
+        custom |= {"stacking": {"mode": "normal"}, "fillOpacity": 40}
+    return {
+        "id": number + 1,
+        "type": "timeseries",
+        "title": panel.title,
+        "description": panel.about,
+        "datasource": source,
+        "gridPos": {"h": HEIGHT, "w": WIDTH, "x": column * WIDTH, "y": row * HEIGHT},
+        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0, "custom": custom}, "overrides": []},
+        "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi", "sort": "desc"}},
+        "targets": [
+            {"refId": chr(ord("A") + place), "expr": expression, "legendFormat": legend, "datasource": source}
+            for place, (expression, legend) in enumerate(panel.queries.items())
+        ],
+    }  # fmt: skip
+
+
+def prometheus_rule(rules: str) -> str:
+    """The text of a rule file as the PrometheusRule that the Prometheus operator reads."""
+    body = "".join(f"  {line}" if line.strip() else line for line in rules[rules.index("groups:") :].splitlines(True))
+    return (
+        "# Written by tools/generate_telemetry.py from rules/pointsman.yaml.\napiVersion: monitoring.coreos.com/v1\n"
+        f"kind: PrometheusRule\nmetadata:\n  name: pointsman\nspec:\n{body}"
+    )
+
+
+def with_tls(prometheus: str) -> str:
+    """The text of prometheus.yaml for a gateway that speaks TLS (deploy/compose/tls.yaml)."""
+    job = "  - job_name: pointsman-gateway\n"
+    assert job in prometheus
+    body = prometheus[prometheus.index("global:") :]
+    return "# Written by tools/generate_telemetry.py from prometheus.yaml: the gateway speaks TLS.\n" + body.replace(
+        job, f"{job}    scheme: https\n    tls_config: {{ca_file: /run/tls/ca.pem}}\n"
+    )
+
+
+def written(folder: Path = FOLDER) -> dict[str, str]:
+    """Path under `folder` -> content of every derived file."""
+    dashboards = {
+        f"grafana/dashboards/{uid}.json": json.dumps(dashboard(uid, title, panels), indent=1) + "\n"
+        for uid, (title, panels) in DASHBOARDS.items()
+    }
+    return {
+        **dashboards,
+        "prometheusrule.yaml": prometheus_rule((folder / RULES).read_text()),
+        "prometheus.tls.yaml": with_tls((folder / "prometheus.yaml").read_text()),
+    }
+
+
+if __name__ == "__main__":
+    for path, content in written().items():
+        (FOLDER / path).write_text(content)
