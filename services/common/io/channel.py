@@ -19,7 +19,9 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # Despite its name how long a connection attempt may take; a call that does not wait for the connection fails with it. On a
+    # busy machine or across zones a handshake takes seconds. When to try again is up to the other two alone.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 ]

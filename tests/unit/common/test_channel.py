@@ -10,8 +10,10 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from pointsman.common.io.channel import CHANNEL_OPTIONS, SERVER_OPTIONS
+from pointsman.common.io.channel import CHANNEL_OPTIONS, SERVER_OPTIONS, open_channel
+from tests.support.tcp_proxies import Link
 
 ROOT = Path(__file__).resolve().parents[3]
 # The first serves exporters of OpenTelemetry and no client of ours, the second shows what would happen to one.
@@ -77,3 +79,20 @@ async def test_pings_that_other_servers_refuse_are_permitted() -> None:
             await others
         await asyncio.sleep(1.0)
         assert not ours.done()
+
+
+async def test_a_router_that_is_slow_to_answer_a_connection_is_reached() -> None:
+    """A busy machine, or a handshake across zones, takes seconds: a call without wait_for_ready must not fail before that."""
+    async with AsyncExitStack() as stack:
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        stack.push_async_callback(server.stop, None)
+        link = Link(port)
+        link.delay_s = 0.5
+        await link.start()
+        stack.push_async_callback(link.stop)
+        channel = await stack.enter_async_context(open_channel(link.address))
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
