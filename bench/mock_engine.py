@@ -13,7 +13,8 @@ from typing import cast
 
 import uvloop
 
-from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer, find_tokenizer
+from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
+from pointsman.gateway.io.tokenizer_files import find_tokenizer, load_tokenizer
 
 _CHUNK = (
     b'data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1760000000,"model":"m",'
@@ -118,7 +119,7 @@ def main() -> None:
     given = parser.parse_args()
     Engine.interval_s = given.interval_ms / 1e3
     if given.model:
-        Engine.tokenizer = ModelTokenizer.load(find_tokenizer(given.model))
+        Engine.tokenizer = load_tokenizer(find_tokenizer(given.model))
     uvloop.run(_serve(given.port))
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from pointsman.gateway.core.api import Endpoint, parse
 from pointsman.gateway.core.api.anthropic_messages import merged_system, system_only_first
-from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
+from pointsman.gateway.io.tokenizer_files import load_tokenizer
 from tests.support.engines.chat_client import fresh_words, user
 from tests.support.engines.servers import SERVED_NAME, Engine
 from tests.support.engines.vllm_questions import Vllm
@@ -118,7 +118,7 @@ def test_the_engine_renders_the_very_tokens(
     assert not call.untokenizable
     rendered = engines[0].ask(f"{kind.value}/render", body)
     assert rendered.status == 200, rendered.text
-    assert ModelTokenizer.load(model_folder).prompt(call).ids.tolist() == rendered.json()["token_ids"]
+    assert load_tokenizer(model_folder).prompt(call).ids.tolist() == rendered.json()["token_ids"]
 
 
 TEMPLATES = {

@@ -50,4 +50,4 @@ def test_the_next_turn_at_once_is_placed_by_what_the_last_one_computed(
             assert answer.cached_tokens >= decision.cached_tokens
             computed = prompt_tokens(answer)
             messages += [assistant(answer.text), user(fresh_words(70))]
-    until(lambda: plane.instance(engines[0]).provisional_keys == 0, within_s=60, what="no credit left")
+    until(lambda: plane.instance(engines[0]).provisional_keys == 0, within_s=60, what="no provisional keys left")

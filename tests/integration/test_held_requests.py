@@ -15,7 +15,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
+from pointsman.gateway.io.tokenizer_files import load_tokenizer
 from pointsman.router.io.main import RouterServer
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 from tests.support.fakes.gateway_peers import MODEL, FakeEngine, stack
@@ -191,7 +191,7 @@ async def test_a_gateway_asks_again_with_the_age_of_a_hold_that_broke(tmp_path: 
 
 
 async def test_a_gateway_waits_for_room_and_passes_the_refusal_on_as_429(tmp_path: Path) -> None:
-    engine = FakeEngine(ModelTokenizer.load(make_tokenizer(tmp_path / "model")), hold=asyncio.Event())
+    engine = FakeEngine(load_tokenizer(make_tokenizer(tmp_path / "model")), hold=asyncio.Event())
     port = free_port()
     url = f"http://127.0.0.1:{port}/v1/completions"
     body = {"model": MODEL, "prompt": "each train", "stream": True}

@@ -63,7 +63,7 @@ async def test_the_next_turn_finds_what_was_just_computed_before_events_tell() -
         [candidate] = answer.decision.candidates
         assert (candidate.provisional_tokens, candidate.exact) == (160, True)
         assert candidate.prefix_source == fleet_pb2.PREFIX_SOURCE_EVENTS
-        await until(client, "the credit is over", provisional_keys=0)
+        await until(client, "no provisional keys are left", provisional_keys=0)
 
 
 async def test_an_index_that_answers_contradict_is_asked_for_again_and_twice_is_enough() -> None:

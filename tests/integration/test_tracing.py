@@ -14,9 +14,9 @@ import aiohttp
 import pytest
 
 from pointsman.common.core.tracing import Span, SpanContext, parse_traceparent
-from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
 from pointsman.gateway.io.main import serving
 from pointsman.gateway.io.settings import GatewaySettings
+from pointsman.gateway.io.tokenizer_files import load_tokenizer
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.io.telemetry.spans import PlacementSpans
 from tests.support.fakes.gateway_peers import MODEL, FakeEngine, until_ready
@@ -45,7 +45,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 @asynccontextmanager
 async def traced(folder: Path, endpoint: str, engines: int = 1) -> AsyncIterator[tuple[str, list[FakeEngine]]]:
     """A gateway before a router before fake engines, all with one collector; the gateway's address."""
-    tokenizer = ModelTokenizer.load(make_tokenizer(folder / "model"))
+    tokenizer = load_tokenizer(make_tokenizer(folder / "model"))
     servers = [FakeEngine(tokenizer) for _ in range(engines)]
     async with AsyncExitStack() as stack:
         router, client = await stack.enter_async_context(running(otlp_endpoint=endpoint, policy="round_robin"))

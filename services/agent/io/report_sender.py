@@ -13,7 +13,7 @@ import grpc.aio
 import structlog
 
 from pointsman.agent.core.cached_blocks import CachedBlocks
-from pointsman.agent.core.report_stream import ProtocolError, ReportStream
+from pointsman.agent.core.report_protocol import ProtocolError, ReportProtocol
 from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman.agent.v1 import agent_pb2_grpc
 from pointsman.common.io.channel import ReloadingChannel
@@ -75,7 +75,7 @@ class Reporter:
         self._agent_id = agent_id
         self._interval = consistency_check_interval_s
         self._load: tuple[pb.Load, float] | None = None
-        self._machine: ReportStream | None = None
+        self._machine: ReportProtocol | None = None
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
         self._goodbye = ""
@@ -152,7 +152,7 @@ class Reporter:
     async def _stream(self, call: Call) -> None:
         """One stream from Hello to its end. Returns when it ended in order; raises gRPC's errors, ProtocolError and
         TimeoutError when no welcome came."""
-        machine = self._machine = ReportStream(self._cached_blocks, self._instance, self._agent_id, self._interval)
+        machine = self._machine = ReportProtocol(self._cached_blocks, self._instance, self._agent_id, self._interval)
         self._again = False
         if self._load is not None:
             machine.load(*self._load)
@@ -186,7 +186,7 @@ class Reporter:
             if not reading.cancelled():
                 reading.exception()
 
-    async def _read(self, call: Call, machine: ReportStream) -> None:
+    async def _read(self, call: Call, machine: ReportProtocol) -> None:
         try:
             # What is no message is gRPC's mark of the end.
             while isinstance(response := await call.read(), pb.ReportResponse):

@@ -41,7 +41,7 @@ from pointsman.gateway.io.engines.engine_client import Upstream
 from pointsman.gateway.io.engines.remote_prefill import EngineIdCache, KvReleases
 from pointsman.gateway.io.processes.shared_usage import SharedUsageFile
 from pointsman.gateway.io.processes.sibling_processes import SiblingProcesses
-from pointsman.gateway.io.request.placer import RETRY_S
+from pointsman.gateway.io.request.placement_steps import RETRY_S
 from pointsman.gateway.io.request.request_runner import RequestRunner
 from pointsman.gateway.io.request.shared_context import SharedContext
 from pointsman.gateway.io.request.threaded_preparer import ThreadedPreparer

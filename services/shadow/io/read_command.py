@@ -15,7 +15,7 @@ import typer
 
 from pointsman.common.io.logs import configure_logs
 from pointsman.gateway.core.http_message import Headers
-from pointsman.gateway.core.tokens.model_tokenizer import TokenizerNotFound
+from pointsman.gateway.io.tokenizer_files import TokenizerNotFound
 from pointsman.lab.report.terminal import make_console
 from pointsman.lab.simulation.counterfactual import ObservedRequest
 from pointsman.lab.workload.trace_files import lines_of

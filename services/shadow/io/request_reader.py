@@ -17,8 +17,9 @@ from pointsman.gateway.core.rate_limits import UNLIMITED, Admission
 from pointsman.gateway.core.request.prepare import IncomingCall, RequestPreparer, Tokens
 from pointsman.gateway.core.tenants import DEFAULT_TENANT
 from pointsman.gateway.core.tokens.chat_template import Unrenderable
-from pointsman.gateway.core.tokens.model_tokenizer import INLINE_CHARS, ModelTokenizer, find_tokenizer
+from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
 from pointsman.gateway.core.tokens.token_cache import TokenCache
+from pointsman.gateway.io.tokenizer_files import find_tokenizer, load_tokenizer
 from pointsman.router.v1 import placement_pb2
 from pointsman.shadow.core.pending_requests import ArrivedRequest
 
@@ -53,7 +54,7 @@ class RequestReader:
         self, model: str, source: str, served_names: tuple[str, ...] = (), lora_names: tuple[str, ...] = ()
     ) -> None:
         """A model there is, by these other names, too, and with these adapters. Raises TokenizerNotFound. Mutates."""
-        self._add(model, ModelTokenizer.load(find_tokenizer(source), self._cache), served_names, lora_names)
+        self._add(model, load_tokenizer(find_tokenizer(source), self._cache), served_names, lora_names)
 
     def add_model_without_tokenizer(self, model: str, served_names: tuple[str, ...], why: str) -> None:
         """A model whose requests have no keys. Mutates."""
@@ -114,12 +115,7 @@ class RequestReader:
         tokenizer = incoming.tokenizer
         if tokenizer is not None:
             try:
-                pending = tokenizer.prepare(incoming.call)
-                prompt = (
-                    pending.tokenize()
-                    if pending.missing_chars <= INLINE_CHARS
-                    else await asyncio.to_thread(pending.tokenize)
-                )
+                prompt = await tokenizer.prepare(incoming.call).tokenize_by(asyncio.to_thread)
                 return self._preparer.tokens(incoming, prompt)
             except Unrenderable as reason:
                 log.debug("a request without keys", reason=str(reason))

@@ -16,9 +16,9 @@ import uvloop
 
 from pointsman.common.io.logs import configure_logs
 from pointsman.gateway.core.http_message import Headers
-from pointsman.gateway.core.tokens.model_tokenizer import TokenizerNotFound
 from pointsman.gateway.io.http.server import Server
 from pointsman.gateway.io.http.server_types import ServerLimits
+from pointsman.gateway.io.tokenizer_files import TokenizerNotFound
 from pointsman.lab.report.terminal import make_console
 from pointsman.lab.simulation.counterfactual import ObservedRequest
 from pointsman.shadow.core.access_log import LineError, read_line

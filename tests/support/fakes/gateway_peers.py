@@ -21,6 +21,7 @@ from pointsman.gateway.core.tokens.chat_template import Unrenderable
 from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
 from pointsman.gateway.io.main import serving
 from pointsman.gateway.io.settings import GatewaySettings
+from pointsman.gateway.io.tokenizer_files import load_tokenizer
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placement_pb2_grpc
 from tests.support.fakes.engine_answers import MODEL as MODEL
 from tests.support.fakes.engine_answers import Script
@@ -324,7 +325,7 @@ async def stack(
     **settings: Any,
 ) -> AsyncIterator[Stack]:
     """Everything running, the tokenizer checked (unless `ready` is False)."""
-    tokenizer = ModelTokenizer.load(make_tokenizer(folder / "model", template))
+    tokenizer = load_tokenizer(make_tokenizer(folder / "model", template))
     servers = [engine(tokenizer) for _ in range(engines)]
     contexts = [server.serve() for server in servers]
     for context in contexts:

@@ -326,7 +326,7 @@ class Fleet:
         return f"redis keeps {kept}" if kept else ""
 
     async def _cache_problem(self) -> str:
-        """What the routers believe of the engines' caches and is not so: the number of keys at each of them, and how much of
+        """What the routers assume of the engines' caches and is not so: the number of keys at each of them, and how much of
         each session's prompt every engine has, at the owner, which alone says so."""
         truth = {}
         for engine in ENGINES:
@@ -343,13 +343,13 @@ class Fleet:
                     return f"{name}: {engine} has {len(truth[engine])} keys, not {told}"
         owner = await self.owner()
         for prompt in list(self.replay.prompts.values())[-20:]:
-            believed = await self._cached(owner, prompt)
+            assumed = await self._cached(owner, prompt)
             for engine, held in truth.items():
                 pieces = pieces_of(prompt)
                 found = next((at for at, piece in enumerate(pieces) if piece not in held), len(pieces))
                 cached = min(found * 16, (len(prompt) - 1) // BLOCK * BLOCK)
-                if believed[engine] != cached:
-                    return f"{engine} has {cached} tokens of a prompt, not {believed[engine]}"
+                if assumed[engine] != cached:
+                    return f"{engine} has {cached} tokens of a prompt, not {assumed[engine]}"
         return ""
 
     async def _cached(self, router: str, prompt: list[int]) -> dict[str, int]:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from pointsman.gateway.core.api import ApiRequestError, Endpoint, parse
 from pointsman.gateway.core.tokens.chat_template import ChatTemplate, Unrenderable
-from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer, TokenizerNotFound, find_tokenizer
+from pointsman.gateway.io.tokenizer_files import TokenizerNotFound, find_tokenizer, load_tokenizer
 from tests.support.tiny_tokenizer import CHATML, make_tokenizer
 
 
@@ -156,7 +156,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_ids_are_those_of_tokenizers(folder: Path) -> None:
     reference = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    ours = ModelTokenizer.load(folder)
+    ours = load_tokenizer(folder)
     text = template(CHATML).render(user("naïve 你好 🚂"))
     assert ours.chat(user("naïve 你好 🚂")) == reference.encode(text, add_special_tokens=False).ids
     call = parse(Endpoint.COMPLETION, json.dumps({"model": "m", "prompt": ["each train", "a"]}).encode())
@@ -170,7 +170,7 @@ def test_ids_are_those_of_tokenizers(folder: Path) -> None:
 def test_opaque_calls_have_no_tokens(folder: Path) -> None:
     call = parse(Endpoint.COMPLETION, b'{"model":"m","prompt":"x","truncate_prompt_tokens":5}')
     with pytest.raises(Unrenderable):
-        ModelTokenizer.load(folder).prompt(call)
+        load_tokenizer(folder).prompt(call)
 
 
 @pytest.mark.parametrize(
@@ -198,24 +198,22 @@ def test_it_is_known_when_the_engine_computes_a_prompt_anew(
 def test_template_files_win_over_the_config(folder: Path, tmp_path: Path) -> None:
     make_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("file")
-    assert ModelTokenizer.load(tmp_path).chat(user("x")) == ModelTokenizer.load(tmp_path).text(
-        "file", add_special_tokens=False
-    )
+    assert load_tokenizer(tmp_path).chat(user("x")) == load_tokenizer(tmp_path).text("file", add_special_tokens=False)
 
 
 def test_a_missing_or_broken_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(TokenizerNotFound, match=r"no tokenizer\.json"):
-        ModelTokenizer.load(tmp_path)
+        load_tokenizer(tmp_path)
     make_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[")
     with pytest.raises(TokenizerNotFound):
-        ModelTokenizer.load(tmp_path)
+        load_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{% if %}"}))
     with pytest.raises(TokenizerNotFound):
-        ModelTokenizer.load(tmp_path)
+        load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(TokenizerNotFound):
-        ModelTokenizer.load(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 def test_places_are_folders_or_hub_ids_in_the_local_cache(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from pathlib import Path
 
 import pytest
 from google.protobuf import json_format
@@ -17,6 +19,8 @@ from pointsman.router.io.console.decision_stream import NOTHING, WAITING, Viewer
 from pointsman.router.io.console.json_text import json_chunks
 from pointsman.router.io.convert.operator_messages import policy_description
 from pointsman.router.v1 import fleet_pb2, placement_pb2
+
+PAGE = Path(__file__).resolve().parents[3] / "services" / "router" / "io" / "console" / "page"
 
 
 def decision(candidates: int) -> fleet_pb2.Decision:
@@ -123,3 +127,29 @@ def test_policies_are_described_in_a_sentence_with_all_their_settings() -> None:
 )
 def test_only_names_of_this_machine_are_its_own(host: str, local: bool) -> None:
     assert _names_loopback(host) is local
+
+
+@pytest.mark.parametrize(
+    ("variable", "message"),
+    [
+        ("c", fleet_pb2.Candidate),
+        ("change", fleet_pb2.WhatIfResponse.Change),
+        ("d", fleet_pb2.Decision),
+        ("decision", fleet_pb2.Decision),
+        ("done", placement_pb2.Finished),
+        ("gpu", agent_pb2.Gpu),
+        ("group", fleet_pb2.SummarizeDecisionsResponse.Group),
+        ("instance", agent_pb2.Instance),
+        ("load", agent_pb2.Load),
+        ("router", fleet_pb2.RouterStatus),
+        ("status", fleet_pb2.InstanceStatus),
+        ("step", placement_pb2.Step),
+        ("timings", placement_pb2.Timings),
+    ],
+)
+def test_the_page_reads_only_fields_that_there_are(variable: str, message: type[Message]) -> None:
+    """A field that was renamed shows as missing in JavaScript, without an error."""
+    script = "\n".join(path.read_text() for path in sorted(PAGE.glob("*.js")))
+    read = set(re.findall(rf"(?<![.\w]){variable}\??\.(\w+)", script))
+    assert read, "the variable is gone: say here what shows this message now"
+    assert read <= {field.json_name for field in message.DESCRIPTOR.fields}

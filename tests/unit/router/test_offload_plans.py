@@ -242,7 +242,7 @@ def test_elastic_offloads_only_while_the_cache_owner_decodes() -> None:
     assert (idle.instance_id, idle.mode, idle.result.reason) == ("d", "COLOCATED", "decode_idle")
     first = placed(router, "r1", 0.0)
     assert (first.step.instance_id, first.last) == ("d", True)
-    # The engine's events do not say that r1's prompt is cached, and the credit for its answer is over when r2 comes.
+    # The engine's events do not say that r1's prompt is cached, and its provisional keys are gone when r2 comes.
     router.handle(ev.FirstToken("r1"), 1.0)
     second = placed(router, "r2", 4.0)
     assert (second.step.instance_id, second.decision.instance_id, second.last) == ("p", "d", False)

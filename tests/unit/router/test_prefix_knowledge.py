@@ -1,4 +1,4 @@
-"""What the router makes of reports and answers, by example: progress, credit, approximate beliefs, trust, ages, bounds."""
+"""Reports and answers in the router, by example: progress, provisional and approximate keys, prediction audit, ages, bounds."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_a_gateway_that_returns_keeps_the_progress_of_its_open_requests() -> Non
     assert (pending(router, "a"), pending(router, "b")) == (0, 200)
 
 
-# ---- credit ----
+# ---- provisional keys ----
 
 
 def test_an_answer_credits_its_prompt_at_once_until_events_speak() -> None:
@@ -266,7 +266,7 @@ def test_without_events_a_placement_is_remembered_and_a_lower_report_forgets_it(
     assert seen(router).cached_tokens == 0
 
 
-def test_approximate_beliefs_keep_to_the_capacity_and_lose_tails_first() -> None:
+def test_approximate_keys_keep_to_the_capacity_and_lose_tails_first() -> None:
     router = state()
     hello(router, "a", 1, exact_prefix=False, kv_capacity_tokens=20 * 16)
     answer(router, "r")
@@ -301,14 +301,14 @@ def test_an_engine_that_caches_nothing_is_believed_to_for_a_while_only() -> None
     assert seen(router, now=59.0).prefix_source is PrefixSource.NONE
 
 
-# ---- trust ----
+# ---- prediction audit ----
 
 
 def shortfalls(router: RouterState, count: int, name: str = "r", now: float = 0.0) -> list[ev.Effect]:
     return list(itertools.chain.from_iterable(answer(router, f"{name}{n}", cached=0, now=now) for n in range(count)))
 
 
-def test_persistent_shortfalls_distrust_the_index_until_the_next_snapshot() -> None:
+def test_persistent_shortfalls_fail_the_audit_until_the_next_snapshot() -> None:
     router = state()
     join(router, "a", 1, KEYS)
     assert not any(isinstance(effect, ev.Resync) for effect in shortfalls(router, 4))

@@ -15,7 +15,7 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
-from pointsman.gateway.core.api.checks import (
+from pointsman.gateway.core.api.field_checks import (
     COMMON,
     LIST,
     OBJECT,

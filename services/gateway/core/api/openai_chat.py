@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pointsman.gateway.core.api.checks import (
+from pointsman.gateway.core.api.field_checks import (
     BOOLEAN,
     LIST,
     OBJECT,

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pointsman.gateway.core.api.anthropic_messages import Unconvertible
-from pointsman.gateway.core.api.checks import (
+from pointsman.gateway.core.api.errors import ApiRequestError
+from pointsman.gateway.core.api.field_checks import (
     BOOLEAN,
     COMMON,
     LIST,
@@ -24,7 +25,6 @@ from pointsman.gateway.core.api.checks import (
     check_fields,
     invalid_parameter,
 )
-from pointsman.gateway.core.api.errors import ApiRequestError
 
 _RULES: Mapping[str, Rule] = {
     **COMMON,

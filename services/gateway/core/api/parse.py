@@ -9,8 +9,8 @@ import msgspec
 
 from pointsman.gateway.core.api import anthropic_messages, embeddings_and_scores, openai_chat, openai_responses
 from pointsman.gateway.core.api.api_call import ApiCall, ClientRules, Endpoint, with_fields
-from pointsman.gateway.core.api.checks import check_model
 from pointsman.gateway.core.api.errors import ApiRequestError
+from pointsman.gateway.core.api.field_checks import check_model
 
 # What a client may not set, because it speaks to the engine's insides: VLLM.md's trap table.
 FORBIDDEN_FIELDS = ("kv_transfer_params", "ec_transfer_params", "priority")

@@ -1,25 +1,19 @@
-"""A model's tokenizer as its engine applies it: tokenizer.json, special tokens and chat template from one folder."""
+"""A model's tokenizer as its engine applies it: tokenizer.json, special tokens and chat template as its files give them."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-import huggingface_hub
-import huggingface_hub.errors
-import jinja2
 import structlog
 from tokenizers import Tokenizer
 
 from pointsman.gateway.core.api import ApiCall, Endpoint
-from pointsman.gateway.core.api.anthropic_messages import DISABLED, disabled_effort, merged_system, system_only_first
+from pointsman.gateway.core.api.anthropic_messages import DISABLED, disabled_effort, merged_system
 from pointsman.gateway.core.tokens import tokenizer_probes
 from pointsman.gateway.core.tokens.chat_template import ChatTemplate, Rendered, Unrenderable
 from pointsman.gateway.core.tokens.split_points import SplitPoints, split_points_for
@@ -29,14 +23,8 @@ from pointsman.gateway.core.tokens.word_tokenizer import word_tokenizer_for
 log = structlog.get_logger()
 
 # Encoding this many characters holds the event loop for about a millisecond; more of them go to a thread.
-INLINE_CHARS = 4 << 10
+_INLINE_CHARS = 4 << 10
 _NONE: TokenIds = array("I")
-_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-class TokenizerNotFound(Exception):
-    """No usable tokenizer at the place named."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +61,10 @@ class PendingPrompt:
             len(piece) for text in texts for piece, ids in zip(text.pieces, text.found, strict=True) if ids is None
         )
 
+    async def tokenize_by(self, run_in_thread: Callable[[Callable[[], Prompt]], Awaitable[Prompt]]) -> Prompt:
+        """As tokenize(): at once where that takes about a millisecond, else in a thread. Raises Unrenderable."""
+        return self.tokenize() if self.missing_chars <= _INLINE_CHARS else await run_in_thread(self.tokenize)
+
     def tokenize(self) -> Prompt:
         """The prompt. Raises Unrenderable. May run in any thread; other threads go on meanwhile."""
         every = [self._tokenizer.tokens(one) if isinstance(one, _Text) else one for one in self._prompts]
@@ -93,7 +85,8 @@ class ModelTokenizer:
         merges_system: bool = False,
         cache: TokenCache | None = None,
     ) -> None:
-        """`merges_system`: the engine moves an Anthropic request's late system messages to the front."""
+        """`tool_template`: for requests with tools, where it is another one. `merges_system`: the engine moves an Anthropic
+        request's late system messages to the front."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -107,29 +100,6 @@ class ModelTokenizer:
         self.split_points = SplitPoints()
         rendered = self._rendered_probes()
         self.split_points = self._tried(split_points_for(tokenizer, rendered), rendered)
-
-    @classmethod
-    def load(cls, folder: Path, cache: TokenCache | None = None) -> ModelTokenizer:
-        """Read `folder` as transformers would; tokens are remembered in `cache`.
-
-        Raises TokenizerNotFound, saying what is missing or broken."""
-        file = folder / "tokenizer.json"
-        if not file.is_file():
-            raise TokenizerNotFound(f"no tokenizer.json in {folder}")
-        try:
-            tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # tokenizers raises bare Exception for a file it cannot read
-            raise TokenizerNotFound(f"{file}: {error}") from error
-        try:
-            config = _json(folder / "tokenizer_config.json")
-            specials = _special_tokens(_json(folder / "special_tokens_map.json") | config)
-            templates = _templates(folder, config)
-            compiled = {name: ChatTemplate(source, specials, datetime.now) for name, source in templates.items()}
-        except (ValueError, jinja2.TemplateError) as error:
-            raise TokenizerNotFound(f"{folder}: {error}") from error
-        used = [templates[name] for name in ("default", "tool_use") if name in templates]
-        merges_system = any(map(system_only_first, used))
-        return cls(tokenizer, compiled.get("default"), compiled.get("tool_use"), merges_system, cache)
 
     def prepare(self, call: ApiCall) -> PendingPrompt:
         """`call`'s prompt as the engine will see it, rendered and looked up. Raises Unrenderable when it cannot be told."""
@@ -204,7 +174,7 @@ class ModelTokenizer:
         return self._by_library([[text]])[0]
 
     def _encode(self, texts: list[str], *, add_special_tokens: bool = False) -> list[TokenIds]:
-        if sum(map(len, texts)) > INLINE_CHARS:
+        if sum(map(len, texts)) > _INLINE_CHARS:
             return self._by_library([texts], add_special_tokens=add_special_tokens)
         words = None if add_special_tokens else self._words
         done = [words.ids(text) if words is not None else None for text in texts]
@@ -282,53 +252,3 @@ class ModelTokenizer:
                 self._words = None
                 return SplitPoints()
         return cuts
-
-
-def find_tokenizer(place: str) -> Path:
-    """The folder for a path, or for a hub id that the local cache holds (nothing is downloaded). Raises TokenizerNotFound."""
-    folder = Path(place)
-    # Path("") is the working directory, which nobody meant.
-    if place and folder.is_dir():
-        return folder
-    if not place or folder.is_absolute() or place.count("/") > 1:
-        raise TokenizerNotFound(f"no folder {place!r}")
-    try:
-        found = [huggingface_hub.try_to_load_from_cache(place, name) for name in _FILES]
-    except huggingface_hub.errors.HFValidationError as error:
-        raise TokenizerNotFound(f"{place!r} is neither a folder nor a hub id") from error
-    if not isinstance(found[0], str):
-        raise TokenizerNotFound(f"{place!r} is no folder, and the local hub cache has no tokenizer.json of it")
-    return Path(found[0]).parent
-
-
-def _json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    read = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(read, dict):
-        raise ValueError(f"{file.name} is no object")
-    return read
-
-
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """The named special tokens, each written as text or as {"content": text}."""
-    named = {name: config.get(name) for name in _NAMED}
-    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
-    return {name: value for name, value in texts.items() if isinstance(value, str)}
-
-
-def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Template name -> source. Files win over tokenizer_config.json, as in transformers."""
-    files = {}
-    if (file := folder / "chat_template.jinja").is_file():
-        files["default"] = file.read_text(encoding="utf-8")
-    for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        files[file.stem] = file.read_text(encoding="utf-8")
-    if files:
-        return files
-    given = config.get("chat_template")
-    if isinstance(given, str):
-        return {"default": given}
-    if isinstance(given, list):
-        return {entry["name"]: entry["template"] for entry in given}
-    return {}

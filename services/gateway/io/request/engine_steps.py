@@ -30,7 +30,7 @@ from pointsman.gateway.io.request.shared_context import SharedContext
 from pointsman.gateway.io.request.stream_relay import relay_stream
 
 
-class UpstreamSteps:
+class EngineSteps:
     """What is sent to instances for one request, one step at a time, and what came back. Each step ends in an event; those
     of the answer note its moments and usage in the attempt that it belongs to."""
 

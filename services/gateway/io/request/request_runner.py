@@ -17,8 +17,8 @@ from pointsman.gateway.core.request.attempt_report import breakdown, finished
 from pointsman.gateway.core.request.request_context import RequestContext
 from pointsman.gateway.core.request.request_state_machine import Phase, RequestStateMachine
 from pointsman.gateway.core.request.transfer_params import supports_inline_kv_transfer
-from pointsman.gateway.io.request.engine_steps import UpstreamSteps
-from pointsman.gateway.io.request.placer import RETRY_S, Placer
+from pointsman.gateway.io.request.engine_steps import EngineSteps
+from pointsman.gateway.io.request.placement_steps import RETRY_S, PlacementSteps
 from pointsman.gateway.io.request.shared_context import SharedContext
 from pointsman.gateway.io.telemetry.span_export import attempt_ended
 
@@ -45,8 +45,8 @@ class RequestRunner:
         self._state_machine = RequestStateMachine(
             context.request_id, timeouts, inline_kv_transfer=supports_inline_kv_transfer(context.call)
         )
-        self._placer = Placer(shared, context)
-        self._steps = UpstreamSteps(shared, context, request)
+        self._placement = PlacementSteps(shared, context)
+        self._steps = EngineSteps(shared, context, request)
         self._pending: list[Coroutine[Any, Any, ev.Event]] = []  # and not awaited yet
         self._tasks: set[asyncio.Task[ev.Event]] = set()  # two, where the step after a PREFILL is sent ahead
         self._attempt = Attempt()
@@ -94,21 +94,21 @@ class RequestRunner:
         self._apply(self._state_machine.handle(event, now))
 
     def _apply(self, effects: list[ev.Effect]) -> None:
-        router, placer, steps = self._shared.router, self._placer, self._steps
+        router, placement, steps = self._shared.router, self._placement, self._steps
         for effect in effects:
             match effect:
                 case ev.AskRouter():
                     self._attempt.begin_placement(effect.attempt_id, time.monotonic())
-                    self._start(placer.ask_router(effect))
+                    self._start(placement.ask_router(effect))
                 case ev.PlaceLocally():
                     self._attempt.begin_placement(effect.attempt_id, time.monotonic())
-                    self._start(placer.place_locally(effect))
+                    self._start(placement.place_locally(effect))
                 case ev.AskNextStep():
                     self._attempt.end_step(effect.error, time.monotonic())
                     if effect.error:
                         steps.step_failed()
                         log.info("a step failed", request_id=effect.attempt_id, step=effect.index, error=effect.error)
-                    self._start(placer.ask_next_step(effect))
+                    self._start(placement.ask_next_step(effect))
                 case ev.Prefill():
                     self._record_step(effect.step)
                     self._start(steps.prefill(effect.step))
@@ -123,7 +123,7 @@ class RequestRunner:
                     self._record_step(effect.step)
                 case ev.ReportStepDone():
                     self._attempt.end_step("", time.monotonic())
-                    placer.report_step_done(effect)
+                    placement.report_step_done(effect)
                 case ev.AbortUpstream():
                     self._attempt.early_sent_at = 0.0
                     self._abort()
@@ -147,7 +147,7 @@ class RequestRunner:
             self._attempt.early_sent_at = time.monotonic()
             return
         self._attempt.begin_step(step, time.monotonic())
-        self._placer.record_step(step)
+        self._placement.record_step(step)
 
     async def _next_event(self) -> ev.Event:
         """The end of something that was begun, or Tick at the deadline. An operation that is alone needs no task of its own;

@@ -12,7 +12,7 @@ import structlog
 from pointsman.gateway.core.request.prepare import IncomingCall, RequestPreparer, Tokens
 from pointsman.gateway.core.request.request_context import RequestContext
 from pointsman.gateway.core.tokens.chat_template import Unrenderable
-from pointsman.gateway.core.tokens.model_tokenizer import INLINE_CHARS, ModelTokenizer
+from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
 from pointsman.gateway.core.tokens.token_cache import TokenCache
 from pointsman.gateway.io.telemetry.metrics import GatewayMetrics
 
@@ -42,10 +42,5 @@ class ThreadedPreparer:
     async def _tokens(self, incoming: IncomingCall, tokenizer: ModelTokenizer) -> Tokens:
         """The (first) prompt and its keys. Raises Unrenderable and ApiRequestError."""
         with self._telemetry.tokenize.time():
-            pending = tokenizer.prepare(incoming.call)
-            prompt = (
-                pending.tokenize()
-                if pending.missing_chars <= INLINE_CHARS
-                else await asyncio.to_thread(pending.tokenize)
-            )
+            prompt = await tokenizer.prepare(incoming.call).tokenize_by(asyncio.to_thread)
             return self._preparer.tokens(incoming, prompt)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 import structlog
 
 from pointsman.gateway.core.api import Endpoint
 from pointsman.gateway.core.pool_state import RECHECK_PAUSE_S, PoolState, TokenizerStatus, names_of
-from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer, TokenizerNotFound, find_tokenizer
+from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
 from pointsman.gateway.core.tokens.token_cache import TokenCache
 from pointsman.gateway.io.engines.engine_client import Upstream, UpstreamError
 from pointsman.gateway.io.routing.tokenizer_check import first_difference
 from pointsman.gateway.io.telemetry.metrics import GatewayMetrics
+from pointsman.gateway.io.tokenizer_files import TokenizerNotFound, find_tokenizer, load_tokenizer
 from pointsman.router.v1 import placement_pb2
 
 log = structlog.get_logger()
@@ -172,5 +172,4 @@ class ModelPools:
 
 
 def _load(source: str, cache: TokenCache) -> ModelTokenizer:
-    folder: Path = find_tokenizer(source)
-    return ModelTokenizer.load(folder, cache)
+    return load_tokenizer(find_tokenizer(source), cache)

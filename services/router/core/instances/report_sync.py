@@ -3,7 +3,7 @@
 An agent sends its instance's set of keys as a snapshot and then contiguous deltas, with checks in between. Whatever does
 not fit (a hole, a wrong digest, a delta before any snapshot) empties the copy and asks for a new snapshot: a phantom block is
 worse than a forgotten one. A copy that the bounded index has no room for is given up until there is. Tiers other than the
-device's are checked but earn no prefix credit.
+device's are checked, but their keys do not count as cached.
 """
 
 from __future__ import annotations

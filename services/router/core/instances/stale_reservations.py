@@ -26,7 +26,7 @@ class IdleReports:
         return self._idle_at[0] if len(self._idle_at) == IDLE_REPORTS else float("-inf")
 
     def observe(self, load: Load, now: float, fresh_s: float) -> bool:
-        """Take a report in; whether the engine has been idle for long enough to be believed. Mutates."""
+        """Take a report in; whether the engine has been idle for long enough to rely on it. Mutates."""
         if not load.healthy or load.running or load.waiting or now - load.sampled_at > fresh_s:
             self._idle_at.clear()
         elif load.sampled_at > self._sampled_at:

@@ -1,4 +1,4 @@
-"""What agents tell, into the fleet and what is believed of it. Pure. Only RouterState calls it."""
+"""Applies agents' reports to the instances and to the prefix indexes. Pure. Only RouterState calls it."""
 
 from __future__ import annotations
 

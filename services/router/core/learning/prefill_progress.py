@@ -23,7 +23,7 @@ class OpenPrompt:
 
     `target_tokens` of it are computed there, `cached_tokens` of those were predicted to be cached; `reached` counts the leading
     blocks known to be there. `evicted`: a part of the predicted prefix went while the
-    request waited, so what the engine reports says nothing about the index. `learned`: its keys were credited already.
+    request waited, so what the engine reports says nothing about the index. `learned`: its keys count as cached already.
     """
 
     request_id: str

@@ -31,7 +31,7 @@ class PrefixMatches(NamedTuple):
 
 
 _NOTHING = PrefixMatches({}, {})
-# Block keys believed of an instance without KV events that does not tell its KV capacity.
+# Block keys assumed on an instance without KV events that does not tell its KV capacity.
 ASSUMED_CAPACITY_KEYS = 16_384
 
 

@@ -14,18 +14,18 @@ from pointsman.router.core.prefix.exact_index import PrefixIndex
 
 
 class ApproximateIndex:
-    """Believed keys by instance, each instance's bounded by its own capacity."""
+    """Assumed keys by instance, each instance's bounded by its own capacity."""
 
     def __init__(self) -> None:
         self._index = PrefixIndex()
         self._used: dict[str, OrderedDict[int, None]] = {}
 
     def count(self, instance_id: str) -> int:
-        """How many keys an instance is believed to hold."""
+        """How many keys an instance is assumed to hold."""
         return self._index.count(instance_id)
 
     def leading_blocks(self, keys: Sequence[int], instance_ids: Iterable[str]) -> dict[str, int]:
-        """For each instance: how many of `keys`, counted from the first, it is believed to hold. Changes nothing."""
+        """For each instance: how many of `keys`, counted from the first, it is assumed to hold. Changes nothing."""
         return self._index.leading_blocks(keys, instance_ids)
 
     def learn(self, instance_id: str, keys: Sequence[int], capacity: int) -> None:
@@ -48,7 +48,7 @@ class ApproximateIndex:
                 used.pop(key, None)
 
     def drop(self, instance_id: str) -> None:
-        """Believe nothing of an instance. Mutates."""
+        """Forget an instance's keys. Mutates."""
         self._used.pop(instance_id, None)
         self._index.drop(instance_id)
 

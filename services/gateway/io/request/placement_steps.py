@@ -28,7 +28,7 @@ log = structlog.get_logger()
 RETRY_S = 1.0
 
 
-class Placer:
+class PlacementSteps:
     """Asks for the steps of one request's attempts, each under an id of its own."""
 
     def __init__(self, shared: SharedContext, context: RequestContext) -> None:

@@ -23,7 +23,7 @@ class ProtocolError(Exception):
     """The router sent something that the order of the protocol does not allow."""
 
 
-class ReportStream:
+class ReportProtocol:
     """One stream, from Hello on. Feed it with `received` and `load`; take messages with `next_message` until it has none.
 
     `consistency_check_interval_s` is the time between consistency checks.

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pointsman.agent.core.cached_blocks import CachedBlocks, Tier
 from pointsman.agent.core.kv_events import BlockRemoved
-from pointsman.agent.core.report_stream import CHUNK_KEYS, ProtocolError, ReportStream
+from pointsman.agent.core.report_protocol import CHUNK_KEYS, ProtocolError, ReportProtocol
 from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman.common.core.block_keys import KEY_SCHEME, digest_of
 from tests.support.kv_events import hash_of, pairs_of, store
@@ -82,7 +82,7 @@ class ReportMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 100.0
         self.cached_blocks = CachedBlocks("tiny", ring=4)
-        self.stream: ReportStream | None = None
+        self.stream: ReportProtocol | None = None
         self.router = ToyRouter()
         self.loads = 0
 
@@ -90,7 +90,7 @@ class ReportMachine(RuleBasedStateMachine):
     def connect(self) -> None:
         if self.stream is not None:
             return
-        self.stream = ReportStream(self.cached_blocks, INSTANCE, "agent", 5.0)
+        self.stream = ReportProtocol(self.cached_blocks, INSTANCE, "agent", 5.0)
         assert self.stream.wake_at() is None
         hello = self.stream.next_message(self.now)
         assert hello is not None
@@ -158,14 +158,14 @@ ReportMachine.TestCase.settings = settings(max_examples=100, stateful_step_count
 TestReportMachine = ReportMachine.TestCase
 
 
-def big_shadow(keys: int) -> CachedBlocks:
+def many_cached_blocks(keys: int) -> CachedBlocks:
     cached_blocks = CachedBlocks("tiny", ring=8)
     cached_blocks.restore((at, (at + 1,), {("GPU", "", ""): 1}) for at in range(keys))
     return cached_blocks
 
 
 def test_load_comes_right_after_welcome_and_only_the_latest() -> None:
-    stream = ReportStream(big_shadow(3), INSTANCE, "agent", 5.0)
+    stream = ReportProtocol(many_cached_blocks(3), INSTANCE, "agent", 5.0)
     stream.next_message(0.0)
     stream.load(pb.Load(running=1), 0.0)
     stream.load(pb.Load(running=2), 9.5)
@@ -180,8 +180,8 @@ def test_load_comes_right_after_welcome_and_only_the_latest() -> None:
 
 
 def test_a_snapshot_comes_in_chunks_and_loads_pass_between_them() -> None:
-    cached_blocks = big_shadow(2 * CHUNK_KEYS + 1)
-    stream = ReportStream(cached_blocks, INSTANCE, "agent", 5.0)
+    cached_blocks = many_cached_blocks(2 * CHUNK_KEYS + 1)
+    stream = ReportProtocol(cached_blocks, INSTANCE, "agent", 5.0)
     stream.next_message(0.0)
     stream.received(welcome(), 0.0)
     router = ToyRouter()
@@ -207,7 +207,7 @@ def test_what_cannot_be_resumed_is_sent_whole(resume: int) -> None:
     cached_blocks = CachedBlocks("tiny", ring=2)
     for letter in range(1, 6):
         cached_blocks.apply([store((letter,))])
-    stream = ReportStream(cached_blocks, INSTANCE, "agent", 5.0)
+    stream = ReportProtocol(cached_blocks, INSTANCE, "agent", 5.0)
     stream.next_message(0.0)
     stream.received(pb.ReportResponse(welcome=pb.Welcome(resume_from_seq=resume)), 0.0)
     message = stream.next_message(0.0)
@@ -224,7 +224,7 @@ def test_what_cannot_be_resumed_is_sent_whole(resume: int) -> None:
     ],
 )
 def test_a_router_that_breaks_the_order_is_told(responses: list[pb.ReportResponse]) -> None:
-    stream = ReportStream(CachedBlocks("tiny"), INSTANCE, "agent", 5.0)
+    stream = ReportProtocol(CachedBlocks("tiny"), INSTANCE, "agent", 5.0)
     stream.next_message(0.0)
     for response in responses[:-1]:
         stream.received(response, 0.0)
@@ -234,4 +234,4 @@ def test_a_router_that_breaks_the_order_is_told(responses: list[pb.ReportRespons
 
 def test_a_welcome_before_hello_is_refused() -> None:
     with pytest.raises(ProtocolError):
-        ReportStream(CachedBlocks("tiny"), INSTANCE, "agent", 5.0).received(welcome(), 0.0)
+        ReportProtocol(CachedBlocks("tiny"), INSTANCE, "agent", 5.0).received(welcome(), 0.0)
