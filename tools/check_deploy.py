@@ -23,8 +23,8 @@ import kubernetes_validate  # type: ignore[import-untyped]
 import yaml
 
 from tools import generate_telemetry as derived
-from tools.deploycheck import compose, k8s, prometheus, prometheus_operator
-from tools.deploycheck.kubectl import KubectlMissing, ensure_kubectl
+from tools.deploy_checks import compose, k8s, prometheus, prometheus_operator
+from tools.deploy_checks.kubectl import KubectlMissing, ensure_kubectl
 
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"

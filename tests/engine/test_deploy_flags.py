@@ -11,7 +11,7 @@ from tests.support.docs.shell_blocks import BLOCKS
 from tests.support.engines.servers import LAYERWISE
 from tests.support.engines.vllm_questions import Vllm
 from tools import check_deploy
-from tools.deploycheck import compose, k8s
+from tools.deploy_checks import compose, k8s
 
 # Command lines in, what vLLM made of them out.
 PARSE = """

@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from pointsman.gateway.core import dead_peers
+from pointsman.gateway.core import dead_connections
 from pointsman.gateway.io.engines import connection_pool
 from pointsman.router.v1 import placement_pb2
 from tests.support.fakes.gateway_peers import MODEL, FakeEngine, Placer, Stack, serve, stack
@@ -91,8 +91,8 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence is short."""
     monkeypatch.setattr(connection_pool, "SWEEP_S", 0.05)
     monkeypatch.setattr(connection_pool, "SILENT_S", 0.1)
-    monkeypatch.setattr(dead_peers, "REPROBE_S", 0.1)
-    monkeypatch.setattr(dead_peers, "PROBE_EVERY_S", 0.1)
+    monkeypatch.setattr(dead_connections, "REPROBE_S", 0.1)
+    monkeypatch.setattr(dead_connections, "PROBE_EVERY_S", 0.1)
 
 
 @pytest.mark.usefixtures("soon")

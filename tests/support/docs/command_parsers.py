@@ -17,7 +17,7 @@ from bench.__main__ import BENCHMARKS, LONG
 from pointsman.cli import main as command_line_module
 from tests.support.repository import REPOSITORY
 from tools import check_deploy
-from tools.deploycheck.kubectl import ensure_kubectl
+from tools.deploy_checks.kubectl import ensure_kubectl
 
 COMPOSE = REPOSITORY / "deploy/compose"
 # What docker compose is asked to do in these pages; there is no Docker here whose parser could be asked.

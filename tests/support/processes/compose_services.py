@@ -20,7 +20,7 @@ import yaml
 
 from tests.support.processes.process import free_port
 from tools import check_deploy
-from tools.deploycheck import compose, service_environment
+from tools.deploy_checks import compose, service_environment
 
 FILE = check_deploy.DEPLOY / "compose/compose.yaml"
 BIN = Path(sys.executable).parent

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tools import check_deploy
-from tools.deploycheck import compose
+from tools.deploy_checks import compose
 
 Project = dict[str, Any]
 FILE = check_deploy.DEPLOY / "compose/compose.yaml"

@@ -15,7 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pointsman.common.io.channel import SERVER_OPTIONS
 from tools import check_deploy
-from tools.deploycheck import service_environment
+from tools.deploy_checks import service_environment
 
 PROBE = check_deploy.DEPLOY / "docker/probe.py"
 

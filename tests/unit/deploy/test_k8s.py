@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tools import check_deploy
-from tools.deploycheck import k8s
+from tools.deploy_checks import k8s
 
 Objects = list[dict[str, Any]]
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from urllib.parse import urlsplit
 
-from pointsman.gateway.core.dead_peers import SILENT_S, DeadPeerDetector, Peer
+from pointsman.gateway.core.dead_connections import SILENT_S, DeadConnectionDetector, Peer
 from pointsman.gateway.core.http_message import request_bytes
 from pointsman.gateway.io.engines.engine_connection import (
     Origin,
@@ -40,7 +40,7 @@ class ConnectionPool:
         self._idle_s = idle_s
         self._idle: dict[Origin, list[UpstreamConnection]] = {}
         self._sweeping: asyncio.TimerHandle | None = None
-        self._dead_peers = DeadPeerDetector()
+        self._dead_connections = DeadConnectionDetector()
         self._probing: set[asyncio.Task[None]] = set()
         self._tls: ssl.SSLContext | None = None
 
@@ -63,17 +63,17 @@ class ConnectionPool:
                 connection.give_up("went silent")
             elif silence >= SILENT_S and (peer := connection.peer) is not None:
                 silent.setdefault(peer, []).append(connection)
-        for peer in [one for one in silent if self._dead_peers.is_dead(one)]:
+        for peer in [one for one in silent if self._dead_connections.is_dead(one)]:
             for connection in silent.pop(peer):
                 connection.give_up("went silent, and nobody listens there any more")
-        for peer in self._dead_peers.due(silent, now):
+        for peer in self._dead_connections.due(silent, now):
             task = asyncio.create_task(self._probe(peer))
             self._probing.add(task)
             task.add_done_callback(self._probing.discard)
 
     async def _probe(self, peer: Peer) -> None:
         refused = await refuses_connections(peer)
-        self._dead_peers.probed(peer, refused=refused, now=time.monotonic())
+        self._dead_connections.probed(peer, refused=refused, now=time.monotonic())
 
     def close(self) -> None:
         """Close every connection."""

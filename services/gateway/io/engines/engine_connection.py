@@ -10,7 +10,7 @@ from typing import Protocol, cast
 
 import httptools
 
-from pointsman.gateway.core.dead_peers import Peer
+from pointsman.gateway.core.dead_connections import Peer
 from pointsman.gateway.core.http_message import Headers
 
 HIGH_WATER = 256 << 10  # bytes of an answer that nobody has taken yet before no more is read

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from tools.deploycheck import service_environment as services
+from tools.deploy_checks import service_environment as services
 
 Object = dict[str, Any]
 # ${NAME}, ${NAME:-default} and so on; $$ is a dollar.

@@ -28,7 +28,7 @@ class _Known:
     due: float = -math.inf  # when to ask next; infinite while an answer is awaited
 
 
-class DeadPeerDetector:
+class DeadConnectionDetector:
     """What is known of the peers of silent connections, one question at a time for each."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tools.deploycheck import compose
+from tools.deploy_checks import compose
 
 Object = dict[str, Any]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tools.deploycheck import service_environment as services
+from tools.deploy_checks import service_environment as services
 
 Object = dict[str, Any]
 WORKLOADS = ("Deployment", "StatefulSet", "DaemonSet")

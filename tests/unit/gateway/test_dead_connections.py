@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pointsman.gateway.core.dead_peers import PROBE_EVERY_S, REFUSALS, REPROBE_S, SILENT_S, DeadPeerDetector, Peer
+from pointsman.gateway.core.dead_connections import (
+    PROBE_EVERY_S,
+    REFUSALS,
+    REPROBE_S,
+    SILENT_S,
+    DeadConnectionDetector,
+    Peer,
+)
 from pointsman.gateway.io.engines import connection_pool
 from pointsman.gateway.io.engines.connection_pool import ConnectionPool, refuses_connections
 from pointsman.gateway.io.engines.engine_connection import UpstreamError, UpstreamResponse
@@ -21,7 +28,7 @@ A, B = ("10.0.0.1", 8000), ("10.0.0.2", 8000)
 
 
 def test_two_refusals_a_second_apart_and_nothing_less() -> None:
-    silence = DeadPeerDetector()
+    silence = DeadConnectionDetector()
     assert silence.due([A], 0.0) == [A]
     assert silence.due([A], 100.0) == [], "one question at a time"
     silence.probed(A, refused=True, now=100.0)
@@ -34,7 +41,7 @@ def test_two_refusals_a_second_apart_and_nothing_less() -> None:
 
 
 def test_a_refusal_does_not_count_once_somebody_accepted_or_spoke() -> None:
-    silence = DeadPeerDetector()
+    silence = DeadConnectionDetector()
     for at, refused in enumerate((True, False, True)):
         assert silence.due([A, B], at * 10.0) == [A, B]
         silence.probed(A, refused=refused, now=at * 10.0)
@@ -60,7 +67,7 @@ def test_a_refusal_does_not_count_once_somebody_accepted_or_spoke() -> None:
 )
 def test_in_any_order_of_events(looks: list[tuple[set[Peer], float, list[bool]]]) -> None:
     """Nobody is gone but by refusals in a row to questions asked apart, while something was silent at every look between."""
-    silence, now = DeadPeerDetector(), 0.0
+    silence, now = DeadConnectionDetector(), 0.0
     open_: list[Peer] = []
     asked: dict[Peer, float] = {}
     refused: dict[Peer, int] = {A: 0, B: 0}
