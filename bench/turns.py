@@ -10,8 +10,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
@@ -20,12 +21,13 @@ from bench.figures import Figure, percentile
 from pointsman.gateway.core.api import Endpoint, parse
 from pointsman.gateway.core.tokens.chat_template import ChatTemplate
 from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
-from pointsman.gateway.core.tokens.token_cache import TokenCache
+from pointsman.gateway.core.tokens.token_cache import TokenCache, TokenIds
 
 # Characters of prompt, messages, conversations, and the goal in ms. A turn adds an answer and a question of half ADDED each.
 SIZES = {"32k": (32_000, 20, 8, 1.0), "400k": (400_000, 120, 3, 5.0)}
 ADDED = 1_000
 TURNS = 10
+Timed = TypeVar("Timed")
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -100,24 +102,27 @@ def _tokens_alone(name: str, tokenizer: Tokenizer, text: str) -> list[Figure]:
     cache = TokenCache(128 << 20)
     model = ModelTokenizer(tokenizer, template, None, cache=cache)
     talk = _Conversation(name, text, 0)
-    spent: dict[str, list[float]] = {step: [] for step in ("parse", "render", "read", "keys", "whole")}
+    spent: dict[str, list[float]] = {step: [] for step in ("parse", "render", "tokenize", "keys", "whole")}
 
-    def timed(step: str, work: Callable[[], Any]) -> Any:
+    def timed(step: str, work: Callable[[], Timed]) -> Timed:
         started = time.process_time()
         done = work()
         spent[step].append((time.process_time() - started) * 1e3)
         return done
+
+    def tokenize_whole(chat: dict[str, Any]) -> TokenIds:
+        return model.whole(template.render(chat))
 
     for turn in range(TURNS + 1):
         raw = talk.body()
         if not turn:
             cache.keys(model.prompt(parse(Endpoint.CHAT, raw)).ids, "m")
         else:
-            call = timed("parse", lambda raw=raw: parse(Endpoint.CHAT, raw))  # type: ignore[misc]
-            unread = timed("render", lambda call=call: model.prepare(call))  # type: ignore[misc]
-            prompt = timed("read", unread.read)
-            timed("keys", lambda prompt=prompt: cache.keys(prompt.ids, "m"))  # type: ignore[misc]
-            whole = timed("whole", lambda call=call: model.whole(template.render(call.body)))  # type: ignore[misc]
+            call = timed("parse", partial(parse, Endpoint.CHAT, raw))
+            pending = timed("render", partial(model.prepare, call))
+            prompt = timed("tokenize", pending.tokenize)
+            timed("keys", partial(cache.keys, prompt.ids, "m"))
+            whole = timed("whole", partial(tokenize_whole, call.body))
             if whole != prompt.ids:
                 raise RuntimeError("pieces have other tokens than the whole")
         talk.next()
