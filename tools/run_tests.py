@@ -42,7 +42,9 @@ RUNS = (
 )
 
 
-def _begin(number: int, run: Run, arguments: list[str], report: IO[bytes] | None) -> subprocess.Popen[bytes]:
+def _begin(
+    number: int, run: Run, arguments: list[str], report: IO[bytes] | None, folder: str
+) -> subprocess.Popen[bytes]:
     # The cache of what failed is the first run's.
     cache = ("-p", "no:cacheprovider") if number else ()
     share = len(PORTS) // len(RUNS)
@@ -50,7 +52,7 @@ def _begin(number: int, run: Run, arguments: list[str], report: IO[bytes] | None
     return subprocess.Popen(
         [sys.executable, "-m", "pytest", *OPTIONS, *cache, *run.paths, *(PATIENT if run.computes else arguments)],
         cwd=ROOT,
-        env=os.environ | {"POINTSMAN_TEST_PORTS": f"{ports.start}-{ports.stop}"},
+        env=os.environ | {"POINTSMAN_TEST_PORTS": f"{ports.start}-{ports.stop}", "PYTEST_DEBUG_TEMPROOT": folder},
         stdout=report,
         stderr=None if report is None else subprocess.STDOUT,
         preexec_fn=lambda: os.nice(run.niceness),
@@ -77,7 +79,9 @@ def main(arguments: list[str]) -> int:
         reports = [stack.enter_context(tempfile.TemporaryFile()) for _ in runs[1:]]
         try:
             for number, run in enumerate(runs):
-                processes.append(_begin(number, run, arguments, reports[number - 1] if number else None))
+                # Runs that share pytest's folder fail where two of them clear away what an earlier one left.
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="p", ignore_cleanup_errors=True))
+                processes.append(_begin(number, run, arguments, reports[number - 1] if number else None, folder))
             statuses = [_ended(process) for process in processes]
         finally:
             for process in processes:

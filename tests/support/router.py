@@ -101,21 +101,30 @@ class Session:
     async def send(self, **kind: Any) -> None:
         await self.call.write(placement_pb2.SessionRequest(**kind))
 
-    async def read(self, kind: str) -> placement_pb2.SessionResponse:
-        """The next message of a kind; others are passed over."""
+    async def read(self, *kinds: str) -> placement_pb2.SessionResponse:
+        """The next message of these kinds; others are passed over."""
         while True:
             while self._unread:
                 message = self._unread.popleft()
-                if message.WhichOneof("kind") == kind:
+                if message.WhichOneof("kind") in kinds:
                     return message
             message = await asyncio.wait_for(self.call.read(), WITHIN_S)
             assert isinstance(message, placement_pb2.SessionResponse), "the stream ended"
             self._unread.extend(message.batch.responses if message.HasField("batch") else (message,))
 
     async def place(self, request_id: str, tokens: int = 100, **changes: Any) -> placement_pb2.Placement:
+        """Where a request goes. Asks again while the pool's owner changes, as gateways do; any other refusal is an error."""
         request = placement_pb2.PlacementRequest(request_id=request_id, model="m", input_tokens=tokens, **changes)
-        await self.send(place=request)
-        return (await self.read("placement")).placement
+        async with asyncio.timeout(WITHIN_S):
+            while True:
+                await self.send(place=request)
+                answer = await self.read("placement", "refusal")
+                while not answer.HasField("placement") and answer.refusal.request_id != request_id:
+                    answer = await self.read("placement", "refusal")
+                if answer.HasField("placement"):
+                    return answer.placement
+                assert answer.refusal.not_serving, answer.refusal.message
+                await asyncio.sleep(0.05)
 
     async def finish(self, request_id: str, **changes: Any) -> None:
         values = {"outcome": placement_pb2.OUTCOME_OK, **changes}
