@@ -88,11 +88,11 @@ def main(arguments: list[str]) -> int:
                 if process.poll() is None:
                     process.send_signal(signal.SIGINT)  # its fixtures end what they started
                     process.wait()
-        for run, report in zip(runs[1:], reports, strict=True):
-            print(f"\n{run.name}:", flush=True)
-            report.seek(0)
-            shutil.copyfileobj(report, sys.stdout.buffer)
-            sys.stdout.buffer.flush()
+            for run, report in zip(runs[1:], reports, strict=True):
+                print(f"\n{run.name}:", flush=True)
+                report.seek(0)
+                shutil.copyfileobj(report, sys.stdout.buffer)
+                sys.stdout.buffer.flush()
     return max(statuses, key=abs)
 
 
