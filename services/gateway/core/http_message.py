@@ -66,6 +66,10 @@ class ResponseWriter(Protocol):
         """Whether the body is whole."""
 
     @property
+    def lost(self) -> bool:
+        """Whether the client has left."""
+
+    @property
     def send(self) -> Callable[[bytes], None]:
         """Takes bytes of the answer as they are, with the framing that they need."""
 
@@ -84,7 +88,9 @@ class ResponseWriter(Protocol):
 
 @dataclass(slots=True)
 class Request:
-    """One request. `body` is whole when the request is to be answered; `model` and `traced` are what the answerer notes of it."""
+    """One request. `body` is whole when the request is to be answered; the handler notes the others: `id` is ours alone,
+    `client_id` what the request is called towards its client and its engine, `holder` the client whose share of
+    the memory for bodies it takes (empty: nobody's in particular)."""
 
     method: str
     path: str  # as the client wrote it, without the query
@@ -92,8 +98,16 @@ class Request:
     headers: Headers
     writer: ResponseWriter
     body: bytes = b""
+    id: str = ""
+    client_id: str = ""
+    holder: bytes = b""
     model: str = ""
     trace: RequestTrace | None = None
+
+    @property
+    def id_header(self) -> dict[str, str]:
+        """The field that every answer carries."""
+        return {"X-Request-ID": self.client_id} if self.client_id else {}
 
     @property
     def media_type(self) -> str:

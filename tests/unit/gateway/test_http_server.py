@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ class Wire(asyncio.Transport):
         super().__init__()
         self.out = b""
         self.closed = self.aborted = self.eof = False
+        self.reading = True
         self.unsent = 0
 
     def write(self, data: Any) -> None:
@@ -51,6 +53,12 @@ class Wire(asyncio.Transport):
     def is_closing(self) -> bool:
         return self.closed
 
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
     def get_write_buffer_size(self) -> int:
         return self.unsent
 
@@ -67,6 +75,7 @@ class Echo:
     source: Any = None
 
     def admit(self, request: Request) -> Response | None:
+        request.holder = request.headers.get("x-key").encode()
         return Response(404, b"no") if request.path == "/refused" else None
 
     async def answer(self, request: Request) -> Response | None:
@@ -330,6 +339,35 @@ async def test_a_slow_client_makes_its_source_wait_and_is_given_up_in_the_end() 
         await asyncio.sleep(0)
 
 
+async def test_a_client_that_reads_no_answer_is_not_read_either() -> None:
+    """Answer after answer would fill the memory, and each request would give it more time."""
+    client = Client()
+    client.wire.unsent = HIGH_WATER + 1
+    client.connection.pause_writing()  # as a transport does while the answer is written
+    assert status_of(await client.send(WHOLE)) == 200
+    assert not client.wire.reading
+    given_up = client.connection.deadline
+    client.wire.unsent -= 1
+    client.connection.overdue(given_up)
+    assert not client.wire.aborted, "it reads, if slowly"
+    client.connection.overdue(client.connection.deadline)
+    assert client.wire.aborted
+
+
+@pytest.mark.parametrize("closing", [False, True])
+async def test_a_client_that_has_read_its_answer_may_go_on(closing: bool) -> None:
+    client = Client()
+    client.connection.pause_writing()
+    await client.send(WHOLE)
+    client.server.closing = closing
+    client.connection.resume_writing()
+    assert client.wire.reading
+    assert client.wire.closed == closing
+    if not closing:
+        assert status_of(await client.send(WHOLE)) == 200
+        assert client.wire.reading
+
+
 @pytest.mark.parametrize(
     ("sent", "status"), [(b"", 0), (b"P", 408), (HEAD, 408), (HEAD + b"Content-Length: 5\r\n\r\nhell", 408)]
 )
@@ -423,6 +461,35 @@ async def test_all_bodies_together_are_bounded() -> None:
     assert one.server.buffered_body_bytes == 0
     assert status_of(await Client(one).send(posting(90_000, "/echo"), b"x" * 90_000)) == 200
     assert one.server.buffered_body_bytes == 0
+
+
+async def test_one_clients_bodies_leave_room_for_the_others() -> None:
+    def uploading(size: int, key: str) -> bytes:
+        return posting(size).replace(b"Host: h", f"Host: h\r\nX-Key: {key}".encode())
+
+    first = Client()
+    answers = [await first.send(uploading(70_000, "a"), b"x" * 39_000)]
+    answers += [await Client(first).send(uploading(70_000, "a"), b"x" * 39_000) for _ in range(5)]
+    assert [status_of(one) if one else 0 for one in answers] == [0, 0, 503, 503, 503, 503]
+    assert first.server.buffered_body_bytes == 78_000
+    other = Client(first)
+    assert await other.send(uploading(60_000, "b"), b"x" * 59_999) == b"", "another client finds room"
+    assert status_of(await Client(first).send(uploading(70_000, "c"), b"x" * 39_000)) == 503, "for all there is a bound"
+    for connection in list(first.server.connections):
+        connection.connection_lost(None)
+    assert first.server.buffered_body_bytes == 0
+    assert status_of(await Client(first).send(uploading(90_000, "a").replace(b"/hang", b"/echo"), b"x" * 90_000)) == 200
+
+
+async def test_a_body_that_stops_coming_is_not_waited_for_as_long_as_one_that_comes() -> None:
+    client = Client()
+    await client.send(posting(90_000), b"x" * 1_000)
+    stalled = client.connection.deadline
+    assert stalled - time.monotonic() <= LIMITS.body_stall_s
+    await client.send(b"x")
+    assert stalled < client.connection.deadline
+    client.connection.overdue(client.connection.deadline)
+    assert status_of(client.wire.out) == 408
 
 
 async def test_a_body_is_held_until_its_answer_begins() -> None:

@@ -34,11 +34,13 @@ class Listener(Protocol):
     limits: ServerLimits
     connections: set[ClientConnection]
     closing: bool
-    buffered_body_bytes: int  # of bodies whose answers have not begun
     date: dict[str, str]
 
-    def has_room(self, more: int) -> bool:
-        """Whether `more` bytes of a body can be held."""
+    def has_room(self, holder: bytes, more: int) -> bool:
+        """Whether `more` bytes of a body of `holder` can be held."""
+
+    def hold(self, holder: bytes, more: int) -> None:
+        """Count `more` bytes of a body of `holder`; fewer than none were let go."""
 
     def forget(self, connection: ClientConnection) -> None:
         """A connection is over, its request included."""
@@ -49,13 +51,16 @@ class _State(enum.Enum):
     HEAD = "head"
     BODY = "body"
     BUSY = "busy"  # a request is being answered
+    FLUSHING = (
+        "flushing"  # the answer is made, and more of it than HIGH_WATER is still to be sent: nothing is read until then
+    )
     ENDING = "ending"  # nothing more is read or begun
 
 
 class ResponseWriter:
     """Writes one answer to its client: what a request's `outgoing` is here."""
 
-    __slots__ = ("_connection", "_head", "_write", "begun", "chunked", "ended", "send")
+    __slots__ = ("_connection", "_head", "_write", "begun", "chunked", "ended", "lost", "send")
 
     def __init__(self, connection: ClientConnection, transport: asyncio.Transport, *, chunked: bool) -> None:
         self._connection = connection
@@ -65,6 +70,7 @@ class ResponseWriter:
         self._head = b""
         self.begun = False
         self.ended = False
+        self.lost = False
 
     def begin(self, status: int, headers: dict[str, str], source: Source) -> None:
         """Set the head, which leaves with the first piece."""
@@ -89,6 +95,7 @@ class ResponseWriter:
 
     def lose(self) -> None:
         """The client left."""
+        self.lost = True
         self.send = _nowhere
 
     def _send_first(self, piece: bytes) -> None:
@@ -118,8 +125,11 @@ class ClientConnection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._task: asyncio.Task[None] | None = None
         self._more = False  # bytes came while a request was being answered
+        self._full = False  # more than HIGH_WATER is to be sent
         self._unsent = 0
         self._held = 0  # bytes of a body, of those that the server counts
+        self._holder = b""  # whose they are
+        self._body_until = math.inf
         self._new_message()
 
     def _new_message(self) -> None:
@@ -163,14 +173,22 @@ class ClientConnection(asyncio.Protocol):
             self._transport.abort()
 
     def pause_writing(self) -> None:
+        self._full = True
         if self._state is _State.BUSY:
             self.deadline = time.monotonic() + self._limits.stall_s
         if self.source is not None:
             self.source.pause()
 
     def resume_writing(self) -> None:
+        self._full = False
         if self._state is _State.BUSY:
             self.deadline = math.inf
+        elif self._state is _State.FLUSHING:
+            self._transport.resume_reading()
+            if self.server.closing:
+                self._close()
+            else:
+                self._become_idle()
         if self.source is not None:
             self.source.resume()
 
@@ -251,15 +269,17 @@ class ClientConnection(asyncio.Protocol):
         request = Request(self._parser.get_method().decode(), path_of(target), query, headers, writer)
         length = int(headers.get("content-length", "0"))
         has_body = length > 0 or "transfer-encoding" in headers
+        self._request, self._writer = request, writer
         refusal = self.server.handler.admit(request)
         if refusal is None and length > self._limits.max_body_bytes:
             refusal = self._too_much_body()
-        elif refusal is None and not self.server.has_room(length):
+        elif refusal is None and not self.server.has_room(request.holder, length):
             refusal = self._no_room()
         waits = headers.get("expect").lower() == "100-continue" and has_body
         self._state = _State.BODY
-        self.deadline = time.monotonic() + self._limits.body_s
-        self._request, self._writer, self._refusal = request, writer, refusal
+        self._body_until = time.monotonic() + self._limits.body_s
+        self.deadline = min(self._body_until, time.monotonic() + self._limits.body_stall_s)
+        self._refusal = refusal
         if has_body and self._parser.should_upgrade():
             framing = "Transfer-Encoding: chunked" if "transfer-encoding" in headers else f"Content-Length: {length}"
             self._plain = f"POST / HTTP/1.1\r\n{framing}\r\n\r\n".encode()
@@ -269,17 +289,20 @@ class ClientConnection(asyncio.Protocol):
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
-        if self._state is not _State.BODY or self._refusal is not None:
+        if self._state is not _State.BODY or self._refusal is not None or not body:
             return
         self._body_size += len(body)
         if self._body_size > self._limits.max_body_bytes:
             self._end_with(self._too_much_body())
             return
-        if not self.server.has_room(len(body)):
+        assert self._request is not None
+        if not self.server.has_room(self._request.holder, len(body)):
             self._end_with(self._no_room())
             return
-        self.server.buffered_body_bytes += len(body)
+        self._holder = self._request.holder
+        self.server.hold(self._holder, len(body))
         self._held += len(body)
+        self.deadline = min(self._body_until, time.monotonic() + self._limits.body_stall_s)
         self._body.append(body)
 
     def on_message_complete(self) -> None:
@@ -296,8 +319,7 @@ class ClientConnection(asyncio.Protocol):
         try:
             response = refusal or await self.server.handler.answer(request)
         except asyncio.CancelledError:
-            # The client left, or the drain is over.
-            self._transport.abort()
+            self._cut_short(request)
         except Exception:
             log.exception("a fault in the gateway", path=request.path if refusal is None else "")
             self._transport.abort()
@@ -309,9 +331,19 @@ class ClientConnection(asyncio.Protocol):
             if self.lost:
                 self.server.forget(self)
 
+    def _cut_short(self, request: Request) -> None:
+        """The answer was cancelled: the client left, or the drain is over. Who waits still is told so."""
+        if self.lost or (request.writer.begun and not request.writer.ended):
+            self._transport.abort()
+        elif request.writer.ended:
+            self._close()
+        else:
+            self._refuse(503, "The gateway is shutting down.", "shutting_down")
+
     def _answered(self, request: Request, response: Response | None) -> None:
         if self.lost:
             return
+        self._request = None
         last = not self.keep_alive or self.server.closing
         if response is not None:
             self._send(response, last=last, head_only=request.method == "HEAD")
@@ -323,8 +355,16 @@ class ClientConnection(asyncio.Protocol):
         elif self._more:
             self._state = _State.IDLE
             self._refuse(400, "A request came before the one before it was answered.", "pipelining_unsupported")
+        elif self._full:
+            # Answer after answer to a client that reads none would fill the memory.
+            self._state, self.deadline = _State.FLUSHING, time.monotonic() + self._limits.stall_s
+            self._unsent = self._transport.get_write_buffer_size()
+            self._transport.pause_reading()
         else:
-            self._state, self.deadline = _State.IDLE, time.monotonic() + self._limits.idle_s
+            self._become_idle()
+
+    def _become_idle(self) -> None:
+        self._state, self.deadline = _State.IDLE, time.monotonic() + self._limits.idle_s
 
     def _send(self, response: Response, *, last: bool, head_only: bool = False) -> None:
         framing = [] if response.status in (204, 304) else [f"Content-Length: {len(response.body)}"]
@@ -357,6 +397,8 @@ class ClientConnection(asyncio.Protocol):
         """Answer now, whatever the client is still sending."""
         self._body = []
         self.let_go()
+        if self._request is not None:
+            response.headers |= self._request.id_header
         self._send(response, last=True)
         self._more = True
         self._close()
@@ -373,7 +415,7 @@ class ClientConnection(asyncio.Protocol):
 
     def let_go(self) -> None:
         """The body is needed no more: its answer begins, or there will be none."""
-        self.server.buffered_body_bytes -= self._held
+        self.server.hold(self._holder, -self._held)
         self._held = 0
 
     # From the server.
@@ -403,7 +445,7 @@ class ClientConnection(asyncio.Protocol):
                 self._refuse(408, "The request did not arrive in time.", "request_timeout")
             case _State.BUSY:
                 self._transport.abort()
-            case _State.ENDING:
+            case _State.ENDING | _State.FLUSHING:
                 unsent = self._transport.get_write_buffer_size()
                 if 0 < unsent < self._unsent:
                     self._unsent, self.deadline = unsent, now + self._limits.stall_s

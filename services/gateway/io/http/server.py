@@ -10,6 +10,8 @@ from email.utils import formatdate
 from pointsman.gateway.io.http.client_connection import LINGER_S, ClientConnection
 from pointsman.gateway.io.http.server_types import HttpHandler, ServerLimits
 
+SHARE = 3  # alone, a client gets three quarters
+
 
 class Server:
     """Listens and keeps the connections. `close` ends them gracefully."""
@@ -20,6 +22,7 @@ class Server:
         self.connections: set[ClientConnection] = set()
         self.closing = False
         self.buffered_body_bytes = 0  # of bodies whose answers have not begun
+        self._held: dict[bytes, int] = {}  # of these, by whose they are
         self.date: dict[str, str] = {}
         self._listener: asyncio.Server | None = None
         self._sweeping: asyncio.TimerHandle | None = None
@@ -47,12 +50,16 @@ class Server:
         for connection in list(self.connections):
             connection.close_idle()
         if not await self._all_ended(drain_timeout_s):
-            for connection in list(self.connections):
-                connection.cancel()
+            self.cancel_all()
             # What is cancelled tells the router and aborts its instance's work, which takes no waiting for anybody.
             await self._all_ended(LINGER_S)
         if self._sweeping is not None:
             self._sweeping.cancel()
+
+    def cancel_all(self) -> None:
+        """End every request under way: each of their clients is told."""
+        for connection in list(self.connections):
+            connection.cancel()
 
     async def _all_ended(self, within_s: float) -> bool:
         try:
@@ -64,9 +71,20 @@ class Server:
             return not self.connections
         return True
 
-    def has_room(self, more: int) -> bool:
-        """Whether `more` bytes of a body can be held."""
-        return self.buffered_body_bytes + more <= self.limits.max_buffered_body_bytes
+    def has_room(self, holder: bytes, more: int) -> bool:
+        """Whether `more` bytes of a body of `holder` can be held. A client with a body already may hold SHARE times what stays
+        free, so that no client's uploads keep the others out (dynamic thresholds: Choudhury and Hahne, 1998)."""
+        free = self.limits.max_buffered_body_bytes - self.buffered_body_bytes - more
+        held = self._held.get(holder, 0)
+        return free >= 0 and (not held or held + more <= SHARE * free)
+
+    def hold(self, holder: bytes, more: int) -> None:
+        """Count `more` bytes of a body of `holder`; fewer than none were let go."""
+        self.buffered_body_bytes += more
+        if holder:
+            held = self._held.pop(holder, 0) + more
+            if held:
+                self._held[holder] = held
 
     def forget(self, connection: ClientConnection) -> None:
         """A connection is over, its request included."""

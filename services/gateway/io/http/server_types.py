@@ -19,6 +19,7 @@ class ServerLimits:
     max_headers: int = 100
     head_s: float = 10.0
     body_s: float = 120.0
+    body_stall_s: float = 15.0  # between two pieces of a body
     idle_s: float = 75.0
     stall_s: float = 300.0  # a client that reads nothing of its answer
 
