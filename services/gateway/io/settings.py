@@ -6,7 +6,7 @@ import uuid
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pointsman.common.io.settings import Entries, HostPort, OtlpEndpoint, Pairs, by_name
@@ -29,7 +29,8 @@ class GatewaySettings(BaseSettings):
     )
     tokenizers: Pairs = Field(
         default_factory=list,
-        description="MODEL=PATH or MODEL=HUB_ID; for other models the engine's own model root is tried",
+        description="MODEL=PATH, MODEL=HUB_ID or MODEL=HUB_ID@REVISION; other models' tokenizers are where their engines have "
+        "theirs from: a hub id, downloaded into HF_HOME, or a folder, mounted at the same place",
     )
     aliases: Pairs = Field(
         default_factory=list,
@@ -39,6 +40,11 @@ class GatewaySettings(BaseSettings):
         None,
         description="file with lines TENANT:KEY [requests_per_minute=N] [tokens_per_minute=N] [in_flight=N] "
         "[cache_salt=TEXT], read again when it changes; without keys every client may call",
+    )
+    engine_api_key: SecretStr = Field(SecretStr(""), description="what engines started with --api-key ask for")
+    engine_ca: Path | None = Field(
+        None,
+        description="certificates (PEM) that engines' own are signed by, where they are served by HTTPS; else the system's",
     )
     expose_placement: bool = Field(
         True,
@@ -68,7 +74,9 @@ class GatewaySettings(BaseSettings):
     response_timeout_s: float = Field(3600.0, gt=0, description="until an answer that is not streamed begins")
     idle_timeout_s: float = Field(ServerLimits.stall_s, gt=0, description="between two pieces of an answer")
     router_grace_s: float = Field(0.5, ge=0, description="wait for a lost router before placing without it")
-    drain_timeout_s: float = Field(30.0, ge=0, description="after SIGTERM, for open requests to end")
+    drain_timeout_s: float = Field(
+        3600.0, ge=0, description="after SIGTERM, for open requests to end; a second SIGTERM ends them at once"
+    )
     processes: int = Field(
         1,
         gt=0,

@@ -1,4 +1,4 @@
-"""Reads a model's tokenizer, special tokens and chat templates from a folder, as transformers would."""
+"""Gets a model's tokenizer, special tokens and chat templates, from a folder or the hub, and reads them as transformers would."""
 
 from __future__ import annotations
 
@@ -18,11 +18,16 @@ from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
 from pointsman.gateway.core.tokens.token_cache import TokenCache
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+TOO_MANY_REQUESTS = 429
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class TokenizerNotFound(Exception):
     """No usable tokenizer at the place named."""
+
+
+class HubUnreachable(TokenizerNotFound):
+    """The hub did not answer, or not now."""
 
 
 def load_tokenizer(folder: Path, cache: TokenCache | None = None) -> ModelTokenizer:
@@ -48,20 +53,37 @@ def load_tokenizer(folder: Path, cache: TokenCache | None = None) -> ModelTokeni
 
 
 def find_tokenizer(place: str) -> Path:
-    """The folder for a path, or for a hub id that the local cache holds (nothing is downloaded). Raises TokenizerNotFound."""
+    """The folder of `place`, a folder of this machine or a hub id with or without @REVISION: from the local hub cache (HF_HOME),
+    where an engine may have put it, else downloaded there (HF_ENDPOINT, HF_TOKEN, HTTPS_PROXY). Blocks. Raises
+    TokenizerNotFound; HubUnreachable where another try may find it."""
     folder = Path(place)
     # Path("") is the working directory, which nobody meant.
     if place and folder.is_dir():
         return folder
-    if not place or folder.is_absolute() or place.count("/") > 1:
-        raise TokenizerNotFound(f"no folder {place!r}")
+    repository, _, revision = place.partition("@")
+    if not place or folder.is_absolute() or repository.count("/") > 1:
+        raise TokenizerNotFound(f"no folder {place!r} here: mount it, or name the model's tokenizer by --tokenizers")
     try:
-        found = [huggingface_hub.try_to_load_from_cache(place, name) for name in _FILES]
+        cached = [
+            huggingface_hub.try_to_load_from_cache(repository, name, revision=revision or None) for name in _FILES
+        ]
+        if isinstance(cached[0], str):
+            return Path(cached[0]).parent
+        patterns = [*_FILES, "additional_chat_templates/*.jinja"]
+        return Path(huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=patterns))
     except huggingface_hub.errors.HFValidationError as error:
         raise TokenizerNotFound(f"{place!r} is neither a folder nor a hub id") from error
-    if not isinstance(found[0], str):
-        raise TokenizerNotFound(f"{place!r} is no folder, and the local hub cache has no tokenizer.json of it")
-    return Path(found[0]).parent
+    except huggingface_hub.errors.HfHubHTTPError as error:
+        # GatedRepoError, RepositoryNotFoundError and RevisionNotFoundError among them.
+        status = error.response.status_code
+        message = f"the hub answers {status} for {place!r}"
+        if status >= 500 or status == TOO_MANY_REQUESTS:
+            raise HubUnreachable(message) from error
+        raise TokenizerNotFound(f"{message}; does HF_TOKEN allow to read it?") from error
+    except Exception as error:
+        # No network, no room, a proxy that refuses: errors of the hub library and of whichever HTTP library its version has.
+        hint = "mount the model's folder and name it by --tokenizers"
+        raise HubUnreachable(f"{place!r} does not come from the hub ({type(error).__name__}): {hint}") from error
 
 
 def _json(file: Path) -> dict[str, Any]:

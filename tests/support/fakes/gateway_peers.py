@@ -33,7 +33,7 @@ GIVEN_UP = b'data: {"choices":[{"index":0,"delta":{"content":""},"finish_reason"
 
 @dataclass
 class FakeEngine:
-    """An engine that answers a scripted text. `mode` is one of ok, 500, 400, hang, cut (dies mid-stream),
+    """An engine that answers a scripted text. `mode` is one of ok, 400, 500, 501, 503, hang (everywhere), cut (dies mid-stream),
     short (ends a stream without [DONE]), linger (does not end a stream after [DONE]), confess (says after its first word what
     went wrong inside it, in OpenAI's form as vLLM does on every API), stopped (gives answers up, as a vLLM told to stop does: a
     stream at once or, with `hold`, behind its first word and without an end)."""
@@ -71,8 +71,9 @@ class FakeEngine:
         raw = await request.read()
         body = json.loads(raw)
         self.requests.append((request.path, body, dict(request.headers)))
-        if self.mode == "500":
-            return web.Response(status=500, text="boom at 10.0.0.7")
+        if self.mode in ("500", "501", "503"):
+            error = {"message": f"boom at 10.0.0.7 for {body.get('user')}", "type": "InternalServerError", "code": 500}
+            return web.json_response({"error": error}, status=int(self.mode))
         if self.mode == "400":
             return web.json_response({"error": {"message": "no", "type": "BadRequestError", "code": 400}}, status=400)
         self.open += 1
@@ -139,15 +140,27 @@ class FakeEngine:
         """What an engine's HTTP server answers by itself."""
         body = await request.json()
         self.requests.append((request.path, body, dict(request.headers)))
+        await self._hang()
         if self.mode == "500":
             return web.Response(status=500, text="boom at 10.0.0.7")
         return web.json_response({"input_tokens": 9} if "messages" in body else {"prompt": "x"})
 
-    async def stored_response(self, request: web.Request) -> web.Response:
+    async def _hang(self) -> None:
+        if self.mode == "hang":
+            self.open += 1
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                self.open -= 1
+
+    async def stored_response(self, request: web.Request) -> web.StreamResponse:
         self.requests.append((request.path_qs, {}, dict(request.headers)))
+        await self._hang()
         found = self.stored.get(request.match_info["id"])
         if found is None:
             return web.json_response({"error": {"message": "not found", "code": 404}}, status=404)
+        if request.query.get("stream") == "true":
+            return await self._stream(request, Script(Endpoint.RESPONSES, found, self.words, 9))
         cancelled = {"status": "cancelled"} if request.path.endswith("/cancel") else {}
         return web.json_response(found | cancelled)
 
@@ -199,7 +212,13 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
         self.metadata: dict[str, str] = {}
         self.address = ""
         self.changed = asyncio.Condition()
+        self._sessions: set[asyncio.Queue[placement_pb2.SessionResponse | None]] = set()
         self._server: grpc.aio.Server | None = None
+
+    async def tell_fleet(self) -> None:
+        """Tell all gateways of `pools` as they are now."""
+        for session in self._sessions:
+            await session.put(placement_pb2.SessionResponse(fleet=placement_pb2.Fleet(pools=self.pools)))
 
     def first(self, request: placement_pb2.PlacementRequest) -> placement_pb2.Placement | placement_pb2.Refusal:
         pool = next(
@@ -221,10 +240,12 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
             await batch_queue.put(None)
 
         reader = asyncio.create_task(read())
+        self._sessions.add(batch_queue)
         try:
             while (answer := await batch_queue.get()) is not None:
                 yield answer
         finally:
+            self._sessions.discard(batch_queue)
             reader.cancel()
 
     async def _take(self, message: placement_pb2.SessionRequest, batch_queue: asyncio.Queue[Any]) -> None:

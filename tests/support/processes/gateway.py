@@ -12,21 +12,21 @@ from contextlib import asynccontextmanager
 import aiohttp
 
 
-async def gateway_process(environment: dict[str, str]) -> asyncio.subprocess.Process:
-    """A gateway as a process of its own, its log readable from stderr."""
+async def gateway_process(environment: dict[str, str], **others: str) -> asyncio.subprocess.Process:
+    """A gateway as a process of its own, its log readable from stderr. `environment` are its settings, `others` any variables."""
     variables = {f"POINTSMAN_GATEWAY_{name}": value for name, value in environment.items()}
     code = "import pointsman.gateway.io.main as m; m.run(m.GatewaySettings())"
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-c", code, env=os.environ | variables, stderr=asyncio.subprocess.PIPE
+        sys.executable, "-c", code, env=os.environ | others | variables, stderr=asyncio.subprocess.PIPE
     )
 
 
 @asynccontextmanager
 async def gateway_running(
-    environment: dict[str, str],
+    environment: dict[str, str], **others: str
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, list[bytes]]]:
     """A gateway process, and the lines of its log as they come; told to end after the block, and waited for."""
-    process = await gateway_process(environment)
+    process = await gateway_process(environment, **others)
     log: list[bytes] = []
 
     async def read() -> None:

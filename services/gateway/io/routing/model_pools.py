@@ -15,7 +15,7 @@ from pointsman.gateway.core.tokens.token_cache import TokenCache
 from pointsman.gateway.io.engines.engine_client import Upstream, UpstreamError
 from pointsman.gateway.io.routing.tokenizer_check import first_difference
 from pointsman.gateway.io.telemetry.metrics import GatewayMetrics
-from pointsman.gateway.io.tokenizer_files import TokenizerNotFound, find_tokenizer, load_tokenizer
+from pointsman.gateway.io.tokenizer_files import HubUnreachable, TokenizerNotFound, find_tokenizer, load_tokenizer
 from pointsman.router.v1 import placement_pb2
 
 log = structlog.get_logger()
@@ -23,6 +23,7 @@ log = structlog.get_logger()
 ASK_AGAIN_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 SILENT_ROUNDS = 3  # without an answer from any instance, before the model is declared without exact tokens
 MISMATCHES = 3
+ASK_HUB_AGAIN_S = (5.0, 15.0, 60.0)
 _CONVERTED = frozenset({Endpoint.RESPONSES, Endpoint.MESSAGES})
 
 
@@ -133,14 +134,20 @@ class ModelPools:
     async def _check(self, state: PoolState) -> None:
         """Until every instance is verified, or one is found to differ."""
         source = self._tokenizers.get(state.pool.model) or state.pool.model_root
-        if state.tokenizer is None or state.source != source:
+        tries = 0
+        while state.tokenizer is None or state.source != source:
             try:
                 state.tokenizer = await asyncio.to_thread(_load, source, self._cache)
                 state.source = source
             except TokenizerNotFound as missing:
                 state.tokenizer = None
                 self._set_status(state, TokenizerStatus.INEXACT, str(missing))
-                return
+                if not isinstance(missing, HubUnreachable):
+                    return
+                await asyncio.sleep(ASK_HUB_AGAIN_S[min(tries, len(ASK_HUB_AGAIN_S) - 1)])
+                tries += 1
+                # The engines may be others by now.
+                source = self._tokenizers.get(state.pool.model) or state.pool.model_root
         silent = 0
         while left := {(one.url, one.incarnation) for one in state.pool.instances} - state.verified:
             asked = await asyncio.gather(*(self._compare(state, url) for url, _ in sorted(left)))

@@ -1,0 +1,79 @@
+"""A hub of models over HTTP, as far as huggingface_hub asks one for files of a model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from aiohttp import web
+
+SHA = "0123456789abcdef0123456789abcdef01234567"
+
+
+@dataclass
+class FakeHub:
+    """Serves the folders of `models` (id -> folder) at revision SHA, which main is. `token`: what must be shown, if anything;
+    `broken`: everything is a 503."""
+
+    models: dict[str, Path]
+    token: str = ""
+    broken: bool = False
+    url: str = ""
+    asked: list[str] = field(default_factory=list)
+
+    async def _info(self, request: web.Request) -> web.Response:
+        if request.match_info["revision"] not in ("main", SHA):
+            return web.json_response({"error": "no"}, status=404, headers={"X-Error-Code": "RevisionNotFound"})
+        return web.json_response({"id": self._id(request), "sha": SHA, "siblings": []})
+
+    async def _tree(self, request: web.Request) -> web.Response:
+        folder = self.models[self._id(request)]
+        return web.json_response(
+            [
+                {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": _etag(path)}
+                for path in sorted(folder.iterdir())
+            ]
+        )
+
+    async def _file(self, request: web.Request) -> web.StreamResponse:
+        path = self.models[self._id(request)] / request.match_info["file"]
+        if not path.is_file():
+            return web.Response(status=404, headers={"X-Error-Code": "EntryNotFound"})
+        return web.Response(body=path.read_bytes(), headers={"ETag": f'"{_etag(path)}"', "X-Repo-Commit": SHA})
+
+    def _id(self, request: web.Request) -> str:
+        return f"{request.match_info['owner']}/{request.match_info['name']}"
+
+    @web.middleware
+    async def _allowed(self, request: web.Request, handler: web.Handler) -> web.StreamResponse:  # type: ignore[name-defined]
+        self.asked.append(request.path)
+        if self.broken:
+            return web.Response(status=503)
+        if self.token and request.headers.get("Authorization") != f"Bearer {self.token}":
+            return web.Response(status=401, headers={"X-Error-Code": "GatedRepo"})
+        if "owner" not in request.match_info or self._id(request) not in self.models:
+            return web.Response(status=404, headers={"X-Error-Code": "RepoNotFound"})
+        answer: web.StreamResponse = await handler(request)
+        return answer
+
+    @asynccontextmanager
+    async def serve(self) -> AsyncIterator[FakeHub]:
+        app = web.Application(middlewares=[self._allowed])
+        app.router.add_get("/api/models/{owner}/{name}/revision/{revision}", self._info)
+        app.router.add_get("/api/models/{owner}/{name}/tree/{revision}", self._tree)
+        app.router.add_get("/{owner}/{name}/resolve/{revision}/{file}", self._file)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+
+
+def _etag(path: Path) -> str:
+    return hashlib.sha1(path.read_bytes(), usedforsecurity=False).hexdigest()
