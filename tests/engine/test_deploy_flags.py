@@ -24,8 +24,13 @@ for words in asked:
     events = args.kv_events_config
     kv = args.kv_transfer_config
     answer.append([events.enable_kv_cache_events, events.replay_endpoint, args.enable_prompt_tokens_details,
+        [args.enable_auto_tool_choice, args.tool_call_parser, args.allowed_media_domains],
         kv and [kv.kv_connector, kv.kv_connector_module_path, kv.kv_role, kv.kv_connector_extra_config["mooncake_protocol"]]])
 """
+
+# Clients' tools are parsed, and nothing is fetched that a client names.
+TOOLS = [True, "qwen3_coder", ["media.invalid"]]
+PAGES_TOOLS = [True, "hermes", None]
 
 
 def compose_flags(*above: str) -> list[str]:
@@ -40,8 +45,14 @@ def compose_flags(*above: str) -> list[str]:
     assert len(words) == 8
     assert all(one == words[0] for one in words)
     assert words[0][:2] == ["vllm", "serve"]
-    flags: list[str] = words[0][2:]
-    return flags
+    return with_flags_file(words[0][2:])
+
+
+def with_flags_file(words: list[str]) -> list[str]:
+    """The words, with the file of this checkout in the place of the one that is mounted."""
+    assert words[words.index("--config") + 1] == "/etc/pointsman/engine.yaml"
+    file = check_deploy.DEPLOY / "k8s/components/settings/engine.yaml"
+    return [str(file) if word == "/etc/pointsman/engine.yaml" else word for word in words]
 
 
 def k8s_flags(overlay: str) -> list[str]:
@@ -49,7 +60,7 @@ def k8s_flags(overlay: str) -> list[str]:
     workload = next(o for o in objects if o["kind"] in k8s.WORKLOADS and o["metadata"]["name"] == "vllm")
     engine = next(c for c in k8s.containers(workload) if c.spec["name"] == "vllm")
     env, _, _ = k8s.environment(engine, objects)
-    return [re.sub(r"\$\((\w+)\)", lambda m: env[m[1]], word) for word in engine.spec["args"]]
+    return with_flags_file([re.sub(r"\$\((\w+)\)", lambda m: env[m[1]], word) for word in engine.spec["args"]])
 
 
 def pages_flags() -> list[list[str]]:
@@ -61,15 +72,16 @@ def test_vllm_takes_the_flags_of_deploy_and_of_the_pages(vllm: Vllm) -> None:
     pages = pages_flags()
     flags = [compose_flags(), compose_flags("offload.yaml"), k8s_flags("gpu"), k8s_flags("gpu-per-node"), *pages]
     assert vllm.ask(PARSE, flags) == [
-        [True, "tcp://*:5558", True, None],
+        [True, "tcp://*:5558", True, TOOLS, None],
         [
             True,
             "tcp://*:5558",
             True,
+            TOOLS,
             [LAYERWISE["kv_connector"], LAYERWISE["kv_connector_module_path"], "kv_both", "tcp"],
         ],
-        [True, "ipc:///run/kv/replay", True, None],
-        [True, "tcp://*:5558", True, None],
-        *[[True, "tcp://*:5558", True, None]] * len(pages),
+        [True, "ipc:///run/kv/replay", True, TOOLS, None],
+        [True, "tcp://*:5558", True, TOOLS, None],
+        *[[True, "tcp://*:5558", True, PAGES_TOOLS, None]] * len(pages),
     ]
     assert pages
