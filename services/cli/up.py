@@ -73,7 +73,8 @@ def _services(settings: UpSettings) -> list[tuple[str, list[str]]]:
                     "--console-listen", settings.console, "--policy", settings.policy, *level]),
         ("agent", [*engines, "--routers", settings.router_listen, "--state-dir", str(settings.state_dir),
                    "--metrics-listen", settings.agent_metrics, *level]),
-        ("gateway", ["--listen", settings.listen, "--routers", settings.router_listen, *tokenizers, *level]),
+        ("gateway", ["--listen", settings.listen, "--routers", settings.router_listen,
+                     "--drain-timeout-s", str(STOP_TIMEOUT_S - 5), *tokenizers, *level]),
     ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -155,6 +156,43 @@ async def test_a_failing_instance_is_left_for_another(up: Stack, stream: bool) -
     assert up.router.finished[0].http_status == 500
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_two_instances_refuse_alike_is_the_requests_own_fault(up: Stack, stream: bool) -> None:
+    """A third is not asked, nobody is blamed, and the client reads what the engine says, but for addresses."""
+    for engine in up.engines:
+        engine.mode = "500"
+    up.router.pools[0].instances.add(instance_id="i2", url=up.engines[0].url, incarnation="1")
+    status, answer, _ = await post(up, "/v1/chat/completions", json=CHAT | {"user": "me", "stream": stream})
+    assert (status, answer["error"]["message"]) == (500, "boom at <address> for me")  # type: ignore[index]
+    await up.router.until(lambda: len(up.router.finished) == 2)
+    assert outcomes(up) == [placement_pb2.OUTCOME_FAILED, placement_pb2.OUTCOME_REJECTED]
+    assert [list(one.refused_by) for one in up.router.finished] == [[], []]
+    assert len(up.router.places) == 2
+
+
+async def test_an_instance_that_refuses_what_another_answers_is_told_of(up: Stack) -> None:
+    up.engines[0].mode = "503"
+    assert (await post(up, "/v1/chat/completions", json=CHAT))[0] == 200
+    await up.router.until(lambda: len(up.router.finished) == 2)
+    assert [list(one.refused_by) for one in up.router.finished] == [[], ["i0"]]
+
+
+async def test_what_no_engine_of_the_model_can_do_is_asked_of_one(up: Stack) -> None:
+    up.engines[0].mode = "501"
+    status, answer, _ = await post(up, "/v1/chat/completions", json=CHAT)
+    assert (status, len(up.router.places)) == (501, 1)
+    assert "boom" in answer["error"]["message"]  # type: ignore[index]
+
+
+async def test_an_answer_that_is_too_long_is_made_once(up: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pointsman.gateway.io.engines.engine_client.MAX_ANSWER_BYTES", 100)
+    status, answer, _ = await post(up, "/v1/chat/completions", json=CHAT)
+    assert (status, answer["error"]["code"]) == (502, "too_long")  # type: ignore[index]
+    await up.router.until(lambda: len(up.router.finished) == 1)
+    assert outcomes(up) == [placement_pb2.OUTCOME_REJECTED]
+    assert len(up.engines[0].requests) == 1
+
+
 async def test_a_refused_connection_is_left_for_another_and_no_address_shows(up: Stack) -> None:
     for ref in up.router.pools[0].instances:
         ref.url = "http://127.0.0.1:1"
@@ -225,7 +263,13 @@ BAD = [
     ("unknown model", json.dumps(CHAT | {"model": "other"}).encode(), JSON, 404, "model_not_found"),
     ("negative max_tokens", json.dumps(CHAT | {"max_tokens": -1}).encode(), JSON, 400, "invalid_value"),
     ("content type", json.dumps(CHAT).encode(), {"Content-Type": "text/plain"}, 415, "unsupported_media_type"),
-    ("no room for output", json.dumps(CHAT | {"max_tokens": 4096}).encode(), JSON, 400, "context_length_exceeded"),
+    (
+        "more output than context",
+        json.dumps(CHAT | {"max_tokens": 4097}).encode(),
+        JSON,
+        400,
+        "context_length_exceeded",
+    ),
     (
         "over-long prompt",
         json.dumps(CHAT | {"messages": [{"role": "user", "content": "ab " * 9000}]}).encode(),
@@ -252,6 +296,51 @@ async def test_bad_input_is_refused_with_nothing_placed(tmp_path: Path) -> None:
             assert "error" in await answer.json()
         assert up.router.places == []
         assert all(engine.requests == [] for engine in up.engines)
+
+
+async def test_output_is_bounded_by_the_room_behind_the_prompt(up: Stack) -> None:
+    """As vLLM does: what asks for more than fits is answered with what fits."""
+    long = CHAT | {"messages": [{"role": "user", "content": "ab " * 1_200}]}
+    for asked in (4_096, 1, None):
+        assert (await post(up, "/v1/chat/completions", json=long | {"max_tokens": asked}))[0] == 200
+    prompt = up.router.places[0].input_tokens
+    assert 2_048 < prompt < 4_096
+    assert [one.max_output_tokens for one in up.router.places] == [4_096 - prompt, 1, 0]
+    assert [body["max_tokens"] for _, body, _ in up.engines[0].requests] == [4_096, 1, None]
+
+
+async def test_all_prompts_of_a_completion_count(up: Stack) -> None:
+    prompts = ["set the points"] * 200
+    assert (await post(up, "/v1/completions", json={"model": MODEL, "prompt": prompts}))[0] == 200
+    (place,) = up.router.places
+    each = len(up.engines[0].tokenizer.text(prompts[0], add_special_tokens=True))
+    assert place.input_tokens == 200 * each
+    assert place.sliceable_tokens == 0
+
+
+async def test_an_echo_without_output_reaches_the_engine(up: Stack) -> None:
+    asked = {"model": MODEL, "prompt": "set the points", "echo": True, "max_tokens": 0}
+    assert (await post(up, "/v1/completions", json=asked))[0] == 200
+    assert up.router.places[0].max_output_tokens == 1
+    assert up.engines[0].requests[0][1]["max_tokens"] == 0
+
+
+@pytest.mark.parametrize("given", ["mine", ""])
+async def test_every_answer_carries_its_requests_id(up: Stack, given: str) -> None:
+    own = {"X-Request-ID": given} if given else {}
+    head = JSON | own
+    answers = [
+        await post(up, "/v1/chat/completions", json=CHAT, headers=head),
+        await post(up, "/v1/chat/completions", data=b"{", headers=head),
+        await post(up, "/v1/chat/completions", data=io.BytesIO(b"x" * (40 << 20)), headers=head),
+        await post(up, "/v1/detokenize", data=b"{}", headers=head),
+        await post(up, "/detokenize", json={"model": MODEL, "tokens": [1]}, headers=head),
+    ]
+    assert [status for status, _, _ in answers] == [200, 400, 413, 404, 200]
+    ids = [headers["X-Request-ID"] for _, _, headers in answers]
+    assert ids == ["mine"] * 5 if given else len(set(ids)) == 5
+    if not given:
+        assert ids[0] == up.router.places[0].request_id
 
 
 async def test_refusals_become_http_errors_with_retry_after(up: Stack) -> None:

@@ -133,6 +133,35 @@ async def test_tokens_are_any_instances_to_tell(up: Stack) -> None:
     assert up.router.places == []
 
 
+@pytest.mark.parametrize("path", ["/detokenize", "/v1/responses/ID?stream=true", "/v1/responses/ID"])
+@pytest.mark.parametrize("late", [False, True], ids=["the client leaves", "no answer in time"])
+async def test_what_is_not_placed_leaves_no_connection_open(tmp_path: Path, path: str, late: bool) -> None:
+    async with stack(tmp_path, engines=1, first_byte_timeout_s=1.0 if late else 60.0) as up, gpt(up) as client:
+        path = path.replace("ID", (await client.responses.create(**RESPONSES)).id)
+        up.engines[0].mode = "hang"
+        body = BODIES[Endpoint.DETOKENIZE] if path == "/detokenize" else None
+        asking = asyncio.create_task(ask(up, path, body))
+        await eventually(lambda: up.engines[0].open == 1)
+        if late:
+            assert (await asking)[0] == 502
+        else:
+            asking.cancel()
+        await eventually(lambda: up.engines[0].open == 0)
+
+
+async def test_head_of_a_stored_response_has_no_body(up: Stack) -> None:
+    async with gpt(up) as client:
+        made = await client.responses.create(**RESPONSES)
+    host, _, port = up.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = f"HEAD /v1/responses/{made.id}?stream=true HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
+    writer.write(head.encode())
+    answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert answer.endswith(b"\r\n\r\n"), "nothing may follow the head"
+
+
 @pytest.mark.parametrize("kind", PLACED)
 async def test_what_a_client_may_not_set_reaches_no_engine_on_any_api(up: Stack, kind: Endpoint) -> None:
     evil = {"kv_transfer_params": {"do_remote_prefill": True}, "ec_transfer_params": {}, "priority": -1}
@@ -156,7 +185,7 @@ async def test_errors_take_the_form_of_the_api(up: Stack) -> None:
             "error": {"type": "not_found_error", "message": "The model `other` does not exist."},
         }
         with pytest.raises(anthropic.BadRequestError):
-            await client.messages.create(**MESSAGES | {"max_tokens": 4_096})
+            await client.messages.create(**MESSAGES | {"max_tokens": 4_097})
         up.router.placer = lambda request: refusal(request, 8, "full", 7)
         with pytest.raises(anthropic.RateLimitError) as full:
             await client.messages.create(**MESSAGES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import socket
 from pathlib import Path
@@ -229,17 +230,41 @@ async def test_sigterm_lets_an_open_stream_end(tmp_path: Path) -> None:
             assert up.router.finished[0].outcome == placement_pb2.OUTCOME_OK
 
 
+async def test_a_second_sigterm_ends_the_drain(tmp_path: Path) -> None:
+    async with stack(tmp_path) as up:
+        up.engines[0].hold = asyncio.Event()
+        environment = {"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address}
+        async with gateway_running(environment) as (process, log), aiohttp.ClientSession() as http:
+            url = await told_url(log)
+            await ready(url)
+            stream = await http.post(f"{url}/v1/chat/completions", json=CHAT | {"stream": True})
+            await stream.content.readline()
+            process.send_signal(signal.SIGTERM)
+            await eventually(lambda: any(b"drains" in line for line in log))
+            process.send_signal(signal.SIGTERM)
+            assert b"instance_failed" in await stream.read()
+            assert await process.wait() == 0
+
+
 async def test_a_stream_that_outlives_the_drain_is_cancelled_and_told(tmp_path: Path) -> None:
     async with aiohttp.ClientSession() as http:
         async with stack(tmp_path, drain_timeout_s=0.2) as up:
             up.engines[0].hold = asyncio.Event()
             stream = await http.post(f"{up.url}/v1/chat/completions", json=CHAT | {"stream": True})
             await stream.content.readline()
+            waiting = asyncio.create_task(http.post(f"{up.url}/v1/chat/completions", json=CHAT))
+            up.engines[0].mode = "hang"
+            await eventually(lambda: up.engines[0].open == 2)
             router = up.router
             engine = up.engines[0]
-        assert [one.outcome for one in router.finished] == [placement_pb2.OUTCOME_CANCELLED]
+        assert [one.outcome for one in router.finished] == [placement_pb2.OUTCOME_CANCELLED] * 2
         assert engine.open == 0
-        stream.close()
+        # Whole to HTTP, and an error to its client: one that only breaks off looks like the end of some answers.
+        error = json.loads((await stream.read()).split(b"data: ")[-1])
+        assert error["error"]["code"] == "instance_failed"
+        refused = await waiting
+        assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
+        assert (await refused.json())["error"]["code"] == "shutting_down"
 
 
 async def test_what_hinders_the_start_is_said_in_one_line(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ async def test_after_counts_that_differ_nothing_is_sliced(up: Stack) -> None:
 
     def one_less(call: ApiCall) -> Prompt:
         prompt = real(call)
-        return Prompt(prompt.ids[1:], prompt.longest - 1)
+        return Prompt(prompt.ids[1:], (prompt.lengths[0] - 1,))
 
     tokenizer.prompt = one_less  # type: ignore[method-assign]
     for _ in range(4):

@@ -130,21 +130,21 @@ async def test_who_brings_no_trace_begins_one_and_who_is_not_sampled_leaves_none
 async def test_attempts_that_fail_show_which_and_how(tmp_path: Path, collector: Collector) -> None:
     client = SpanContext(0xFA11, 0xC, True)
     async with traced(tmp_path, collector.url, engines=2) as (url, engines):
-        for engine in engines:
-            engine.mode = "500"
+        for engine, status in zip(engines, ("500", "503"), strict=True):
+            engine.mode = status
         status, _ = await chat(url, client)
         spans = await trace(collector, client, 1 + 3 + 3 + 2)
-    assert status == 502
+    assert str(status) in ("500", "503"), "the last one's own"
     places = [span for span in spans if span.name == "gateway place"]
     served = [span for span in spans if span.name == "gateway serve"]
-    assert [span.error for span in served] == ["status 500"] * 2
+    assert sorted(span.error for span in served) == ["status 500", "status 503"]
     assert [bool(span.error) for span in places] == [False, False, True]
     assert len({span.attributes["pointsman.request_id"] for span in places}) == 3
     refused = next(span for span in spans if span.name == "router decide" and span.error)
     assert refused.attributes == {"pointsman.refusal": "UNAVAILABLE"}
     assert refused.parent_id == places[-1].span_id
     (request,) = [span for span in spans if "POST" in span.name]
-    assert request.error == "status 502"
+    assert request.error == f"status {status}"
 
 
 async def test_a_client_that_errs_leaves_a_span_of_its_own(tmp_path: Path, collector: Collector) -> None:

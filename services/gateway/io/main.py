@@ -1,4 +1,4 @@
-"""The entry point of a gateway process: it serves until SIGTERM, lets open requests end, and leaves."""
+"""The entry point of a gateway process: it serves until SIGTERM, lets open requests end, and leaves; at a second one at once."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ JOIN_S = 5.0
 
 @asynccontextmanager
 async def serving(
-    settings: GatewaySettings, siblings: SiblingProcesses | None = None
+    settings: GatewaySettings, siblings: SiblingProcesses | None = None, hurry: asyncio.Event | None = None
 ) -> AsyncIterator[tuple[Gateway, str]]:
-    """A gateway that serves inside the block, and its base URL. Leaving the block stops accepting, waits drain_timeout_s for
-    open requests, cancels the rest and tells the router. Raises OSError when the address is taken."""
+    """A gateway that serves inside the block, and its base URL. Leaving the block stops accepting, waits for open requests until
+    drain_timeout_s is over or `hurry` is set, cancels the rest and tells the router. Raises OSError when the address is taken."""
     gateway = Gateway(settings, siblings)
     await gateway.start()
     limits = ServerLimits(
@@ -59,7 +59,13 @@ async def serving(
         shown = f"[{address}]" if ":" in address else address
         yield gateway, f"http{'s' if tls else ''}://{shown}:{bound}"
     finally:
-        await server.close(settings.drain_timeout_s)
+        closing = asyncio.create_task(server.close(settings.drain_timeout_s))
+        if hurry is not None:
+            hurried = asyncio.create_task(hurry.wait())
+            await asyncio.wait({closing, hurried}, return_when=asyncio.FIRST_COMPLETED)
+            server.cancel_all()
+            hurried.cancel()
+        await closing
         await gateway.close()
 
 
@@ -73,14 +79,14 @@ def _tls(settings: GatewaySettings) -> ssl.SSLContext | None:
 async def _serve(
     settings: GatewaySettings, siblings: SiblingProcesses | None = None, ready: Connection | None = None
 ) -> None:
-    stop = asyncio.Event()
+    stop, hurry = asyncio.Event(), asyncio.Event()
     if (parent := multiprocessing.parent_process()) is not None:
         asyncio.get_running_loop().add_reader(parent.sentinel, stop.set)
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
     async with AsyncExitStack() as stack:
         try:
-            gateway, url = await stack.enter_async_context(serving(settings, siblings))
+            gateway, url = await stack.enter_async_context(serving(settings, siblings, hurry))
         except (OSError, ValueError) as error:
             # An address that is taken, a keys file that cannot be used: for the operator to read, not to debug.
             raise SystemExit(f"pointsman gateway: {error}") from None

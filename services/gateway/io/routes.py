@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from pointsman.gateway.core.rate_limits import Admission, RateLimited, RateLimit
 from pointsman.gateway.core.request.prepare import IncomingCall
 from pointsman.gateway.core.request.request_context import RequestContext
 from pointsman.gateway.core.request.request_events import RequestTimeouts
+from pointsman.gateway.core.request.sessions import bounded_id
 from pointsman.gateway.core.tenants import DEFAULT_TENANT, Client
 from pointsman.gateway.core.tokens.token_cache import TokenCache
 from pointsman.gateway.io.api_keys import ApiKeys, KeysFromEnvironment
@@ -186,8 +188,11 @@ class Gateway:
 
     def admit(self, request: Request) -> Response | None:
         """Refuse by the head alone what needs no body to be refused."""
+        request.id = secrets.token_hex(16)
+        request.client_id = bounded_id(request.headers.get("X-Request-ID") or request.id)
         refusal = self._refusal(request)
         if refusal is not None:
+            refusal.headers |= request.id_header
             self._count(request, refusal.status)
         return refusal
 
@@ -217,6 +222,8 @@ class Gateway:
             self._count(request, status)
             if request.trace is not None:
                 answered(request.trace, route.name, request.model, status)
+        if answer is not None:
+            answer.headers |= request.id_header
         return answer
 
     def error(self, status: int, message: str, code: str, path: str) -> Response:
@@ -224,9 +231,11 @@ class Gateway:
         self.telemetry.answered("", "other", status)
         type_ = "server_error" if status >= 500 else "invalid_request_error"
         wait = RETRY_S if status == 503 else None
-        return _error(
+        answer = _error(
             ApiRequestError(status, message, type_=type_, code=code, retry_after_s=wait), error_format_of(path)
         )
+        answer.headers["X-Request-ID"] = secrets.token_hex(16)
+        return answer
 
     def _route(self, path: str) -> Route | None:
         if (route := self._routes.get(path)) is not None:
@@ -249,7 +258,7 @@ class Gateway:
             return wrong
         try:
             if not route.open:
-                self._client(request)
+                request.holder = self._client(request).key
             if route.body and request.media_type != "application/json":
                 raise ApiRequestError(415, "Content-Type must be application/json.", code="unsupported_media_type")
             if request.headers.get("Content-Encoding", "identity").lower() != "identity":
@@ -358,7 +367,16 @@ class Gateway:
         if dry and not self._settings.expose_placement:
             raise ApiRequestError(403, "Placements are not told here.", code="dry_run_disabled")
         incoming = IncomingCall(
-            call, state, lora, client.tenant, request.headers, admission, received_at, request.trace
+            call,
+            state,
+            lora,
+            client.tenant,
+            request.headers,
+            request.id,
+            request.client_id,
+            admission,
+            received_at,
+            request.trace,
         )
         context = await self._preparer.prepare(incoming, dry=dry)
         if dry:

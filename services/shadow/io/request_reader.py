@@ -92,15 +92,18 @@ class RequestReader:
             raise UnusableRequest("model", f"nothing is known of {call.model!r}")
         state, lora = found
         now = time.monotonic()
-        incoming = IncomingCall(call, state, lora, DEFAULT_TENANT, headers, Admission(None, UNLIMITED), now)
+        request_id = secrets.token_hex(16)
+        incoming = IncomingCall(
+            call, state, lora, DEFAULT_TENANT, headers, request_id, request_id, Admission(None, UNLIMITED), now
+        )
         try:
             tokens = await self._tokens(incoming)
-            context = self._preparer.context(secrets.token_hex(16), incoming, tokens, now, dry=False)
+            context = self._preparer.context(incoming, tokens, now, dry=False)
         except ApiRequestError as error:
             raise UnusableRequest("invalid", str(error)) from None
         placement = context.placement
         asked = ArrivedRequest(
-            request_id=headers.get("X-Request-ID") or secrets.token_hex(16),
+            request_id=headers.get("X-Request-ID") or request_id,
             at=at,
             model=state.pool.model,
             session=placement.session_id,

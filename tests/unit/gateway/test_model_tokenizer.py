@@ -162,9 +162,9 @@ def test_ids_are_those_of_tokenizers(folder: Path) -> None:
     call = parse(Endpoint.COMPLETION, json.dumps({"model": "m", "prompt": ["each train", "a"]}).encode())
     prompt = ours.prompt(call)
     assert prompt.ids.tolist() == reference.encode("each train").ids
-    assert prompt.longest == len(prompt.ids)
+    assert prompt.lengths == (len(prompt.ids), 1)
     given = parse(Endpoint.COMPLETION, b'{"model":"m","prompt":[[1,2],[1,2,3]]}')
-    assert (ours.prompt(given).ids.tolist(), ours.prompt(given).longest) == ([1, 2], 3)
+    assert (ours.prompt(given).ids.tolist(), ours.prompt(given).lengths) == ([1, 2], (2, 3))
 
 
 def test_opaque_calls_have_no_tokens(folder: Path) -> None:

@@ -126,7 +126,7 @@ def test_hostile_bytes_are_malformed(raw: bytes) -> None:
         (Endpoint.CHAT, {"messages": [{"content": "x"}]}, "messages[0]"),
         (Endpoint.CHAT, {"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
         (Endpoint.CHAT, {"max_tokens": -1}, "max_tokens"),
-        (Endpoint.CHAT, {"max_tokens": 0}, "max_tokens"),
+        (Endpoint.CHAT, {"max_tokens": 2**31}, "max_tokens"),
         (Endpoint.CHAT, {"max_tokens": 1.5}, "max_tokens"),
         (Endpoint.CHAT, {"max_tokens": True}, "max_tokens"),
         (Endpoint.CHAT, {"max_completion_tokens": 2**40}, "max_completion_tokens"),
@@ -230,7 +230,7 @@ def test_an_estimate_counts_text_and_no_media() -> None:
     def of(prompt: object) -> int:
         return estimated_tokens(parse(Endpoint.COMPLETION, json.dumps(TEXT | {"prompt": prompt}).encode()))
 
-    assert [of("abcdefgh"), of("a"), of([1, 2, 3]), of([[1, 2], [1]]), of(["abcdefgh", "a"])] == [2, 1, 3, 2, 2]
+    assert [of("abcdefgh"), of("a"), of([1, 2, 3]), of([[1, 2], [1]]), of(["abcdefgh", "a"])] == [2, 1, 3, 3, 3]
 
 
 @pytest.mark.parametrize("endpoint", Endpoint)

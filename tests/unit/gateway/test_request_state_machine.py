@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -85,6 +86,37 @@ def test_a_failure_before_the_first_byte_goes_elsewhere_at_most_twice() -> None:
     assert isinstance(last, ev.FailRequest)
     assert last.code == ev.INTERNAL
     assert machine.phase is Phase.DONE
+
+
+def test_the_same_5xx_of_two_instances_is_final_and_nobodys_fault() -> None:
+    machine = serving()
+    assert machine.handle(ev.UpstreamFailed("status 500", 500, refused=True), 2.0)[-1] == ev.AskRouter("r.1", ("a",))
+    machine.handle(StepAssigned("r.1", B), 3.0)
+    assert machine.handle(ev.UpstreamFailed("status 500", 500, refused=True), 4.0) == [
+        ev.ReportFinished("r.1", Outcome.REJECTED, "status 500", 500)
+    ]
+    assert machine.phase is Phase.DONE
+
+
+@pytest.mark.parametrize("second", [ev.UpstreamFailed("status 503", 503, refused=True), ev.UpstreamFailed("reset")])
+def test_who_refused_is_named_once_another_has_answered(second: ev.UpstreamFailed) -> None:
+    machine = serving()
+    machine.handle(ev.UpstreamFailed("status 500", 500, refused=True), 2.0)
+    machine.handle(StepAssigned("r.1", B), 3.0)
+    machine.handle(second, 4.0)
+    machine.handle(StepAssigned("r.2", Target("c", "")), 5.0)
+    machine.handle(ev.ResponseStarted(), 6.0)
+    refused_by = ("a", "b") if second.refused else ("a",)
+    assert machine.handle(ev.ResponseEnded(), 7.0) == [ev.ReportFinished("r.2", Outcome.OK, refused_by=refused_by)]
+
+
+def test_a_refused_prefill_is_no_witness_that_the_request_is_at_fault() -> None:
+    """A transfer can fail by itself."""
+    machine = begun()
+    machine.handle(StepAssigned("r", B, prefill_tokens=64, kv_target=A), 1.0)
+    machine.handle(ev.PrefillEnded("status 500", refused=500), 2.0)
+    machine.handle(StepAssigned("r", A, index=1), 3.0)
+    assert machine.handle(ev.UpstreamFailed("status 500", 500, refused=True), 4.0)[-1] == ev.AskRouter("r.1", ("a",))
 
 
 def test_silence_before_the_first_byte_counts_as_a_failure() -> None:
@@ -589,9 +621,9 @@ class Conversation(RuleBasedStateMachine):
         self.tell(event)
 
     @precondition(lambda self: isinstance(self.upstream, ev.Serve))
-    @rule(status=st.sampled_from([0, 500]))
-    def serve_failed(self, status: int) -> None:
-        self.tell(ev.UpstreamFailed("broke", status))
+    @rule(status=st.sampled_from([0, 500]), refused=st.booleans())
+    def serve_failed(self, status: int, refused: bool) -> None:
+        self.tell(ev.UpstreamFailed("broke", status, refused=bool(status) and refused))
 
     @precondition(lambda self: self.machine.phase is Phase.STREAMING)
     @rule(error=st.sampled_from(["", "its own"]))

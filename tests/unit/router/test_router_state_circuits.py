@@ -105,3 +105,45 @@ def test_a_refused_request_is_an_answer_and_a_new_incarnation_starts_anew() -> N
     assert {one.instance_id: one.excluded for one in decision.view.candidates} == {"a": CIRCUIT_OPEN, "b": ""}
     join(state_, "a", 9, incarnation="2")
     assert told(state_) == ["a", "b"]
+
+
+def refuse(state_: RouterState, name: str, now: float, **changes: object) -> list[ev.Effect]:
+    """A request's attempt that its instance answers with a 500."""
+    placed_on(state_, name, now, **changes)
+    effects = state_.handle(ev.Finished(name, "FAILED", http_status=500), now)
+    state_.check_invariants()
+    return effects
+
+
+def answer(state_: RouterState, name: str, now: float, *refused_by: str) -> list[ev.Effect]:
+    """The next attempt, elsewhere, and its answer."""
+    placed_on(state_, name, now, exclude=refused_by)
+    effects = state_.handle(ev.Finished(name, "OK", http_status=200, refused_by=refused_by), now)
+    state_.check_invariants()
+    return effects
+
+
+def test_requests_that_every_instance_refuses_exclude_nobody() -> None:
+    state_ = fleet("a", "b", "c")
+    for number in range(20):
+        refuse(state_, f"bad{number}", 0.0)
+        placed_on(state_, f"bad{number}.1", 0.0)
+        finish(state_, f"bad{number}.1", "REJECTED", 0.0)
+    assert told(state_) == ["a", "b", "c"]
+
+
+def test_an_instance_that_refuses_what_others_answer_is_left_alone() -> None:
+    state_ = fleet("a", "b")
+    for number in range(SETTINGS.failures):
+        refuse(state_, f"r{number}", 0.0, exclude=("b",))
+        effects = answer(state_, f"r{number}.1", 0.0, "a")
+        assert (ev.FleetChanged() in effects) == (number == SETTINGS.failures - 1)
+    assert told(state_) == ["b"]
+
+
+def test_a_trial_that_is_refused_is_over_at_once() -> None:
+    state_ = fleet("a", "b")
+    break_(state_, "a")
+    assert placed_on(state_, "busy", 0.0) == "b"
+    refuse(state_, "trial", 1.0)
+    assert {placed_on(state_, f"r{number}", 2.9) for number in range(2)} == {"b"}, "longer than the first time"

@@ -744,6 +744,7 @@ class Finished(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     HTTP_STATUS_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    REFUSED_BY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id of the request."""
     outcome: Global___Outcome.ValueType
@@ -762,6 +763,12 @@ class Finished(_message.Message):
     def timings(self) -> Global___Timings:
         """timings at the gateway."""
 
+    @_builtins.property
+    def refused_by(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """refused_by are the instances that answered earlier attempts of this request with a 5xx, where another one has answered it now:
+        only then was it their fault, and not the request's own.
+        """
+
     def __init__(
         self,
         *,
@@ -773,10 +780,11 @@ class Finished(_message.Message):
         error: _builtins.str = ...,
         http_status: _builtins.int = ...,
         timings: Global___Timings | None = ...,
+        refused_by: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_output_tokens", b"_output_tokens", "_prompt_tokens", b"_prompt_tokens", "cached_tokens", b"cached_tokens", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_output_tokens", b"_output_tokens", "_prompt_tokens", b"_prompt_tokens", "cached_tokens", b"cached_tokens", "error", b"error", "http_status", b"http_status", "outcome", b"outcome", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_output_tokens", b"_output_tokens", "_prompt_tokens", b"_prompt_tokens", "cached_tokens", b"cached_tokens", "error", b"error", "http_status", b"http_status", "outcome", b"outcome", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "refused_by", b"refused_by", "request_id", b"request_id", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cached_tokens: _TypeAlias = _typing.Literal["cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__cached_tokens: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens"]  # noqa: Y015

@@ -2,7 +2,7 @@
 
 Followed here: vLLM 0.32 `entrypoints/anthropic/serving.py` (`to_chat_completion_request`). vLLM also changes a chat by what
 its template does: late system messages are merged where it refuses them, and `thinking: disabled` becomes an effort. Those two
-need the template; they are `merged_system` and `disabled_effort` here, and `tokens.py` applies them.
+need the template; they are `merged_system` and `disabled_effort` here, and `core/tokens/model_tokenizer.py` applies them.
 """
 
 from __future__ import annotations

@@ -26,12 +26,17 @@ def _is_positive(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
 
 
+def _is_count(value: object) -> bool:
+    return is_int(value) and 0 <= value < 2**31  # type: ignore[operator]
+
+
 def is_token_ids(value: object) -> bool:
     """A list of at least one token id."""
     return isinstance(value, list) and bool(value) and all(is_int(token) and 0 <= token < 2**32 for token in value)
 
 
 POSITIVE: Rule = (_is_positive, "a positive integer")
+COUNT: Rule = (_is_count, "an integer that is not negative")
 INTEGER: Rule = (is_int, "an integer")
 NUMBER: Rule = (_is_number, "a number")
 BOOLEAN: Rule = (lambda value: isinstance(value, bool), "a boolean")
@@ -54,7 +59,8 @@ COMMON: Mapping[str, Rule] = {
 # What the two older OpenAI APIs share beyond that.
 SAMPLING: Mapping[str, Rule] = {
     **COMMON,
-    "max_tokens": POSITIVE,
+    # 0 with an echo only shows the prompt; where vLLM refuses it, it says so itself.
+    "max_tokens": COUNT,
     "n": POSITIVE,
     "stream_options": OBJECT,
     "min_p": NUMBER,

@@ -7,9 +7,9 @@ from typing import Any
 
 from pointsman.gateway.core.api.field_checks import (
     BOOLEAN,
+    COUNT,
     LIST,
     OBJECT,
-    POSITIVE,
     SAMPLING,
     Rule,
     check_fields,
@@ -20,7 +20,7 @@ from pointsman.gateway.core.api.field_checks import (
 
 _CHAT: Mapping[str, Rule] = {
     **SAMPLING,
-    "max_completion_tokens": POSITIVE,
+    "max_completion_tokens": COUNT,
     "tools": LIST,
     "documents": LIST,
     "chat_template_kwargs": OBJECT,

@@ -81,13 +81,14 @@ def _parse(endpoint: Endpoint, raw: bytes, rules: ClientRules) -> ApiCall:
     if rules.cache_salt and endpoint.is_placed:
         payload = with_fields(payload, {"cache_salt": rules.cache_salt})
     chat, untokenizable = _prompt(endpoint, body)
-    limit = next((body[name] for name in _LIMITS.get(endpoint, ("max_tokens",)) if body.get(name) is not None), 0)
+    limit = next((body[name] for name in _LIMITS.get(endpoint, ("max_tokens",)) if body.get(name) is not None), None)
     return ApiCall(
         endpoint=endpoint,
         model=model,
         requested_model=requested_model,
         stream=endpoint.generates and body.get("stream") is True,
-        max_output_tokens=limit if endpoint.generates else 0,
+        # 0 asks for an echo alone, which costs a step all the same.
+        max_output_tokens=0 if limit is None or not endpoint.generates else max(1, limit),
         session_hint=hint if isinstance(hint, str) else "",
         cache_salt=rules.cache_salt or body.get("cache_salt") or "",
         untokenizable=untokenizable,
@@ -102,14 +103,14 @@ def _parse(endpoint: Endpoint, raw: bytes, rules: ClientRules) -> ApiCall:
 
 
 def estimated_tokens(call: ApiCall) -> int:
-    """About how many tokens a prompt has, where nobody can tell: a quarter of its text's length, or its ids where it brings
-    them (of several prompts the first; of texts to embed or to score all). At least 1. Media count nothing: their bytes say
+    """About how many tokens a request's prompts have together, where nobody can tell: a quarter of their text's length, or
+    their ids where it brings them. At least 1. Media count nothing: their bytes say
     little about their tokens."""
     if call.endpoint is Endpoint.COMPLETION:
-        prompt = call.body.get("prompt")
-        if isinstance(prompt, list) and not isinstance(prompt[0], int):
-            prompt = prompt[0]
-        return max(1, len(prompt) if isinstance(prompt, list) else len(prompt or "") // 4)
+        prompts = call.body.get("prompt") or ""
+        if isinstance(prompts, str) or isinstance(prompts[0], int):
+            prompts = [prompts]
+        return sum(max(1, len(one) // 4 if isinstance(one, str) else len(one)) for one in prompts)
     length = 0
     rest: list[Any] = (
         [call.body.get(name) for name in _PROMPTS[call.endpoint]] if call.endpoint in _PROMPTS else [call.body]

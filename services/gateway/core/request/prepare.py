@@ -42,13 +42,16 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class IncomingCall:
-    """A call, who made it, and what of its HTTP request is needed to place it. `received` is monotonic seconds."""
+    """A call, who made it, and what of its HTTP request is needed to place it. `request_id` and `client_id` as in Request;
+    `received_at` is monotonic seconds."""
 
     call: ApiCall
     state: PoolState
     lora: str
     tenant: str
     headers: Headers
+    request_id: str
+    client_id: str
     admission: Admission
     received_at: float
     trace: RequestTrace | None = None
@@ -73,19 +76,17 @@ class RequestPreparer:
         keys: BlockKeys = array("Q")
         if call.reads_prefix_cache:
             keys = self._token_cache.keys(prompt.ids, pool.model, incoming.lora, call.cache_salt)
-        _check_length(call, prompt.longest, pool.max_model_len)
+        _check_length(call, max(prompt.lengths), pool.max_model_len)
         return Tokens(prompt, keys)
 
-    def context(
-        self, request_id: str, incoming: IncomingCall, tokens: Tokens, now: float, *, dry: bool
-    ) -> RequestContext:
+    def context(self, incoming: IncomingCall, tokens: Tokens, now: float, *, dry: bool) -> RequestContext:
         """What is known of the request. Raises ApiRequestError. A dry run remembers nothing."""
         call, state, tenant, headers = incoming.call, incoming.state, incoming.tenant, incoming.headers
-        prompt, keys = tokens.prompt, tokens.keys
+        prompt, keys, request_id = tokens.prompt, tokens.keys, incoming.request_id
         if prompt is None:
             count = estimated_tokens(call)
         else:
-            count = max(estimated_tokens(call), len(prompt.ids)) if prompt.media else len(prompt.ids)
+            count = max(estimated_tokens(call), len(prompt.ids)) if prompt.media else sum(prompt.lengths)
         hint = headers.get("X-Session-ID") or call.session_hint
         chain = keys if prompt is None else _chain(keys, prompt)
         if not call.endpoint.generates:
@@ -104,23 +105,17 @@ class RequestPreparer:
             session_id=session,
             input_tokens=count,
             # Who only embeds or scores decodes nothing; 0 would mean an open end.
-            max_output_tokens=call.max_output_tokens if call.endpoint.generates else 1,
+            max_output_tokens=_output_tokens(call, prompt, state.pool.max_model_len) if call.endpoint.generates else 1,
             exclude=_elsewhere(call, state, tenant),
             traceparent=traceparent if len(traceparent) <= MAX_TRACEPARENT else "",
         )
         set_keys(placement, keys)
         sent = upstream_headers(headers)
-        sent["X-Request-ID"] = bounded_id(headers.get("X-Request-ID", "") or request_id)
+        sent["X-Request-ID"] = incoming.client_id
         if session:
             sent["X-Session-ID"] = bounded_id(session if tenant == DEFAULT_TENANT else f"{tenant}/{session}")
-        several = (
-            call.endpoint is Endpoint.COMPLETION
-            and isinstance(call.body.get("prompt"), list)
-            and not isinstance(call.body["prompt"][0], int)
-            and len(call.body["prompt"]) > 1
-        )
-        # Of several prompts only the first was counted; what no cache is read for needs no PREFILL.
-        ids = prompt.ids if prompt is not None and not several and call.reads_prefix_cache else None
+        # Of several prompts only the first has keys; what no cache is read for needs no PREFILL.
+        ids = prompt.ids if prompt is not None and len(prompt.lengths) == 1 and call.reads_prefix_cache else None
         placement.sliceable_tokens = 0 if ids is None else len(ids)
         return RequestContext(
             request_id=request_id,
@@ -168,12 +163,20 @@ def _chain(keys: BlockKeys, prompt: Prompt) -> BlockKeys:
     return array("Q", [*keys, xxh3_64_intdigest(prompt.media)]) if prompt.media else keys
 
 
-def _check_length(call: ApiCall, longest: int, limit: int) -> None:
-    if limit and (longest >= limit or longest + call.max_output_tokens > limit):
-        asked = f" and {call.max_output_tokens} of output" if call.max_output_tokens else ""
-        raise ApiRequestError(
-            400,
-            f"The model's context is {limit} tokens, but the request needs {longest} of input{asked}.",
-            param=_PROMPT_FIELDS[call.endpoint],
-            code="context_length_exceeded",
-        )
+def _output_tokens(call: ApiCall, prompt: Prompt | None, context: int) -> int:
+    """How many tokens the engine may make, 0 when open: no more than fit behind the prompt, where that is known."""
+    if prompt is None or not context:
+        return call.max_output_tokens
+    return min(call.max_output_tokens, context - max(prompt.lengths))
+
+
+def _check_length(call: ApiCall, longest: int, context: int) -> None:
+    """Raises ApiRequestError for what no engine of the model takes: a prompt that leaves no room, or more output than its whole
+    context. Less room than asked for is no error: vLLM makes what fits (`get_max_tokens`)."""
+    if context and longest >= context:
+        message = f"The model's context is {context} tokens, and the prompt has {longest}."
+    elif context and call.max_output_tokens > context:
+        message = f"The model's context is {context} tokens; {call.max_output_tokens} of output do not fit in it."
+    else:
+        return
+    raise ApiRequestError(400, message, param=_PROMPT_FIELDS[call.endpoint], code="context_length_exceeded")

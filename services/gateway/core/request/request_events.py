@@ -85,10 +85,12 @@ class RouterLost:
 
 @dataclass(frozen=True)
 class PrefillEnded:
-    """A PREFILL step is over; `error` is empty when it is done. `instance_failed`: its instance is to blame."""
+    """A PREFILL step is over; `error` is empty when it is done. `instance_failed`: its instance is to blame. `refused`: the 5xx
+    that it answered, which may be the request's own fault as well; 0 for none."""
 
     error: str = ""
     instance_failed: bool = False
+    refused: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class ResponseStarted:
 
 @dataclass(frozen=True)
 class ResponseRejected:
-    """The instance answered 4xx; the answer goes to the client as it is."""
+    """The instance answered 4xx, or what no other instance would answer otherwise; the answer goes to the client as it is."""
 
     status: int
 
@@ -119,10 +121,12 @@ class ResponseEnded:
 
 @dataclass(frozen=True)
 class UpstreamFailed:
-    """Connection refused or lost, 5xx, or silence. `status` is 0 when no answer came."""
+    """Connection refused or lost, 5xx, or silence. `status` is 0 when no answer came. `refused`: the instance answered 5xx, which
+    may be the request's own fault as well as the instance's."""
 
     error: str
     status: int = 0
+    refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -230,12 +234,14 @@ class ReportFirstToken:
 
 @dataclass(frozen=True)
 class ReportFinished:
-    """Report an attempt's end. `error` names no address."""
+    """Report an attempt's end. `error` names no address. `refused_by`: the instances that answered 5xx to earlier attempts of a
+    request which is answered now."""
 
     attempt_id: str
     outcome: Outcome
     error: str = ""
     status: int = 0
+    refused_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ both instances want it, that request is sent at once with the PREFILL (`early`):
 whatever fails then ends both.
 Every wait has a deadline. A PREFILL or a transfer that fails is told to the router, and from then on only a plain SERVE follows;
 a plain SERVE that fails before its first byte is tried again elsewhere (a new attempt with its own id, the failed instance
-excluded). Where the router is lost after a part of the prompt is computed, a new attempt asks the next one, which finds that part
+excluded). What two instances answer with the same 5xx is the request's own fault: the client gets that answer, and nobody is
+blamed. Where the router is lost after a part of the prompt is computed, a new attempt asks the next one, which finds that part
 cached; where none comes, one SERVE follows at its instance. Every attempt that the router may have placed ends in exactly one
 Finished, however the request ends.
 """
@@ -84,6 +85,8 @@ class RequestStateMachine:
             None  # where an attempt that lost its router has computed a part of the prompt
         )
         self._exclude: list[str] = []
+        self._refused_by: list[str] = []  # instances that answered 5xx to this request, or to a part of it
+        self._refusals: dict[int, str] = {}  # the status of a 5xx to the whole request -> who answered so
         self._attempts = 0
         self._place_locally = False
         self._deadline = 0.0
@@ -117,9 +120,12 @@ class RequestStateMachine:
             case RouterLost():
                 return self._router_lost(event, now)
             case PrefillEnded():
-                return (
-                    self._step_ended(event.error, now, event.instance_failed) if self.phase is Phase.PREFILLING else []
-                )
+                if self.phase is not Phase.PREFILLING:
+                    return []
+                if event.refused and self.step is not None:
+                    # No witness that the request is at fault: a transfer can fail by itself.
+                    self._refused_by.append(self.step.target.instance_id)
+                return self._step_ended(event.error, now, event.instance_failed)
             case PullEnded():
                 return self._pull_ended(event, now)
             case ResponseStarted():
@@ -310,7 +316,12 @@ class RequestStateMachine:
         if self.step.kv_source is not None and failed.status:
             # It answers, so it can serve; that it does not, with KV from elsewhere, may be the other side's fault.
             return [AbortUpstream(), *self._step_ended(failed.error, now)]
-        self._exclude.append(self.step.target.instance_id)
+        instance_id = self.step.target.instance_id
+        if failed.refused:
+            if self._refusals.setdefault(failed.status, instance_id) != instance_id:
+                return self._end(Outcome.REJECTED, failed.error, failed.status)
+            self._refused_by.append(instance_id)
+        self._exclude.append(instance_id)
         self._partial_prefill_target = None
         effects = self._end(Outcome.FAILED, failed.error, failed.status)
         if self._attempts >= self._timeouts.max_retries:
@@ -322,6 +333,8 @@ class RequestStateMachine:
     def _end(self, outcome: Outcome, error: str = "", status: int = 0) -> list[Effect]:
         """Close the attempt: upstream first, so that nothing runs that the router no longer counts."""
         abort: list[Effect] = [] if outcome in (Outcome.OK, Outcome.REJECTED) else [AbortUpstream()]
-        report: list[Effect] = [ReportFinished(self.attempt_id, outcome, error, status)] if self._attempt_open else []
+        refused_by = tuple(dict.fromkeys(self._refused_by)) if outcome is Outcome.OK else ()
+        finished = ReportFinished(self.attempt_id, outcome, error, status, refused_by)
+        report: list[Effect] = [finished] if self._attempt_open else []
         self.phase, self._attempt_open, self._early_step = Phase.DONE, False, None
         return [*abort, *report]

@@ -29,13 +29,13 @@ _NONE: TokenIds = array("I")
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids of a request's prompt (of its first, when it brings several) and the length of its longest.
+    """Token ids of a request's prompt (of its first, when it brings several) and how many tokens each of its prompts has.
 
     Of a prompt with media these are the tokens before the first of them, which `media` names by its content.
     """
 
     ids: TokenIds
-    longest: int
+    lengths: tuple[int, ...]
     media: bytes = b""
 
 
@@ -68,7 +68,7 @@ class PendingPrompt:
     def tokenize(self) -> Prompt:
         """The prompt. Raises Unrenderable. May run in any thread; other threads go on meanwhile."""
         every = [self._tokenizer.tokens(one) if isinstance(one, _Text) else one for one in self._prompts]
-        return Prompt(every[0], max(map(len, every)), self._media)
+        return Prompt(every[0], tuple(map(len, every)), self._media)
 
 
 class ModelTokenizer:

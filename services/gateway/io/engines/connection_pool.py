@@ -13,6 +13,7 @@ import ssl
 import time
 from collections.abc import Mapping
 from functools import lru_cache
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from pointsman.gateway.core.dead_connections import SILENT_S, DeadConnectionDetector, Peer
@@ -33,8 +34,9 @@ PROBE_TIMEOUT_S = 1.0
 class ConnectionPool:
     """HTTP/1.1 to any number of origins. It has no limit of its own: the router is what limits load."""
 
-    def __init__(self, connect_s: float, idle_s: float) -> None:
-        """`idle_s`: the longest silence within an answer."""
+    def __init__(self, connect_s: float, idle_s: float, ca: Path | None = None) -> None:
+        """`idle_s`: the longest silence within an answer; `ca`: what https origins' certificates are signed by, None for whom the
+        system trusts. Raises OSError and ValueError for a `ca` that cannot be used."""
         self.connections: set[UpstreamConnection] = set()
         self._connect_s = connect_s
         self._idle_s = idle_s
@@ -42,7 +44,7 @@ class ConnectionPool:
         self._sweeping: asyncio.TimerHandle | None = None
         self._dead_connections = DeadConnectionDetector()
         self._probing: set[asyncio.Task[None]] = set()
-        self._tls: ssl.SSLContext | None = None
+        self._tls = ssl.create_default_context(cafile=ca)
 
     def start(self) -> None:
         """Begin to look after connections, and go on."""
@@ -118,16 +120,11 @@ class ConnectionPool:
                     lambda: UpstreamConnection(self, origin),
                     origin.host,
                     origin.port,
-                    ssl=self._context() if origin.tls else None,
+                    ssl=self._tls if origin.tls else None,
                 )
         except (OSError, TimeoutError) as error:
             raise UpstreamError(f"no answer: {type(error).__name__}", sent=False) from error
         return connection
-
-    def _context(self) -> ssl.SSLContext:
-        if self._tls is None:
-            self._tls = ssl.create_default_context()
-        return self._tls
 
     def keep(self, connection: UpstreamConnection) -> None:
         """A connection is free for the next request."""

@@ -22,11 +22,18 @@ MAX_ERROR_BYTES = 1 << 20
 MAX_ANSWER_BYTES = 256 << 20  # of an answer that is not streamed; the largest are batches of embeddings
 
 
+class AnswerTooLong(UpstreamError):
+    """An answer that is not streamed has more bytes than are held of one."""
+
+
 class Upstream:
     """HTTP client of all instances. Open on entry, closed on exit."""
 
     def __init__(self, settings: GatewaySettings) -> None:
-        self._pool = ConnectionPool(CONNECT_S, settings.idle_timeout_s)
+        """Raises OSError and ValueError for an engine_ca that cannot be used."""
+        self._pool = ConnectionPool(CONNECT_S, settings.idle_timeout_s, settings.engine_ca)
+        key = settings.engine_api_key.get_secret_value()
+        self._own = {"Authorization": f"Bearer {key}"} if key else {}
 
     async def start(self) -> None:
         """Open the pool."""
@@ -49,13 +56,14 @@ class Upstream:
         self, target: Target, method: str, path: str, payload: bytes, headers: Mapping[str, str]
     ) -> UpstreamResponse:
         """post() with any method."""
-        sent = dict(headers)
+        sent = {**headers, **self._own}
         if target.rank is not None:
             sent["X-data-parallel-rank"] = str(target.rank)
         return await self._pool.send(method, target.url, path, sent, payload)
 
-    async def read_all(self, answer: UpstreamResponse, limit: int = MAX_ANSWER_BYTES) -> bytes:
-        """The whole body. Raises UpstreamError, also when it is longer than `limit` bytes."""
+    async def read_all(self, answer: UpstreamResponse, limit: int | None = None) -> bytes:
+        """The whole body. Raises UpstreamError, and AnswerTooLong when it has more bytes than `limit`, else MAX_ANSWER_BYTES."""
+        limit = MAX_ANSWER_BYTES if limit is None else limit
         parts: list[bytes] = []
         size = 0
         while piece := await answer.read():
@@ -63,7 +71,7 @@ class Upstream:
             size += len(piece)
             if size > limit:
                 answer.close()
-                raise UpstreamError("the answer is too long", answer.status)
+                raise AnswerTooLong("the answer is too long", answer.status)
         return b"".join(parts)
 
     async def post_for_body(self, target: Target, path: str, payload: bytes, headers: Mapping[str, str]) -> bytes:

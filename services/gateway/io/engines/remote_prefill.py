@@ -215,7 +215,8 @@ class RemotePrefill:
         try:
             return await self._upstream.post_for_body(step.target, path, body, headers)
         except UpstreamError as error:
-            raise kv.TransferError(error.text, instance_failed=not 400 <= error.status < 500) from error
+            refused = error.status if error.status >= 500 else 0
+            raise kv.TransferError(error.text, instance_failed=error.status < 400, refused=refused) from error
 
 
 def _fetch(agreed: _Agreed) -> kv.KvTransferParams:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from pointsman.gateway.core.api import begins_with_error, redact_error, was_aborted
+from pointsman.gateway.core.api import ApiRequestError, begins_with_error, redact_error, was_aborted
 from pointsman.gateway.core.forwarded_headers import client_headers
 from pointsman.gateway.core.http_message import Request, Response
 from pointsman.gateway.core.request.attempt import Attempt
@@ -23,11 +23,14 @@ from pointsman.gateway.core.request.request_events import (
 from pointsman.gateway.core.request.transfer_params import TransferError, earlier_slices_evicted, slice_request
 from pointsman.gateway.core.streaming.sse import SseFilter
 from pointsman.gateway.core.streaming.usage_and_end import StreamEnd, usage_of
-from pointsman.gateway.io.engines.engine_client import ABORTED_BY_ENGINE, UpstreamError
+from pointsman.gateway.io.engines.engine_client import ABORTED_BY_ENGINE, MAX_ERROR_BYTES, AnswerTooLong, UpstreamError
 from pointsman.gateway.io.engines.engine_connection import UpstreamResponse
 from pointsman.gateway.io.engines.remote_prefill import RemotePrefill
 from pointsman.gateway.io.request.shared_context import SharedContext
 from pointsman.gateway.io.request.stream_relay import relay_stream
+
+_JSON = {"Content-Type": "application/json"}
+NOT_IMPLEMENTED = 501  # no other instance of the model can do it either
 
 
 class EngineSteps:
@@ -82,9 +85,9 @@ class EngineSteps:
         try:
             await (self._remote_prefill.prefill(step) if step.kv_target is not None else self._slice(step))
         except TransferError as error:
-            return PrefillEnded(str(error), error.instance_failed)
+            return PrefillEnded(str(error), error.instance_failed, error.refused)
         except UpstreamError as error:
-            return PrefillEnded(error.text, not 400 <= error.status < 500)
+            return PrefillEnded(error.text, error.status < 400, error.status if error.status >= 500 else 0)
         return PrefillEnded()
 
     async def _slice(self, step: StepAssigned) -> None:
@@ -118,7 +121,10 @@ class EngineSteps:
             with self._remote_prefill.fetching(step):
                 headers_up = self._context.headers_of(step)
                 answer = self._upstream = await upstream.post(step.target, call.endpoint.value, payload, headers_up)
-                if answer.status >= 500 or 300 <= answer.status < 400:
+                if 300 <= answer.status < 400:
+                    raise UpstreamError(f"status {answer.status}", answer.status)
+                if answer.status >= 500 and answer.status != NOT_IMPLEMENTED:
+                    await self._keep_error(answer)
                     raise UpstreamError(f"status {answer.status}", answer.status)
                 streamed = answer.status < 400 and answer.media_type == "text/event-stream"
                 if streamed and not await answer.begun():
@@ -142,10 +148,26 @@ class EngineSteps:
                 attempt.usage = usage_of(body, call.endpoint)
         except TransferError as error:
             return UpstreamFailed(str(error), 500)
+        except AnswerTooLong:
+            # Another instance's would be as long.
+            too_long = ApiRequestError(
+                502, "The answer is too long to be held: stream it.", type_="server_error", code="too_long"
+            )
+            self.whole_response = Response(502, too_long.body(call.endpoint.error_format), dict(_JSON))
+            return ResponseRejected(502)
         except UpstreamError as error:
-            return UpstreamFailed(error.text, error.status)
+            return UpstreamFailed(error.text, error.status, self.whole_response is not None)
         attempt.first_byte_at = time.monotonic()
         return ResponseStarted()
+
+    async def _keep_error(self, answer: UpstreamResponse) -> None:
+        """Keep an error answer, which is the client's if no other instance does better."""
+        try:
+            body = await self._shared.upstream.read_all(answer, MAX_ERROR_BYTES)
+        except UpstreamError:
+            body = b""
+        error_format = self._context.call.endpoint.error_format
+        self.whole_response = Response(answer.status, redact_error(error_format, answer.status, body), dict(_JSON))
 
     async def relay_response(self, attempt: Attempt, headers: dict[str, str]) -> Event:
         """Everything after the first byte. A client that leaves cancels it; see stream_end()."""

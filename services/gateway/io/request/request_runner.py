@@ -61,7 +61,14 @@ class RequestRunner:
                 streaming = self._state_machine.phase is Phase.STREAMING
                 self._handle(await (self._relay_response() if streaming else self._next_event()))
             return self._answer()
-        except (asyncio.CancelledError, ApiRequestError):
+        except asyncio.CancelledError:
+            if self._writer.begun and not self._writer.ended and not self._writer.lost:
+                # The drain is over: a stream that only breaks off looks to some clients as if it were whole.
+                if self._state_machine.phase is not Phase.DONE:
+                    self._steps.write_error_event()
+                self._writer.end()
+            raise
+        except ApiRequestError:
             raise
         except Exception:
             if not self._writer.begun:
@@ -78,10 +85,12 @@ class RequestRunner:
             self._steps.attempt_ended()
 
     def _answer(self) -> Response | None:
-        if self._failure is not None:
+        response = self._steps.whole_response
+        if self._failure is not None and (response is None or self._failure.code != ev.INTERNAL):
             raise _as_api_error(self._failure)
-        if self._steps.whole_response is not None:
-            return self._steps.whole_response
+        if response is not None:
+            # Where instances failed, the error that the last one answered says more than that they did.
+            return response
         if self._stream_broken:
             self._steps.write_error_event()
         self._writer.end()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from array import array
 
@@ -28,16 +27,15 @@ class ThreadedPreparer:
 
     async def prepare(self, incoming: IncomingCall, *, dry: bool) -> RequestContext:
         """Tokens, keys and session of a call. Raises ApiRequestError when the prompt is too long. A dry run remembers nothing."""
-        request_id = secrets.token_hex(16)
         tokens, tokenizer = Tokens(None, array("Q")), incoming.tokenizer
         if tokenizer is not None:
             try:
                 tokens = await self._tokens(incoming, tokenizer)
             except Unrenderable as reason:
-                log.debug("placed without keys", request_id=request_id, reason=str(reason))
+                log.debug("placed without keys", request_id=incoming.request_id, reason=str(reason))
         if not tokens.keys and incoming.call.endpoint.generates:
             self._telemetry.keyless.labels(incoming.state.pool.model).inc()
-        return self._preparer.context(request_id, incoming, tokens, time.monotonic(), dry=dry)
+        return self._preparer.context(incoming, tokens, time.monotonic(), dry=dry)
 
     async def _tokens(self, incoming: IncomingCall, tokenizer: ModelTokenizer) -> Tokens:
         """The (first) prompt and its keys. Raises Unrenderable and ApiRequestError."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, unquote, urlencode
 
@@ -21,6 +23,7 @@ from pointsman.gateway.io.engines.engine_connection import UpstreamResponse
 from pointsman.gateway.io.request.stream_relay import relay_stream
 from pointsman.gateway.io.routing.model_pools import ModelPools
 from pointsman.gateway.io.routing.router_client import RouterClient
+from pointsman.router.v1 import placement_pb2
 
 STORED_RESPONSE_PATH = re.compile(r"/v1/responses/([^/]{1,200})(/cancel)?")
 _QUERY = ("stream", "starting_after")
@@ -49,8 +52,10 @@ class UnplacedProxy:
                 break
             tried += (chosen,)
             try:
-                async with asyncio.timeout(self.timeout_s):
-                    answer = await self.upstream.send(target_of(instances[chosen]), "POST", path, payload, _JSON)
+                async with (
+                    asyncio.timeout(self.timeout_s),
+                    self._exchange(instances[chosen], "POST", path, payload) as answer,
+                ):
                     body = await self.upstream.read_all(answer)
             except (UpstreamError, TimeoutError):
                 continue
@@ -70,29 +75,44 @@ class UnplacedProxy:
         if here is None:
             raise not_stored(id_)
         asked = [(name, value) for name, value in parse_qsl(request.query) if name in _QUERY]
+        # A head has no body to stream: HEAD is answered as the whole response would be.
+        asked = [] if request.method == "HEAD" else asked
         path = f"/v1/responses/{id_}{found[2] or ''}" + (f"?{urlencode(asked)}" if asked else "")
-        method = "POST" if found[2] else "GET"
         try:
-            async with asyncio.timeout(self.timeout_s):
-                answer = await self.upstream.send(target_of(instances[here]), method, path, b"", _JSON)
-                if answer.status < 400 and answer.media_type == "text/event-stream":
-                    streamed = await answer.begun()
-                else:
-                    streamed, body = False, await self.upstream.read_all(answer)
+            async with (
+                asyncio.timeout(self.timeout_s) as limit,
+                self._exchange(instances[here], "POST" if found[2] else "GET", path) as answer,
+            ):
+                if answer.status < 400 and answer.media_type == "text/event-stream" and await answer.begun():
+                    limit.reschedule(None)  # a stream lasts as long as it does
+                    await _relay(answer, request)
+                    return None
+                return _whole(answer, await self.upstream.read_all(answer), ErrorFormat.RESPONSES)
         except (UpstreamError, TimeoutError):
             raise ApiRequestError(502, "The instance failed.", type_="server_error", code="instance_failed") from None
-        if not streamed:
-            return _whole(answer, body, ErrorFormat.RESPONSES)
-        events, out = SseFilter(Endpoint.RESPONSES), request.writer
+
+    @asynccontextmanager
+    async def _exchange(
+        self, instance: placement_pb2.InstanceRef, method: str, path: str, payload: bytes = b""
+    ) -> AsyncIterator[UpstreamResponse]:
+        """The answer of an instance, closed at the end: where the client or the time left, nobody else would. Raises
+        UpstreamError."""
+        answer = await self.upstream.send(target_of(instance), method, path, payload, _JSON)
         try:
-            out.begin(answer.status, client_headers(answer.headers), answer)
-            await relay_stream(answer, events, out)
-        except UpstreamError:
-            out.write(events.failure_event())
+            yield answer
         finally:
             answer.close()
-        out.end()
-        return None
+
+
+async def _relay(answer: UpstreamResponse, request: Request) -> None:
+    """Pass a stream on; whatever fails ends it with an error event."""
+    events, out = SseFilter(Endpoint.RESPONSES), request.writer
+    out.begin(answer.status, client_headers(answer.headers) | request.id_header, answer)
+    try:
+        await relay_stream(answer, events, out)
+    except UpstreamError:
+        out.write(events.failure_event())
+    out.end()
 
 
 _JSON = {"Content-Type": "application/json"}

@@ -181,18 +181,30 @@ class Plans:
         else:
             self.decisions.trim(finished.request_id)
         return [
-            *self._judge_circuit(reservation, finished.outcome, now),
+            *self._judge_circuit(reservation, finished.outcome, now, finished.http_status),
+            *(effect for name in finished.refused_by for effect in self._blame(name, now)),
             ev.Released(finished.request_id, reservation.pool),
             ev.DecisionClosed(reservation.decision_id, finished),
             *judged,
         ]
 
-    def _judge_circuit(self, reservation: Reservation, outcome: str, now: float) -> list[ev.Effect]:
-        """What the end of a request, or of its step, tells of its instance."""
+    def _blame(self, instance_id: str, now: float) -> list[ev.Effect]:
+        """An instance refused what another one answered."""
+        record = self._instances.get(instance_id)
+        if record is None or record.circuit.opened:  # or it was judged as a trial
+            return []
+        record.candidate_snapshot = None
+        return [ev.FleetChanged()] if record.circuit.failed("", now, self._circuit) else []
+
+    def _judge_circuit(
+        self, reservation: Reservation, outcome: str, now: float, http_status: int = 0
+    ) -> list[ev.Effect]:
+        """What the end of a request, or of its step, tells of its instance. A 5xx tells nothing by itself, as it may be the
+        request's own fault, unless the instance is on trial."""
         record = self._instances.get(reservation.instance_id)
         if record is None:
             return []
-        if outcome == "FAILED":
+        if outcome == "FAILED" and (http_status < 500 or record.circuit.opened):
             changed = record.circuit.failed(reservation.request_id, now, self._circuit)
         elif outcome in ("OK", "REJECTED"):
             changed = record.circuit.answered()

@@ -85,6 +85,7 @@ def finished(wire: placement_pb2.Finished) -> ev.Finished:
         }
         if wire.HasField("timings")
         else None,
+        refused_by=tuple(wire.refused_by),
     )
 
 
@@ -98,6 +99,7 @@ def finished_to_wire(done: ev.Finished) -> placement_pb2.Finished:
         output_tokens=done.output_tokens,
         error=done.error,
         http_status=done.http_status,
+        refused_by=done.refused_by,
     )
     if done.timings_ms is not None:
         wire.timings.CopyFrom(placement_pb2.Timings(**{f"{name}_ms": value for name, value in done.timings_ms.items()}))
