@@ -74,6 +74,21 @@ def test_overlays_are_sound(overlay: str, components: tuple[str, ...], expected:
     assert ("POINTSMAN_ROUTER_REDIS_URL" in {entry["name"] for entry in router["env"]}) is (overlay != "single-node")
 
 
+@pytest.mark.parametrize(
+    ("overlay", "kind", "count"), [("single-node", "StatefulSet", "1"), ("gpu-per-node", "DaemonSet", "8")]
+)
+def test_engines_get_the_gpus_that_they_split_the_model_over(overlay: str, kind: str, count: str) -> None:
+    objects = check_deploy.render(OVERLAYS / overlay)
+    assert find(objects, "ConfigMap", "engine")["data"]["TENSOR_PARALLEL_SIZE"] == count
+    spec = pod(objects, kind, "vllm")
+    resources = next(one for one in spec["containers"] if one["name"] == "vllm")["resources"]
+    assert {resources[name]["nvidia.com/gpu"] for name in ("requests", "limits")} == {count}
+    assert {"key": "nvidia.com/gpu", "operator": "Exists"} in spec["tolerations"]
+    assert (spec.get("runtimeClassName") == "nvidia") is (overlay == "single-node"), (
+        "k3s' default runtime shows no GPUs"
+    )
+
+
 def rename_target_port(objects: Objects) -> None:
     find(objects, "Service", "gateway")["spec"]["ports"][0]["targetPort"] = "https"
 
