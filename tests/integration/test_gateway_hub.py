@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import aiohttp
 import pytest
 
 from pointsman.common.core.block_keys import prompt_keys
+from pointsman.gateway.io.routing import model_pools
 from tests.support.fakes.gateway_peers import MODEL, Stack, stack
 from tests.support.fakes.hub import SHA, FakeHub
 from tests.support.gateway_requests import CHAT
@@ -47,6 +49,7 @@ async def until(url: str, **wanted: object) -> dict[str, Any]:
 @asynccontextmanager
 async def hub_stack(tmp_path: Path, root: str = ID) -> AsyncIterator[tuple[Stack, FakeHub]]:
     async with stack(tmp_path, engines=1) as up, FakeHub({ID: tmp_path / "model"}).serve() as hub:
+        (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
         up.router.pools[0].model_root = root
         yield up, hub
 
@@ -73,6 +76,34 @@ async def test_a_hub_that_is_away_is_asked_again_and_said(tmp_path: Path) -> Non
             told = await until(url, tokenizer="inexact")
             assert ID in told["reason"]
             hub.broken = False
+            await until(url, exact=True)
+
+
+async def test_a_hub_that_never_answers_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+
+    def find(source: str) -> Path:
+        assert answers.wait(60)
+        return Path(source)
+
+    monkeypatch.setattr(model_pools, "find_tokenizer", find)
+    monkeypatch.setattr(model_pools, "LOAD_S", 0.2)
+    monkeypatch.setattr(model_pools, "ASK_HUB_AGAIN_S", (0.1,))
+    async with stack(tmp_path, ready=False) as up:
+        told = await until(up.url, tokenizer="inexact")
+        assert "has not come" in told["reason"]
+        await ready(up.url)
+        answers.set()
+        await until(up.url, exact=True)
+
+
+async def test_a_download_that_broke_off_is_made_whole(tmp_path: Path) -> None:
+    async with hub_stack(tmp_path) as (up, hub):
+        hub.without = "tokenizer_config.json"
+        async with gateway(up, hub.url, tmp_path / "home") as url:
+            await until(url, tokenizer="inexact")
+            assert any(path.endswith("/tokenizer.json") for path in hub.asked)
+            hub.without = ""
             await until(url, exact=True)
 
 

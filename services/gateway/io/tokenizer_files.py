@@ -18,6 +18,7 @@ from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
 from pointsman.gateway.core.tokens.token_cache import TokenCache
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_PATTERNS = [*_FILES, "additional_chat_templates/*.jinja"]
 TOO_MANY_REQUESTS = 429
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -83,7 +84,29 @@ def find_tokenizer(place: str) -> Path:
     except Exception as error:
         # No network, no room, a proxy that refuses: errors of the hub library and of whichever HTTP library its version has.
         hint = "mount the model's folder and name it by --tokenizers"
-        raise HubUnreachable(f"{place!r} does not come from the hub ({type(error).__name__}): {hint}") from error
+        raise HubUnreachable(f"{place!r} does not come from the hub ({_causes(error)}): {hint}") from error
+
+
+def _causes(error: BaseException) -> str:
+    """The kinds of an error and of what led to it: their texts have addresses."""
+    kinds = [type(error).__name__]
+    while (cause := error.__cause__ or error.__context__) is not None and len(kinds) < 4:
+        error = cause
+        kinds.append(type(error).__name__)
+    return " of ".join(dict.fromkeys(kinds))
+
+
+def _cached(repository: str, revision: str | None) -> Path | None:
+    """The folder where the local cache has all of the files; None where some of them are missing."""
+    try:
+        folder = Path(
+            huggingface_hub.snapshot_download(
+                repository, revision=revision, allow_patterns=_PATTERNS, local_files_only=True
+            )
+        )
+    except FileNotFoundError:  # LocalEntryNotFoundError and IncompleteSnapshotError
+        return None
+    return folder if (folder / "tokenizer.json").is_file() else None
 
 
 def _json(file: Path) -> dict[str, Any]:

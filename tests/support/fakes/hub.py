@@ -16,11 +16,12 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 @dataclass
 class FakeHub:
     """Serves the folders of `models` (id -> folder) at revision SHA, which main is. `token`: what must be shown, if anything;
-    `broken`: everything is a 503."""
+    `broken`: everything is a 503; `without`: a file that is."""
 
     models: dict[str, Path]
     token: str = ""
     broken: bool = False
+    without: str = ""
     url: str = ""
     asked: list[str] = field(default_factory=list)
 
@@ -50,7 +51,7 @@ class FakeHub:
     @web.middleware
     async def _allowed(self, request: web.Request, handler: web.Handler) -> web.StreamResponse:  # type: ignore[name-defined]
         self.asked.append(request.path)
-        if self.broken:
+        if self.broken or (self.without and request.path.endswith(self.without)):
             return web.Response(status=503)
         if self.token and request.headers.get("Authorization") != f"Bearer {self.token}":
             return web.Response(status=401, headers={"X-Error-Code": "GatedRepo"})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 import time
 from collections.abc import Mapping
 
@@ -23,6 +25,7 @@ log = structlog.get_logger()
 ASK_AGAIN_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 SILENT_ROUNDS = 3  # without an answer from any instance, before the model is declared without exact tokens
 MISMATCHES = 3
+LOAD_S = 30.0
 ASK_HUB_AGAIN_S = (5.0, 15.0, 60.0)
 _CONVERTED = frozenset({Endpoint.RESPONSES, Endpoint.MESSAGES})
 
@@ -39,6 +42,7 @@ class ModelPools:
         self._cache = cache
         self._states: dict[str, PoolState] = {}
         self._checks: dict[str, asyncio.Task[None]] = {}
+        self._loading: dict[str, asyncio.Future[ModelTokenizer]] = {}  # by source
         self._names: dict[str, tuple[str, str]] = {}  # any name -> (pool, LoRA adapter or "")
 
     def update(self, fleet: placement_pb2.Fleet) -> None:
@@ -137,7 +141,7 @@ class ModelPools:
         tries = 0
         while state.tokenizer is None or state.source != source:
             try:
-                state.tokenizer = await asyncio.to_thread(_load, source, self._cache)
+                state.tokenizer = await self._loaded(source)
                 state.source = source
             except TokenizerNotFound as missing:
                 state.tokenizer = None
@@ -168,6 +172,18 @@ class ModelPools:
             if None in asked:
                 await asyncio.sleep(ASK_AGAIN_S[min(silent, len(ASK_AGAIN_S) - 1)])
 
+    async def _loaded(self, source: str) -> ModelTokenizer:
+        """The tokenizer of `source`. Raises TokenizerNotFound, and HubUnreachable where it does not come in time."""
+        loading = self._loading.get(source)
+        if loading is None:
+            loading = self._loading[source] = _load_aside(source, self._cache)
+            loading.add_done_callback(lambda _: self._loading.pop(source))
+        try:
+            async with asyncio.timeout(LOAD_S):
+                return await asyncio.shield(loading)
+        except TimeoutError:
+            raise HubUnreachable(f"{source!r} has not come from the hub in {LOAD_S:g} s") from None
+
     async def _compare(self, state: PoolState, url: str) -> str | None:
         """What differs ("" for nothing), None when the instance cannot be asked now."""
         assert state.tokenizer is not None
@@ -178,5 +194,29 @@ class ModelPools:
             return None
 
 
-def _load(source: str, cache: TokenCache) -> ModelTokenizer:
-    return load_tokenizer(find_tokenizer(source), cache)
+def _load_aside(source: str, cache: TokenCache) -> asyncio.Future[ModelTokenizer]:
+    """The tokenizer of `source`, by a thread of its own: a hub that never answers may hold neither the threads that tokenise
+    nor the process's end."""
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[ModelTokenizer] = loop.create_future()
+
+    def tell(tokenizer: ModelTokenizer | None, error: Exception | None) -> None:
+        if found.done():
+            return
+        if tokenizer is not None:
+            found.set_result(tokenizer)
+        elif error is not None:
+            found.set_exception(error)
+            found.exception()  # whoever waited may have left
+
+    def load() -> None:
+        tokenizer, failed = None, None
+        try:
+            tokenizer = load_tokenizer(find_tokenizer(source), cache)
+        except Exception as error:
+            failed = error
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(tell, tokenizer, failed)
+
+    threading.Thread(target=load, name="tokenizer", daemon=True).start()
+    return found
