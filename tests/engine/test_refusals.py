@@ -38,7 +38,7 @@ BAD = {
     "unknown model": (_body(model="gpt-9"), JSON, 404),
     "wrong content type": (_body(), "text/plain", 415),
     "too long a prompt": (_body(messages=[{"role": "user", "content": fresh_words(4_200)}]), JSON, 400),
-    "too long with its answer": (_body(max_tokens=4_096), JSON, 400),
+    "more output than context": (_body(max_tokens=4_097), JSON, 400),
     "over the limit": (b" " * (33 << 20), JSON, 413),
 }
 

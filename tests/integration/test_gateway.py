@@ -166,7 +166,7 @@ async def test_what_two_instances_refuse_alike_is_the_requests_own_fault(up: Sta
     assert (status, answer["error"]["message"]) == (500, "boom at <address> for me")  # type: ignore[index]
     await up.router.until(lambda: len(up.router.finished) == 2)
     assert outcomes(up) == [placement_pb2.OUTCOME_FAILED, placement_pb2.OUTCOME_REJECTED]
-    assert [list(one.refused_by) for one in up.router.finished] == [[], []]
+    assert [(one.refused, list(one.refused_by)) for one in up.router.finished] == [(True, []), (True, [])]
     assert len(up.router.places) == 2
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import multiprocessing
 import signal
 import ssl
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from multiprocessing.connection import Connection
@@ -17,6 +19,7 @@ import uvloop
 from pointsman.common.io.auth import is_loopback
 from pointsman.common.io.logs import configure_logs
 from pointsman.common.io.tls import server_context
+from pointsman.gateway.io.http.client_connection import LINGER_S
 from pointsman.gateway.io.http.server import Server
 from pointsman.gateway.io.http.server_types import ServerLimits
 from pointsman.gateway.io.processes.parent import run_processes
@@ -27,6 +30,8 @@ from pointsman.gateway.io.settings import GatewaySettings
 log = structlog.get_logger()
 
 JOIN_S = 5.0
+# A signal to a whole group reaches a process from its parent, too.
+SAME_SIGNAL_S = 1.0
 
 
 @asynccontextmanager
@@ -63,8 +68,11 @@ async def serving(
         if hurry is not None:
             hurried = asyncio.create_task(hurry.wait())
             await asyncio.wait({closing, hurried}, return_when=asyncio.FIRST_COMPLETED)
-            server.cancel_all()
             hurried.cancel()
+            if not closing.done():
+                server.cancel_all()
+                await asyncio.wait({closing}, timeout=LINGER_S)
+                server.abort_all()
         await closing
         await gateway.close()
 
@@ -82,8 +90,19 @@ async def _serve(
     stop, hurry = asyncio.Event(), asyncio.Event()
     if (parent := multiprocessing.parent_process()) is not None:
         asyncio.get_running_loop().add_reader(parent.sentinel, stop.set)
+    stopped_at = math.inf
+
+    def told() -> None:
+        nonlocal stopped_at
+        now = time.monotonic()
+        if not stop.is_set():
+            stopped_at = now
+            stop.set()
+        elif now - stopped_at > SAME_SIGNAL_S:
+            hurry.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
+        asyncio.get_running_loop().add_signal_handler(number, told)
     async with AsyncExitStack() as stack:
         try:
             gateway, url = await stack.enter_async_context(serving(settings, siblings, hurry))

@@ -110,8 +110,8 @@ class FirstToken(msgspec.Struct, frozen=True, gc=False):
 
 
 class Finished(msgspec.Struct, frozen=True, gc=False):
-    """A request ended, however it did. Token counts are the engine's own, None where it did not say. `refused_by`: instances that
-    answered 5xx to what another one has answered now."""
+    """A request ended, however it did. Token counts are the engine's own, None where it did not say. `refused`: its
+    instance answered 5xx. `refused_by`: the instances that did so before another one answered."""
 
     request_id: str
     outcome: str
@@ -121,6 +121,7 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
     error: str = ""
     http_status: int = 0
     timings_ms: Mapping[str, float] | None = None
+    refused: bool = False
     refused_by: tuple[str, ...] = ()
 
 

@@ -309,6 +309,9 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
         if self._server is not None:
             await self._server.stop(None)
             self._server = None
+            # What gRPC has cancelled still has to come to its end in this loop.
+            await eventually(lambda: not self._sessions, "gateways' streams are over")
+            await asyncio.sleep(0)
 
 
 def serve(request: placement_pb2.PlacementRequest, instance: placement_pb2.InstanceRef) -> placement_pb2.Placement:

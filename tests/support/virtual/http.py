@@ -10,6 +10,7 @@ import msgspec
 
 from pointsman.gateway.io.engines.engine_client import Upstream
 from pointsman.gateway.io.engines.engine_connection import UpstreamError, UpstreamResponse
+from pointsman.gateway.io.settings import GatewaySettings
 from tests.support.virtual.engines import Engine
 from tests.support.virtual.network import Ended, Network, Node, Pipe, here
 
@@ -122,15 +123,15 @@ class ConnectionPool:
 
 def upstream(network: Network, engines: Mapping[str, Engine]) -> Upstream:
     """The gateway's own code, on connections of ours. Belongs to the node whose code is running."""
-    made: Any = Upstream.__new__(Upstream)
-    made._pool = ConnectionPool(network, engines)
-    return made
+    pool: Any = ConnectionPool(network, engines)
+    return Upstream(GatewaySettings(), pool)
 
 
 class ResponseWriter:
     """A client's end of a streamed answer, with the shape of the HTTP server's."""
 
     chunked = False
+    lost = True  # where it is cancelled: nothing drains in virtual time
 
     def __init__(self) -> None:
         self.begun = self.ended = self.aborted = False

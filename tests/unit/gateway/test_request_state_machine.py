@@ -93,9 +93,21 @@ def test_the_same_5xx_of_two_instances_is_final_and_nobodys_fault() -> None:
     assert machine.handle(ev.UpstreamFailed("status 500", 500, refused=True), 2.0)[-1] == ev.AskRouter("r.1", ("a",))
     machine.handle(StepAssigned("r.1", B), 3.0)
     assert machine.handle(ev.UpstreamFailed("status 500", 500, refused=True), 4.0) == [
-        ev.ReportFinished("r.1", Outcome.REJECTED, "status 500", 500)
+        ev.ReportFinished("r.1", Outcome.REJECTED, "status 500", 500, refused=True)
     ]
     assert machine.phase is Phase.DONE
+
+
+@pytest.mark.parametrize(
+    "last", [ev.ResponseEnded(), ev.ResponseEnded("its own"), ev.UpstreamFailed("reset"), ev.ClientDisconnected()]
+)
+def test_who_refused_is_named_however_the_answer_of_another_ends(last: ev.Event) -> None:
+    machine = serving()
+    machine.handle(ev.UpstreamFailed("status 500", 500, refused=True), 2.0)
+    machine.handle(StepAssigned("r.1", B), 3.0)
+    machine.handle(ev.ResponseStarted(), 4.0)
+    (report,) = [effect for effect in machine.handle(last, 5.0) if isinstance(effect, ev.ReportFinished)]
+    assert report.refused_by == ("a",)
 
 
 @pytest.mark.parametrize("second", [ev.UpstreamFailed("status 503", 503, refused=True), ev.UpstreamFailed("reset")])

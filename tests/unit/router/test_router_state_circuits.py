@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.instances.circuit_breaker import CIRCUIT_OPEN, CircuitSettings
+from pointsman.router.core.instances.circuit_breaker import CIRCUIT_OPEN, REFUSALS, CircuitSettings
 from pointsman.router.core.instances.saturation import SaturationLimits
 from pointsman.router.core.router_state import RouterState
 from tests.support.router_values import join, place, request, state
@@ -110,7 +110,7 @@ def test_a_refused_request_is_an_answer_and_a_new_incarnation_starts_anew() -> N
 def refuse(state_: RouterState, name: str, now: float, **changes: object) -> list[ev.Effect]:
     """A request's attempt that its instance answers with a 500."""
     placed_on(state_, name, now, **changes)
-    effects = state_.handle(ev.Finished(name, "FAILED", http_status=500), now)
+    effects = state_.handle(ev.Finished(name, "FAILED", http_status=500, refused=True), now)
     state_.check_invariants()
     return effects
 
@@ -128,8 +128,24 @@ def test_requests_that_every_instance_refuses_exclude_nobody() -> None:
     for number in range(20):
         refuse(state_, f"bad{number}", 0.0)
         placed_on(state_, f"bad{number}.1", 0.0)
-        finish(state_, f"bad{number}.1", "REJECTED", 0.0)
+        state_.handle(ev.Finished(f"bad{number}.1", "REJECTED", http_status=500, refused=True), 0.0)
+        for name in "abc":
+            others = tuple(set("abc") - {name})
+            assert placed_on(state_, f"good{number}{name}", 0.0, exclude=others) == name
+            finish(state_, f"good{number}{name}", "OK", 0.0)
     assert told(state_) == ["a", "b", "c"]
+
+
+def test_instances_that_are_broken_alike_do_not_vouch_for_each_other() -> None:
+    """Idle as they are, they would be the first choice of every request for ever."""
+    state_ = fleet("a", "b", "c")
+    for number in range(REFUSALS * SETTINGS.failures):
+        for name, outcome in (("a", "FAILED"), ("b", "REJECTED")):
+            others = tuple(set("abc") - {name})
+            assert placed_on(state_, f"{name}{number}", 0.0, exclude=others) == name
+            state_.handle(ev.Finished(f"{name}{number}", outcome, http_status=500, refused=True), 0.0)
+            state_.check_invariants()
+    assert told(state_) == ["c"]
 
 
 def test_an_instance_that_refuses_what_others_answer_is_left_alone() -> None:

@@ -745,6 +745,7 @@ class Finished(_message.Message):
     HTTP_STATUS_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     REFUSED_BY_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id of the request."""
     outcome: Global___Outcome.ValueType
@@ -759,6 +760,8 @@ class Finished(_message.Message):
     """error in a few words, without addresses."""
     http_status: _builtins.int
     """http_status of the engine; 0 when it never answered."""
+    refused: _builtins.bool
+    """refused: the instance answered with a 5xx of its own, which may be the request's fault as well as the instance's."""
     @_builtins.property
     def timings(self) -> Global___Timings:
         """timings at the gateway."""
@@ -766,7 +769,7 @@ class Finished(_message.Message):
     @_builtins.property
     def refused_by(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """refused_by are the instances that answered earlier attempts of this request with a 5xx, where another one has answered it now:
-        only then was it their fault, and not the request's own.
+        it was their fault, and not the request's own.
         """
 
     def __init__(
@@ -781,10 +784,11 @@ class Finished(_message.Message):
         http_status: _builtins.int = ...,
         timings: Global___Timings | None = ...,
         refused_by: _abc.Iterable[_builtins.str] | None = ...,
+        refused: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_output_tokens", b"_output_tokens", "_prompt_tokens", b"_prompt_tokens", "cached_tokens", b"cached_tokens", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_output_tokens", b"_output_tokens", "_prompt_tokens", b"_prompt_tokens", "cached_tokens", b"cached_tokens", "error", b"error", "http_status", b"http_status", "outcome", b"outcome", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "refused_by", b"refused_by", "request_id", b"request_id", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_output_tokens", b"_output_tokens", "_prompt_tokens", b"_prompt_tokens", "cached_tokens", b"cached_tokens", "error", b"error", "http_status", b"http_status", "outcome", b"outcome", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "refused", b"refused", "refused_by", b"refused_by", "request_id", b"request_id", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cached_tokens: _TypeAlias = _typing.Literal["cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__cached_tokens: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens"]  # noqa: Y015

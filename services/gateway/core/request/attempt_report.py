@@ -44,6 +44,7 @@ def finished(
         output_tokens=attempt.usage.output,
         error=effect.error,
         http_status=status,
+        refused=effect.refused,
         refused_by=effect.refused_by,
     )
     report.timings.placed_ms = _ms(attempt.placed_at, context.received_at)

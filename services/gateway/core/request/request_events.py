@@ -234,13 +234,14 @@ class ReportFirstToken:
 
 @dataclass(frozen=True)
 class ReportFinished:
-    """Report an attempt's end. `error` names no address. `refused_by`: the instances that answered 5xx to earlier attempts of a
-    request which is answered now."""
+    """Report an attempt's end. `error` names no address. `refused`: the instance answered 5xx, which may be the request's own
+    fault. `refused_by`: the instances that did so in earlier attempts of a request which another one has answered now."""
 
     attempt_id: str
     outcome: Outcome
     error: str = ""
     status: int = 0
+    refused: bool = False
     refused_by: tuple[str, ...] = ()
 
 

@@ -319,22 +319,26 @@ class RequestStateMachine:
         instance_id = self.step.target.instance_id
         if failed.refused:
             if self._refusals.setdefault(failed.status, instance_id) != instance_id:
-                return self._end(Outcome.REJECTED, failed.error, failed.status)
+                return self._end(Outcome.REJECTED, failed.error, failed.status, refused=True)
             self._refused_by.append(instance_id)
         self._exclude.append(instance_id)
         self._partial_prefill_target = None
-        effects = self._end(Outcome.FAILED, failed.error, failed.status)
+        effects = self._end(Outcome.FAILED, failed.error, failed.status, refused=failed.refused)
         if self._attempts >= self._timeouts.max_retries:
             return [*effects, FailRequest(INTERNAL, "The request failed on every instance that was tried.")]
         self._attempts += 1
         self._place_locally = False
         return [*effects, *self._start_attempt(now)]
 
-    def _end(self, outcome: Outcome, error: str = "", status: int = 0) -> list[Effect]:
+    def _end(self, outcome: Outcome, error: str = "", status: int = 0, *, refused: bool = False) -> list[Effect]:
         """Close the attempt: upstream first, so that nothing runs that the router no longer counts."""
         abort: list[Effect] = [] if outcome in (Outcome.OK, Outcome.REJECTED) else [AbortUpstream()]
-        refused_by = tuple(dict.fromkeys(self._refused_by)) if outcome is Outcome.OK else ()
-        finished = ReportFinished(self.attempt_id, outcome, error, status, refused_by)
+        # Whoever has begun to answer, or says what is wrong with the request, could have been followed by the others.
+        answered = (
+            outcome is Outcome.OK or self.phase is Phase.STREAMING or (outcome is Outcome.REJECTED and not refused)
+        )
+        refused_by = tuple(dict.fromkeys(self._refused_by)) if answered else ()
+        finished = ReportFinished(self.attempt_id, outcome, error, status, refused, refused_by)
         report: list[Effect] = [finished] if self._attempt_open else []
         self.phase, self._attempt_open, self._early_step = Phase.DONE, False, None
         return [*abort, *report]

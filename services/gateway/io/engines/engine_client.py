@@ -15,11 +15,17 @@ from pointsman.gateway.io.engines.engine_connection import UpstreamError as Upst
 from pointsman.gateway.io.engines.engine_connection import UpstreamResponse
 from pointsman.gateway.io.settings import GatewaySettings
 
-ABORTED_BY_ENGINE = "the instance gave the request up"
 # Until an instance accepts the connection.
 CONNECT_S = 3.0
 MAX_ERROR_BYTES = 1 << 20
 MAX_ANSWER_BYTES = 256 << 20  # of an answer that is not streamed; the largest are batches of embeddings
+
+
+class AbortedByEngine(UpstreamError):
+    """The instance ended an answer that nobody asked it to end, as a vLLM does that is told to stop."""
+
+    def __init__(self) -> None:
+        super().__init__("the instance gave the request up", 503)
 
 
 class AnswerTooLong(UpstreamError):
@@ -27,11 +33,11 @@ class AnswerTooLong(UpstreamError):
 
 
 class Upstream:
-    """HTTP client of all instances. Open on entry, closed on exit."""
+    """HTTP client of all instances. start() and close() bracket its life."""
 
-    def __init__(self, settings: GatewaySettings) -> None:
-        """Raises OSError and ValueError for an engine_ca that cannot be used."""
-        self._pool = ConnectionPool(CONNECT_S, settings.idle_timeout_s, settings.engine_ca)
+    def __init__(self, settings: GatewaySettings, pool: ConnectionPool | None = None) -> None:
+        """`pool`: connections of another make. Raises OSError and ValueError for an engine_ca that cannot be used."""
+        self._pool = pool or ConnectionPool(CONNECT_S, settings.idle_timeout_s, settings.engine_ca)
         key = settings.engine_api_key.get_secret_value()
         self._own = {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -79,7 +85,7 @@ class Upstream:
         connection, by which the engine notices."""
         body = await self._whole(await self.post(target, path, payload, headers))
         if was_aborted(body):
-            raise UpstreamError(ABORTED_BY_ENGINE, 503)
+            raise AbortedByEngine
         return body
 
     async def get(self, url: str, path: str) -> bytes:
@@ -92,7 +98,7 @@ class Upstream:
         finally:
             answer.close()
         if answer.status != 200:
-            raise UpstreamError(f"status {answer.status}", answer.status)
+            raise UpstreamError(f"status {answer.status}", answer.status, refused=answer.status >= 500)
         return body
 
     async def tokenize(self, url: str, body: dict[str, Any], timeout_s: float) -> list[int] | None:

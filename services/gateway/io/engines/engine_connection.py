@@ -20,13 +20,15 @@ _SIZE_LINES = {len(line) + size + 2: line for size in range(1, 4096) for line in
 
 
 class UpstreamError(Exception):
-    """The instance failed. The text names no address; `status` is 0 when it never answered; `sent`: it may have the request."""
+    """The instance failed. The text names no address; `status` is 0 when it never answered; `sent`: it may have the request;
+    `refused`: it answered 5xx, which may be the request's fault as well as its own."""
 
-    def __init__(self, text: str, status: int = 0, *, sent: bool = True) -> None:
+    def __init__(self, text: str, status: int = 0, *, sent: bool = True, refused: bool = False) -> None:
         super().__init__(text)
         self.text = text
         self.status = status
         self.sent = sent
+        self.refused = refused
 
 
 class StaleConnection(Exception):

@@ -215,8 +215,10 @@ class RemotePrefill:
         try:
             return await self._upstream.post_for_body(step.target, path, body, headers)
         except UpstreamError as error:
-            refused = error.status if error.status >= 500 else 0
-            raise kv.TransferError(error.text, instance_failed=error.status < 400, refused=refused) from error
+            failed = not 400 <= error.status < 500 and not error.refused
+            raise kv.TransferError(
+                error.text, instance_failed=failed, refused=error.status if error.refused else 0
+            ) from error
 
 
 def _fetch(agreed: _Agreed) -> kv.KvTransferParams:

@@ -275,6 +275,8 @@ class ClientConnection(asyncio.Protocol):
             refusal = self._too_much_body()
         elif refusal is None and not self.server.has_room(request.holder, length):
             refusal = self._no_room()
+        if refusal is not None:
+            refusal.headers |= request.id_header
         waits = headers.get("expect").lower() == "100-continue" and has_body
         self._state = _State.BODY
         self._body_until = time.monotonic() + self._limits.body_s
@@ -312,6 +314,7 @@ class ClientConnection(asyncio.Protocol):
         self._state, self.deadline = _State.BUSY, math.inf
         self._request.body, self._body = b"".join(self._body), []
         self._task = asyncio.get_running_loop().create_task(self._run(self._request, self._refusal))
+        self._task.add_done_callback(self._over)
 
     # Answers.
 
@@ -325,11 +328,15 @@ class ClientConnection(asyncio.Protocol):
             self._transport.abort()
         else:
             self._answered(request, response)
-        finally:
-            self._task, self.source = None, None
-            self.let_go()
-            if self.lost:
-                self.server.forget(self)
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        """The answer has come to its end, or was cancelled before it began."""
+        self._task, self.source = None, None
+        self.let_go()
+        if task.cancelled():
+            self._transport.abort()
+        if self.lost:
+            self.server.forget(self)
 
     def _cut_short(self, request: Request) -> None:
         """The answer was cancelled: the client left, or the drain is over. Who waits still is told so."""
@@ -425,10 +432,12 @@ class ClientConnection(asyncio.Protocol):
         self._transport.abort()
 
     def cancel(self) -> None:
-        """End a request under way."""
+        """End a request under way. What is answered already is still sent."""
         if self._task is not None:
             self._task.cancel()
-        else:
+        elif self._state is _State.FLUSHING:
+            self._close()
+        elif self._state is not _State.ENDING:
             self._transport.abort()
 
     def close_idle(self) -> None:

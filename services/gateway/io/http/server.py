@@ -52,7 +52,9 @@ class Server:
         if not await self._all_ended(drain_timeout_s):
             self.cancel_all()
             # What is cancelled tells the router and aborts its instance's work, which takes no waiting for anybody.
-            await self._all_ended(LINGER_S)
+            if not await self._all_ended(LINGER_S):
+                self.abort_all()
+                await self._all_ended(LINGER_S)
         if self._sweeping is not None:
             self._sweeping.cancel()
 
@@ -60,6 +62,11 @@ class Server:
         """End every request under way: each of their clients is told."""
         for connection in list(self.connections):
             connection.cancel()
+
+    def abort_all(self) -> None:
+        """Close every connection, whatever is still to be sent."""
+        for connection in list(self.connections):
+            connection.abort()
 
     async def _all_ended(self, within_s: float) -> bool:
         try:

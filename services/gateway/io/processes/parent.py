@@ -12,6 +12,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -41,7 +42,7 @@ def run_processes(settings: GatewaySettings, child: Child) -> None:
         try:
             family.keep(stop)
         finally:
-            family.end()
+            family.end(stop)
 
 
 def _reserved(listen: str) -> socket.socket:
@@ -108,9 +109,20 @@ class _ProcessGroup:
                 time.sleep(PAUSE_S)
                 self.start(number)
 
-    def end(self) -> None:
-        """Let all drain, and wait for them."""
+    def end(self, stop: socket.socket) -> None:
+        """Let all drain, and wait for them; what `stop` has told again, they are told again."""
+        sentinels = {process.sentinel for process in self._running.values()}
+        stop.setblocking(False)
+        with suppress(BlockingIOError):  # it ends by itself: a process could not start
+            stop.recv(4_096)
         for process in self._running.values():
             process.terminate()
+        while sentinels:
+            readable = wait([*sentinels, stop])
+            sentinels -= set(readable)
+            if stop in readable:
+                stop.recv(4_096)
+                for process in self._running.values():
+                    process.terminate()
         for process in self._running.values():
             process.join()

@@ -23,7 +23,7 @@ from pointsman.gateway.core.request.request_events import (
 from pointsman.gateway.core.request.transfer_params import TransferError, earlier_slices_evicted, slice_request
 from pointsman.gateway.core.streaming.sse import SseFilter
 from pointsman.gateway.core.streaming.usage_and_end import StreamEnd, usage_of
-from pointsman.gateway.io.engines.engine_client import ABORTED_BY_ENGINE, MAX_ERROR_BYTES, AnswerTooLong, UpstreamError
+from pointsman.gateway.io.engines.engine_client import MAX_ERROR_BYTES, AbortedByEngine, AnswerTooLong, UpstreamError
 from pointsman.gateway.io.engines.engine_connection import UpstreamResponse
 from pointsman.gateway.io.engines.remote_prefill import RemotePrefill
 from pointsman.gateway.io.request.shared_context import SharedContext
@@ -87,7 +87,9 @@ class EngineSteps:
         except TransferError as error:
             return PrefillEnded(str(error), error.instance_failed, error.refused)
         except UpstreamError as error:
-            return PrefillEnded(error.text, error.status < 400, error.status if error.status >= 500 else 0)
+            return PrefillEnded(
+                error.text, not 400 <= error.status < 500 and not error.refused, error.status if error.refused else 0
+            )
         return PrefillEnded()
 
     async def _slice(self, step: StepAssigned) -> None:
@@ -125,7 +127,7 @@ class EngineSteps:
                     raise UpstreamError(f"status {answer.status}", answer.status)
                 if answer.status >= 500 and answer.status != NOT_IMPLEMENTED:
                     await self._keep_error(answer)
-                    raise UpstreamError(f"status {answer.status}", answer.status)
+                    raise UpstreamError(f"status {answer.status}", answer.status, refused=True)
                 streamed = answer.status < 400 and answer.media_type == "text/event-stream"
                 if streamed and not await answer.begun():
                     raise UpstreamError("an empty answer", answer.status)
@@ -133,11 +135,11 @@ class EngineSteps:
                 if streamed and step.kv_source is not None and begins_with_error(answer.arrived):
                     raise UpstreamError("the answer began with an error", 500)
                 if streamed and was_aborted(answer.arrived):
-                    raise UpstreamError(ABORTED_BY_ENGINE, 503)
+                    raise AbortedByEngine
             if not streamed:
                 body = await upstream.read_all(answer)
                 if was_aborted(body):
-                    raise UpstreamError(ABORTED_BY_ENGINE, 503)
+                    raise AbortedByEngine
                 headers = client_headers(answer.headers) | headers
                 if answer.status >= 400:
                     body = redact_error(call.endpoint.error_format, answer.status, body)
@@ -156,7 +158,7 @@ class EngineSteps:
             self.whole_response = Response(502, too_long.body(call.endpoint.error_format), dict(_JSON))
             return ResponseRejected(502)
         except UpstreamError as error:
-            return UpstreamFailed(error.text, error.status, self.whole_response is not None)
+            return UpstreamFailed(error.text, error.status, error.refused)
         attempt.first_byte_at = time.monotonic()
         return ResponseStarted()
 

@@ -112,6 +112,11 @@ async def _relay(answer: UpstreamResponse, request: Request) -> None:
         await relay_stream(answer, events, out)
     except UpstreamError:
         out.write(events.failure_event())
+    except asyncio.CancelledError:
+        if not out.lost:  # the drain is over
+            out.write(events.failure_event())
+            out.end()
+        raise
     out.end()
 
 

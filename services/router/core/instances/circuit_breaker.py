@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 CIRCUIT_OPEN = "circuit_open"
+# So many times as many refusals in a row, with nothing answered in between, are the instance's fault whoever else refuses the
+# same: where several instances are broken alike, none of them ever bears witness against another.
+REFUSALS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,7 @@ class Circuit:
     """One incarnation's failures in a row. Requests that failed by their own fault do not belong here: they end as rejected."""
 
     failures: int = 0
+    refusals: int = 0  # requests answered 5xx in a row, which may have been those requests' fault
     opened: int = 0  # times in a row that it opened
     until: float = 0.0
     trial: str = ""  # the request that is out to show whether the instance has recovered
@@ -42,7 +46,7 @@ class Circuit:
     def answered(self) -> bool:
         """The instance gave a first token, or a whole answer. Returns whether this closed the circuit. Mutates."""
         closed = bool(self.opened)
-        self.failures, self.opened, self.trial = 0, 0, ""
+        self.failures, self.refusals, self.opened, self.trial = 0, 0, 0, ""
         return closed
 
     def failed(self, request_id: str, now: float, settings: CircuitSettings) -> bool:
@@ -56,6 +60,15 @@ class Circuit:
         self.opened = min(self.opened + 1, 30)
         self.trial = ""
         return True
+
+    def refused(self, request_id: str, now: float, settings: CircuitSettings) -> bool:
+        """The instance answered a request with a 5xx. Counts as failed on trial, and when it does so too often in a row. Returns
+        whether this opened the circuit. Mutates."""
+        self.refusals += 1
+        if self.trial == request_id or self.refusals >= REFUSALS * settings.failures:
+            self.failures = max(self.failures, settings.failures - 1)
+            return self.failed(request_id, now, settings)
+        return False
 
     def left(self, request_id: str) -> None:
         """A request ended that tells nothing, as when its client left: another one may be on trial. Mutates."""

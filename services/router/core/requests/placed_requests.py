@@ -181,7 +181,7 @@ class Plans:
         else:
             self.decisions.trim(finished.request_id)
         return [
-            *self._judge_circuit(reservation, finished.outcome, now, finished.http_status),
+            *self._judge_circuit(reservation, "REFUSED" if finished.refused else finished.outcome, now),
             *(effect for name in finished.refused_by for effect in self._blame(name, now)),
             ev.Released(finished.request_id, reservation.pool),
             ev.DecisionClosed(reservation.decision_id, finished),
@@ -196,16 +196,16 @@ class Plans:
         record.candidate_snapshot = None
         return [ev.FleetChanged()] if record.circuit.failed("", now, self._circuit) else []
 
-    def _judge_circuit(
-        self, reservation: Reservation, outcome: str, now: float, http_status: int = 0
-    ) -> list[ev.Effect]:
-        """What the end of a request, or of its step, tells of its instance. A 5xx tells nothing by itself, as it may be the
-        request's own fault, unless the instance is on trial."""
+    def _judge_circuit(self, reservation: Reservation, outcome: str, now: float) -> list[ev.Effect]:
+        """What the end of a request, or of its step, tells of its instance. REFUSED: it answered 5xx, which may be the request's
+        own fault."""
         record = self._instances.get(reservation.instance_id)
         if record is None:
             return []
-        if outcome == "FAILED" and (http_status < 500 or record.circuit.opened):
+        if outcome == "FAILED":
             changed = record.circuit.failed(reservation.request_id, now, self._circuit)
+        elif outcome == "REFUSED":
+            changed = record.circuit.refused(reservation.request_id, now, self._circuit)
         elif outcome in ("OK", "REJECTED"):
             changed = record.circuit.answered()
         else:

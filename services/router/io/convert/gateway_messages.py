@@ -85,7 +85,8 @@ def finished(wire: placement_pb2.Finished) -> ev.Finished:
         }
         if wire.HasField("timings")
         else None,
-        refused_by=tuple(wire.refused_by),
+        refused=wire.refused,
+        refused_by=tuple(dict.fromkeys(wire.refused_by)),
     )
 
 
@@ -99,6 +100,7 @@ def finished_to_wire(done: ev.Finished) -> placement_pb2.Finished:
         output_tokens=done.output_tokens,
         error=done.error,
         http_status=done.http_status,
+        refused=done.refused,
         refused_by=done.refused_by,
     )
     if done.timings_ms is not None:
