@@ -65,13 +65,9 @@ def find_tokenizer(place: str) -> Path:
     if not place or folder.is_absolute() or repository.count("/") > 1:
         raise TokenizerNotFound(f"no folder {place!r} here: mount it, or name the model's tokenizer by --tokenizers")
     try:
-        cached = [
-            huggingface_hub.try_to_load_from_cache(repository, name, revision=revision or None) for name in _FILES
-        ]
-        if isinstance(cached[0], str):
-            return Path(cached[0]).parent
-        patterns = [*_FILES, "additional_chat_templates/*.jinja"]
-        return Path(huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=patterns))
+        return _cached(repository, revision or None) or Path(
+            huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=_PATTERNS)
+        )
     except huggingface_hub.errors.HFValidationError as error:
         raise TokenizerNotFound(f"{place!r} is neither a folder nor a hub id") from error
     except huggingface_hub.errors.HfHubHTTPError as error:
