@@ -126,7 +126,7 @@ def test_a_refused_prefill_is_no_witness_that_the_request_is_at_fault() -> None:
     """A transfer can fail by itself."""
     machine = begun()
     machine.handle(StepAssigned("r", B, prefill_tokens=64, kv_target=A), 1.0)
-    machine.handle(ev.PrefillEnded("status 500", refused=500), 2.0)
+    machine.handle(ev.PrefillEnded("status 500", refused=True), 2.0)
     machine.handle(StepAssigned("r", A, index=1), 3.0)
     assert machine.handle(ev.UpstreamFailed("status 500", 500, refused=True), 4.0)[-1] == ev.AskRouter("r.1", ("a",))
 

@@ -85,12 +85,12 @@ class RouterLost:
 
 @dataclass(frozen=True)
 class PrefillEnded:
-    """A PREFILL step is over; `error` is empty when it is done. `instance_failed`: its instance is to blame. `refused`: the 5xx
-    that it answered, which may be the request's own fault as well; 0 for none."""
+    """A PREFILL step is over; `error` is empty when it is done. `instance_failed`: its instance is to blame. `refused`: it
+    answered 5xx, which may be the request's own fault as well."""
 
     error: str = ""
     instance_failed: bool = False
-    refused: int = 0
+    refused: bool = False
 
 
 @dataclass(frozen=True)

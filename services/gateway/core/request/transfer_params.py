@@ -57,9 +57,9 @@ _MAYBE_IN_PROMPT = (
 
 class TransferError(Exception):
     """A transfer that cannot go on, in words that name no address. `instance_failed`: an instance that failed is why. `refused`:
-    the 5xx that it answered; 0 for none."""
+    it answered 5xx."""
 
-    def __init__(self, text: str, *, instance_failed: bool = False, refused: int = 0) -> None:
+    def __init__(self, text: str, *, instance_failed: bool = False, refused: bool = False) -> None:
         super().__init__(text)
         self.instance_failed = instance_failed
         self.refused = refused

@@ -30,6 +30,11 @@ class UpstreamError(Exception):
         self.sent = sent
         self.refused = refused
 
+    @property
+    def instance_failed(self) -> bool:
+        """Whether the instance is to blame, for certain."""
+        return not 400 <= self.status < 500 and not self.refused
+
 
 class StaleConnection(Exception):
     """A kept connection ended before a byte of the answer."""

@@ -215,10 +215,7 @@ class RemotePrefill:
         try:
             return await self._upstream.post_for_body(step.target, path, body, headers)
         except UpstreamError as error:
-            failed = not 400 <= error.status < 500 and not error.refused
-            raise kv.TransferError(
-                error.text, instance_failed=failed, refused=error.status if error.refused else 0
-            ) from error
+            raise kv.TransferError(error.text, instance_failed=error.instance_failed, refused=error.refused) from error
 
 
 def _fetch(agreed: _Agreed) -> kv.KvTransferParams:

@@ -87,9 +87,7 @@ class EngineSteps:
         except TransferError as error:
             return PrefillEnded(str(error), error.instance_failed, error.refused)
         except UpstreamError as error:
-            return PrefillEnded(
-                error.text, not 400 <= error.status < 500 and not error.refused, error.status if error.refused else 0
-            )
+            return PrefillEnded(error.text, error.instance_failed, error.refused)
         return PrefillEnded()
 
     async def _slice(self, step: StepAssigned) -> None:
