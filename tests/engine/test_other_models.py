@@ -311,7 +311,7 @@ def test_the_engines_own_span_is_below_the_gateways(
     place = SpanContext(0xE4914E, 0xABC, True)
     answer = see(client, user(fresh_words(50)), extra_headers={"traceparent": place.traceparent})
     spans = {span.name.split(" ", 1)[1]: span for span in collector.trace(f"{place.trace_id:032x}", 5)}
-    request, ours, theirs = spans["POST /v1/chat/completions"], spans["serve"], spans["llm_request"]
+    request, ours, theirs = spans["POST /v1/chat/completions"], spans[f"chat {EYES}"], spans["llm_request"]
     assert [request.parent_id, theirs.parent_id] == [f"{place.span_id:016x}", ours.span_id]
     assert spans["decide"].attributes["pointsman.decision_id"] == answer.decision_id
     assert theirs.attributes["gen_ai.usage.prompt_tokens"] == ours.attributes["gen_ai.usage.input_tokens"]

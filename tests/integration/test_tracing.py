@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -84,7 +85,7 @@ async def test_one_trace_goes_from_the_client_to_the_engine(tmp_path: Path, coll
         assert status == 200
         spans = {span.name: span for span in await trace(collector, client, 4)}
     request = spans[f"gateway POST {PATH}"]
-    place, decide, serve = spans["gateway place"], spans["router decide"], spans["gateway serve"]
+    place, decide, serve = spans["gateway place"], spans["router decide"], spans[f"gateway chat {MODEL}"]
     assert [span.parent_id for span in (request, place, decide, serve)] == [
         f"{client.span_id:016x}",
         request.span_id,
@@ -101,6 +102,12 @@ async def test_one_trace_goes_from_the_client_to_the_engine(tmp_path: Path, coll
     assert (f"{sent.trace_id:032x}", f"{sent.span_id:016x}", sent.sampled) == (serve.trace_id, serve.span_id, True)
     assert request.attributes["http.response.status_code"] == 200
     assert request.attributes["gen_ai.request.model"] == MODEL
+    called = {name: value for name, value in serve.attributes.items() if name.startswith("gen_ai.")}
+    assert called["gen_ai.usage.input_tokens"] > called["gen_ai.usage.cache_read.input_tokens"] >= 0
+    assert (called["gen_ai.operation.name"], called["gen_ai.request.model"]) == ("chat", MODEL)
+    assert called["gen_ai.response.time_to_first_chunk"] > 0
+    address = urlsplit(engine.url)
+    assert (serve.attributes["server.address"], serve.attributes["server.port"]) == (address.hostname, address.port)
     about = {name.removeprefix("pointsman."): value for name, value in decide.attributes.items()}
     assert about["decision_id"] == place.attributes["pointsman.decision_id"] == headers["X-Pointsman-Decision"]
     assert about["instance"] == place.attributes["pointsman.instance"] == headers["X-Pointsman-Instance"]
@@ -136,7 +143,7 @@ async def test_attempts_that_fail_show_which_and_how(tmp_path: Path, collector: 
         spans = await trace(collector, client, 1 + 3 + 3 + 2)
     assert str(status) in ("500", "503"), "the last one's own"
     places = [span for span in spans if span.name == "gateway place"]
-    served = [span for span in spans if span.name == "gateway serve"]
+    served = [span for span in spans if span.name == f"gateway chat {MODEL}"]
     assert sorted(span.error for span in served) == ["status 500", "status 503"]
     assert [bool(span.error) for span in places] == [False, False, True]
     assert len({span.attributes["pointsman.request_id"] for span in places}) == 3

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from pointsman.common.core.tracing import Span, SpanContext, SpanKind
+from typing import Any
+
+import msgspec
+import pytest
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as conventions
+
+from pointsman.common.core.tracing import Span, SpanContext, SpanKind, Value
+from pointsman.gateway.core.api import Endpoint, parse
 from pointsman.gateway.core.request.attempt import Attempt
+from pointsman.gateway.core.request.gen_ai_attributes import request_attributes
 from pointsman.gateway.core.request.request_events import StepAssigned, Target
 from pointsman.gateway.core.request.request_spans import attempt_spans, request_span
 from pointsman.gateway.core.request_trace import placement_context, step_context
 from pointsman.gateway.core.streaming.usage_and_end import Usage
 
 REQUEST = SpanContext(7, 8, True)
+CHAT: dict[str, Value] = {
+    "gen_ai.operation.name": "chat",
+    "gen_ai.provider.name": "vllm",
+    "gen_ai.request.model": "m",
+    "gen_ai.request.stream": True,
+}
+# Every name that the conventions have, in the version that is installed here.
+CONVENTIONS = {value for name, value in vars(conventions).items() if name.startswith("GEN_AI_")}
 P, D = Target("p:1", "http://p:1"), Target("d:1", "http://d:1")
 
 
@@ -31,7 +47,7 @@ def test_a_request_is_asked_about_and_served() -> None:
     attempt.begin_placement("r", 1.0)
     attempt.begin_step(StepAssigned("r", D, decision_id="d-1", cached_tokens=80), 2.0)
     attempt.sent_at, attempt.first_byte_at = 2.5, 3.0
-    place, serve = attempt_spans(REQUEST, attempt, "", 100, 9.0, clock)
+    place, serve = attempt_spans(REQUEST, attempt, CHAT, "", 100, 9.0, clock)
     assert (place.name, place.kind, place.context, place.parent_id) == (
         "place",
         SpanKind.CLIENT,
@@ -47,10 +63,55 @@ def test_a_request_is_asked_about_and_served() -> None:
         "pointsman.new_tokens": 20,
         "pointsman.degraded": False,
     }
-    assert (serve.name, serve.context, serve.parent_id, serve.error) == ("serve", step_context(REQUEST, "r", 0), 8, "")
+    assert (serve.name, serve.context, serve.parent_id, serve.error) == ("chat m", step_context(REQUEST, "r", 0), 8, "")
     assert moments(serve) == {"sent": 2.5, "first token": 3.0}
-    assert serve.attributes["pointsman.cached_tokens"] == 64
-    assert serve.attributes["gen_ai.usage.output_tokens"] == 20
+    assert serve.attributes == CHAT | {
+        "pointsman.request_id": "r",
+        "pointsman.instance": "d:1",
+        "pointsman.step": 0,
+        "server.address": "d",
+        "server.port": 1,
+        "gen_ai.usage.input_tokens": 100,
+        "gen_ai.usage.cache_read.input_tokens": 64,
+        "gen_ai.usage.output_tokens": 20,
+        "gen_ai.response.time_to_first_chunk": 0.5,
+    }
+    assert {name for name in serve.attributes if name.startswith("gen_ai.")} <= CONVENTIONS
+
+
+BODY = {"model": "m", "messages": [{"role": "user", "content": "secret"}], "stop": ["secret"]}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "expected"),
+    [
+        (
+            Endpoint.CHAT,
+            BODY | {"stream": True, "max_tokens": 9, "temperature": 0.5, "top_p": 1, "top_k": -1, "seed": 7, "n": 2},
+            {"operation.name": "chat", "request.stream": True, "request.max_tokens": 9, "request.temperature": 0.5}
+            | {"request.top_p": 1, "request.top_k": -1, "request.seed": 7, "request.choice.count": 2},
+        ),
+        (Endpoint.MESSAGES, BODY | {"max_tokens": 5}, {"operation.name": "chat", "request.max_tokens": 5}),
+        (Endpoint.RESPONSES, {"model": "m", "input": "secret"}, {"operation.name": "chat"}),
+        (Endpoint.COMPLETION, {"model": "m", "prompt": "secret"}, {"operation.name": "text_completion"}),
+        (Endpoint.EMBEDDINGS, {"model": "m", "input": "secret"}, {"operation.name": "embeddings"}),
+        (Endpoint.RERANK, {"model": "m", "query": "secret", "documents": ["secret"]}, {"operation.name": "rerank"}),
+    ],
+)
+def test_a_call_is_described_by_the_conventions_and_without_its_content(
+    endpoint: Endpoint, body: dict[str, Any], expected: dict[str, Value]
+) -> None:
+    attributes = request_attributes(parse(endpoint, msgspec.json.encode(body)), "")
+    common = {"provider.name": "vllm", "request.model": "m", "request.stream": False}
+    assert attributes == {f"gen_ai.{name}": value for name, value in (common | expected).items()}
+    assert set(attributes) <= CONVENTIONS
+
+
+def test_a_number_that_no_span_can_hold_is_left_out() -> None:
+    """The exporter would give up the whole batch for it."""
+    call = parse(Endpoint.CHAT, msgspec.json.encode(BODY))
+    call.body |= {"seed": 1 << 63, "n": True, "temperature": "hot", "top_k": {"a": 1}}
+    assert request_attributes(call, "c") == CHAT | {"gen_ai.request.stream": False, "gen_ai.conversation.id": "c"}
 
 
 def test_each_step_of_a_plan_has_its_span_and_a_pull_is_part_of_its_serve() -> None:
@@ -64,11 +125,11 @@ def test_each_step_of_a_plan_has_its_span_and_a_pull_is_part_of_its_serve() -> N
     attempt.begin_step(serve, 4.1)
     attempt.begin_step(serve, 5.0)  # pulled, and now served
     attempt.sent_at = 5.0
-    spans = attempt_spans(REQUEST, attempt, "the stream ended early", 9_100, 6.0, clock)
+    spans = attempt_spans(REQUEST, attempt, CHAT, "the stream ended early", 9_100, 6.0, clock)
     assert [(span.name, at(span)) for span in spans[1:]] == [
         ("prefill", (2.0, 3.0)),
         ("prefill", (3.1, 4.0)),
-        ("serve", (4.1, 6.0)),
+        ("chat m", (4.1, 6.0)),
     ]
     assert [span.error for span in spans] == ["", "", "", "the stream ended early"]
     assert len({span.context for span in spans}) == 4
@@ -82,7 +143,7 @@ def test_a_step_that_was_sent_ahead_begins_when_it_was_sent() -> None:
     attempt.early_sent_at = attempt.sent_at = 2.1
     attempt.end_step("", 3.0)
     attempt.begin_step(StepAssigned("r", D, 1, kv_source=P), 3.1)
-    prefill, serve = attempt_spans(REQUEST, attempt, "", 100, 4.0, clock)[1:]
+    prefill, serve = attempt_spans(REQUEST, attempt, CHAT, "", 100, 4.0, clock)[1:]
     assert (at(prefill), at(serve)) == ((2.0, 3.0), (2.1, 4.0))
     assert moments(serve) == {"sent": 2.1}
 
@@ -93,14 +154,14 @@ def test_a_step_that_fails_says_so_itself() -> None:
     attempt.begin_step(StepAssigned("r.1", P, 0, prefill_tokens=96, kv_target=D), 2.0)
     attempt.end_step("deadline", 3.0)
     attempt.begin_step(StepAssigned("r.1", D, 1), 3.5)
-    assert [span.error for span in attempt_spans(REQUEST, attempt, "", 100, 4.0, clock)] == ["", "deadline", ""]
+    assert [span.error for span in attempt_spans(REQUEST, attempt, CHAT, "", 100, 4.0, clock)] == ["", "deadline", ""]
 
 
 def test_a_question_without_a_placement_has_the_refusal() -> None:
     attempt = Attempt()
     attempt.begin_placement("r", 1.0)
     attempt.begin_placement("r", 1.5)  # of this gateway itself, when the router was gone
-    (place,) = attempt_spans(REQUEST, attempt, "No instance is ready.", 100, 2.0, clock)
+    (place,) = attempt_spans(REQUEST, attempt, CHAT, "No instance is ready.", 100, 2.0, clock)
     assert (at(place), place.error) == ((1.0, 2.0), "No instance is ready.")
     assert place.attributes == {"pointsman.request_id": "r"}
 

@@ -14,6 +14,7 @@ from pointsman.gateway.core.forwarded_headers import upstream_headers
 from pointsman.gateway.core.http_message import Headers
 from pointsman.gateway.core.pool_state import PoolState
 from pointsman.gateway.core.rate_limits import Admission
+from pointsman.gateway.core.request.gen_ai_attributes import request_attributes
 from pointsman.gateway.core.request.request_context import RequestContext
 from pointsman.gateway.core.request.sessions import Sessions, bounded_id
 from pointsman.gateway.core.request_trace import RequestTrace
@@ -96,7 +97,8 @@ class RequestPreparer:
         else:
             session = self._sessions.resolve(tenant, chain, hint=hint, fresh=f"s-{request_id}")
         if incoming.trace is not None:
-            incoming.trace.prepared(request_id, now)
+            asked = request_attributes(call, bounded_id(hint) if hint else "") if incoming.trace.sampled else {}
+            incoming.trace.prepared(request_id, asked, now)
         traceparent = headers.get("traceparent")
         placement = placement_pb2.PlacementRequest(
             request_id=request_id,

@@ -16,7 +16,7 @@ from pointsman.router.v1 import placement_pb2
 
 @dataclass
 class RequestContext:
-    """One request, understood: what to send and what to place it by. `received` is monotonic seconds."""
+    """One request: what to send and what to place it by. `received_at` is monotonic seconds."""
 
     request_id: str
     call: ApiCall

@@ -1,19 +1,23 @@
 """The spans of a request: itself, each question to the router, each step.
 
 Below a question is the router's own span, below a step that of the engine which does it: both go on from places that are derived
-from the request's (by `core.request_trace`), and are sent along before the spans here are made.
+from the request's (by `core.request_trace`), and are sent along before the spans here are made. The step that answers is a call
+of a model by OpenTelemetry's conventions (`core.request.gen_ai_attributes`); no other span of ours names an operation or usage,
+so that nothing is counted twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from pointsman.common.core.tracing import Span, SpanContext, SpanEvent, SpanKind, Value, known_attributes
 from pointsman.gateway.core.request.attempt import Attempt, StepRun
+from pointsman.gateway.core.request.gen_ai_attributes import answer_attributes, span_name
 from pointsman.gateway.core.request_trace import placement_context, step_context
 
 # Moments are monotonic seconds, as unix ns.
 Clock = Callable[[float], int]
+_STREAM = "gen_ai.request.stream"
 
 
 def request_span(
@@ -27,7 +31,7 @@ def request_span(
     clock: Clock,
     **values: Value,
 ) -> Span:
-    """A client's request. `understood`: when its prompt was tokenised, 0 for never; `status`: of the answer, 499 for a client
+    """A client's request. `prepared_at`: when its prompt was tokenised, 0 for never; `status`: of the answer, 499 for a client
     that left."""
     return Span(
         f"POST {route}",
@@ -37,7 +41,13 @@ def request_span(
         clock(received_at),
         clock(now),
         known_attributes(
-            {"http.request.method": "POST", "http.route": route, "http.response.status_code": status, **values}
+            {
+                "http.request.method": "POST",
+                "http.route": route,
+                "http.response.status_code": status,
+                "error.type": str(status) if status >= 500 else None,
+                **values,
+            }
         ),
         (SpanEvent("tokenised", clock(prepared_at)),) if prepared_at else (),
         f"status {status}" if status >= 500 else "",
@@ -45,9 +55,16 @@ def request_span(
 
 
 def attempt_spans(
-    request: SpanContext, attempt: Attempt, error: str, input_tokens: int, now: float, clock: Clock
+    request: SpanContext,
+    attempt: Attempt,
+    asked: Mapping[str, Value],
+    error: str,
+    input_tokens: int,
+    now: float,
+    clock: Clock,
 ) -> list[Span]:
-    """An attempt that ended `now`: the question where it goes, and the steps that it came to. `error` is how it failed."""
+    """An attempt that ended `now`: the question where it goes, and the steps that it came to. `asked`: the attributes of what the
+    client asks for; `error` is how it failed."""
     first = attempt.step_runs[0].step if attempt.step_runs else None
     question = Span(
         "place",
@@ -70,18 +87,28 @@ def attempt_spans(
     )
     last = len(attempt.step_runs) - 1
     return [question] + [
-        _step_span(request, attempt, run, error if at == last else "", now, clock)
+        _step_span(request, attempt, asked, run, error if at == last else "", now, clock)
         for at, run in enumerate(attempt.step_runs)
     ]
 
 
-def _step_span(request: SpanContext, attempt: Attempt, run: StepRun, error: str, now: float, clock: Clock) -> Span:
+def _step_span(
+    request: SpanContext,
+    attempt: Attempt,
+    asked: Mapping[str, Value],
+    run: StepRun,
+    error: str,
+    now: float,
+    clock: Clock,
+) -> Span:
     step, serves = run.step, not run.step.prefill_tokens
-    events = []
+    error, events, gen_ai = run.error or error, [], dict[str, Value]()
     if serves:
         events = [("sent", attempt.sent_at), ("first token", attempt.first_byte_at)]
+        first_s = attempt.first_byte_at - attempt.sent_at if attempt.first_byte_at and asked.get(_STREAM) else None
+        gen_ai = {**asked, **answer_attributes(attempt.usage, step.target.url, first_s, error)}
     return Span(
-        "serve" if serves else "prefill",
+        span_name(asked) if serves else "prefill",
         step_context(request, attempt.id, step.index),
         request.span_id,
         SpanKind.CLIENT,
@@ -95,12 +122,9 @@ def _step_span(request: SpanContext, attempt: Attempt, run: StepRun, error: str,
                 "pointsman.prefix_tokens": step.prefill_tokens or None,
                 "pointsman.kv_source": step.kv_source.instance_id if step.kv_source else None,
                 "pointsman.kv_target": step.kv_target.instance_id if step.kv_target else None,
-                # The engine's own counts.
-                "gen_ai.usage.input_tokens": attempt.usage.prompt if serves else None,
-                "pointsman.cached_tokens": attempt.usage.cached if serves else None,
-                "gen_ai.usage.output_tokens": attempt.usage.output if serves else None,
+                **gen_ai,
             }
         ),
         tuple(SpanEvent(name, clock(at)) for name, at in events if at),
-        run.error or error,
+        error,
     )

@@ -29,7 +29,7 @@ class RequestTraces:
 def attempt_ended(trace: RequestTrace, attempt: Attempt, error: str, input_tokens: int, now: float) -> None:
     """An attempt of the request is over."""
     if trace.sampled:
-        trace.send(attempt_spans(trace.context, attempt, error, input_tokens, now, trace.clock))
+        trace.send(attempt_spans(trace.context, attempt, trace.asked, error, input_tokens, now, trace.clock))
 
 
 def answered(trace: RequestTrace, route: str, model: str, status: int) -> None:
