@@ -174,7 +174,8 @@ async def test_an_instance_that_refuses_what_another_answers_is_told_of(up: Stac
     up.engines[0].mode = "503"
     assert (await post(up, "/v1/chat/completions", json=CHAT))[0] == 200
     await up.router.until(lambda: len(up.router.finished) == 2)
-    assert [list(one.refused_by) for one in up.router.finished] == [[], ["i0"]]
+    assert [list(one.refused_by) for one in up.router.first_tokens] == [["i0"]]
+    assert not any(one.refused_by for one in up.router.finished), "nobody is blamed twice"
 
 
 async def test_what_no_engine_of_the_model_can_do_is_asked_of_one(up: Stack) -> None:

@@ -104,14 +104,15 @@ class StepDone(msgspec.Struct, frozen=True, gc=False):
 
 
 class FirstToken(msgspec.Struct, frozen=True, gc=False):
-    """An answer began."""
+    """An answer began. `refused_by`: the instances that answered 5xx before."""
 
     request_id: str
+    refused_by: tuple[str, ...] = ()
 
 
 class Finished(msgspec.Struct, frozen=True, gc=False):
     """A request ended, however it did. Token counts are the engine's own, None where it did not say. `refused`: its
-    instance answered 5xx. `refused_by`: the instances that did so before another one answered."""
+    instance answered 5xx. `refused_by`: as in FirstToken, of a request that ended without one."""
 
     request_id: str
     outcome: str

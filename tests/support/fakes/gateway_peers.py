@@ -204,7 +204,7 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
         self._held: list[placement_pb2.Placement] = []
         self.hellos: list[placement_pb2.GatewayHello] = []
         self.places: list[placement_pb2.PlacementRequest] = []
-        self.first_tokens: list[str] = []
+        self.first_tokens: list[placement_pb2.FirstToken] = []
         self.step_dones: list[placement_pb2.StepDone] = []
         self.finished: list[placement_pb2.Finished] = []
         self.explained: list[placement_pb2.PlacementRequest] = []
@@ -273,7 +273,7 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
                     self._held.append(answer)
                     answer = None
             case "first_token":
-                self.first_tokens.append(message.first_token.request_id)
+                self.first_tokens.append(message.first_token)
             case "finished":
                 self.finished.append(message.finished)
                 self.reserved.discard(message.finished.request_id)

@@ -101,13 +101,23 @@ def test_the_same_5xx_of_two_instances_is_final_and_nobodys_fault() -> None:
 @pytest.mark.parametrize(
     "last", [ev.ResponseEnded(), ev.ResponseEnded("its own"), ev.UpstreamFailed("reset"), ev.ClientDisconnected()]
 )
-def test_who_refused_is_named_however_the_answer_of_another_ends(last: ev.Event) -> None:
+def test_who_refused_is_named_once_however_the_answer_of_another_ends(last: ev.Event) -> None:
+    """At its beginning: answers last for minutes, in which the instance would refuse others."""
     machine = serving()
     machine.handle(ev.UpstreamFailed("status 500", 500, refused=True), 2.0)
     machine.handle(StepAssigned("r.1", B), 3.0)
-    machine.handle(ev.ResponseStarted(), 4.0)
+    assert machine.handle(ev.ResponseStarted(), 4.0) == [ev.ReportFirstToken("r.1", ("a",))]
     (report,) = [effect for effect in machine.handle(last, 5.0) if isinstance(effect, ev.ReportFinished)]
-    assert report.refused_by == ("a",)
+    assert report.refused_by == ()
+
+
+def test_who_refused_what_another_instance_finds_wrong_is_named() -> None:
+    machine = serving()
+    machine.handle(ev.UpstreamFailed("status 500", 500, refused=True), 2.0)
+    machine.handle(StepAssigned("r.1", B), 3.0)
+    (report,) = machine.handle(ev.ResponseRejected(400), 4.0)
+    assert isinstance(report, ev.ReportFinished)
+    assert (report.outcome, report.refused_by) == (Outcome.REJECTED, ("a",))
 
 
 @pytest.mark.parametrize("second", [ev.UpstreamFailed("status 503", 503, refused=True), ev.UpstreamFailed("reset")])
@@ -117,9 +127,8 @@ def test_who_refused_is_named_once_another_has_answered(second: ev.UpstreamFaile
     machine.handle(StepAssigned("r.1", B), 3.0)
     machine.handle(second, 4.0)
     machine.handle(StepAssigned("r.2", Target("c", "")), 5.0)
-    machine.handle(ev.ResponseStarted(), 6.0)
     refused_by = ("a", "b") if second.refused else ("a",)
-    assert machine.handle(ev.ResponseEnded(), 7.0) == [ev.ReportFinished("r.2", Outcome.OK, refused_by=refused_by)]
+    assert machine.handle(ev.ResponseStarted(), 6.0) == [ev.ReportFirstToken("r.2", refused_by)]
 
 
 def test_a_refused_prefill_is_no_witness_that_the_request_is_at_fault() -> None:

@@ -116,9 +116,9 @@ def refuse(state_: RouterState, name: str, now: float, **changes: object) -> lis
 
 
 def answer(state_: RouterState, name: str, now: float, *refused_by: str) -> list[ev.Effect]:
-    """The next attempt, elsewhere, and its answer."""
+    """The next attempt, elsewhere, and the beginning of its answer."""
     placed_on(state_, name, now, exclude=refused_by)
-    effects = state_.handle(ev.Finished(name, "OK", http_status=200, refused_by=refused_by), now)
+    effects = state_.handle(ev.FirstToken(name, refused_by), now)
     state_.check_invariants()
     return effects
 

@@ -715,16 +715,24 @@ class FirstToken(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    REFUSED_BY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id of the request."""
+    @_builtins.property
+    def refused_by(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """refused_by are the instances that answered earlier attempts of this request with a 5xx: since another one answers it now, it
+        was their fault, and not the request's own.
+        """
+
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
+        refused_by: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["refused_by", b"refused_by", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -768,9 +776,7 @@ class Finished(_message.Message):
 
     @_builtins.property
     def refused_by(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """refused_by are the instances that answered earlier attempts of this request with a 5xx, where another one has answered it now:
-        it was their fault, and not the request's own.
-        """
+        """refused_by as in FirstToken, where the request ends without one, rejected with a 4xx."""
 
     def __init__(
         self,

@@ -227,15 +227,16 @@ class AbortUpstream:
 
 @dataclass(frozen=True)
 class ReportFirstToken:
-    """Report the first byte."""
+    """Report the first byte. `refused_by`: the instances that answered 5xx to earlier attempts of the request."""
 
     attempt_id: str
+    refused_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class ReportFinished:
     """Report an attempt's end. `error` names no address. `refused`: the instance answered 5xx, which may be the request's own
-    fault. `refused_by`: the instances that did so in earlier attempts of a request which another one has answered now."""
+    fault. `refused_by`: as in ReportFirstToken, where the attempt ends without one."""
 
     attempt_id: str
     outcome: Outcome

@@ -281,7 +281,7 @@ class RequestStateMachine:
             return []
         effects = self._promote_early_step()
         self.phase = Phase.STREAMING
-        return [*effects, ReportFirstToken(self.attempt_id)]
+        return [*effects, ReportFirstToken(self.attempt_id, self._take_refused_by())]
 
     def _early_step_failed(self, failed: UpstreamFailed | PullEnded, now: float) -> list[Effect]:
         """What was sent ahead failed: a PREFILL is of no use then; one that is done is told before."""
@@ -333,12 +333,14 @@ class RequestStateMachine:
     def _end(self, outcome: Outcome, error: str = "", status: int = 0, *, refused: bool = False) -> list[Effect]:
         """Close the attempt: upstream first, so that nothing runs that the router no longer counts."""
         abort: list[Effect] = [] if outcome in (Outcome.OK, Outcome.REJECTED) else [AbortUpstream()]
-        # Whoever has begun to answer, or says what is wrong with the request, could have been followed by the others.
-        answered = (
-            outcome is Outcome.OK or self.phase is Phase.STREAMING or (outcome is Outcome.REJECTED and not refused)
-        )
-        refused_by = tuple(dict.fromkeys(self._refused_by)) if answered else ()
+        # Who says what is wrong with a request clears the request, as who answers it does at the first byte.
+        refused_by = self._take_refused_by() if outcome is Outcome.REJECTED and not refused else ()
         finished = ReportFinished(self.attempt_id, outcome, error, status, refused, refused_by)
         report: list[Effect] = [finished] if self._attempt_open else []
         self.phase, self._attempt_open, self._early_step = Phase.DONE, False, None
         return [*abort, *report]
+
+    def _take_refused_by(self) -> tuple[str, ...]:
+        """Who refused what another instance has answered now, each told of once. Mutates."""
+        refused_by, self._refused_by = tuple(dict.fromkeys(self._refused_by)), []
+        return refused_by

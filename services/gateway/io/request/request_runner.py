@@ -137,9 +137,9 @@ class RequestRunner:
                     self._attempt.early_sent_at = 0.0
                     self._abort()
                 case ev.ReportFirstToken():
-                    # A whole answer's end follows at once, and says as much.
-                    if steps.whole_response is None:
-                        router.first_token(effect.attempt_id)
+                    # A whole answer's end follows at once, and says as much but for who refused it.
+                    if steps.whole_response is None or effect.refused_by:
+                        router.first_token(effect.attempt_id, effect.refused_by)
                     self._shared.telemetry.ttft.observe(self._attempt.first_byte_at - self._context.received_at)
                 case ev.ReportFinished():
                     self._report(effect)

@@ -157,13 +157,14 @@ class RouterClient:
         one.request.ClearField("keys")
         one.instance_id, one.cached_tokens = instance_id, cached_tokens
 
-    def first_token(self, request_id: str) -> None:
-        """Report the first byte."""
+    def first_token(self, request_id: str, refused_by: Sequence[str] = ()) -> None:
+        """Report the first byte, and who refused the request before."""
         one = self._requests.get(request_id)
         if one is None or not one.instance_id:
             return
         one.began = True
-        self._report(one, placement_pb2.SessionRequest(first_token=placement_pb2.FirstToken(request_id=request_id)))
+        first_token = placement_pb2.FirstToken(request_id=request_id, refused_by=refused_by)
+        self._report(one, placement_pb2.SessionRequest(first_token=first_token))
 
     def set_token_counter(self, request_id: str, generated: Callable[[], int]) -> None:
         """Where to read, when it is announced, how many tokens a request has generated."""

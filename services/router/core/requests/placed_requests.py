@@ -88,7 +88,10 @@ class Plans:
         self._prefilled(event.request_id, now)
         self._prefix_knowledge.first_token(event.request_id, now)
         moved = self._reservations.first_token(event.request_id)
-        return [ev.Reserved(moved), *self._judge_circuit(moved, "OK", now)] if moved else []
+        if moved is None:
+            return []
+        blamed = (effect for name in event.refused_by for effect in self._blame(name, now))
+        return [ev.Reserved(moved), *self._judge_circuit(moved, "OK", now), *blamed]
 
     def step_done(self, event: ev.StepDone, now: float) -> list[ev.Effect]:
         """A step ended: the next one follows, or, where it failed, what still can. Mutates."""

@@ -90,6 +90,11 @@ def finished(wire: placement_pb2.Finished) -> ev.Finished:
     )
 
 
+def first_token(wire: placement_pb2.FirstToken) -> ev.FirstToken:
+    """The beginning of an answer."""
+    return ev.FirstToken(wire.request_id, tuple(dict.fromkeys(wire.refused_by)))
+
+
 def finished_to_wire(done: ev.Finished) -> placement_pb2.Finished:
     """The inverse of `finished`."""
     wire = placement_pb2.Finished(

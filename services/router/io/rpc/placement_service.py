@@ -105,7 +105,7 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
                     done.request_id, done.step_index, done.ok, done.error, done.instance_failed
                 )
             case "first_token":
-                event = ev.FirstToken(message.first_token.request_id)
+                event = gateway_messages.first_token(message.first_token)
             case "finished":
                 event = gateway_messages.finished(message.finished)
             case "hello":
