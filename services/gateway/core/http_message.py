@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import http
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pointsman.gateway.core.memory_budget import Holding
 from pointsman.gateway.core.request_trace import RequestTrace
 
 _REASONS = {status.value: status.phrase for status in http.HTTPStatus}
 _NO_CONTROLS = dict.fromkeys((*range(32), 127), " ")
+# RFC 3986 3.2.2 and 3.2.3, without user information; no comma either, which joins two hosts in one.
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+;=%-]*)(:[0-9]*)?")
 
 
 class Headers:
@@ -88,26 +92,24 @@ class ResponseWriter(Protocol):
 
 @dataclass(slots=True)
 class Request:
-    """One request. `body` is whole when the request is to be answered; the handler notes the others: `id` is ours alone,
-    `client_id` what the request is called towards its client and its engine, `holder` the client whose share of
-    the memory for bodies it takes (empty: nobody's in particular)."""
+    """One request. `body` is whole when the request is to be answered; `held_answer` counts what is held of a whole answer. The
+    handler notes the others: `id` is ours alone, `client_id` what the request is called towards its client and its engine,
+    `answer_fields` the header fields that every answer to it carries, `holder` the client whose share of the memory for bodies
+    and answers it takes (empty: nobody's in particular)."""
 
     method: str
     path: str  # as the client wrote it, without the query
     query: str
     headers: Headers
     writer: ResponseWriter
+    held_answer: Holding
     body: bytes = b""
     id: str = ""
     client_id: str = ""
     holder: bytes = b""
+    answer_fields: dict[str, str] = field(default_factory=dict)
     model: str = ""
     trace: RequestTrace | None = None
-
-    @property
-    def id_header(self) -> dict[str, str]:
-        """The field that every answer carries."""
-        return {"X-Request-ID": self.client_id} if self.client_id else {}
 
     @property
     def media_type(self) -> str:
@@ -155,13 +157,16 @@ def path_of(target: str) -> str:
     return f"/{rest.partition('/')[2]}" if found and scheme.isalpha() else target
 
 
-def fault_of(version: str, url: bytes, headers: Headers, hosts: int) -> tuple[int, str, str] | None:
-    """Status, message and code where a head must be refused; what llhttp refuses by itself never comes here."""
+def fault_of(method: str, version: str, url: bytes, headers: Headers, hosts: int) -> tuple[int, str, str] | None:
+    """Status, message and code where a head must be refused; what llhttp refuses by itself never comes here. `hosts`: how many
+    Host fields it has."""
     if version not in ("1.1", "1.0"):
         return 505, "Only HTTP/1.1 and HTTP/1.0 are spoken here.", "version_unsupported"
     if not url.isascii():
         return 400, "The request target is not ASCII.", "bad_request"
-    if hosts > 1 or (version == "1.1" and not hosts):
+    if b"#" in url or (url == b"*" and method != "OPTIONS"):
+        return 400, "The request target is none of this method.", "bad_request"
+    if hosts > 1 or (version == "1.1" and not hosts) or not _HOST.fullmatch(headers.get("host")):
         return 400, "One Host header is needed.", "bad_request"
     coding = headers.get("transfer-encoding", "chunked").lower()
     if coding != "chunked" or ("transfer-encoding" in headers and version == "1.0"):

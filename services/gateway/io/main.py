@@ -45,9 +45,11 @@ async def serving(
     limits = ServerLimits(
         settings.max_body_bytes,
         settings.max_buffered_body_bytes,
+        settings.max_buffered_answer_bytes,
         body_s=settings.body_timeout_s,
         idle_s=settings.keepalive_timeout_s,
         stall_s=settings.idle_timeout_s,
+        min_read_bytes_per_s=settings.min_read_bytes_per_s,
     )
     server = Server(gateway, limits)
     try:

@@ -29,6 +29,7 @@ from pointsman.gateway.core.api import (
     error_format_of,
     parse,
 )
+from pointsman.gateway.core.cors import CorsPolicy
 from pointsman.gateway.core.http_message import Request, Response
 from pointsman.gateway.core.pool_state import TokenizerStatus
 from pointsman.gateway.core.rate_limits import Admission, RateLimited, RateLimiter
@@ -95,6 +96,7 @@ class Gateway:
         )
         self._rate_limiter = RateLimiter(self._shared_usage.store) if self._shared_usage is not None else RateLimiter()
         self._aliases = settings.alias_map()
+        self._cors = CorsPolicy(settings.cors_origins)
         token_cache = TokenCache(settings.token_cache_mb << 20)
         self.telemetry = GatewayMetrics(token_cache)
         self._preparer = ThreadedPreparer(self.telemetry, token_cache)
@@ -143,6 +145,7 @@ class Gateway:
             Route("/v1/models", "GET", self._models),
             Route("/health", "GET", self._health, open=True),
             Route("/ready", "GET", self._health, open=True),
+            Route("/livez", "GET", self._livez, open=True),
             Route("/metrics", "GET", self._metrics, open=True),
         ]
         self._routes = {route.name: route for route in routes}
@@ -190,9 +193,10 @@ class Gateway:
         """Refuse by the head alone what needs no body to be refused."""
         request.id = secrets.token_hex(16)
         request.client_id = bounded_id(request.headers.get("X-Request-ID") or request.id)
+        request.answer_fields = {"X-Request-ID": request.client_id}
+        request.answer_fields |= self._cors.answer_fields(request.headers.get("Origin"))
         refusal = self._refusal(request)
         if refusal is not None:
-            refusal.headers |= request.id_header
             self._count(request, refusal.status)
         return refusal
 
@@ -222,8 +226,6 @@ class Gateway:
             self._count(request, status)
             if request.trace is not None:
                 answered(request.trace, route.name, request.model, status)
-        if answer is not None:
-            answer.headers |= request.id_header
         return answer
 
     def error(self, status: int, message: str, code: str, path: str) -> Response:
@@ -231,11 +233,9 @@ class Gateway:
         self.telemetry.answered("", "other", status)
         type_ = "server_error" if status >= 500 else "invalid_request_error"
         wait = RETRY_S if status == 503 else None
-        answer = _error(
+        return _error(
             ApiRequestError(status, message, type_=type_, code=code, retry_after_s=wait), error_format_of(path)
         )
-        answer.headers["X-Request-ID"] = secrets.token_hex(16)
-        return answer
 
     def _route(self, path: str) -> Route | None:
         if (route := self._routes.get(path)) is not None:
@@ -246,10 +246,13 @@ class Gateway:
 
     def _refusal(self, request: Request) -> Response | None:
         route, error_format = self._route(request.path), error_format_of(request.path)
+        if route is None and request.method == "OPTIONS" and request.path == "*":
+            return Response(204)
         if route is None:
             return _error(ApiRequestError(404, "Unknown path.", code="not_found"), error_format)
         if request.method == "OPTIONS":
-            return Response(204, headers={"Allow": route.allowed})
+            preflight = self._cors.preflight_fields(request.headers, route.allowed)
+            return Response(204, headers={"Allow": f"{route.allowed}, OPTIONS"} | preflight)
         if request.method not in route.allowed.split(", "):
             wrong = _error(
                 ApiRequestError(405, "This path does not take that method.", code="method_not_allowed"), error_format
@@ -278,6 +281,10 @@ class Gateway:
         several = self._siblings
         page = generate_latest(self.telemetry.registry) if several is None else await several.page()
         return Response(200, page, {"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _livez(self, request: Request) -> Response:
+        """That the process answers at all, whoever is or is not behind it."""
+        return Response(200, b"ok\n", {"Content-Type": "text/plain"})
 
     async def _health(self, request: Request) -> Response:
         states = self.pools.states()
@@ -362,7 +369,9 @@ class Gateway:
         state, lora = found
         request.model = state.pool.model
         if not endpoint.is_placed:
-            return await self._unplaced_proxy.forward(call.model, endpoint.value, call.payload, endpoint.error_format)
+            return await self._unplaced_proxy.forward(
+                call.model, endpoint.value, call.payload, endpoint.error_format, request.held_answer
+            )
         dry = request.headers.get("X-Pointsman-Dry-Run", "") == "1"
         if dry and not self._settings.expose_placement:
             raise ApiRequestError(403, "Placements are not told here.", code="dry_run_disabled")

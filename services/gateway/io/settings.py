@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import uuid
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pointsman.common.io.settings import Entries, HostPort, OtlpEndpoint, Pairs, by_name
+from pointsman.gateway.core.cors import ORIGIN
 from pointsman.gateway.io.http.server_types import ServerLimits
+
+
+def _origins(value: list[str]) -> list[str]:
+    wrong = [one for one in value if not ORIGIN.fullmatch(one)]
+    if wrong:
+        raise ValueError(f"no origin: {wrong[0]} (https://HOST or https://HOST:PORT in lower case, without a path)")
+    return value
+
+
+Origins = Annotated[Entries, AfterValidator(_origins)]
 
 
 class GatewaySettings(BaseSettings):
@@ -59,6 +70,16 @@ class GatewaySettings(BaseSettings):
         description="request bodies held at once, of all clients, until their answers begin; more is a 503. A byte of a body "
         "takes about five of memory",
     )
+    max_buffered_answer_bytes: int = Field(
+        ServerLimits.max_buffered_answer_bytes,
+        gt=0,
+        description="answers that are not streamed, held at once of all clients, from their first byte until they are sent; more "
+        "is a 503",
+    )
+    cors_origins: Origins = Field(
+        default_factory=list,
+        description="origins (https://HOST[:PORT]) whose pages may read answers in a browser (CORS); separated by blanks",
+    )
     body_timeout_s: float = Field(ServerLimits.body_s, gt=0, description="for a request's whole body to arrive")
     keepalive_timeout_s: float = Field(
         ServerLimits.idle_s, gt=0, description="until a client's idle connection is closed"
@@ -72,7 +93,16 @@ class GatewaySettings(BaseSettings):
         30.0, gt=0, description="until KV has come from another instance; then the answer is colocated"
     )
     response_timeout_s: float = Field(3600.0, gt=0, description="until an answer that is not streamed begins")
-    idle_timeout_s: float = Field(ServerLimits.stall_s, gt=0, description="between two pieces of an answer")
+    idle_timeout_s: float = Field(
+        ServerLimits.stall_s,
+        gt=0,
+        description="between two pieces of an answer; and how long a client may read more slowly than min_read_bytes_per_s",
+    )
+    min_read_bytes_per_s: int = Field(
+        ServerLimits.min_read_bytes_per_s,
+        ge=0,
+        description="what a client takes at least of an answer that waits to be sent; slower ones are closed",
+    )
     router_grace_s: float = Field(0.5, ge=0, description="wait for a lost router before placing without it")
     drain_timeout_s: float = Field(
         3600.0, ge=0, description="after SIGTERM, for open requests to end; a second SIGTERM ends them at once"

@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from pointsman.gateway.core.api import was_aborted
+from pointsman.gateway.core.api import ApiRequestError, was_aborted
+from pointsman.gateway.core.memory_budget import Holding
 from pointsman.gateway.core.request.request_events import Target
 from pointsman.gateway.io.engines.connection_pool import ConnectionPool
 from pointsman.gateway.io.engines.engine_connection import UpstreamError as UpstreamError
@@ -30,6 +31,14 @@ class AbortedByEngine(UpstreamError):
 
 class AnswerTooLong(UpstreamError):
     """An answer that is not streamed has more bytes than are held of one."""
+
+
+class NoRoomForAnswer(ApiRequestError):
+    """As many answers are held as may be; whoever asks again later may find room."""
+
+    def __init__(self) -> None:
+        message = "The gateway holds as many answers as it has room for: stream it, or try again."
+        super().__init__(503, message, type_="server_error", code="no_room", retry_after_s=1.0)
 
 
 class Upstream:
@@ -67,17 +76,34 @@ class Upstream:
             sent["X-data-parallel-rank"] = str(target.rank)
         return await self._pool.send(method, target.url, path, sent, payload)
 
-    async def read_all(self, answer: UpstreamResponse, limit: int | None = None) -> bytes:
-        """The whole body. Raises UpstreamError, and AnswerTooLong when it has more bytes than `limit`, else MAX_ANSWER_BYTES."""
+    async def read_all(self, answer: UpstreamResponse, limit: int | None = None, held: Holding | None = None) -> bytes:
+        """The whole body, which `held` counts from now on, and nothing else. An answer that says how long it is finds room for
+        all of it or for none, so that those that have begun can end. Raises UpstreamError, AnswerTooLong when it has more bytes
+        than `limit`, else MAX_ANSWER_BYTES, and NoRoomForAnswer. Mutates `held`."""
         limit = MAX_ANSWER_BYTES if limit is None else limit
+        if held is not None:
+            held.let_go()
         parts: list[bytes] = []
-        size = 0
-        while piece := await answer.read():
-            parts.append(piece)
-            size += len(piece)
-            if size > limit:
-                answer.close()
+        size, counted = 0, int(answer.headers.get("content-length", "0"))
+        try:
+            if counted > limit:
                 raise AnswerTooLong("the answer is too long", answer.status)
+            if held is not None and not held.take(counted):
+                raise NoRoomForAnswer
+            while piece := await answer.read():
+                parts.append(piece)
+                size += len(piece)
+                if size > limit:
+                    raise AnswerTooLong("the answer is too long", answer.status)
+                if held is not None and size > counted:
+                    if not held.take(size - counted):
+                        raise NoRoomForAnswer
+                    counted = size
+        except BaseException:
+            if held is not None:
+                held.let_go()
+            answer.close()
+            raise
         return b"".join(parts)
 
     async def post_for_body(self, target: Target, path: str, payload: bytes, headers: Mapping[str, str]) -> bytes:

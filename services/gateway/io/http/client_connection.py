@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import fcntl
 import math
+import secrets
+import struct
+import termios
 import time
 from collections.abc import Callable
 from typing import Protocol, cast
@@ -18,6 +22,7 @@ import httptools
 import structlog
 
 from pointsman.gateway.core.http_message import Headers, Request, Response, Source, fault_of, head_bytes, path_of
+from pointsman.gateway.core.memory_budget import Holding, MemoryBudget
 from pointsman.gateway.io.http.server_types import HttpHandler, ServerLimits
 
 log = structlog.get_logger()
@@ -35,12 +40,8 @@ class Listener(Protocol):
     connections: set[ClientConnection]
     closing: bool
     date: dict[str, str]
-
-    def has_room(self, holder: bytes, more: int) -> bool:
-        """Whether `more` bytes of a body of `holder` can be held."""
-
-    def hold(self, holder: bytes, more: int) -> None:
-        """Count `more` bytes of a body of `holder`; fewer than none were let go."""
+    bodies: MemoryBudget
+    answers: MemoryBudget
 
     def forget(self, connection: ClientConnection) -> None:
         """A connection is over, its request included."""
@@ -51,9 +52,7 @@ class _State(enum.Enum):
     HEAD = "head"
     BODY = "body"
     BUSY = "busy"  # a request is being answered
-    FLUSHING = (
-        "flushing"  # the answer is made, and more of it than HIGH_WATER is still to be sent: nothing is read until then
-    )
+    FLUSHING = "flushing"  # the answer is made, and more of it than HIGH_WATER is still to be sent: nothing is read
     ENDING = "ending"  # nothing more is read or begun
 
 
@@ -79,7 +78,7 @@ class ResponseWriter:
         framing = ["Transfer-Encoding: chunked"] if self.chunked else []
         if not self._connection.keep_alive:
             framing.append("Connection: close")
-        self._head = head_bytes(status, headers | self._connection.server.date, *framing)
+        self._head = head_bytes(status, headers | self._connection.common_fields(), *framing)
         self._connection.source = source
         if not self._connection.lost:
             self.send = self._send_first
@@ -112,6 +111,22 @@ def _nowhere(piece: bytes) -> None:
     pass
 
 
+_NOTHING = memoryview(b"")
+
+
+def _kernel_holds(transport: asyncio.Transport) -> int:
+    """Bytes that the kernel took and the client has not acknowledged. What TLS has encrypted is on its way there, and in no count
+    of its transport's."""
+    socket = transport.get_extra_info("socket")
+    if socket is None:
+        return 0
+    try:
+        (held,) = struct.unpack("i", fcntl.ioctl(socket.fileno(), termios.TIOCOUTQ, bytes(4)))
+    except OSError:
+        return 0  # it is closed
+    return int(held)
+
+
 class ClientConnection(asyncio.Protocol):
     """The protocol of one client connection."""
 
@@ -126,9 +141,11 @@ class ClientConnection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._more = False  # bytes came while a request was being answered
         self._full = False  # more than HIGH_WATER is to be sent
-        self._unsent = 0
-        self._held = 0  # bytes of a body, of those that the server counts
-        self._holder = b""  # whose they are
+        self._rest = _NOTHING  # of a whole answer: what the transport was not given yet
+        self._watched = 0  # bytes that were to be sent at
+        self._watched_at = 0.0
+        self._held_body = Holding(server.bodies)
+        self._held_answer = Holding(server.answers)
         self._body_until = math.inf
         self._new_message()
 
@@ -139,6 +156,8 @@ class ClientConnection(asyncio.Protocol):
         self._fed = 0
         self._body: list[bytes] = []
         self._body_size = 0
+        self._came = 0  # bytes of it with all of its framing
+        self._chunks = 0
         self._plain = b""  # a head with the body's framing, where the request also asks for another protocol
         self._muted = False
         self._request: Request | None = None
@@ -158,24 +177,26 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
         self._state, self.deadline = _State.ENDING, math.inf
+        self._rest = _NOTHING
         if self._writer is not None:
             self._writer.lose()
         if self._task is not None:
             self._task.cancel()
         else:
             self.let_go()
+            self._held_answer.let_go()
             self.server.forget(self)
 
     def eof_received(self) -> None:
         # A client that ends its side while it is answered has left. (Returning None closes; close() alone would first wait
         # for a buffer that nobody reads any more.)
-        if self._state is _State.BUSY:
+        if self._state in (_State.BUSY, _State.FLUSHING):
             self._transport.abort()
 
     def pause_writing(self) -> None:
         self._full = True
         if self._state is _State.BUSY:
-            self.deadline = time.monotonic() + self._limits.stall_s
+            self._watch(time.monotonic())
         if self.source is not None:
             self.source.pause()
 
@@ -184,16 +205,12 @@ class ClientConnection(asyncio.Protocol):
         if self._state is _State.BUSY:
             self.deadline = math.inf
         elif self._state is _State.FLUSHING:
-            self._transport.resume_reading()
-            if self.server.closing:
-                self._close()
-            else:
-                self._become_idle()
+            self._flush()
         if self.source is not None:
             self.source.resume()
 
     def data_received(self, data: bytes) -> None:
-        if self._state is _State.BUSY:
+        if self._state in (_State.BUSY, _State.FLUSHING):
             self._more = self._more or bool(data.strip(b"\r\n"))
             return
         if self._state is _State.ENDING:
@@ -221,6 +238,11 @@ class ClientConnection(asyncio.Protocol):
             self._fed += len(data)
             if self._fed > self._limits.max_head_bytes:
                 self._too_large()
+        elif self._state is _State.BODY:
+            # Extensions and trailers, which are in no count either. As in Go's net/http, framing may be twice the data, and some.
+            self._came += len(data)
+            if self._came - 3 * self._body_size - 16 * self._chunks > 2 * self._limits.max_head_bytes:
+                self._refuse(400, "The request body has too much framing.", "bad_request")
 
     # From the parser. None of these may raise.
 
@@ -256,27 +278,26 @@ class ClientConnection(asyncio.Protocol):
         if len(self._url) + self._head_size > self._limits.max_head_bytes:
             self._too_large()
             return
-        version = self._parser.get_http_version()
+        version, method = self._parser.get_http_version(), self._parser.get_method().decode()
         hosts = sum(name.lower() == "host" for name, _ in self._fields)
         headers, self._fields = Headers(self._fields), []
-        wrong = fault_of(version, self._url, headers, hosts)
+        wrong = fault_of(method, version, self._url, headers, hosts)
         if wrong is not None:
             self._refuse(*wrong)
             return
         self.keep_alive = version == "1.1" and self._parser.should_keep_alive()
         target, _, query = self._url.decode("ascii").partition("?")
         writer = ResponseWriter(self, self._transport, chunked=version == "1.1")
-        request = Request(self._parser.get_method().decode(), path_of(target), query, headers, writer)
+        request = Request(method, path_of(target), query, headers, writer, self._held_answer)
         length = int(headers.get("content-length", "0"))
         has_body = length > 0 or "transfer-encoding" in headers
         self._request, self._writer = request, writer
         refusal = self.server.handler.admit(request)
+        self._held_body.holder = self._held_answer.holder = request.holder
         if refusal is None and length > self._limits.max_body_bytes:
             refusal = self._too_much_body()
-        elif refusal is None and not self.server.has_room(request.holder, length):
+        elif refusal is None and not self.server.bodies.has_room(request.holder, length):
             refusal = self._no_room()
-        if refusal is not None:
-            refusal.headers |= request.id_header
         waits = headers.get("expect").lower() == "100-continue" and has_body
         self._state = _State.BODY
         self._body_until = time.monotonic() + self._limits.body_s
@@ -290,20 +311,21 @@ class ClientConnection(asyncio.Protocol):
         elif waits:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
+    def on_chunk_header(self) -> None:
+        self._chunks += 1
+
     def on_body(self, body: bytes) -> None:
-        if self._state is not _State.BODY or self._refusal is not None or not body:
+        if self._state is not _State.BODY:
             return
         self._body_size += len(body)
+        if self._refusal is not None or not body:
+            return
         if self._body_size > self._limits.max_body_bytes:
             self._end_with(self._too_much_body())
             return
-        assert self._request is not None
-        if not self.server.has_room(self._request.holder, len(body)):
+        if not self._held_body.take(len(body)):
             self._end_with(self._no_room())
             return
-        self._holder = self._request.holder
-        self.server.hold(self._holder, len(body))
-        self._held += len(body)
         self.deadline = min(self._body_until, time.monotonic() + self._limits.body_stall_s)
         self._body.append(body)
 
@@ -333,6 +355,8 @@ class ClientConnection(asyncio.Protocol):
         """The answer has come to its end, or was cancelled before it began."""
         self._task, self.source = None, None
         self.let_go()
+        if not self._rest:
+            self._held_answer.let_go()
         if task.cancelled():
             self._transport.abort()
         if self.lost:
@@ -350,38 +374,62 @@ class ClientConnection(asyncio.Protocol):
     def _answered(self, request: Request, response: Response | None) -> None:
         if self.lost:
             return
-        self._request = None
-        last = not self.keep_alive or self.server.closing
         if response is not None:
+            last = not self.keep_alive or self.server.closing
             self._send(response, last=last, head_only=request.method == "HEAD")
         elif not request.writer.ended:
             self._transport.abort()
             return
-        if last:
+        self._request = None
+        if self._rest or self._full:
+            # Answer after answer to a client that reads none would fill the memory.
+            self._state = _State.FLUSHING
+            self._transport.pause_reading()
+            self._watch(time.monotonic())
+            self._flush()
+        else:
+            self._sent()
+
+    def _flush(self) -> None:
+        """Give the transport as much of the answer as it sends at once."""
+        while self._rest and not self._full and not self._transport.is_closing():
+            piece, self._rest = self._rest[:HIGH_WATER], self._rest[HIGH_WATER:]
+            self._transport.write(piece)
+        if not self._rest and not self._full:
+            self._rest = _NOTHING
+            self._held_answer.let_go()
+            self._transport.resume_reading()
+            self._sent()
+
+    def _sent(self) -> None:
+        """The answer is with the transport: wait for the next request, or end the connection."""
+        if not self.keep_alive or self.server.closing:
             self._close()
         elif self._more:
             self._state = _State.IDLE
             self._refuse(400, "A request came before the one before it was answered.", "pipelining_unsupported")
-        elif self._full:
-            # Answer after answer to a client that reads none would fill the memory.
-            self._state, self.deadline = _State.FLUSHING, time.monotonic() + self._limits.stall_s
-            self._unsent = self._transport.get_write_buffer_size()
-            self._transport.pause_reading()
         else:
-            self._become_idle()
+            self._state, self.deadline = _State.IDLE, time.monotonic() + self._limits.idle_s
 
-    def _become_idle(self) -> None:
-        self._state, self.deadline = _State.IDLE, time.monotonic() + self._limits.idle_s
+    def common_fields(self) -> dict[str, str]:
+        """The header fields that every answer carries, to whatever it is one."""
+        request = self._request
+        fields = {"X-Request-ID": secrets.token_hex(16)} if request is None else request.answer_fields
+        return fields | self.server.date
 
     def _send(self, response: Response, *, last: bool, head_only: bool = False) -> None:
         framing = [] if response.status in (204, 304) else [f"Content-Length: {len(response.body)}"]
         if last:
             framing.append("Connection: close")
-        head = head_bytes(response.status, response.headers | self.server.date, *framing)
+        head = head_bytes(response.status, response.headers | self.common_fields(), *framing)
         if head_only or not response.body:
             self._transport.write(head)
-        else:
+        elif len(response.body) <= HIGH_WATER:
             self._transport.writelines([head, response.body])
+        else:
+            # Piece by piece: TLS would encrypt all of it at once, and then count none of it as unsent.
+            self._transport.write(head)
+            self._rest = memoryview(response.body)
 
     def _refuse(self, status: int, message: str, code: str) -> None:
         if self._state is not _State.ENDING:
@@ -404,8 +452,6 @@ class ClientConnection(asyncio.Protocol):
         """Answer now, whatever the client is still sending."""
         self._body = []
         self.let_go()
-        if self._request is not None:
-            response.headers |= self._request.id_header
         self._send(response, last=True)
         self._more = True
         self._close()
@@ -417,13 +463,22 @@ class ClientConnection(asyncio.Protocol):
             self._transport.write_eof()
         else:
             self._transport.close()
-        self._unsent = self._transport.get_write_buffer_size()
-        self.deadline = time.monotonic() + LINGER_S
+        now = time.monotonic()
+        self._watch(now)
+        self.deadline = now + LINGER_S
 
     def let_go(self) -> None:
         """The body is needed no more: its answer begins, or there will be none."""
-        self.server.hold(self._holder, -self._held)
-        self._held = 0
+        self._held_body.let_go()
+
+    def _unsent(self) -> int:
+        """Bytes that the client has not taken, but for some 100 KB at most that lie between TLS and the kernel."""
+        return len(self._rest) + self._transport.get_write_buffer_size() + _kernel_holds(self._transport)
+
+    def _watch(self, now: float) -> None:
+        """Look after stall_s how much of what is to be sent was taken."""
+        self._watched, self._watched_at = self._unsent(), now
+        self.deadline = now + self._limits.stall_s
 
     # From the server.
 
@@ -435,9 +490,7 @@ class ClientConnection(asyncio.Protocol):
         """End a request under way. What is answered already is still sent."""
         if self._task is not None:
             self._task.cancel()
-        elif self._state is _State.FLUSHING:
-            self._close()
-        elif self._state is not _State.ENDING:
+        elif self._state not in (_State.FLUSHING, _State.ENDING):
             self._transport.abort()
 
     def close_idle(self) -> None:
@@ -452,11 +505,19 @@ class ClientConnection(asyncio.Protocol):
                 self._close()
             case _State.HEAD | _State.BODY:
                 self._refuse(408, "The request did not arrive in time.", "request_timeout")
-            case _State.BUSY:
-                self._transport.abort()
-            case _State.ENDING | _State.FLUSHING:
-                unsent = self._transport.get_write_buffer_size()
-                if 0 < unsent < self._unsent:
-                    self._unsent, self.deadline = unsent, now + self._limits.stall_s
-                else:
-                    self._transport.abort()
+            case _State.BUSY | _State.FLUSHING | _State.ENDING:
+                self._look_at_reader(now)
+
+    def _look_at_reader(self, now: float) -> None:
+        """Give the client up that has taken less of its answer than it must, or all of it and stays."""
+        unsent, waited = self._unsent(), now - self._watched_at
+        if not unsent and self._watched:
+            # Once more, lest only the kernel has sent everything it has.
+            self._watch(now)
+            self.deadline = now + LINGER_S
+        elif unsent and waited < self._limits.stall_s:
+            self.deadline = now + LINGER_S
+        elif unsent and self._watched - unsent >= max(1, self._limits.min_read_bytes_per_s * waited):
+            self._watch(now)
+        else:
+            self._transport.abort()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 import time
 from email.utils import formatdate
 
-from pointsman.gateway.io.http.client_connection import LINGER_S, ClientConnection
+from pointsman.gateway.core.memory_budget import MemoryBudget
+from pointsman.gateway.io.http.client_connection import HIGH_WATER, LINGER_S, ClientConnection
 from pointsman.gateway.io.http.server_types import HttpHandler, ServerLimits
-
-SHARE = 3  # alone, a client gets three quarters
 
 
 class Server:
@@ -21,8 +21,8 @@ class Server:
         self.limits = limits
         self.connections: set[ClientConnection] = set()
         self.closing = False
-        self.buffered_body_bytes = 0  # of bodies whose answers have not begun
-        self._held: dict[bytes, int] = {}  # of these, by whose they are
+        self.bodies = MemoryBudget(limits.max_buffered_body_bytes)  # whose answers have not begun
+        self.answers = MemoryBudget(limits.max_buffered_answer_bytes)  # that are not streamed, until they are sent
         self.date: dict[str, str] = {}
         self._listener: asyncio.Server | None = None
         self._sweeping: asyncio.TimerHandle | None = None
@@ -35,9 +35,21 @@ class Server:
     ) -> tuple[str, int]:
         """Listen; the address that is really bound. Raises OSError."""
         loop = asyncio.get_running_loop()
+        # An answer's end may be with TLS for as long as a client that takes all of it may need.
+        shutdown_s = None if tls is None else self.limits.stall_s
         self._listener = await loop.create_server(
-            lambda: ClientConnection(self), host, port, reuse_port=reuse_port, backlog=1024, ssl=tls
+            lambda: ClientConnection(self),
+            host,
+            port,
+            reuse_port=reuse_port,
+            backlog=1024,
+            ssl=tls,
+            ssl_shutdown_timeout=shutdown_s,
         )
+        for listening in self._listener.sockets:
+            # Connections inherit it. Else the kernel takes megabytes for a client that reads slowly, and tells of none that it
+            # sent until a third of them is gone: whoever takes its answer at a steady pace would seem to take none.
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, HIGH_WATER)
         self._sweep()
         bound = self._listener.sockets[0].getsockname()
         return bound[0], bound[1]
@@ -77,21 +89,6 @@ class Server:
         except TimeoutError:
             return not self.connections
         return True
-
-    def has_room(self, holder: bytes, more: int) -> bool:
-        """Whether `more` bytes of a body of `holder` can be held. A client with a body already may hold SHARE times what stays
-        free, so that no client's uploads keep the others out (dynamic thresholds: Choudhury and Hahne, 1998)."""
-        free = self.limits.max_buffered_body_bytes - self.buffered_body_bytes - more
-        held = self._held.get(holder, 0)
-        return free >= 0 and (not held or held + more <= SHARE * free)
-
-    def hold(self, holder: bytes, more: int) -> None:
-        """Count `more` bytes of a body of `holder`; fewer than none were let go."""
-        self.buffered_body_bytes += more
-        if holder:
-            held = self._held.pop(holder, 0) + more
-            if held:
-                self._held[holder] = held
 
     def forget(self, connection: ClientConnection) -> None:
         """A connection is over, its request included."""

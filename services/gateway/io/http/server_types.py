@@ -15,13 +15,17 @@ class ServerLimits:
 
     max_body_bytes: int
     max_buffered_body_bytes: int  # of the bodies of all clients together, until their answers begin
+    max_buffered_answer_bytes: int = (
+        256 << 20
+    )  # of all whole answers together, from their first byte until they are sent
     max_head_bytes: int = 32 << 10
     max_headers: int = 100
     head_s: float = 10.0
     body_s: float = 120.0
     body_stall_s: float = 15.0  # between two pieces of a body
     idle_s: float = 75.0
-    stall_s: float = 300.0  # a client that reads nothing of its answer
+    stall_s: float = 300.0  # in which a client takes its answer at the rate below, or is given up
+    min_read_bytes_per_s: int = 1024
 
 
 class HttpHandler(Protocol):

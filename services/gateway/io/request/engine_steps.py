@@ -23,7 +23,13 @@ from pointsman.gateway.core.request.request_events import (
 from pointsman.gateway.core.request.transfer_params import TransferError, earlier_slices_evicted, slice_request
 from pointsman.gateway.core.streaming.sse import SseFilter
 from pointsman.gateway.core.streaming.usage_and_end import StreamEnd, usage_of
-from pointsman.gateway.io.engines.engine_client import MAX_ERROR_BYTES, AbortedByEngine, AnswerTooLong, UpstreamError
+from pointsman.gateway.io.engines.engine_client import (
+    MAX_ERROR_BYTES,
+    AbortedByEngine,
+    AnswerTooLong,
+    NoRoomForAnswer,
+    UpstreamError,
+)
 from pointsman.gateway.io.engines.engine_connection import UpstreamResponse
 from pointsman.gateway.io.engines.remote_prefill import RemotePrefill
 from pointsman.gateway.io.request.shared_context import SharedContext
@@ -41,6 +47,7 @@ class EngineSteps:
         self._shared = shared
         self._context = context
         self._writer = request.writer
+        self._held = request.held_answer
         self._remote_prefill = RemotePrefill(
             shared.upstream,
             shared.bootstraps,
@@ -135,7 +142,7 @@ class EngineSteps:
                 if streamed and was_aborted(answer.arrived):
                     raise AbortedByEngine
             if not streamed:
-                body = await upstream.read_all(answer)
+                body = await upstream.read_all(answer, held=self._held)
                 if was_aborted(body):
                     raise AbortedByEngine
                 headers = client_headers(answer.headers) | headers
@@ -150,21 +157,29 @@ class EngineSteps:
             return UpstreamFailed(str(error), 500)
         except AnswerTooLong:
             # Another instance's would be as long.
-            too_long = ApiRequestError(
-                502, "The answer is too long to be held: stream it.", type_="server_error", code="too_long"
+            return self._reject(
+                ApiRequestError(
+                    502, "The answer is too long to be held: stream it.", type_="server_error", code="too_long"
+                )
             )
-            self.whole_response = Response(502, too_long.body(call.endpoint.error_format), dict(_JSON))
-            return ResponseRejected(502)
+        except NoRoomForAnswer as no_room:
+            return self._reject(no_room)
         except UpstreamError as error:
             return UpstreamFailed(error.text, error.status, error.refused)
         attempt.first_byte_at = time.monotonic()
         return ResponseStarted()
 
+    def _reject(self, error: ApiRequestError) -> ResponseRejected:
+        """Answer `error`, which is no instance's fault."""
+        body = error.body(self._context.call.endpoint.error_format)
+        self.whole_response = Response(error.status, body, _JSON | error.headers())
+        return ResponseRejected(error.status)
+
     async def _keep_error(self, answer: UpstreamResponse) -> None:
         """Keep an error answer, which is the client's if no other instance does better."""
         try:
-            body = await self._shared.upstream.read_all(answer, MAX_ERROR_BYTES)
-        except UpstreamError:
+            body = await self._shared.upstream.read_all(answer, MAX_ERROR_BYTES, self._held)
+        except (UpstreamError, NoRoomForAnswer):
             body = b""
         error_format = self._context.call.endpoint.error_format
         self.whole_response = Response(answer.status, redact_error(error_format, answer.status, body), dict(_JSON))

@@ -234,7 +234,7 @@ class RequestRunner:
 
     def _headers(self, step: ev.StepAssigned) -> dict[str, str]:
         """What the client is told of its answer's placement."""
-        headers = {"X-Request-ID": self._context.upstream_headers["X-Request-ID"]}
+        headers = {}
         if self._shared.expose_placement:
             headers["X-Pointsman-Instance"] = step.target.instance_id
             if step.decision_id:

@@ -16,6 +16,7 @@ from pointsman.gateway.core.api import ApiRequestError, Endpoint, ErrorFormat, r
 from pointsman.gateway.core.api.openai_responses import not_stored, storing_instance
 from pointsman.gateway.core.forwarded_headers import client_headers
 from pointsman.gateway.core.http_message import Request, Response
+from pointsman.gateway.core.memory_budget import Holding
 from pointsman.gateway.core.request.placement_messages import least_inflight, target_of
 from pointsman.gateway.core.streaming.sse import SseFilter
 from pointsman.gateway.io.engines.engine_client import Upstream, UpstreamError
@@ -40,8 +41,11 @@ class UnplacedProxy:
     timeout_s: float
     round_robin: int = 0
 
-    async def forward(self, model: str, path: str, payload: bytes, error_format: ErrorFormat) -> Response:
-        """The answer of the least busy instance of the pool `model`, or of another one when it fails. Raises ApiRequestError."""
+    async def forward(
+        self, model: str, path: str, payload: bytes, error_format: ErrorFormat, held: Holding
+    ) -> Response:
+        """The answer of the least busy instance of the pool `model`, or of another one when it fails; `held` counts it. Raises
+        ApiRequestError. Mutates `held`."""
         found = self.pools.resolve(model)
         instances = {one.instance_id: one for one in found[0].pool.instances} if found else {}
         tried: tuple[str, ...] = ()
@@ -56,7 +60,7 @@ class UnplacedProxy:
                     asyncio.timeout(self.timeout_s),
                     self._exchange(instances[chosen], "POST", path, payload) as answer,
                 ):
-                    body = await self.upstream.read_all(answer)
+                    body = await self.upstream.read_all(answer, held=held)
             except (UpstreamError, TimeoutError):
                 continue
             if answer.status < 500:
@@ -87,7 +91,8 @@ class UnplacedProxy:
                     limit.reschedule(None)  # a stream lasts as long as it does
                     await _relay(answer, request)
                     return None
-                return _whole(answer, await self.upstream.read_all(answer), ErrorFormat.RESPONSES)
+                body = await self.upstream.read_all(answer, held=request.held_answer)
+                return _whole(answer, body, ErrorFormat.RESPONSES)
         except (UpstreamError, TimeoutError):
             raise ApiRequestError(502, "The instance failed.", type_="server_error", code="instance_failed") from None
 
@@ -107,7 +112,7 @@ class UnplacedProxy:
 async def _relay(answer: UpstreamResponse, request: Request) -> None:
     """Pass a stream on; whatever fails ends it with an error event."""
     events, out = SseFilter(Endpoint.RESPONSES), request.writer
-    out.begin(answer.status, client_headers(answer.headers) | request.id_header, answer)
+    out.begin(answer.status, client_headers(answer.headers), answer)
     try:
         await relay_stream(answer, events, out)
     except UpstreamError:

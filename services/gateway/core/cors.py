@@ -1,0 +1,52 @@
+"""Cross-origin requests of browsers: what the answers to listed origins say (CORS, https://fetch.spec.whatwg.org/#http-cors-protocol)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from pointsman.gateway.core.http_message import Headers
+
+ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
+EXPOSED = (
+    "X-Request-ID",
+    "Retry-After",
+    "X-Pointsman-Instance",
+    "X-Pointsman-Decision",
+    "X-Pointsman-Degraded",
+    *(f"x-ratelimit-{kind}-{of}" for of in ("requests", "tokens") for kind in ("limit", "remaining", "reset")),
+)
+# For which clients may ask again, a browser asks once.
+MAX_AGE_S = 600
+_NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,2000}")
+
+
+class CorsPolicy:
+    """The origins whose pages may read answers. Credentials that a browser adds by itself (cookies) are never allowed: keys are
+    shown by headers that a page sets."""
+
+    def __init__(self, origins: Iterable[str]) -> None:
+        self._origins = frozenset(origins)
+
+    def answer_fields(self, origin: str) -> dict[str, str]:
+        """What every answer to a request of `origin` says; an empty one is no browser's."""
+        if not self._origins:
+            return {}
+        if origin not in self._origins:
+            return {"Vary": "Origin"}
+        return {
+            "Vary": "Origin",
+            "Access-Control-Allow-Origin": origin,
+            "Access-Control-Expose-Headers": ", ".join(EXPOSED),
+        }
+
+    def preflight_fields(self, headers: Headers, methods: str) -> dict[str, str]:
+        """What the answer to a preflight says besides. The fields that the page wants to send are allowed as they are named:
+        those of official clients change with their versions (X-Stainless-*), and those that are not known here go no further."""
+        if headers.get("Origin") not in self._origins or "Access-Control-Request-Method" not in headers:
+            return {}
+        allowed = {"Access-Control-Allow-Methods": methods, "Access-Control-Max-Age": str(MAX_AGE_S)}
+        asked = headers.get("Access-Control-Request-Headers")
+        if _NAMES.fullmatch(asked):
+            allowed["Access-Control-Allow-Headers"] = asked
+        return allowed
