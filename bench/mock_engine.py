@@ -21,8 +21,8 @@ _CHUNK = (
     b'"choices":[{"index":0,"delta":{"content":" word"},"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
 )
 _USAGE = b'{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,"prompt_tokens_details":{"cached_tokens":0}}'
-_HEAD = b"HTTP/1.1 200 OK\r\nserver: uvicorn\r\ncontent-type: %b\r\n%b\r\n\r\n"
-_STREAM_HEAD = _HEAD % (b"text/event-stream; charset=utf-8", b"transfer-encoding: chunked")
+_HEAD = b"HTTP/1.1 %b\r\nserver: uvicorn\r\ncontent-type: %b\r\n%b\r\n\r\n"
+_STREAM_HEAD = _HEAD % (b"200 OK", b"text/event-stream; charset=utf-8", b"transfer-encoding: chunked")
 
 
 def _framed(data: bytes) -> bytes:
@@ -67,7 +67,11 @@ class Engine(asyncio.Protocol):
         elif not raw:
             self._json(b'{"object":"list","data":[{"id":"m","object":"model","max_model_len":131072}]}')
         else:
-            body = json.loads(raw)
+            try:
+                body = json.loads(raw)
+            except ValueError:
+                self._json(b'{"error":{"message":"no JSON","code":400}}', b"400 Bad Request")
+                return
             count = body.get("max_tokens", 1)
             if body.get("stream"):
                 usage = bool((body.get("stream_options") or {}).get("include_usage"))
@@ -93,8 +97,8 @@ class Engine(asyncio.Protocol):
             self._transport.write(_framed(b'data: {"choices":[],"usage":' + _USAGE % (1, 1 + count, count) + b"}\n\n"))
         self._transport.write(_framed(b"data: [DONE]\n\n") + b"0\r\n\r\n")
 
-    def _json(self, body: bytes) -> None:
-        self._transport.write(_HEAD % (b"application/json", b"content-length: %d" % len(body)) + body)
+    def _json(self, body: bytes, status: bytes = b"200 OK") -> None:
+        self._transport.write(_HEAD % (status, b"application/json", b"content-length: %d" % len(body)) + body)
 
     def _tokens(self, body: dict[str, object]) -> list[int]:
         assert self.tokenizer is not None, "--model was not given"
