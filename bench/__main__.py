@@ -2,7 +2,8 @@
 
 `python -m bench growth`, for one: 260,000 requests, which take three to four minutes; the others take a minute or less each.
 `large_fleet` takes an hour, `soak` half of one, `elastic`, `layerwise`, `layerwise_cpu`, `layerwise_cpu_long` and
-`layerwise_trace` minutes, most of them until real engines are up: only run when they are named.
+`layerwise_trace` minutes, most of them until real engines are up, `hostile` some minutes; `http_lint` installs httplint, `h2load`
+needs Debian's nghttp2-client: only run when they are named.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from bench.decide import decide, foresight, index
 from bench.elastic import elastic
 from bench.figures import Figure
 from bench.gateway import chunks, leaks, requests
+from bench.h2load import h2load
+from bench.hostile import hostile
+from bench.http_lint import http_lint
 from bench.large_fleet import large_fleet
 from bench.layerwise import layerwise
 from bench.layerwise_cpu import layerwise_cpu, layerwise_cpu_long
@@ -55,7 +59,18 @@ BENCHMARKS: dict[str, Callable[[], object]] = {
 # Only run when they are named.
 LONG: dict[str, Callable[[], object]] = {
     one.__name__: one
-    for one in (large_fleet, elastic, layerwise, layerwise_cpu, layerwise_cpu_long, layerwise_trace, soak)
+    for one in (
+        large_fleet,
+        elastic,
+        layerwise,
+        layerwise_cpu,
+        layerwise_cpu_long,
+        layerwise_trace,
+        soak,
+        hostile,
+        http_lint,
+        h2load,
+    )
 }
 
 

@@ -193,7 +193,8 @@ class Gateway:
         """Refuse by the head alone what needs no body to be refused."""
         request.id = secrets.token_hex(16)
         request.client_id = bounded_id(request.headers.get("X-Request-ID") or request.id)
-        request.answer_fields = {"X-Request-ID": request.client_id}
+        # A prompt's answer is nobody else's, and what is told of the fleet is old a second later.
+        request.answer_fields = {"X-Request-ID": request.client_id, "Cache-Control": "no-store"}
         request.answer_fields |= self._cors.answer_fields(request.headers.get("Origin"))
         refusal = self._refusal(request)
         if refusal is not None:

@@ -1,0 +1,233 @@
+"""One kind of client for `bench hostile`, as a program of its own: `ordinary` ones, who print what they saw, or hostile ones.
+
+Hostile ones say "ready" when they are at work, and go on until they are ended. Each does what it does at a rate that is bounded
+here, so that what they cost others is what the gateway makes of them and not that they take its machine's cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from typing import cast
+
+import uvloop
+
+KEY = "sk-0"
+PATH = "/v1/chat/completions"
+CHUNKS = 25
+LARGE = (32 << 20) - 1000
+_WORDS = (
+    "set",
+    "the",
+    "points",
+    "so",
+    "that",
+    "each",
+    "train",
+    "takes",
+    "the",
+    "right",
+    "track",
+    "and",
+    "none",
+    "must",
+    "wait",
+)
+
+
+def chat(words: int = 200, **fields: object) -> bytes:
+    """A chat's body."""
+    text = " ".join([str(random.random()), *random.choices(_WORDS, k=words)])
+    return json.dumps({"model": "m", "messages": [{"role": "user", "content": text}], **fields}).encode()
+
+
+def head(length: int, key: str = KEY) -> bytes:
+    """A request's head, for a body of `length` bytes."""
+    lines = [f"POST {PATH} HTTP/1.1", "Host: h", "Content-Type: application/json", f"Authorization: Bearer {key}"]
+    return "\r\n".join([*lines, f"Content-Length: {length}", "", ""]).encode()
+
+
+class Ordinary(asyncio.Protocol):
+    """Asks for stream after stream, and notes when what came."""
+
+    def __init__(self, ttft_ms: list[float], gaps_ms: list[float], failures: list[str]) -> None:
+        self._ttft_ms, self._gaps_ms, self._failures = ttft_ms, gaps_ms, failures
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._ask()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._failures.append("the connection was closed")
+
+    def _ask(self) -> None:
+        body = chat(max_tokens=CHUNKS, stream=True)
+        self._asked, self._last = time.perf_counter(), 0.0
+        self._transport.write(head(len(body)) + body)
+
+    def data_received(self, data: bytes) -> None:
+        now = time.perf_counter()
+        if data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 200"):
+            self._failures.append(data.partition(b"\r\n")[0].decode("latin-1"))
+            asyncio.get_running_loop().call_later(0.1, self._ask)
+            return
+        if b'"delta"' in data:
+            if self._last:
+                self._gaps_ms.append((now - self._last) * 1e3)
+            else:
+                self._ttft_ms.append((now - self._asked) * 1e3)
+            self._last = now
+        if data.endswith(b"0\r\n\r\n"):
+            self._ask()
+
+
+async def ordinary(port: int, connections: int, seconds: float) -> dict[str, object]:
+    """What so many clients saw in so many seconds."""
+    ttft_ms: list[float] = []
+    gaps_ms: list[float] = []
+    failures: list[str] = []
+    loop = asyncio.get_running_loop()
+    for at in range(connections):
+        await loop.create_connection(lambda: Ordinary(ttft_ms, gaps_ms, failures), "127.0.0.1", port)
+        await asyncio.sleep(0.5 / connections * (at % 7) / 3)
+    await asyncio.sleep(seconds)
+    return {"ttft_ms": ttft_ms, "gaps_ms": gaps_ms, "failures": list(failures)}
+
+
+async def _connected(port: int, room: int = 0) -> socket.socket:
+    own = socket.socket()
+    if room:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
+    own.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(own, ("127.0.0.1", port))
+    return own
+
+
+async def slow_reader(port: int) -> None:
+    """Asks for a long stream and takes ten bytes a second."""
+    loop, own = asyncio.get_running_loop(), await _connected(port, 4096)
+    body = chat(max_tokens=1_000_000, stream=True)
+    await loop.sock_sendall(own, head(len(body)) + body)
+    while await loop.sock_recv(own, 10):  # noqa: ASYNC110
+        await asyncio.sleep(1.0)
+
+
+async def slow_writer(port: int) -> None:
+    """Sends a request byte by byte, ten a second."""
+    loop, own = asyncio.get_running_loop(), await _connected(port)
+    body = chat(max_tokens=1)
+    for byte in head(len(body)) + body:
+        await loop.sock_sendall(own, bytes([byte]))
+        await asyncio.sleep(0.1)
+
+
+async def slow_body_writer(port: int) -> None:
+    """Sends a head at once, and the body byte by byte."""
+    loop, own = asyncio.get_running_loop(), await _connected(port)
+    body = chat(max_tokens=1)
+    await loop.sock_sendall(own, head(len(body)))
+    for byte in body:
+        await loop.sock_sendall(own, bytes([byte]))
+        await asyncio.sleep(0.1)
+
+
+async def pipeliner(port: int) -> None:
+    """Sends request after request and reads nothing."""
+    loop, own = asyncio.get_running_loop(), await _connected(port, 4096)
+    body = chat(max_tokens=1)
+    for _ in range(10_000):
+        await loop.sock_sendall(own, head(len(body)) + body)
+        await asyncio.sleep(0.05)
+
+
+async def half_upload(port: int) -> None:
+    """Sends a body of 32 MB but for its last byte."""
+    loop, own = asyncio.get_running_loop(), await _connected(port)
+    await loop.sock_sendall(own, head(LARGE))
+    piece = b" " * (256 << 10)
+    for _ in range((LARGE - 1) // len(piece)):
+        await loop.sock_sendall(own, piece)
+        await asyncio.sleep(0.01)
+    await loop.sock_sendall(own, b" " * ((LARGE - 1) % len(piece)))
+    await loop.sock_recv(own, 1000)
+
+
+async def many_messages(port: int) -> None:
+    """Sends a chat of 100,000 messages, and waits for its answer."""
+    loop, own = asyncio.get_running_loop(), await _connected(port)
+    await loop.sock_sendall(own, head(len(MANY)) + MANY)
+    await loop.sock_recv(own, 1000)
+
+
+async def wrong_key(port: int) -> None:
+    """Guesses a key."""
+    loop, own = asyncio.get_running_loop(), await _connected(port)
+    for _ in range(100):
+        body = chat(10, max_tokens=1)
+        await loop.sock_sendall(own, head(len(body), f"sk-{random.random()}") + body)
+        if not await loop.sock_recv(own, 4096):
+            return
+        await asyncio.sleep(0.03)
+
+
+async def connection(port: int) -> None:
+    """Connects and leaves."""
+    own = await _connected(port)
+    await asyncio.sleep(0.03)
+    own.close()
+
+
+MANY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "a"}] * 100_000, "max_tokens": 1}).encode()
+# Kind -> what one of them does, again and again, and how many there are.
+HOSTILE: dict[str, tuple[Callable[[int], Awaitable[None]], int]] = {
+    "slow_readers": (slow_reader, 200),
+    "slow_heads": (slow_writer, 500),
+    "slow_bodies": (slow_body_writer, 500),
+    "pipeliners": (pipeliner, 50),
+    "half_uploads": (half_upload, 16),
+    "many_messages": (many_messages, 2),
+    "wrong_keys": (wrong_key, 30),
+    "connections": (connection, 30),
+}
+
+
+async def hostile(kind: str, port: int) -> None:
+    """Never ends."""
+    one, count = HOSTILE[kind]
+
+    async def again(number: int) -> None:
+        await asyncio.sleep(number / count)
+        for _ in itertools.count():
+            try:
+                await one(port)
+            except OSError:
+                await asyncio.sleep(0.05)
+
+    running = [asyncio.create_task(again(number)) for number in range(count)]
+    await asyncio.sleep(2.0)
+    print("ready", flush=True)
+    await asyncio.gather(*running)
+
+
+def main() -> None:
+    """Run one kind."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind", choices=["ordinary", *HOSTILE])
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--connections", type=int, default=32, help="of ordinary clients")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of ordinary clients")
+    given = parser.parse_args()
+    if given.kind == "ordinary":
+        print(json.dumps(uvloop.run(ordinary(given.port, given.connections, given.seconds))))
+    else:
+        uvloop.run(hostile(given.kind, given.port))
+
+
+if __name__ == "__main__":
+    main()
