@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pointsman.common.io.tls import server_context
 from pointsman.gateway.core.http_message import Request, Response
 from pointsman.gateway.io.http.client_connection import HIGH_WATER, SMALL_BODY, ClientConnection
 from pointsman.gateway.io.http.server import Server
 from pointsman.gateway.io.http.server_types import ServerLimits
+from tests.support.certificates import Authority
 
 LIMITS = ServerLimits(max_body_bytes=100_000, max_buffered_body_bytes=150_000, max_head_bytes=2_000, max_headers=10)
 HEAD = b"POST /echo?q=1 HTTP/1.1\r\nHost: h\r\n"
@@ -546,3 +549,15 @@ async def test_a_body_is_held_until_its_answer_begins() -> None:
     left.connection.data_received(posting(90_000) + b"x" * 1000)
     left.connection.connection_lost(None)
     assert client.server.bodies.used == 0
+
+
+async def test_a_tls_handshake_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
+    signed = Authority(tmp_path / "authority").sign("gateway")
+    server = Server(Echo(), replace(LIMITS, head_s=0.1))
+    tls = server_context(signed.cert, signed.key, None, ["http/1.1"])
+    _, port = await server.start("127.0.0.1", 0, tls=tls)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with asyncio.timeout(30.0):
+        assert await reader.read() == b"", "it took the 60 s that a handshake has by default"
+    writer.close()
+    await server.close(0.0)

@@ -36,7 +36,7 @@ class Server:
         """Listen; the address that is really bound. Raises OSError."""
         loop = asyncio.get_running_loop()
         # An answer's end may be with TLS for as long as a client that takes all of it may need.
-        shutdown_s = None if tls is None else self.limits.stall_s
+        handshake_s, shutdown_s = (None, None) if tls is None else (self.limits.head_s, self.limits.stall_s)
         self._listener = await loop.create_server(
             lambda: ClientConnection(self),
             host,
@@ -44,6 +44,7 @@ class Server:
             reuse_port=reuse_port,
             backlog=1024,
             ssl=tls,
+            ssl_handshake_timeout=handshake_s,
             ssl_shutdown_timeout=shutdown_s,
         )
         for listening in self._listener.sockets:
