@@ -142,7 +142,7 @@ class ClientConnection(asyncio.Protocol):
         self._more = False  # bytes came while a request was being answered
         self._full = False  # more than HIGH_WATER is to be sent
         self._rest = _NOTHING  # of a whole answer: what the transport was not given yet
-        self._watched = 0  # bytes that were to be sent at
+        self._watched = 0  # bytes that were to be sent at `_watched_at`, from when on their taking is looked at
         self._watched_at = 0.0
         self._held_body = Holding(server.bodies)
         self._held_answer = Holding(server.answers)
