@@ -57,6 +57,12 @@ MESSAGES: dict[str, dict[str, Any]] = {
     "effort": {"messages": [user("hi")], "thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}},
     "answer begun": {"messages": [user("hi"), assistant("Once")]},
 }
+
+
+def _part(said: str) -> dict[str, Any]:
+    return {"type": "input_text", "text": said}
+
+
 _CALLS = [{"type": "function_call", "call_id": one, "name": "turn", "arguments": '{"a": 1}'} for one in ("c1", "c2")]
 _OUTPUTS = [{"type": "function_call_output", "call_id": one, "output": "done"} for one in ("c1", "c2")]
 RESPONSES: dict[str, dict[str, Any]] = {
@@ -77,6 +83,29 @@ RESPONSES: dict[str, dict[str, Any]] = {
         "tools": [FUNCTION, {"type": "web_search"}],
     },
     "effort": {"input": "hi", "reasoning": {"effort": "low"}, "tools": [FUNCTION], "tool_choice": "none"},
+    # As Codex writes them: several parts, tools of a namespace, tools that take a text.
+    "agent": {
+        "instructions": "You are a coding agent.",
+        "input": [
+            {"type": "message", "role": "developer", "content": [_part("sandboxed"), _part("no network")]},
+            {"type": "message", "role": "user", "content": [_part("fix"), _part("it")]},
+            {"type": "function_call", "call_id": "c1", "name": "turn", "namespace": "agents", "arguments": "{}"},
+            {"type": "custom_tool_call", "call_id": "c2", "name": "patch", "input": '*** "é"\n'},
+            {"type": "function_call_output", "call_id": "c1", "output": "done"},
+            {"type": "custom_tool_call_output", "call_id": "c2", "output": [_part("done"), _part("too")]},
+        ],
+        "tools": [
+            FUNCTION,
+            {"type": "custom", "name": "patch", "description": "Edit.", "format": {"type": "text"}},
+            {
+                "type": "namespace",
+                "name": "agents",
+                "description": "",
+                "tools": [FUNCTION, {"type": "custom", "name": "x"}],
+            },
+            {"type": "web_search"},
+        ],
+    },
     "answer begun": {
         "input": [
             user("hi"),

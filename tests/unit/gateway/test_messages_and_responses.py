@@ -151,6 +151,38 @@ def test_responses_become_a_chat() -> None:
     assert chat_of(Endpoint.RESPONSES, input=[items[0], part])["continue_final_message"] is True
 
 
+def test_custom_tools_and_namespaces_become_functions() -> None:
+    spawn = {"type": "function", "name": "spawn", "description": "d", "parameters": {"type": "object"}, "strict": False}
+    custom = {"type": "custom", "name": "patch", "description": "Edit.", "format": {"type": "text"}}
+    namespace = {
+        "type": "namespace",
+        "name": "agents",
+        "description": "",
+        "tools": [spawn, {**custom, "name": "not shown"}],
+    }
+    items = [
+        user("go"),
+        {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": "é\n"},
+        {"type": "function_call", "call_id": "c2", "name": "spawn", "namespace": "agents", "arguments": "{}"},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
+    ]
+    chat = chat_of(Endpoint.RESPONSES, input=items, tools=[custom, namespace])
+    patch, spawned = (tool["function"] for tool in chat["tools"])
+    assert (patch["name"], patch["description"], patch["strict"]) == ("patch", "Edit.", None)
+    assert list(patch["parameters"]["properties"]) == patch["parameters"]["required"] == ["input"]
+    assert spawned == {
+        **{name: spawn[name] for name in spawn if name != "type"},
+        "name": "agents__spawn",
+        "defer_loading": None,
+    }
+    called = [call["function"] for call in chat["messages"][1]["tool_calls"]]
+    assert called == [
+        {"name": "patch", "arguments": '{"input": "é\\n"}'},
+        {"name": "agents__spawn", "arguments": "{}"},
+    ]
+    assert chat["messages"][2] == {"role": "tool", "content": "done", "tool_call_id": "c1"}
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -158,7 +190,9 @@ def test_responses_become_a_chat() -> None:
         {"truncation": "auto"},
         {"input": [{"type": "item_reference", "id": "x"}]},
         {"input": [{"type": "reasoning", "encrypted_content": "x"}]},
-        {"tools": [{"type": "custom", "name": "x"}]},
+        {"tools": [{"name": "x"}]},
+        {"tools": [{"type": "namespace", "name": "x"}]},
+        {"input": [{"type": "custom_tool_call", "call_id": "c", "input": "x"}]},
     ],
 )
 def test_what_only_the_engine_has_is_opaque(fields: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """OpenAI's /v1/responses: the chat that vLLM makes of a body, and ids that say where a response is stored.
 
-Followed here: vLLM 0.32 `entrypoints/openai/responses/{protocol,utils}.py` (`construct_input_messages`). vLLM keeps responses
+Followed here: vLLM 0.32 `entrypoints/openai/responses/{protocol,utils}.py` (`construct_input_messages`) and
+`tool_parsers/utils.py` (custom tools and namespaces). vLLM keeps responses
 in the memory of the server that made them (`VLLM_ENABLE_RESPONSES_API_STORE=1`), so whoever continues, reads or cancels one
 must reach that server. The id carries it: the gateway sets `request_id`, which vLLM takes for the response's id.
 """
@@ -8,6 +9,7 @@ must reach that server. The id carries it: the gateway sets `request_id`, which 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -28,6 +30,9 @@ from pointsman.gateway.core.api.field_checks import (
 
 _RULES: Mapping[str, Rule] = {
     **COMMON,
+    "session_id": STRING,
+    "prompt_cache_key": STRING,
+    "user": STRING,
     "max_output_tokens": POSITIVE,
     "instructions": STRING,
     "previous_response_id": STRING,
@@ -42,11 +47,18 @@ _RULES: Mapping[str, Rule] = {
 # Fields that bring in what only the engine has.
 _FOREIGN = ("previous_response_id", "previous_input_messages", "prompt")
 _OPEN = ("in_progress", "incomplete")
+# What vLLM shows of a custom tool: a function of one text.
+_TEXT_INPUT = {
+    "type": "object",
+    "properties": {"input": {"type": "string", "description": "The freeform text payload for this tool."}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
 _ID = re.compile(r"resp_([0-9a-f]{12})([0-9a-f]{8})[0-9a-f]{32}")
 
 
-def check_responses(body: Mapping[str, Any]) -> None:
-    """Raises ApiRequestError."""
+def check_responses(body: dict[str, Any]) -> None:
+    """Raises ApiRequestError. Mutates `body` (check_fields)."""
     check_fields(body, _RULES)
     given = body.get("input")
     if isinstance(given, str):
@@ -123,15 +135,15 @@ def _convert(item: Mapping[str, Any], turns: list[dict[str, Any]]) -> None:
     """Append one input item, or add it to the assistant's message before it, as vLLM does. Mutates `turns`."""
     kind, role = item.get("type"), item.get("role")
     before = turns[-1] if turns and turns[-1].get("role") == "assistant" else None
-    if kind == "function_call":
-        call = _function_call(item)
+    if kind in ("function_call", "custom_tool_call"):
+        call = _function_call(item) if kind == "function_call" else _custom_call(item)
         if before is not None:
             before.setdefault("tool_calls", []).append(call)
         else:
             turns.append({"role": "assistant", "tool_calls": [call]})
     elif kind == "reasoning":
         _put(turns, before, "reasoning", _reasoning(item))
-    elif kind == "function_call_output":
+    elif kind in ("function_call_output", "custom_tool_call_output"):
         turns.append({"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")})
     elif kind in (None, "message") and role == "assistant":
         _put(turns, before, "content", _said(item.get("content")))
@@ -167,18 +179,48 @@ def _reasoning(item: Mapping[str, Any]) -> str:
 
 
 def _function_call(item: Mapping[str, Any]) -> dict[str, Any]:
-    arguments, name = item.get("arguments"), item.get("name")
-    if not isinstance(arguments, str) or not isinstance(name, str) or item.get("namespace"):
+    arguments, name, namespace = item.get("arguments"), item.get("name"), item.get("namespace")
+    if not isinstance(arguments, str) or not isinstance(name, str) or not isinstance(namespace, str | None):
         raise Unconvertible("a call without name or arguments")
-    return {"id": item.get("call_id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+    function = {"name": _flat_name(namespace, name) if namespace else name, "arguments": arguments}
+    return {"id": item.get("call_id"), "type": "function", "function": function}
+
+
+def _custom_call(item: Mapping[str, Any]) -> dict[str, Any]:
+    """A call of a custom tool, whose input is a text: a function call with that text as its one argument."""
+    given, name = item.get("input") or "", item.get("name")
+    if not isinstance(given, str) or not isinstance(name, str):
+        raise Unconvertible("a call without name or input")
+    function = {"name": name, "arguments": json.dumps({"input": given}, ensure_ascii=False)}
+    return {"id": item.get("call_id"), "type": "function", "function": function}
 
 
 def _tools(tools: Iterable[Any]) -> Iterable[dict[str, Any]]:
-    """The function tools in chat form; hosted ones never reach a template."""
+    """The tools in chat form: custom ones as functions of one text, those of a namespace under their full names (vLLM's
+    `get_function_tools`); hosted ones never reach a template."""
     for tool in tools:
         kind = tool.get("type") if isinstance(tool, dict) else None
-        if kind in (None, "custom", "namespace"):
-            raise Unconvertible("a tool that becomes a function in the engine")
+        if kind is None:
+            raise Unconvertible("a tool without a type")
         if kind == "function":
-            names = ("name", "description", "parameters", "strict", "defer_loading")
-            yield {"type": "function", "function": {name: tool.get(name) for name in names}}
+            yield _function(tool)
+        elif kind == "custom":
+            yield _function(
+                {"name": tool.get("name"), "description": tool.get("description"), "parameters": _TEXT_INPUT}
+            )
+        elif kind == "namespace":
+            inner = tool.get("tools")
+            if not isinstance(inner, list) or not all(isinstance(one, dict) for one in inner):
+                raise Unconvertible("a namespace without tools")
+            for one in inner:
+                if one.get("type") == "function":
+                    yield _function({**one, "name": _flat_name(tool.get("name"), one.get("name"))})
+
+
+def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("name", "description", "parameters", "strict", "defer_loading")
+    return {"type": "function", "function": {name: tool.get(name) for name in names}}
+
+
+def _flat_name(namespace: object, name: object) -> str:
+    return f"{namespace}__{name}"
