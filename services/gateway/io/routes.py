@@ -268,7 +268,10 @@ class Gateway:
             if request.headers.get("Content-Encoding", "identity").lower() != "identity":
                 raise ApiRequestError(415, "The body must come as it is, not encoded.", code="unsupported_encoding")
         except ApiRequestError as error:
-            return _error(error, error_format)
+            answer = _error(error, error_format)
+            if error.code == "unsupported_encoding":
+                answer.headers["Accept-Encoding"] = "identity"  # RFC 9110 12.5.3: what would do
+            return answer
         return None
 
     def _count(self, request: Request, status: int) -> None:
@@ -316,7 +319,7 @@ class Gateway:
         return _json(body, 200 if self.usable else 503)
 
     async def _models(self, request: Request) -> Response:
-        cards = [_card(name, pool) for name, pool in self.pools.names(self._aliases)]
+        cards = [self._card(name, pool) for name, pool in self.pools.names(self._aliases)]
         # Both vendors' clients read this: Anthropic's pages by the last three.
         ends = {"first_id": cards[0]["id"] if cards else None, "last_id": cards[-1]["id"] if cards else None}
         return _json({"object": "list", "data": cards, "has_more": False, **ends})
@@ -325,8 +328,17 @@ class Gateway:
         asked = unquote(request.path.removeprefix("/v1/models/"))
         for name, pool in self.pools.names(self._aliases):
             if name == asked:
-                return _json(_card(name, pool))
+                return _json(self._card(name, pool))
         raise _unknown_model(asked)
+
+    def _card(self, name: str, pool: str) -> dict[str, Any]:
+        """A model as OpenAI's clients read it, and as Anthropic's do; its context's length, where it is known, as vLLM tells it:
+        agents plan by it."""
+        found = self.pools.resolve(pool)
+        context = found[0].pool.max_model_len if found is not None else 0
+        openai = {"id": name, "object": "model", "created": 0, "owned_by": "pointsman", "root": pool}
+        anthropic = {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+        return openai | anthropic | ({"max_model_len": context} if context else {})
 
     async def _stored_response(self, request: Request) -> Response | None:
         return await self._unplaced_proxy.stored(request, self._client(request).tenant)
@@ -426,9 +438,3 @@ def _error(error: ApiRequestError, error_format: ErrorFormat) -> Response:
 
 def _unknown_model(name: str) -> ApiRequestError:
     return ApiRequestError(404, f"The model `{name}` does not exist.", param="model", code="model_not_found")
-
-
-def _card(name: str, pool: str) -> dict[str, Any]:
-    """A model as OpenAI's clients read it, and as Anthropic's do."""
-    openai = {"id": name, "object": "model", "created": 0, "owned_by": "pointsman", "root": pool}
-    return openai | {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}

@@ -128,10 +128,10 @@ def test_hostile_bytes_are_malformed(raw: bytes) -> None:
         (Endpoint.CHAT, {"max_tokens": -1}, "max_tokens"),
         (Endpoint.CHAT, {"max_tokens": 2**31}, "max_tokens"),
         (Endpoint.CHAT, {"max_tokens": 1.5}, "max_tokens"),
-        (Endpoint.CHAT, {"max_tokens": True}, "max_tokens"),
+        (Endpoint.CHAT, {"max_tokens": "5.5"}, "max_tokens"),
         (Endpoint.CHAT, {"max_completion_tokens": 2**40}, "max_completion_tokens"),
         (Endpoint.CHAT, {"temperature": "hot"}, "temperature"),
-        (Endpoint.CHAT, {"stream": "yes"}, "stream"),
+        (Endpoint.CHAT, {"stream": "perhaps"}, "stream"),
         (Endpoint.CHAT, {"n": 0}, "n"),
         (Endpoint.CHAT, {"tools": {}}, "tools"),
         (Endpoint.CHAT, {"session_id": 7}, "session_id"),
@@ -140,7 +140,7 @@ def test_hostile_bytes_are_malformed(raw: bytes) -> None:
         (Endpoint.COMPLETION, {"prompt": [1, "a"]}, "prompt"),
         (Endpoint.COMPLETION, {"prompt": [-1]}, "prompt"),
         (Endpoint.COMPLETION, {"prompt": [[]]}, "prompt"),
-        (Endpoint.COMPLETION, {"max_tokens": "5"}, "max_tokens"),
+        (Endpoint.COMPLETION, {"max_tokens": "many"}, "max_tokens"),
         (Endpoint.RESPONSES, {"input": None}, "input"),
         (Endpoint.RESPONSES, {"input": ["hi"]}, "input"),
         (Endpoint.RESPONSES, {"max_output_tokens": -1}, "max_output_tokens"),
@@ -167,6 +167,21 @@ def test_a_wrong_field_is_named(endpoint: Endpoint, change: dict[str, Any], para
     with pytest.raises(ApiRequestError) as refused:
         parse(endpoint, json.dumps(base | change).encode())
     assert (refused.value.status, refused.value.type, refused.value.param) == (400, "invalid_request_error", param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit", "stream"),
+    [
+        ({"max_tokens": "16"}, 16, False),
+        ({"max_tokens": 16.0, "temperature": "0.5"}, 16, False),
+        ({"max_tokens": True, "stream": "yes"}, 1, True),
+        ({"max_tokens": 3, "stream": 1}, 3, True),
+        ({"max_tokens": 3, "stream": 0.0}, 3, False),
+    ],
+)
+def test_numbers_and_booleans_are_read_as_vllm_reads_them(fields: dict[str, Any], limit: int, stream: bool) -> None:
+    call = parse(Endpoint.CHAT, json.dumps(CHAT | fields).encode())
+    assert (call.max_output_tokens, call.stream, call.hide_usage) == (limit, stream, stream)
 
 
 def test_null_means_not_set() -> None:

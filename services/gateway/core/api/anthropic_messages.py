@@ -26,16 +26,19 @@ from pointsman.gateway.core.api.field_checks import (
     invalid_parameter,
 )
 
-_RULES: Mapping[str, Rule] = {
-    **COMMON,
-    "max_tokens": POSITIVE,
-    "metadata": OBJECT,
+_COUNTED: Mapping[str, Rule] = {
     "thinking": OBJECT,
     "output_config": OBJECT,
-    "stop_sequences": LIST,
     "tools": LIST,
     "tool_choice": OBJECT,
     "chat_template_kwargs": OBJECT,
+}
+_RULES: Mapping[str, Rule] = {
+    **COMMON,
+    **_COUNTED,
+    "max_tokens": POSITIVE,
+    "metadata": OBJECT,
+    "stop_sequences": LIST,
 }
 _BILLING_HEADER = "x-anthropic-billing-header"
 # In a converted chat: the effort that "thinking disabled" means is known only with the template.
@@ -47,9 +50,19 @@ class Unconvertible(Exception):
     """What the engine makes of this body cannot be told outside it."""
 
 
-def check_messages(body: Mapping[str, Any]) -> None:
-    """Raises ApiRequestError."""
+def check_messages(body: dict[str, Any]) -> None:
+    """Raises ApiRequestError. Mutates `body` (check_fields)."""
     check_fields(body, _RULES)
+    _check_prompt(body)
+
+
+def check_count_tokens(body: dict[str, Any]) -> None:
+    """Raises ApiRequestError. Mutates `body` (check_fields)."""
+    check_fields(body, _COUNTED)
+    _check_prompt(body)
+
+
+def _check_prompt(body: Mapping[str, Any]) -> None:
     check_turns(body.get("messages"), "messages", content_needed=True)
     system = body.get("system")
     if not isinstance(system, str | list | None):

@@ -33,7 +33,7 @@ _RULES: Mapping[str, Rule] = {
 _SIDES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
 
-def check_input(body: Mapping[str, Any]) -> None:
+def check_input(body: dict[str, Any]) -> None:
     """Of whatever takes `input` or `messages`. Raises ApiRequestError."""
     check_fields(body, _RULES)
     if body.get("input") is None and body.get("messages") is not None:
@@ -48,14 +48,14 @@ def check_input(body: Mapping[str, Any]) -> None:
         raise invalid_parameter("input", "a string, a list of strings, or a list of token ids")
 
 
-def check_rerank(body: Mapping[str, Any]) -> None:
+def check_rerank(body: dict[str, Any]) -> None:
     """Raises ApiRequestError."""
     check_fields(body, _RULES)
     _check_side(body, "query")
     _check_side(body, "documents")
 
 
-def check_score(body: Mapping[str, Any]) -> None:
+def check_score(body: dict[str, Any]) -> None:
     """Raises ApiRequestError."""
     check_fields(body, _RULES)
     sides = next((pair for pair in _SIDES if all(body.get(name) is not None for name in pair)), _SIDES[0])

@@ -1,15 +1,28 @@
-"""Checks the values of known fields, and says in words what is wrong; unknown fields are never checked."""
+"""Checks the values of known fields, and says in words what is wrong; unknown fields are never checked.
+
+Numbers and booleans are read as vLLM reads them: by pydantic, which takes 16.0 and "16" for 16, and "true" for true.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from pointsman.gateway.core.api.errors import ApiRequestError
 
 MAX_MODEL_NAME = 512
 
-Rule = tuple[Callable[[object], bool], str]
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a field's value must be: `need` in words. What does not hold as it stands may once it is read as `form`."""
+
+    holds: Callable[[object], bool]
+    need: str
+    form: TypeAdapter[Any] | None = None
 
 
 def is_int(value: object) -> bool:
@@ -35,14 +48,15 @@ def is_token_ids(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(is_int(token) and 0 <= token < 2**32 for token in value)
 
 
-POSITIVE: Rule = (_is_positive, "a positive integer")
-COUNT: Rule = (_is_count, "an integer that is not negative")
-INTEGER: Rule = (is_int, "an integer")
-NUMBER: Rule = (_is_number, "a number")
-BOOLEAN: Rule = (lambda value: isinstance(value, bool), "a boolean")
-STRING: Rule = (lambda value: isinstance(value, str), "a string")
-OBJECT: Rule = (lambda value: isinstance(value, dict), "an object")
-LIST: Rule = (lambda value: isinstance(value, list), "a list")
+_INTEGER = TypeAdapter[Any](int)
+POSITIVE = Rule(_is_positive, "a positive integer", _INTEGER)
+COUNT = Rule(_is_count, "an integer that is not negative", _INTEGER)
+INTEGER = Rule(is_int, "an integer", _INTEGER)
+NUMBER = Rule(_is_number, "a number", TypeAdapter(float))
+BOOLEAN = Rule(lambda value: isinstance(value, bool), "a boolean", TypeAdapter(bool))
+STRING = Rule(lambda value: isinstance(value, str), "a string")
+OBJECT = Rule(lambda value: isinstance(value, dict), "an object")
+LIST = Rule(lambda value: isinstance(value, list), "a list")
 
 # Fields that several APIs share, by what vLLM calls them.
 COMMON: Mapping[str, Rule] = {
@@ -50,10 +64,7 @@ COMMON: Mapping[str, Rule] = {
     "temperature": NUMBER,
     "top_p": NUMBER,
     "top_k": INTEGER,
-    "session_id": STRING,
-    "prompt_cache_key": STRING,
     "cache_salt": STRING,
-    "user": STRING,
     "vllm_xargs": OBJECT,
 }
 # What the two older OpenAI APIs share beyond that.
@@ -62,6 +73,9 @@ SAMPLING: Mapping[str, Rule] = {
     # 0 with an echo only shows the prompt; where vLLM refuses it, it says so itself.
     "max_tokens": COUNT,
     "n": POSITIVE,
+    "session_id": STRING,
+    "user": STRING,
+    "echo": BOOLEAN,
     "stream_options": OBJECT,
     "min_p": NUMBER,
     "presence_penalty": NUMBER,
@@ -85,11 +99,22 @@ def check_model(body: Mapping[str, Any]) -> None:
         raise invalid_parameter("model", "the name of a model")
 
 
-def check_fields(body: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
-    """Raises ApiRequestError for the first field that is not as its rule says; null means "not set", as to the engine."""
+def check_fields(body: dict[str, Any], rules: Mapping[str, Rule]) -> None:
+    """Raises ApiRequestError for the first field that is not as its rule says; null means "not set", as to the engine. Mutates
+    `body`: numbers and booleans in other forms become what they are read as."""
     for name, value in body.items():
-        if value is not None and (rule := rules.get(name)) is not None and not rule[0](value):
-            raise invalid_parameter(name, rule[1])
+        if value is not None and (rule := rules.get(name)) is not None and not rule.holds(value):
+            body[name] = _read(name, value, rule)
+
+
+def _read(name: str, value: object, rule: Rule) -> Any:
+    try:
+        read = rule.form.validate_python(value) if rule.form is not None else None
+    except ValidationError:
+        read = None
+    if read is None or not rule.holds(read):
+        raise invalid_parameter(name, rule.need)
+    return read
 
 
 def check_turns(turns: object, param: str, *, content_needed: bool = False) -> None:

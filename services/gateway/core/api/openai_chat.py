@@ -27,18 +27,17 @@ _CHAT: Mapping[str, Rule] = {
     "add_generation_prompt": BOOLEAN,
     "continue_final_message": BOOLEAN,
 }
-_COMPLETION: Mapping[str, Rule] = {**SAMPLING, "echo": BOOLEAN}
 
 
-def check_chat(body: Mapping[str, Any]) -> None:
-    """Raises ApiRequestError."""
+def check_chat(body: dict[str, Any]) -> None:
+    """Raises ApiRequestError. Mutates `body` (check_fields)."""
     check_fields(body, _CHAT)
     check_turns(body.get("messages"), "messages")
 
 
-def check_completion(body: Mapping[str, Any]) -> None:
-    """Raises ApiRequestError."""
-    check_fields(body, _COMPLETION)
+def check_completion(body: dict[str, Any]) -> None:
+    """Raises ApiRequestError. Mutates `body` (check_fields)."""
+    check_fields(body, SAMPLING)
     prompt = body.get("prompt")
     if prompt is None and body.get("prompt_embeds") is not None:
         return

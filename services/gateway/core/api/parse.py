@@ -17,16 +17,16 @@ FORBIDDEN_FIELDS = ("kv_transfer_params", "ec_transfer_params", "priority")
 FORBIDDEN_XARGS = ("kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode")
 
 # Requests with these are answered by the engine as ever; only their tokens cannot be told from outside it.
-OPAQUE_FIELDS = ("prompt_embeds", "truncate_prompt_tokens", "chat_template", "mm_processor_kwargs")
+OPAQUE_FIELDS = ("prompt_embeds", "truncate_prompt_tokens", "chat_template", "mm_processor_kwargs", "suffix")
 _OPAQUE = frozenset(OPAQUE_FIELDS)
 
 _MEDIA = ("image", "audio", "video", "input_audio", "input_image", "prompt_embeds", "file", "source")
-_CHECKS: Mapping[Endpoint, Callable[[Mapping[str, Any]], None]] = {
+_CHECKS: Mapping[Endpoint, Callable[[dict[str, Any]], None]] = {
     Endpoint.CHAT: openai_chat.check_chat,
     Endpoint.COMPLETION: openai_chat.check_completion,
     Endpoint.RESPONSES: openai_responses.check_responses,
     Endpoint.MESSAGES: anthropic_messages.check_messages,
-    Endpoint.COUNT_TOKENS: anthropic_messages.check_messages,
+    Endpoint.COUNT_TOKENS: anthropic_messages.check_count_tokens,
     Endpoint.EMBEDDINGS: embeddings_and_scores.check_input,
     Endpoint.RERANK: embeddings_and_scores.check_rerank,
     Endpoint.SCORE: embeddings_and_scores.check_score,
