@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import signal
 import ssl
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -32,6 +33,8 @@ log = structlog.get_logger()
 JOIN_S = 5.0
 # A signal to a whole group reaches a process from its parent, too.
 SAME_SIGNAL_S = 1.0
+# While a large body is parsed or rendered in its thread, each event waits so long for the interpreter (Python's own: 5 ms).
+SWITCH_S = 0.0005
 
 
 @asynccontextmanager
@@ -118,6 +121,7 @@ async def _serve(
         if ready is not None:
             ready.send(None)
         # What is there now stays: no collection need look at it again, nor come for every few hundred objects of a request.
+        sys.setswitchinterval(SWITCH_S)
         gc.collect()
         gc.freeze()
         gc.set_threshold(10_000, 20, 20)

@@ -24,10 +24,10 @@ from pointsman.gateway.core.api import (
     ROUTES,
     ApiRequestError,
     ClientRules,
+    ContextExceeded,
     Endpoint,
     ErrorFormat,
     error_format_of,
-    parse,
 )
 from pointsman.gateway.core.cors import CorsPolicy
 from pointsman.gateway.core.http_message import Request, Response
@@ -175,6 +175,7 @@ class Gateway:
 
     async def close(self) -> None:
         """End background work; open requests should be over."""
+        self._preparer.close()
         await self.pools.close()
         await self.router.close()
         await self._releases.close()
@@ -359,6 +360,10 @@ class Gateway:
             ) from None
         try:
             return await self._admitted(endpoint, request, client, admission, now)
+        except ContextExceeded as refused:
+            # It was read and counted like any other, and may not be had for nothing again and again.
+            admission.charge(refused.tokens, now)
+            raise
         finally:
             admission.close()
 
@@ -368,7 +373,7 @@ class Gateway:
         rules = ClientRules(
             self._aliases, self._settings.client_cache_salt, client.cache_salt, client.tenant == DEFAULT_TENANT
         )
-        call = parse(endpoint, request.body, rules)
+        call = await self._preparer.parse(endpoint, request.body, rules, self.pools.context_of)
         request.body = b""
         for name in call.stripped:
             self.telemetry.stripped.labels(name).inc()
@@ -401,9 +406,9 @@ class Gateway:
             request.trace,
         )
         context = await self._preparer.prepare(incoming, dry=dry)
+        admission.charge(context.placement.input_tokens, received_at)
         if dry:
             return await self._explain(context)
-        admission.charge(context.placement.input_tokens, received_at)
         return await RequestRunner(self._shared, context, request).run()
 
     async def _explain(self, context: RequestContext) -> Response:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from array import array
 from collections.abc import Mapping
 
 import structlog
@@ -122,4 +121,4 @@ class RequestReader:
                 return self._preparer.tokens(incoming, prompt)
             except Unrenderable as reason:
                 log.debug("a request without keys", reason=str(reason))
-        return Tokens(None, array("Q"))
+        return self._preparer.estimate(incoming.call)

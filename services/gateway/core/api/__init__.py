@@ -12,6 +12,7 @@ from pointsman.gateway.core.api.errors import (
     was_aborted,
 )
 from pointsman.gateway.core.api.parse import FORBIDDEN_FIELDS, FORBIDDEN_XARGS, estimated_tokens, parse
+from pointsman.gateway.core.api.prompt_length import ContextExceeded
 
 __all__ = [
     "FORBIDDEN_FIELDS",
@@ -21,6 +22,7 @@ __all__ = [
     "ApiCall",
     "ApiRequestError",
     "ClientRules",
+    "ContextExceeded",
     "Endpoint",
     "ErrorFormat",
     "begins_with_error",

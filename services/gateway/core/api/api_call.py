@@ -114,6 +114,10 @@ def with_fields(payload: bytes, fields: Mapping[str, Any]) -> bytes:
     """A JSON object's bytes with `fields` put in front of the others, which it must not have itself; nothing is encoded anew."""
     if not fields:
         return payload
-    rest = payload.lstrip()[1:].lstrip()
+    begin = payload.index(b"{") + 1
+    blanks = 1 << 10
+    while not (after := payload[begin : begin + blanks].lstrip()):
+        begin += blanks
     head = msgspec.json.encode(dict(fields))[:-1]
-    return head + (b"," if not rest.startswith(b"}") else b"") + rest
+    # What follows is copied once: it may be long.
+    return b"".join((head, b"" if after.startswith(b"}") else b",", memoryview(payload)[begin:]))

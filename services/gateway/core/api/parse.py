@@ -9,8 +9,10 @@ import msgspec
 
 from pointsman.gateway.core.api import anthropic_messages, embeddings_and_scores, openai_chat, openai_responses
 from pointsman.gateway.core.api.api_call import ApiCall, ClientRules, Endpoint, with_fields
+from pointsman.gateway.core.api.decode_body import decode_body
 from pointsman.gateway.core.api.errors import ApiRequestError
 from pointsman.gateway.core.api.field_checks import check_model
+from pointsman.gateway.core.api.prompt_length import check_items
 
 # What a client may not set, because it speaks to the engine's insides: VLLM.md's trap table.
 FORBIDDEN_FIELDS = ("kv_transfer_params", "ec_transfer_params", "priority")
@@ -52,25 +54,36 @@ _LIMITS: Mapping[Endpoint, tuple[str, ...]] = {
 }
 
 
-def parse(endpoint: Endpoint, raw: bytes, rules: ClientRules = ClientRules()) -> ApiCall:  # noqa: B008 (frozen)
-    """Parse and sanitise one body. Raises ApiRequestError (400) and nothing else, whatever the bytes."""
+def _unknown_context(model: str) -> int:
+    return 0
+
+
+def parse(
+    endpoint: Endpoint,
+    raw: bytes,
+    rules: ClientRules = ClientRules(),  # noqa: B008 (frozen)
+    context_of: Callable[[str], int] = _unknown_context,
+) -> ApiCall:
+    """Parse and sanitise one body. `context_of`: a model's context in tokens by any name of it, 0 where it is unknown. Raises
+    ApiRequestError (400) and nothing else, whatever the bytes."""
     try:
-        return _parse(endpoint, raw, rules)
+        return _parse(endpoint, raw, rules, context_of)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else "not valid JSON"
         raise ApiRequestError(400, f"The request body is {reason}.", code="invalid_json") from None
 
 
-def _parse(endpoint: Endpoint, raw: bytes, rules: ClientRules) -> ApiCall:
-    body = msgspec.json.decode(raw)
+def _parse(endpoint: Endpoint, raw: bytes, rules: ClientRules, context_of: Callable[[str], int]) -> ApiCall:
+    body = decode_body(raw)
     if not isinstance(body, dict):
         raise ApiRequestError(400, "The request body must be a JSON object.", code="invalid_json")
     check_model(body)
+    requested_model = body["model"]
+    model = rules.aliases.get(requested_model, requested_model)
+    check_items(endpoint, body, context_of(model))
     _CHECKS[endpoint](body)
     hint = body.get("session_id") or body.get("prompt_cache_key") or ""
     stripped = _strip(endpoint, body, rules)
-    requested_model = body["model"]
-    model = rules.aliases.get(requested_model, requested_model)
     if model != requested_model:
         body["model"] = model
     hide_usage, options = _usage(endpoint, body)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
-from pointsman.gateway.core.api import ApiCall, ApiRequestError, Endpoint, estimated_tokens
+from pointsman.gateway.core.api import ApiCall, estimated_tokens
 from pointsman.gateway.core.api.openai_responses import not_stored, storing_instance
+from pointsman.gateway.core.api.prompt_length import check_output, check_tokens
 from pointsman.gateway.core.forwarded_headers import upstream_headers
 from pointsman.gateway.core.http_message import Headers
 from pointsman.gateway.core.pool_state import PoolState
@@ -24,21 +25,17 @@ from pointsman.gateway.core.tokens.token_cache import BlockKeys, TokenCache
 from pointsman.router.v1 import placement_pb2
 
 MAX_TRACEPARENT = 128
-_PROMPT_FIELDS = {
-    Endpoint.COMPLETION: "prompt",
-    Endpoint.RESPONSES: "input",
-    Endpoint.CHAT: "messages",
-    Endpoint.MESSAGES: "messages",
-}
 _KEYS_FIELD = placement_pb2.PlacementRequest.KEYS_FIELD_NUMBER
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A prompt's tokens and block keys; None and no keys where they are only estimated."""
+    """A prompt's tokens and block keys; None and no keys where they are only estimated. `count`: tokens of all prompts of the
+    request, exact or estimated."""
 
     prompt: Prompt | None
     keys: BlockKeys
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,22 +69,24 @@ class RequestPreparer:
         self._sessions = Sessions()
 
     def tokens(self, incoming: IncomingCall, prompt: Prompt) -> Tokens:
-        """The keys of a prompt that was read. Raises ApiRequestError when it is too long."""
+        """The keys of a prompt that was read. Raises ContextExceeded."""
         call, pool = incoming.call, incoming.state.pool
+        check_tokens(call.endpoint, max(prompt.lengths), pool.max_model_len)
+        check_output(call.endpoint, call.max_output_tokens, pool.max_model_len, sum(prompt.lengths))
         keys: BlockKeys = array("Q")
         if call.reads_prefix_cache:
             keys = self._token_cache.keys(prompt.ids, pool.model, incoming.lora, call.cache_salt)
-        _check_length(call, max(prompt.lengths), pool.max_model_len)
-        return Tokens(prompt, keys)
+        count = max(estimated_tokens(call), len(prompt.ids)) if prompt.media else sum(prompt.lengths)
+        return Tokens(prompt, keys, count)
+
+    def estimate(self, call: ApiCall) -> Tokens:
+        """What stands for the tokens of a prompt that only the engine can tell."""
+        return Tokens(None, array("Q"), estimated_tokens(call))
 
     def context(self, incoming: IncomingCall, tokens: Tokens, now: float, *, dry: bool) -> RequestContext:
         """What is known of the request. Raises ApiRequestError. A dry run remembers nothing."""
         call, state, tenant, headers = incoming.call, incoming.state, incoming.tenant, incoming.headers
         prompt, keys, request_id = tokens.prompt, tokens.keys, incoming.request_id
-        if prompt is None:
-            count = estimated_tokens(call)
-        else:
-            count = max(estimated_tokens(call), len(prompt.ids)) if prompt.media else sum(prompt.lengths)
         hint = headers.get("X-Session-ID") or call.session_hint
         chain = keys if prompt is None else _chain(keys, prompt)
         if not call.endpoint.generates:
@@ -105,7 +104,7 @@ class RequestPreparer:
             model=call.model,
             tenant=tenant,
             session_id=session,
-            input_tokens=count,
+            input_tokens=tokens.count,
             # Who only embeds or scores decodes nothing; 0 would mean an open end.
             max_output_tokens=_output_tokens(call, prompt, state.pool.max_model_len) if call.endpoint.generates else 1,
             exclude=_elsewhere(call, state, tenant),
@@ -170,15 +169,3 @@ def _output_tokens(call: ApiCall, prompt: Prompt | None, context: int) -> int:
     if prompt is None or not context:
         return call.max_output_tokens
     return min(call.max_output_tokens, context - max(prompt.lengths))
-
-
-def _check_length(call: ApiCall, longest: int, context: int) -> None:
-    """Raises ApiRequestError for what no engine of the model takes: a prompt that leaves no room, or more output than its whole
-    context. Less room than asked for is no error: vLLM makes what fits (`get_max_tokens`)."""
-    if context and longest >= context:
-        message = f"The model's context is {context} tokens, and the prompt has {longest}."
-    elif context and call.max_output_tokens > context:
-        message = f"The model's context is {context} tokens; {call.max_output_tokens} of output do not fit in it."
-    else:
-        return
-    raise ApiRequestError(400, message, param=_PROMPT_FIELDS[call.endpoint], code="context_length_exceeded")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from pointsman.gateway.core.api import ApiCall, Endpoint
 from pointsman.gateway.core.api.anthropic_messages import DISABLED, disabled_effort, merged_system
+from pointsman.gateway.core.api.prompt_length import check_tokens
 from pointsman.gateway.core.tokens import tokenizer_probes
 from pointsman.gateway.core.tokens.chat_template import ChatTemplate, Rendered, Unrenderable
 from pointsman.gateway.core.tokens.split_points import SplitPoints, split_points_for
@@ -24,6 +25,8 @@ log = structlog.get_logger()
 
 # Encoding this many characters holds the event loop for about a millisecond; more of them go to a thread.
 _INLINE_CHARS = 4 << 10
+# So many are tokenised before their tokens are counted: a prompt that is too long is given up there.
+_BATCH_CHARS = 1 << 20
 _NONE: TokenIds = array("I")
 
 
@@ -31,7 +34,8 @@ _NONE: TokenIds = array("I")
 class Prompt:
     """Token ids of a request's prompt (of its first, when it brings several) and how many tokens each of its prompts has.
 
-    Of a prompt with media these are the tokens before the first of them, which `media` names by its content.
+    Of a prompt with media these are the tokens before the first of them, which `media` names by its content. Of one that is too
+    long there may be only so many as show that.
     """
 
     ids: TokenIds
@@ -52,10 +56,14 @@ class _Text:
 class PendingPrompt:
     """A prompt of which some pieces' tokens may still have to be made. `missing` counts their characters."""
 
-    def __init__(self, tokenizer: ModelTokenizer, prompts: Sequence[_Text | TokenIds], media: bytes = b"") -> None:
+    def __init__(
+        self, tokenizer: ModelTokenizer, prompts: Sequence[_Text | TokenIds], media: bytes = b"", most_tokens: int = 0
+    ) -> None:
+        """`most_tokens`: a prompt with more of them is of no use; 0: any is."""
         self._tokenizer = tokenizer
         self._media = media
         self._prompts = prompts
+        self._most_tokens = most_tokens
         texts = [one for one in prompts if isinstance(one, _Text)]
         self.missing_chars = sum(
             len(piece) for text in texts for piece, ids in zip(text.pieces, text.found, strict=True) if ids is None
@@ -67,7 +75,11 @@ class PendingPrompt:
 
     def tokenize(self) -> Prompt:
         """The prompt. Raises Unrenderable. May run in any thread; other threads go on meanwhile."""
-        every = [self._tokenizer.tokens(one) if isinstance(one, _Text) else one for one in self._prompts]
+        every: list[TokenIds] = []
+        for one in self._prompts:
+            every.append(self._tokenizer.tokens(one, self._most_tokens) if isinstance(one, _Text) else one)
+            if self._most_tokens and len(every[-1]) > self._most_tokens:
+                break
         return Prompt(every[0], tuple(map(len, every)), self._media)
 
 
@@ -95,31 +107,46 @@ class ModelTokenizer:
         self._merges_system = merges_system
         self._cache = cache or TokenCache(0)
         self._space = TokenCache.space()
+        self._max_token_chars = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
         self._words = word_tokenizer_for(tokenizer)
         self._around = self._special_tokens_around()
         self.split_points = SplitPoints()
         rendered = self._rendered_probes()
         self.split_points = self._tried(split_points_for(tokenizer, rendered), rendered)
 
-    def prepare(self, call: ApiCall) -> PendingPrompt:
-        """`call`'s prompt as the engine will see it, rendered and looked up. Raises Unrenderable when it cannot be told."""
+    def prepare(self, call: ApiCall, context: int = 0) -> PendingPrompt:
+        """`call`'s prompt as the engine will see it, rendered and looked up. `context` (0: unknown) is how many tokens are of
+        use. Raises Unrenderable when the prompt cannot be told, ContextExceeded when it has too many characters for them."""
         if call.untokenizable:
             raise Unrenderable(call.untokenizable)
         if call.chat is not None:
             chat = self._anthropic(call.chat) if call.endpoint is Endpoint.MESSAGES else call.chat
             rendered = self._rendered(chat)
+            self._check_chars(call.endpoint, rendered.text, context)
             special = chat.get("add_special_tokens") is True
             if rendered.media:
-                return PendingPrompt(self, [self._head(rendered, add_special_tokens=special)], rendered.media)
-            return PendingPrompt(self, [self._text(rendered.text, add_special_tokens=special)])
+                head = self._head(rendered, add_special_tokens=special)
+                return PendingPrompt(self, [head], rendered.media, context)
+            return PendingPrompt(self, [self._text(rendered.text, add_special_tokens=special)], b"", context)
         add = call.body.get("add_special_tokens") is not False
         given = call.body["prompt"]
         if isinstance(given, str) or isinstance(given[0], int):
             given = [given]
+        for one in given:
+            if isinstance(one, str):
+                self._check_chars(call.endpoint, one, context)
         return PendingPrompt(
             self,
             [self._text(one, add_special_tokens=add) if isinstance(one, str) else array("I", one) for one in given],
+            b"",
+            context,
         )
+
+    def _check_chars(self, endpoint: Endpoint, text: str, context: int) -> None:
+        """Raises ContextExceeded for a text that has more characters than `context` tokens can have, as vLLM does
+        (renderers/params.py, `_text_len_check`)."""
+        if context and len(text) > context * self._max_token_chars:
+            check_tokens(endpoint, -(-len(text) // self._max_token_chars), context)
 
     def prompt(self, call: ApiCall) -> Prompt:
         """begin() and read() at once."""
@@ -154,17 +181,25 @@ class ModelTokenizer:
         """Ids of plain text. Raises Unrenderable."""
         return self.tokens(self._text(text, add_special_tokens=add_special_tokens)).tolist()
 
-    def tokens(self, text: _Text) -> TokenIds:
-        """All tokens of `text`, of which those that are not known are made and remembered. Raises Unrenderable."""
+    def tokens(self, text: _Text, most: int = 0) -> TokenIds:
+        """All tokens of `text`, of which those that are not known are made and remembered; where there are more than `most` (0:
+        any number) perhaps only some of them, and more than `most`. Raises Unrenderable."""
         if text.around is None:
             return self._encode(text.pieces, add_special_tokens=True)[0]
-        known = {piece: ids for piece, ids in zip(text.pieces, text.found, strict=True) if ids is not None}
-        missing_chars = list(dict.fromkeys(piece for piece in text.pieces if piece not in known))
-        for piece, ids in zip(missing_chars, self._encode(missing_chars), strict=True):
-            known[piece] = ids
-            self._cache.keep(self._space, piece, ids)
         before, after = text.around
         all_ids = before[:]
+        known = {piece: ids for piece, ids in zip(text.pieces, text.found, strict=True) if ids is not None}
+        count = sum(len(ids) for ids in text.found if ids is not None)
+        for batch in _batches(list(dict.fromkeys(piece for piece in text.pieces if piece not in known))):
+            made = self._encode(batch)
+            for piece, ids in zip(batch, made, strict=True):
+                known[piece] = ids
+                self._cache.keep(self._space, piece, ids)
+            count += sum(map(len, made))
+            if most and count > most:
+                for piece in text.pieces:
+                    all_ids += known.get(piece, _NONE)
+                return all_ids
         for piece in text.pieces:
             all_ids += known[piece]
         return all_ids + after
@@ -252,3 +287,17 @@ class ModelTokenizer:
                 self._words = None
                 return SplitPoints()
         return cuts
+
+
+def _batches(pieces: list[str]) -> Iterator[list[str]]:
+    """`pieces`, in their order, in lists of about _BATCH_CHARS characters."""
+    batch: list[str] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece)
+        if size >= _BATCH_CHARS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -1,13 +1,17 @@
-"""Prepares calls for their runs: tokenises their prompts, in a thread where that takes long, and counts the time it takes."""
+"""Parses calls and prepares them for their runs: at once, or in threads where that takes long; counts the time it takes."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from array import array
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
 
 import structlog
 
+from pointsman.gateway.core.api import ApiCall, ClientRules, Endpoint, parse
 from pointsman.gateway.core.request.prepare import IncomingCall, RequestPreparer, Tokens
 from pointsman.gateway.core.request.request_context import RequestContext
 from pointsman.gateway.core.tokens.chat_template import Unrenderable
@@ -17,28 +21,57 @@ from pointsman.gateway.io.telemetry.metrics import GatewayMetrics
 
 log = structlog.get_logger()
 
+# Parsing and rendering a smaller body holds the event loop for some milliseconds at the most (1,100 messages of one letter).
+INLINE_BYTES = 32 << 10
+_Made = TypeVar("_Made")
+
 
 class ThreadedPreparer:
-    """Prepares calls, and counts how long their prompts took and which of them have no keys."""
+    """Prepares calls, and counts how long their prompts took and which of them have no keys.
+
+    Large bodies are parsed and rendered in one thread of their own, one after the other: Python runs in one thread at a time, and
+    each more that wants to takes another share from the event loop. Tokenising lets the interpreter go, so that it may use many.
+    """
 
     def __init__(self, telemetry: GatewayMetrics, token_cache: TokenCache) -> None:
         self._telemetry = telemetry
         self._preparer = RequestPreparer(token_cache)
+        self._large_bodies = ThreadPoolExecutor(1, "large-bodies")
+
+    def close(self) -> None:
+        """Begin nothing more that waits for the thread."""
+        self._large_bodies.shutdown(wait=False, cancel_futures=True)
+
+    async def parse(
+        self, endpoint: Endpoint, raw: bytes, rules: ClientRules, context_of: Callable[[str], int]
+    ) -> ApiCall:
+        """As api.parse(). `context_of` may be called in another thread."""
+        return await self._done(len(raw), partial(parse, endpoint, raw, rules, context_of))
 
     async def prepare(self, incoming: IncomingCall, *, dry: bool) -> RequestContext:
         """Tokens, keys and session of a call. Raises ApiRequestError when the prompt is too long. A dry run remembers nothing."""
-        tokens, tokenizer = Tokens(None, array("Q")), incoming.tokenizer
+        tokens, tokenizer, call = None, incoming.tokenizer, incoming.call
         if tokenizer is not None:
             try:
                 tokens = await self._tokens(incoming, tokenizer)
             except Unrenderable as reason:
                 log.debug("placed without keys", request_id=incoming.request_id, reason=str(reason))
-        if not tokens.keys and incoming.call.endpoint.generates:
+        if tokens is None:
+            tokens = await self._done(len(call.payload), partial(self._preparer.estimate, call))
+        if not tokens.keys and call.endpoint.generates:
             self._telemetry.keyless.labels(incoming.state.pool.model).inc()
         return self._preparer.context(incoming, tokens, time.monotonic(), dry=dry)
 
     async def _tokens(self, incoming: IncomingCall, tokenizer: ModelTokenizer) -> Tokens:
         """The (first) prompt and its keys. Raises Unrenderable and ApiRequestError."""
+        size, context = len(incoming.call.payload), incoming.state.pool.max_model_len
         with self._telemetry.tokenize.time():
-            prompt = await tokenizer.prepare(incoming.call).tokenize_by(asyncio.to_thread)
-            return self._preparer.tokens(incoming, prompt)
+            pending = await self._done(size, partial(tokenizer.prepare, incoming.call, context))
+            prompt = await pending.tokenize_by(asyncio.to_thread)
+            return await self._done(size, partial(self._preparer.tokens, incoming, prompt))
+
+    async def _done(self, size: int, work: Callable[[], _Made]) -> _Made:
+        """What `work` on a body of `size` bytes makes."""
+        if size <= INLINE_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._large_bodies, work)

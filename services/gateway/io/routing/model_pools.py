@@ -64,6 +64,12 @@ class ModelPools:
         found = self._names.get(name)
         return (self._states[found[0]], found[1]) if found else None
 
+    def context_of(self, name: str) -> int:
+        """The context in tokens of what a client's `name` means; 0 when it is unknown. May be called in any thread."""
+        found = self._names.get(name)
+        state = self._states.get(found[0]) if found else None
+        return state.pool.max_model_len if state else 0
+
     def states(self) -> list[PoolState]:
         """All pools by name."""
         return [self._states[model] for model in sorted(self._states)]

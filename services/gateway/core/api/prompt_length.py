@@ -1,0 +1,54 @@
+"""Refuses a prompt that no engine of its model takes: by its tokens, or before they are known by what it has at least."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pointsman.gateway.core.api.api_call import Endpoint
+from pointsman.gateway.core.api.errors import ApiRequestError
+from pointsman.gateway.core.api.field_checks import is_int
+
+_FIELDS = {
+    Endpoint.COMPLETION: "prompt",
+    Endpoint.RESPONSES: "input",
+    Endpoint.CHAT: "messages",
+    Endpoint.MESSAGES: "messages",
+}
+
+
+class ContextExceeded(ApiRequestError):
+    """A request that does not fit the model's context. `tokens`: how many of its prompt were counted."""
+
+    def __init__(self, endpoint: Endpoint, message: str, tokens: int) -> None:
+        super().__init__(400, message, param=_FIELDS[endpoint], code="context_length_exceeded")
+        self.tokens = tokens
+
+
+def check_tokens(endpoint: Endpoint, tokens: int, context: int) -> None:
+    """Raises ContextExceeded for a prompt of at least so many tokens that leaves no room in a context of `context` (0: unknown).
+    Less room than is asked for is no error: vLLM makes what fits (`get_max_tokens`)."""
+    if context and tokens >= context:
+        message = f"The model's context is {context} tokens, and the prompt has at least {tokens}."
+        raise ContextExceeded(endpoint, message, tokens)
+
+
+def check_output(endpoint: Endpoint, max_output_tokens: int, context: int, tokens: int) -> None:
+    """Raises ContextExceeded where more output is asked for than the whole context holds. `tokens`: the prompt's."""
+    if context and max_output_tokens > context:
+        message = f"The model's context is {context} tokens; {max_output_tokens} of output do not fit in it."
+        raise ContextExceeded(endpoint, message, tokens)
+
+
+def check_items(endpoint: Endpoint, body: Mapping[str, Any], context: int) -> None:
+    """Raises ContextExceeded for a body (nothing of which is checked yet) whose prompt has more messages, or token ids, than the
+    context has tokens. A message costs at least the token that begins or ends it, in any chat template that we know."""
+    given = body.get(_FIELDS.get(endpoint, ""))
+    if not isinstance(given, list) or not given:
+        return
+    if endpoint is not Endpoint.COMPLETION or is_int(given[0]):
+        check_tokens(endpoint, len(given), context)
+        return
+    for prompt in given:
+        if isinstance(prompt, list):
+            check_tokens(endpoint, len(prompt), context)

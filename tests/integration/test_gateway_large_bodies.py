@@ -1,0 +1,89 @@
+"""Large bodies: the event loop does nothing of them, what cannot fit is refused early, and all of it is charged."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pointsman.gateway.core.api import Endpoint
+from pointsman.gateway.core.request import prepare
+from pointsman.gateway.core.tokens.chat_template import ChatTemplate
+from pointsman.gateway.io.request import threaded_preparer
+from tests.support.fakes.gateway_peers import MODEL, stack
+from tests.support.gateway_requests import ask
+
+PATH = Endpoint.CHAT.value
+TURN = {"role": "user", "content": "set the points " * 20}
+LARGE = {"model": MODEL, "messages": [TURN] * 200, "max_tokens": 4}
+SMALL = LARGE | {"messages": [TURN]}
+MANY = LARGE | {"messages": [{"role": "user", "content": "a"}] * 5_000}
+
+
+@pytest.mark.parametrize(("body", "large"), [(LARGE, True), (SMALL, False)], ids=["large", "small"])
+async def test_large_bodies_are_parsed_and_rendered_in_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any], large: bool
+) -> None:
+    threads: dict[str, list[int]] = {}
+
+    def noted(owner: Any, name: str) -> None:
+        does = getattr(owner, name)
+
+        def note(*args: Any, **kwargs: Any) -> Any:
+            threads.setdefault(name, []).append(threading.get_ident())
+            return does(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, note)
+
+    async with stack(tmp_path) as up:
+        for model in up.gateway.pools.states():
+            model.pool.max_model_len = 100_000
+        noted(threaded_preparer, "parse")
+        noted(ChatTemplate, "read")
+        noted(prepare.RequestPreparer, "tokens")
+        noted(prepare, "estimated_tokens")
+        assert (await ask(up, PATH, body))[0] == 200
+        # Its own template: nobody but the engine can tell its tokens.
+        assert (await ask(up, PATH, body | {"chat_template": "x"}))[0] == 200
+        # The engine of the test parses and renders here, too.
+        here = threading.get_ident()
+        assert threads.keys() == {"parse", "read", "tokens", "estimated_tokens"}
+        for name, seen in threads.items():
+            ours = [one for one in seen if one != here] if large and name == "read" else seen
+            assert ours, name
+            assert all((one != here) is large for one in ours), name
+
+
+async def test_more_messages_than_the_context_has_tokens_are_not_rendered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with stack(tmp_path) as up:
+        monkeypatch.setattr(ChatTemplate, "read", None)
+        status, answer = await ask(up, PATH, MANY)
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert answer["error"]["param"] == "messages"
+        assert up.router.places == []
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status"),
+    [
+        (MANY, {}, 400),
+        (LARGE, {}, 400),
+        (SMALL | {"max_tokens": 5_000}, {}, 400),
+        (SMALL, {"X-Pointsman-Dry-Run": "1"}, 200),
+    ],
+    ids=["messages", "tokens", "output", "dry run"],
+)
+async def test_what_is_only_looked_at_is_charged(
+    tmp_path: Path, body: dict[str, Any], headers: dict[str, str], status: int
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("red:k1 tokens_per_minute=50\nblue:k2 requests_per_minute=1\n")
+    async with stack(tmp_path, api_keys_file=keys) as up:
+        for key in ("k1", "k2"):
+            shown = headers | {"Authorization": f"Bearer {key}"}
+            assert [(await ask(up, PATH, body, **shown))[0] for _ in range(2)] == [status, 429], key
+        assert all(engine.requests == [] for engine in up.engines)
