@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ import pytest
 from prometheus_client import generate_latest
 
 from pointsman.agent.v1 import agent_pb2
+from pointsman.gateway.core.pool_state import TokenizerStatus
+from pointsman.gateway.io import tokenizer_files
 from pointsman.router.v1 import placement_pb2
-from tests.support.fakes.gateway_peers import MODEL, Stack
+from tests.support.fakes.gateway_peers import MODEL, Stack, stack
 from tests.support.fakes.offloading_peers import (
     CHAT,
     STREAM,
+    KvEngine,
     answered,
     halves,
     offload_stack,
@@ -25,6 +29,7 @@ from tests.support.fakes.offloading_peers import (
     p_and_d,
     told,
 )
+from tests.support.tiny_tokenizer import CHATML
 from tests.support.waiting import eventually
 
 
@@ -83,6 +88,52 @@ async def test_what_cannot_bring_the_kv_along_finds_it_in_the_cache(up: Stack, b
     assert pulled == sent | {"kv_transfer_params": fetched}
     ((_, served, _),) = d.requests
     assert served == body
+
+
+@pytest.mark.parametrize("body", [CHAT, STREAM], ids=["whole", "stream"])
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize(
+    ("clock", "form", "parted"),
+    [("12:00", "%d %b", True), ("23:55", "%d %b", False), ("12:00", "%H:%M", False)],
+    ids=["noon", "midnight", "minutes"],
+)
+async def test_a_prompt_that_may_change_on_its_way_is_computed_where_it_is_answered(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: str,
+    form: str,
+    parted: bool,
+    layerwise: bool,
+    body: dict[str, Any],
+) -> None:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: object = None) -> Clock:
+            return cls.fromisoformat(f"2026-03-04T{clock}:30")
+
+    monkeypatch.setattr(tokenizer_files, "datetime", Clock)
+    async with stack(tmp_path, engine=KvEngine, template=f"{{{{ strftime_now('{form}') }}}}{CHATML}") as up:
+        offloading(up, layerwise=(layerwise, layerwise))
+        assert (await answered(up, body))[0] == "i1"
+        assert [len(place.keys) > 0 for place in up.router.places] == [True]
+        assert [place.single_instance for place in up.router.places] == [not parted]
+        # A router that knows nothing of that is not followed.
+        step, error = told(up)[0]
+        assert (step, error.endswith("another instance may see other tokens"), error == "") == (0, not parted, parted)
+        assert (halves(up, 0), halves(up, 1)) == ((["send"], ["fetch"]) if parted else ([], []))
+
+
+@pytest.mark.parametrize("why", ["differs", "checking", "its own template"])
+async def test_a_prompt_whose_tokens_are_not_known_is_computed_where_it_is_answered(up: Stack, why: str) -> None:
+    body = STREAM
+    if why == "its own template":
+        body = STREAM | {"chat_template": "x"}
+    else:
+        status = TokenizerStatus.INEXACT if why == "differs" else TokenizerStatus.CHECKING
+        up.gateway.pools.states()[0].tokenizer_status = status
+    assert (await answered(up, body))[0] == "i1"
+    assert [place.single_instance for place in up.router.places] == [True]
+    assert (halves(up, 0), halves(up, 1)) == ([], [])
 
 
 async def test_nixl_forwards_what_p_says(up: Stack) -> None:

@@ -84,6 +84,8 @@ class Views:
                 confirmed = (blocks[instance_id] - provisional[instance_id]) * KEY_TOKENS
                 extra = max(candidate.cached_tokens - confirmed, 0)
                 candidates[number] = structs.replace(candidate, provisional_tokens=extra)
+        if request.single_instance:
+            candidates = [structs.replace(one, kv_gives="", kv_takes="") for one in candidates]
         if not any(_may_serve(candidate) for candidate in candidates):
             # Better an instance that may fail than none.
             candidates = [

@@ -125,6 +125,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
 
     `age_s`: how long it has waited for its first step already (or, between two steps, since it came). `deadline_s`: how much
     longer its gateway waits. `sliceable_tokens`: of how many tokens at most its gateway can have a prefix of its prompt computed.
+    `single_instance`: no other instance may prefill for the one that answers.
     """
 
     request_id: str
@@ -138,6 +139,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     deadline_s: float | None = None
     age_s: float = 0.0
     sliceable_tokens: int = 0
+    single_instance: bool = False
 
     @property
     def session(self) -> str:

@@ -44,6 +44,39 @@ def test_tools_are_written_in_the_engines_order_with_null_for_what_is_absent() -
     )
 
 
+@pytest.mark.parametrize(
+    ("form", "clock", "steady"),
+    [
+        ("%d %b %Y", "12:00", True),
+        ("%d %b %Y", "23:45", True),
+        ("%d %b %Y", "23:55", False),
+        ("%d %b %Y", "00:05", False),
+        ("%d %b %Y", "00:15", True),
+        ("%H", "12:30", True),
+        ("%H", "12:55", False),
+        ("%p", "11:55", False),
+        ("%H:%M", "12:30", False),
+        ("%M", "12:30", False),
+        ("%S", "12:30", False),
+        ("%f", "12:30", False),
+        ("%s", "12:30", False),
+    ],
+)
+def test_a_prompt_that_shows_the_clock_is_steady_while_the_clock_shows_the_same(
+    form: str, clock: str, steady: bool
+) -> None:
+    now = datetime.fromisoformat(f"2026-03-04T{clock}:30")
+    made = ChatTemplate("{% if messages[0].content == 'when' %}{{ strftime_now(form) }}{% endif %}", {}, lambda: now)
+    assert made.read(user("when", chat_template_kwargs={"form": form})).steady is steady
+    # Each prompt by what it asked for itself.
+    assert made.read(user("x", chat_template_kwargs={"form": form})).steady
+
+
+def test_a_clock_that_is_asked_in_a_macro_is_seen() -> None:
+    asked = "{% macro today(m) %}{{ strftime_now('%M') }}{% endmacro %}{{ today(messages) }}"
+    assert not template(asked).read(user("x")).steady
+
+
 def test_arguments_of_tool_calls_become_objects() -> None:
     def call(arguments: Any) -> str:
         tool_call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}

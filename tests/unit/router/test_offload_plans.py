@@ -90,6 +90,29 @@ def next_step(router: RouterState, effects: list[ev.Effect]) -> ev.Placed:
     return answer
 
 
+@pytest.mark.parametrize("policy", ["adaptive_offload", "elastic", "migrate", "dynamo_kv", "llmd_default"])
+def test_what_one_instance_must_compute_is_never_parted(policy: str) -> None:
+    settings: dict[str, dict[str, Any]] = {
+        "elastic": {"decider": "heuristic"},
+        "dynamo_kv": {"disaggregate": True, "local_tokens": 0, "local_ratio": 0},
+        "llmd_default": {"pd_threshold_tokens": 1},
+    }
+    for single_instance in (False, True):
+        if policy == "migrate":
+            router = migrating()
+        else:
+            heavy = {} if policy in ("dynamo_kv", "llmd_default") else {"heavy_new_tokens": 1}
+            router = fleet(policy, "a", "b", **heavy, **settings.get(policy, {}))
+            announced = ev.OpenStream(request("old", tokens=500), "a", Phase.DECODE, 0)
+            router.handle(ev.GatewayHello("g", (announced,)), 0.0)
+        asked = request("r", prompt=PROMPT, session_id="s", single_instance=single_instance)
+        answer = place(router, asked, 1.0)
+        assert isinstance(answer, ev.Placed)
+        assert answer.last is single_instance
+        assert (answer.step.kind is StepKind.SERVE) is single_instance
+        router.check_invariants()
+
+
 def test_after_a_failed_prefill_the_target_serves_the_whole_request() -> None:
     router = migrating()
     placed(router, "r", 1.0)

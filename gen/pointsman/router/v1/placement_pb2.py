@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from pointsman.agent.v1 import agent_pb2 as pointsman_dot_agent_dot_v1_dot_agent__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#pointsman/router/v1/placement.proto\x12\x13pointsman.router.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1epointsman/agent/v1/agent.proto\"\xde\x02\n\x0eSessionRequest\x12\x32\n\x05hello\x18\x01 \x01(\x0b\x32!.pointsman.router.v1.GatewayHelloH\x00\x12\x36\n\x05place\x18\x02 \x01(\x0b\x32%.pointsman.router.v1.PlacementRequestH\x00\x12\x32\n\tstep_done\x18\x03 \x01(\x0b\x32\x1d.pointsman.router.v1.StepDoneH\x00\x12\x36\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x1f.pointsman.router.v1.FirstTokenH\x00\x12\x31\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x1d.pointsman.router.v1.FinishedH\x00\x12\x39\n\x05\x62\x61tch\x18( \x01(\x0b\x32(.pointsman.router.v1.SessionRequestBatchH\x00\x42\x06\n\x04kind\"L\n\x13SessionRequestBatch\x12\x35\n\x08requests\x18\x01 \x03(\x0b\x32#.pointsman.router.v1.SessionRequest\"\xa0\x02\n\x0fSessionResponse\x12\x36\n\x07welcome\x18\x01 \x01(\x0b\x32#.pointsman.router.v1.GatewayWelcomeH\x00\x12\x33\n\tplacement\x18\x02 \x01(\x0b\x32\x1e.pointsman.router.v1.PlacementH\x00\x12/\n\x07refusal\x18\x03 \x01(\x0b\x32\x1c.pointsman.router.v1.RefusalH\x00\x12+\n\x05\x66leet\x18\x04 \x01(\x0b\x32\x1a.pointsman.router.v1.FleetH\x00\x12:\n\x05\x62\x61tch\x18( \x01(\x0b\x32).pointsman.router.v1.SessionResponseBatchH\x00\x42\x06\n\x04kind\"O\n\x14SessionResponseBatch\x12\x37\n\tresponses\x18\x01 \x03(\x0b\x32$.pointsman.router.v1.SessionResponse\"\x92\x01\n\x0cGatewayHello\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x35\n\x0copen_streams\x18\x02 \x03(\x0b\x32\x1f.pointsman.router.v1.OpenStream\x12\x1b\n\x13waiting_request_ids\x18\x14 \x03(\t\x12\x1a\n\x12known_instance_ids\x18\x15 \x03(\t\"\xb5\x01\n\nOpenStream\x12\x36\n\x07request\x18\x01 \x01(\x0b\x32%.pointsman.router.v1.PlacementRequest\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12)\n\x05phase\x18\x03 \x01(\x0e\x32\x1a.pointsman.router.v1.Phase\x12\x18\n\x10generated_tokens\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\"F\n\x0eGatewayWelcome\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nkey_scheme\x18\x03 \x01(\t\"\xb1\x02\n\x10PlacementRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x12\n\nsession_id\x18\x04 \x01(\t\x12\x14\n\x0cinput_tokens\x18\x05 \x01(\r\x12\x10\n\x04keys\x18\x06 \x03(\x06\x42\x02\x10\x01\x12\x19\n\x11max_output_tokens\x18\x07 \x01(\r\x12\x0f\n\x07\x65xclude\x18\x08 \x03(\t\x12+\n\x08\x64\x65\x61\x64line\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12&\n\x03\x61ge\x18( \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10sliceable_tokens\x18< \x01(\r\"\xb4\x02\n\x04Step\x12\r\n\x05index\x18\x01 \x01(\r\x12+\n\x04kind\x18\x02 \x01(\x0e\x32\x1d.pointsman.router.v1.StepKind\x12\x32\n\x08instance\x18\x03 \x01(\x0b\x32 .pointsman.router.v1.InstanceRef\x12\x15\n\rprefix_tokens\x18\x04 \x01(\r\x12\x33\n\tkv_source\x18\x05 \x01(\x0b\x32 .pointsman.router.v1.InstanceRef\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12+\n\x08\x64\x65\x61\x64line\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\tkv_target\x18\x14 \x01(\x0b\x32 .pointsman.router.v1.InstanceRef\"\xb1\x01\n\x0bInstanceRef\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x1f\n\x12\x64\x61ta_parallel_rank\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x33\n\x0bkv_transfer\x18\x14 \x01(\x0b\x32\x1e.pointsman.agent.v1.KvTransferB\x15\n\x13_data_parallel_rank\"\x94\x01\n\tPlacement\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x02 \x01(\t\x12\'\n\x04step\x18\x03 \x01(\x0b\x32\x19.pointsman.router.v1.Step\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x10\n\x08\x64\x65graded\x18\x06 \x01(\x08\"\xac\x01\n\x07Refusal\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\x12.\n\x0bretry_after\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x05owner\x18\x14 \x01(\x0b\x32\x1a.pointsman.router.v1.Owner\x12\x13\n\x0bnot_serving\x18\x15 \x01(\x08\":\n\x05Owner\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"f\n\x08StepDone\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nstep_index\x18\x02 \x01(\r\x12\n\n\x02ok\x18\x03 \x01(\x08\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x17\n\x0finstance_failed\x18\x14 \x01(\x08\"4\n\nFirstToken\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nrefused_by\x18\x02 \x03(\t\"\xcf\x02\n\x08\x46inished\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x07outcome\x18\x02 \x01(\x0e\x32\x1c.pointsman.router.v1.Outcome\x12\x1a\n\rprompt_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\rcached_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x1a\n\routput_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x13\n\x0bhttp_status\x18\x07 \x01(\r\x12-\n\x07timings\x18\x08 \x01(\x0b\x32\x1c.pointsman.router.v1.Timings\x12\x12\n\nrefused_by\x18\t \x03(\t\x12\x0f\n\x07refused\x18\n \x01(\x08\x42\x10\n\x0e_prompt_tokensB\x10\n\x0e_cached_tokensB\x10\n\x0e_output_tokens\"V\n\x07Timings\x12\x11\n\tplaced_ms\x18\x01 \x01(\x01\x12\x0f\n\x07sent_ms\x18\x02 \x01(\x01\x12\x16\n\x0e\x66irst_token_ms\x18\x03 \x01(\x01\x12\x0f\n\x07\x64one_ms\x18\x04 \x01(\x01\"y\n\x05\x46leet\x12(\n\x05pools\x18\x01 \x03(\x0b\x32\x19.pointsman.router.v1.Pool\x12\x10\n\x08starting\x18\x14 \x01(\x08\x12\x34\n\x11ownerless_timeout\x18\x15 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xca\x01\n\x04Pool\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0cserved_names\x18\x02 \x03(\t\x12\x12\n\nlora_names\x18\x03 \x03(\t\x12\x12\n\nmodel_root\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x33\n\tinstances\x18\x06 \x03(\x0b\x32 .pointsman.router.v1.InstanceRef\x12)\n\x05owner\x18\x14 \x01(\x0b\x32\x1a.pointsman.router.v1.Owner\"F\n\x0cPlaceRequest\x12\x36\n\x07request\x18\x01 \x01(\x0b\x32%.pointsman.router.v1.PlacementRequest\"l\n\rPlaceResponse\x12\x31\n\tplacement\x18\x01 \x01(\x0b\x32\x1e.pointsman.router.v1.Placement\x12(\n\x05lease\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"O\n\rFinishRequest\x12/\n\x08\x66inished\x18\x01 \x01(\x0b\x32\x1d.pointsman.router.v1.Finished\x12\r\n\x05model\x18\x14 \x01(\t\"\x10\n\x0e\x46inishResponse*C\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x11\n\rPHASE_PREFILL\x10\x01\x12\x10\n\x0cPHASE_DECODE\x10\x02*Q\n\x08StepKind\x12\x19\n\x15STEP_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11STEP_KIND_PREFILL\x10\x01\x12\x13\n\x0fSTEP_KIND_SERVE\x10\x02*s\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x0e\n\nOUTCOME_OK\x10\x01\x12\x15\n\x11OUTCOME_CANCELLED\x10\x02\x12\x14\n\x10OUTCOME_REJECTED\x10\x03\x12\x12\n\x0eOUTCOME_FAILED\x10\x04\x32\x8f\x02\n\x10PlacementService\x12X\n\x07Session\x12#.pointsman.router.v1.SessionRequest\x1a$.pointsman.router.v1.SessionResponse(\x01\x30\x01\x12N\n\x05Place\x12!.pointsman.router.v1.PlaceRequest\x1a\".pointsman.router.v1.PlaceResponse\x12Q\n\x06\x46inish\x12\".pointsman.router.v1.FinishRequest\x1a#.pointsman.router.v1.FinishResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#pointsman/router/v1/placement.proto\x12\x13pointsman.router.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1epointsman/agent/v1/agent.proto\"\xde\x02\n\x0eSessionRequest\x12\x32\n\x05hello\x18\x01 \x01(\x0b\x32!.pointsman.router.v1.GatewayHelloH\x00\x12\x36\n\x05place\x18\x02 \x01(\x0b\x32%.pointsman.router.v1.PlacementRequestH\x00\x12\x32\n\tstep_done\x18\x03 \x01(\x0b\x32\x1d.pointsman.router.v1.StepDoneH\x00\x12\x36\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x1f.pointsman.router.v1.FirstTokenH\x00\x12\x31\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x1d.pointsman.router.v1.FinishedH\x00\x12\x39\n\x05\x62\x61tch\x18( \x01(\x0b\x32(.pointsman.router.v1.SessionRequestBatchH\x00\x42\x06\n\x04kind\"L\n\x13SessionRequestBatch\x12\x35\n\x08requests\x18\x01 \x03(\x0b\x32#.pointsman.router.v1.SessionRequest\"\xa0\x02\n\x0fSessionResponse\x12\x36\n\x07welcome\x18\x01 \x01(\x0b\x32#.pointsman.router.v1.GatewayWelcomeH\x00\x12\x33\n\tplacement\x18\x02 \x01(\x0b\x32\x1e.pointsman.router.v1.PlacementH\x00\x12/\n\x07refusal\x18\x03 \x01(\x0b\x32\x1c.pointsman.router.v1.RefusalH\x00\x12+\n\x05\x66leet\x18\x04 \x01(\x0b\x32\x1a.pointsman.router.v1.FleetH\x00\x12:\n\x05\x62\x61tch\x18( \x01(\x0b\x32).pointsman.router.v1.SessionResponseBatchH\x00\x42\x06\n\x04kind\"O\n\x14SessionResponseBatch\x12\x37\n\tresponses\x18\x01 \x03(\x0b\x32$.pointsman.router.v1.SessionResponse\"\x92\x01\n\x0cGatewayHello\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x35\n\x0copen_streams\x18\x02 \x03(\x0b\x32\x1f.pointsman.router.v1.OpenStream\x12\x1b\n\x13waiting_request_ids\x18\x14 \x03(\t\x12\x1a\n\x12known_instance_ids\x18\x15 \x03(\t\"\xb5\x01\n\nOpenStream\x12\x36\n\x07request\x18\x01 \x01(\x0b\x32%.pointsman.router.v1.PlacementRequest\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12)\n\x05phase\x18\x03 \x01(\x0e\x32\x1a.pointsman.router.v1.Phase\x12\x18\n\x10generated_tokens\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\"F\n\x0eGatewayWelcome\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nkey_scheme\x18\x03 \x01(\t\"\xca\x02\n\x10PlacementRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x12\n\nsession_id\x18\x04 \x01(\t\x12\x14\n\x0cinput_tokens\x18\x05 \x01(\r\x12\x10\n\x04keys\x18\x06 \x03(\x06\x42\x02\x10\x01\x12\x19\n\x11max_output_tokens\x18\x07 \x01(\r\x12\x0f\n\x07\x65xclude\x18\x08 \x03(\t\x12+\n\x08\x64\x65\x61\x64line\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12&\n\x03\x61ge\x18( \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10sliceable_tokens\x18< \x01(\r\x12\x17\n\x0fsingle_instance\x18= \x01(\x08\"\xb4\x02\n\x04Step\x12\r\n\x05index\x18\x01 \x01(\r\x12+\n\x04kind\x18\x02 \x01(\x0e\x32\x1d.pointsman.router.v1.StepKind\x12\x32\n\x08instance\x18\x03 \x01(\x0b\x32 .pointsman.router.v1.InstanceRef\x12\x15\n\rprefix_tokens\x18\x04 \x01(\r\x12\x33\n\tkv_source\x18\x05 \x01(\x0b\x32 .pointsman.router.v1.InstanceRef\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12+\n\x08\x64\x65\x61\x64line\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x33\n\tkv_target\x18\x14 \x01(\x0b\x32 .pointsman.router.v1.InstanceRef\"\xb1\x01\n\x0bInstanceRef\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x1f\n\x12\x64\x61ta_parallel_rank\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x33\n\x0bkv_transfer\x18\x14 \x01(\x0b\x32\x1e.pointsman.agent.v1.KvTransferB\x15\n\x13_data_parallel_rank\"\x94\x01\n\tPlacement\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65\x63ision_id\x18\x02 \x01(\t\x12\'\n\x04step\x18\x03 \x01(\x0b\x32\x19.pointsman.router.v1.Step\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x10\n\x08\x64\x65graded\x18\x06 \x01(\x08\"\xac\x01\n\x07Refusal\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\x12.\n\x0bretry_after\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x05owner\x18\x14 \x01(\x0b\x32\x1a.pointsman.router.v1.Owner\x12\x13\n\x0bnot_serving\x18\x15 \x01(\x08\":\n\x05Owner\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"f\n\x08StepDone\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nstep_index\x18\x02 \x01(\r\x12\n\n\x02ok\x18\x03 \x01(\x08\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x17\n\x0finstance_failed\x18\x14 \x01(\x08\"4\n\nFirstToken\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nrefused_by\x18\x02 \x03(\t\"\xcf\x02\n\x08\x46inished\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\x07outcome\x18\x02 \x01(\x0e\x32\x1c.pointsman.router.v1.Outcome\x12\x1a\n\rprompt_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\rcached_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x1a\n\routput_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x13\n\x0bhttp_status\x18\x07 \x01(\r\x12-\n\x07timings\x18\x08 \x01(\x0b\x32\x1c.pointsman.router.v1.Timings\x12\x12\n\nrefused_by\x18\t \x03(\t\x12\x0f\n\x07refused\x18\n \x01(\x08\x42\x10\n\x0e_prompt_tokensB\x10\n\x0e_cached_tokensB\x10\n\x0e_output_tokens\"V\n\x07Timings\x12\x11\n\tplaced_ms\x18\x01 \x01(\x01\x12\x0f\n\x07sent_ms\x18\x02 \x01(\x01\x12\x16\n\x0e\x66irst_token_ms\x18\x03 \x01(\x01\x12\x0f\n\x07\x64one_ms\x18\x04 \x01(\x01\"y\n\x05\x46leet\x12(\n\x05pools\x18\x01 \x03(\x0b\x32\x19.pointsman.router.v1.Pool\x12\x10\n\x08starting\x18\x14 \x01(\x08\x12\x34\n\x11ownerless_timeout\x18\x15 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xca\x01\n\x04Pool\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0cserved_names\x18\x02 \x03(\t\x12\x12\n\nlora_names\x18\x03 \x03(\t\x12\x12\n\nmodel_root\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x33\n\tinstances\x18\x06 \x03(\x0b\x32 .pointsman.router.v1.InstanceRef\x12)\n\x05owner\x18\x14 \x01(\x0b\x32\x1a.pointsman.router.v1.Owner\"F\n\x0cPlaceRequest\x12\x36\n\x07request\x18\x01 \x01(\x0b\x32%.pointsman.router.v1.PlacementRequest\"l\n\rPlaceResponse\x12\x31\n\tplacement\x18\x01 \x01(\x0b\x32\x1e.pointsman.router.v1.Placement\x12(\n\x05lease\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"O\n\rFinishRequest\x12/\n\x08\x66inished\x18\x01 \x01(\x0b\x32\x1d.pointsman.router.v1.Finished\x12\r\n\x05model\x18\x14 \x01(\t\"\x10\n\x0e\x46inishResponse*C\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x11\n\rPHASE_PREFILL\x10\x01\x12\x10\n\x0cPHASE_DECODE\x10\x02*Q\n\x08StepKind\x12\x19\n\x15STEP_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11STEP_KIND_PREFILL\x10\x01\x12\x13\n\x0fSTEP_KIND_SERVE\x10\x02*s\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x0e\n\nOUTCOME_OK\x10\x01\x12\x15\n\x11OUTCOME_CANCELLED\x10\x02\x12\x14\n\x10OUTCOME_REJECTED\x10\x03\x12\x12\n\x0eOUTCOME_FAILED\x10\x04\x32\x8f\x02\n\x10PlacementService\x12X\n\x07Session\x12#.pointsman.router.v1.SessionRequest\x1a$.pointsman.router.v1.SessionResponse(\x01\x30\x01\x12N\n\x05Place\x12!.pointsman.router.v1.PlaceRequest\x1a\".pointsman.router.v1.PlaceResponse\x12Q\n\x06\x46inish\x12\".pointsman.router.v1.FinishRequest\x1a#.pointsman.router.v1.FinishResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,12 +35,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PLACEMENTREQUEST'].fields_by_name['keys']._loaded_options = None
   _globals['_PLACEMENTREQUEST'].fields_by_name['keys']._serialized_options = b'\020\001'
-  _globals['_PHASE']._serialized_start=3710
-  _globals['_PHASE']._serialized_end=3777
-  _globals['_STEPKIND']._serialized_start=3779
-  _globals['_STEPKIND']._serialized_end=3860
-  _globals['_OUTCOME']._serialized_start=3862
-  _globals['_OUTCOME']._serialized_end=3977
+  _globals['_PHASE']._serialized_start=3735
+  _globals['_PHASE']._serialized_end=3802
+  _globals['_STEPKIND']._serialized_start=3804
+  _globals['_STEPKIND']._serialized_end=3885
+  _globals['_OUTCOME']._serialized_start=3887
+  _globals['_OUTCOME']._serialized_end=4002
   _globals['_SESSIONREQUEST']._serialized_start=125
   _globals['_SESSIONREQUEST']._serialized_end=475
   _globals['_SESSIONREQUESTBATCH']._serialized_start=477
@@ -56,37 +56,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GATEWAYWELCOME']._serialized_start=1260
   _globals['_GATEWAYWELCOME']._serialized_end=1330
   _globals['_PLACEMENTREQUEST']._serialized_start=1333
-  _globals['_PLACEMENTREQUEST']._serialized_end=1638
-  _globals['_STEP']._serialized_start=1641
-  _globals['_STEP']._serialized_end=1949
-  _globals['_INSTANCEREF']._serialized_start=1952
-  _globals['_INSTANCEREF']._serialized_end=2129
-  _globals['_PLACEMENT']._serialized_start=2132
-  _globals['_PLACEMENT']._serialized_end=2280
-  _globals['_REFUSAL']._serialized_start=2283
-  _globals['_REFUSAL']._serialized_end=2455
-  _globals['_OWNER']._serialized_start=2457
-  _globals['_OWNER']._serialized_end=2515
-  _globals['_STEPDONE']._serialized_start=2517
-  _globals['_STEPDONE']._serialized_end=2619
-  _globals['_FIRSTTOKEN']._serialized_start=2621
-  _globals['_FIRSTTOKEN']._serialized_end=2673
-  _globals['_FINISHED']._serialized_start=2676
-  _globals['_FINISHED']._serialized_end=3011
-  _globals['_TIMINGS']._serialized_start=3013
-  _globals['_TIMINGS']._serialized_end=3099
-  _globals['_FLEET']._serialized_start=3101
-  _globals['_FLEET']._serialized_end=3222
-  _globals['_POOL']._serialized_start=3225
-  _globals['_POOL']._serialized_end=3427
-  _globals['_PLACEREQUEST']._serialized_start=3429
-  _globals['_PLACEREQUEST']._serialized_end=3499
-  _globals['_PLACERESPONSE']._serialized_start=3501
-  _globals['_PLACERESPONSE']._serialized_end=3609
-  _globals['_FINISHREQUEST']._serialized_start=3611
-  _globals['_FINISHREQUEST']._serialized_end=3690
-  _globals['_FINISHRESPONSE']._serialized_start=3692
-  _globals['_FINISHRESPONSE']._serialized_end=3708
-  _globals['_PLACEMENTSERVICE']._serialized_start=3980
-  _globals['_PLACEMENTSERVICE']._serialized_end=4251
+  _globals['_PLACEMENTREQUEST']._serialized_end=1663
+  _globals['_STEP']._serialized_start=1666
+  _globals['_STEP']._serialized_end=1974
+  _globals['_INSTANCEREF']._serialized_start=1977
+  _globals['_INSTANCEREF']._serialized_end=2154
+  _globals['_PLACEMENT']._serialized_start=2157
+  _globals['_PLACEMENT']._serialized_end=2305
+  _globals['_REFUSAL']._serialized_start=2308
+  _globals['_REFUSAL']._serialized_end=2480
+  _globals['_OWNER']._serialized_start=2482
+  _globals['_OWNER']._serialized_end=2540
+  _globals['_STEPDONE']._serialized_start=2542
+  _globals['_STEPDONE']._serialized_end=2644
+  _globals['_FIRSTTOKEN']._serialized_start=2646
+  _globals['_FIRSTTOKEN']._serialized_end=2698
+  _globals['_FINISHED']._serialized_start=2701
+  _globals['_FINISHED']._serialized_end=3036
+  _globals['_TIMINGS']._serialized_start=3038
+  _globals['_TIMINGS']._serialized_end=3124
+  _globals['_FLEET']._serialized_start=3126
+  _globals['_FLEET']._serialized_end=3247
+  _globals['_POOL']._serialized_start=3250
+  _globals['_POOL']._serialized_end=3452
+  _globals['_PLACEREQUEST']._serialized_start=3454
+  _globals['_PLACEREQUEST']._serialized_end=3524
+  _globals['_PLACERESPONSE']._serialized_start=3526
+  _globals['_PLACERESPONSE']._serialized_end=3634
+  _globals['_FINISHREQUEST']._serialized_start=3636
+  _globals['_FINISHREQUEST']._serialized_end=3715
+  _globals['_FINISHRESPONSE']._serialized_start=3717
+  _globals['_FINISHRESPONSE']._serialized_end=3733
+  _globals['_PLACEMENTSERVICE']._serialized_start=4005
+  _globals['_PLACEMENTSERVICE']._serialized_end=4276
 # @@protoc_insertion_point(module_scope)

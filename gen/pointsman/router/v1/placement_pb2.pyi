@@ -388,6 +388,7 @@ class PlacementRequest(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     AGE_FIELD_NUMBER: _builtins.int
     SLICEABLE_TOKENS_FIELD_NUMBER: _builtins.int
+    SINGLE_INSTANCE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id is unique; the same id again gets the same placement."""
     model: _builtins.str
@@ -405,6 +406,10 @@ class PlacementRequest(_message.Message):
     sliceable_tokens: _builtins.int
     """sliceable_tokens: the gateway can have a prefix of the prompt computed ahead of it, by token ids, of at most so many tokens:
     all of a text, those before the first image of a prompt with media; 0 where it cannot.
+    """
+    single_instance: _builtins.bool
+    """single_instance: the instance that answers must compute the prompt itself. Another one may see other tokens (the chat template
+    reads the clock, or the gateway cannot tell the tokens), or the request has no form in which one instance prefills for another.
     """
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -437,10 +442,11 @@ class PlacementRequest(_message.Message):
         traceparent: _builtins.str = ...,
         age: _duration_pb2.Duration | None = ...,
         sliceable_tokens: _builtins.int = ...,
+        single_instance: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "deadline", b"deadline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "deadline", b"deadline", "exclude", b"exclude", "input_tokens", b"input_tokens", "keys", b"keys", "max_output_tokens", b"max_output_tokens", "model", b"model", "request_id", b"request_id", "session_id", b"session_id", "sliceable_tokens", b"sliceable_tokens", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "deadline", b"deadline", "exclude", b"exclude", "input_tokens", b"input_tokens", "keys", b"keys", "max_output_tokens", b"max_output_tokens", "model", b"model", "request_id", b"request_id", "session_id", b"session_id", "single_instance", b"single_instance", "sliceable_tokens", b"sliceable_tokens", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -18,6 +18,7 @@ from pointsman.gateway.core.rate_limits import Admission
 from pointsman.gateway.core.request.gen_ai_attributes import request_attributes
 from pointsman.gateway.core.request.request_context import RequestContext
 from pointsman.gateway.core.request.sessions import Sessions, bounded_id
+from pointsman.gateway.core.request.transfer_params import transfer_obstacle
 from pointsman.gateway.core.request_trace import RequestTrace
 from pointsman.gateway.core.tenants import DEFAULT_TENANT
 from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer, Prompt
@@ -118,11 +119,15 @@ class RequestPreparer:
         # Of several prompts only the first has keys; what no cache is read for needs no PREFILL.
         ids = prompt.ids if prompt is not None and len(prompt.lengths) == 1 and call.reads_prefix_cache else None
         placement.sliceable_tokens = 0 if ids is None else len(ids)
+        steady = prompt is not None and prompt.steady
+        obstacle = transfer_obstacle(call) or ("" if steady else "another instance may see other tokens")
+        placement.single_instance = bool(obstacle)
         return RequestContext(
             request_id=request_id,
             call=call,
             state=state,
             placement=placement,
+            transfer_obstacle=obstacle,
             ids=ids,
             exact_tokens=0 if ids is None or (prompt is not None and prompt.media) else len(ids),
             upstream_headers=sent,

@@ -22,6 +22,7 @@ class RequestContext:
     call: ApiCall
     state: PoolState
     placement: placement_pb2.PlacementRequest
+    transfer_obstacle: str  # why no other instance may prefill for the one that answers; empty where one may
     ids: TokenIds | None  # of the prompt, as far as its first image; None where they are only estimated
     exact_tokens: int  # of the whole prompt; 0 where they are only estimated
     upstream_headers: dict[str, str]

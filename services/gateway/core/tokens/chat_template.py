@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 import jinja2
@@ -41,17 +41,23 @@ _RESERVED_KWARGS = frozenset(
     | {"truncation", "max_length", "return_tensors", "return_assistant_tokens_mask", "tokenizer_kwargs", "conversation"}
 )
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+# The two instances of an offload render its prompt no further apart from this moment: the gateway's timeouts for two placements,
+# prefill and transfer are four and a half minutes, the rest is for clocks that differ. No whole number of minutes or seconds, so
+# that a format which shows only these changes, too.
+RENDERED_APART = timedelta(seconds=617.3)
 Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Rendered:
     """A prompt's text. Where it holds media, only its first `known` characters stand for what the engine makes of it, and
-    `media` names the first of them by its content; else `known` is the whole length."""
+    `media` names the first of them by its content; else `known` is the whole length. `steady`: it would be the same
+    RENDERED_APART earlier or later."""
 
     text: str
     known: int
     media: bytes = b""
+    steady: bool = True
 
 
 class Unrenderable(Exception):
@@ -96,7 +102,7 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: clock().strftime(form)
+        self._clock = clock
         tree = environment.parse(source)
         self._source = source
         self._template = environment.from_string(source)
@@ -117,19 +123,20 @@ class ChatTemplate:
         """The same, of a `body` that may hold media where the template shows them itself."""
         media = next(_media(body["messages"]), None) if self.parts_as_dicts else None
         if media is None:
-            text = self._render(body)
-            return Rendered(text, len(text))
+            text, steady = self._render(body)
+            return Rendered(text, len(text), steady=steady)
         if body.get("continue_final_message") is True:
             raise Unrenderable("media in a message to be continued")
         # What comes before the first of them is what it would be if a text stood in its place. A template that treats
         # prompts with media otherwise (a system prompt left out, media moved to the front) parts from that earlier.
-        text, marked = self._render(body), self._render(body, mark=_MEDIA_TAG)
+        (text, steady), (marked, _) = self._render(body), self._render(body, mark=_MEDIA_TAG)
         known = marked.find(_MEDIA_TAG)
         if known < 0:
             raise Unrenderable("the template drops what is in the place of media")
-        return Rendered(text, _same(text, marked, known), msgspec.json.encode(media, order="sorted"))
+        return Rendered(text, _same(text, marked, known), msgspec.json.encode(media, order="sorted"), steady)
 
-    def _render(self, body: Mapping[str, Any], mark: str = "") -> str:
+    def _render(self, body: Mapping[str, Any], mark: str = "") -> tuple[str, bool]:
+        """The text, and whether it is steady."""
         continue_final = body.get("continue_final_message") is True
         # The engine's default is True, also where continue_final_message forbids it: that request is refused there.
         add_generation = body.get("add_generation_prompt") is not False
@@ -148,13 +155,32 @@ class ChatTemplate:
         kwargs = {**self._special_tokens, **kwargs}
         kwargs |= {"tools": _tools(body.get("tools")), "documents": body.get("documents")}
         final = _open_final_message(messages, self._source) if continue_final else None
+        asked_clock: set[str] = set()
+
+        def strftime_now(form: str) -> str:
+            asked_clock.add(form)
+            return self._clock().strftime(form)
+
         try:
             # Template.render(), but for the chain of dictionaries that it copies each time.
-            names = {**self._globals, "messages": messages, **kwargs, "add_generation_prompt": add_generation}
+            names = {
+                **self._globals,
+                "strftime_now": strftime_now,
+                "messages": messages,
+                **kwargs,
+                "add_generation_prompt": add_generation,
+            }
             text = "".join(self._template.root_render_func(self._template.new_context(names, shared=True)))
         except Exception as error:  # a template may fail in any way on what a client wrote
             raise Unrenderable(f"the chat template failed: {type(error).__name__}") from error
-        return text if final is None else _cut_at_tag(text, final)
+        steady = not asked_clock or self._steady(asked_clock)
+        return text if final is None else _cut_at_tag(text, final), steady
+
+    def _steady(self, forms: set[str]) -> bool:
+        """Whether the clock shows the same in all of `forms` at both ends of RENDERED_APART: then it does so in between, too."""
+        now = self._clock()
+        earlier, later = now - RENDERED_APART, now + RENDERED_APART
+        return all(earlier.strftime(form) == now.strftime(form) == later.strftime(form) for form in forms)
 
     def _conversation(self, messages: list[Message], mark: str) -> list[Message]:
         done = [_normalise(message, self.parts_as_dicts, mark) for message in messages]

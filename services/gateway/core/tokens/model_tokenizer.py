@@ -35,12 +35,14 @@ class Prompt:
     """Token ids of a request's prompt (of its first, when it brings several) and how many tokens each of its prompts has.
 
     Of a prompt with media these are the tokens before the first of them, which `media` names by its content. Of one that is too
-    long there may be only so many as show that.
+    long there may be only so many as show that. `steady`: another instance sees the same, even if it renders it some minutes
+    earlier or later.
     """
 
     ids: TokenIds
     lengths: tuple[int, ...]
     media: bytes = b""
+    steady: bool = True
 
 
 @dataclass
@@ -57,13 +59,20 @@ class PendingPrompt:
     """A prompt of which some pieces' tokens may still have to be made. `missing` counts their characters."""
 
     def __init__(
-        self, tokenizer: ModelTokenizer, prompts: Sequence[_Text | TokenIds], media: bytes = b"", most_tokens: int = 0
+        self,
+        tokenizer: ModelTokenizer,
+        prompts: Sequence[_Text | TokenIds],
+        most_tokens: int,
+        *,
+        media: bytes = b"",
+        steady: bool = True,
     ) -> None:
         """`most_tokens`: a prompt with more of them is of no use; 0: any is."""
         self._tokenizer = tokenizer
-        self._media = media
         self._prompts = prompts
         self._most_tokens = most_tokens
+        self._media = media
+        self._steady = steady
         texts = [one for one in prompts if isinstance(one, _Text)]
         self.missing_chars = sum(
             len(piece) for text in texts for piece, ids in zip(text.pieces, text.found, strict=True) if ids is None
@@ -80,7 +89,7 @@ class PendingPrompt:
             every.append(self._tokenizer.tokens(one, self._most_tokens) if isinstance(one, _Text) else one)
             if self._most_tokens and len(every[-1]) > self._most_tokens:
                 break
-        return Prompt(every[0], tuple(map(len, every)), self._media)
+        return Prompt(every[0], tuple(map(len, every)), self._media, self._steady)
 
 
 class ModelTokenizer:
@@ -124,10 +133,9 @@ class ModelTokenizer:
             rendered = self._rendered(chat)
             self._check_chars(call.endpoint, rendered.text, context)
             special = chat.get("add_special_tokens") is True
-            if rendered.media:
-                head = self._head(rendered, add_special_tokens=special)
-                return PendingPrompt(self, [head], rendered.media, context)
-            return PendingPrompt(self, [self._text(rendered.text, add_special_tokens=special)], b"", context)
+            read = self._head if rendered.media else self._whole
+            text = read(rendered, add_special_tokens=special)
+            return PendingPrompt(self, [text], context, media=rendered.media, steady=rendered.steady)
         add = call.body.get("add_special_tokens") is not False
         given = call.body["prompt"]
         if isinstance(given, str) or isinstance(given[0], int):
@@ -138,7 +146,6 @@ class ModelTokenizer:
         return PendingPrompt(
             self,
             [self._text(one, add_special_tokens=add) if isinstance(one, str) else array("I", one) for one in given],
-            b"",
             context,
         )
 
@@ -239,6 +246,9 @@ class ModelTokenizer:
         if template is None:
             raise Unrenderable("the model has no chat template")
         return template.read(body)
+
+    def _whole(self, rendered: Rendered, *, add_special_tokens: bool) -> _Text:
+        return self._text(rendered.text, add_special_tokens=add_special_tokens)
 
     def _head(self, rendered: Rendered, *, add_special_tokens: bool) -> _Text:
         """The part of a prompt with media whose tokens are known. Special tokens come from the template unless asked for."""

@@ -110,15 +110,18 @@ class RemotePrefill:
         bootstraps: EngineIdCache,
         releases: KvReleases,
         call: ApiCall,
+        obstacle: str,
         headers_of: Callable[[StepAssigned], Mapping[str, str]],
         pool: Callable[[], Sequence[Target]],
     ) -> None:
-        """`headers_of` tells what a step's requests carry, `pool` the instances of the model."""
+        """`obstacle`: why the call's prompt must not be prefilled elsewhere; empty where it may. `headers_of` tells what a step's
+        requests carry, `pool` the instances of the model."""
         self._upstream = upstream
         self._bootstraps = bootstraps
         self._releases = releases
         self._pool = pool
         self._call = call
+        self._obstacle = obstacle
         self._headers_of = headers_of
         self._agreeing = asyncio.Lock()
         self._agreed: _Agreed | None = None
@@ -129,14 +132,13 @@ class RemotePrefill:
 
     async def prefill(self, step: StepAssigned) -> None:
         """Have the step's instance compute the prompt's KV and keep it for the step's `kv_target`. Raises TransferError."""
-        source, call = step.target, self._call
+        source = step.target
         assert step.kv_target is not None, "a prefill for another instance"
         self.attempt_ended()
         self._source, self._planned = source, (step.kv_target,)
         if source.kv_protocol not in (kv.MOONCAKE, kv.NIXL) or source.kv_protocol != step.kv_target.kv_protocol:
             raise kv.TransferError("the instances have no way to pass KV on")
-        if reason := kv.transfer_obstacle(call):
-            raise kv.TransferError(reason)
+        self._check_allowed()
         if source.kv_protocol == kv.NIXL:
             self._transfer = kv.nixl_fetch(await self._post(step, kv.nixl_send()))
             return
@@ -199,7 +201,12 @@ class RemotePrefill:
                 self._agreed = _Agreed(attempt_id, source, secrets.token_hex(16), engine_id)
             return self._agreed
 
+    def _check_allowed(self) -> None:
+        if self._obstacle:
+            raise kv.TransferError(self._obstacle)
+
     async def _wanted(self, step: StepAssigned, early: bool) -> kv.KvTransferParams:
+        self._check_allowed()
         if early and step.kv_source is not None:
             return _fetch(await self._agree(step.kv_source, step.attempt_id))
         of_another = step.kv_source is None or self._source is None or step.kv_source.url != self._source.url

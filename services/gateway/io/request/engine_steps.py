@@ -53,6 +53,7 @@ class EngineSteps:
             shared.bootstraps,
             shared.releases,
             context.call,
+            context.transfer_obstacle,
             context.headers_of,
             lambda: [target_of(one) for one in context.state.pool.instances],
         )

@@ -45,6 +45,7 @@ def placement_request(wire: placement_pb2.PlacementRequest) -> PlacementRequest:
         deadline_s=seconds(wire.deadline) if wire.HasField("deadline") else None,
         age_s=max(seconds(wire.age), 0.0) if wire.HasField("age") else 0.0,
         sliceable_tokens=min(wire.sliceable_tokens, wire.input_tokens),
+        single_instance=wire.single_instance,
     )
 
 
