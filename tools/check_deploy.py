@@ -16,7 +16,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import kubernetes_validate  # type: ignore[import-untyped]
@@ -56,9 +58,12 @@ def _made_by_scripts(folder: str, names: list[str]) -> set[str]:
     }
 
 
-def render(kustomization: Path, *components: str) -> list[dict[str, Any]]:
+def render(
+    kustomization: Path, *components: str, files: Mapping[str, str] = MappingProxyType({})
+) -> list[dict[str, Any]]:
     """The objects of a kustomization under deploy/ as kustomize renders them, with throw-away secrets; `components` are those of
-    deploy/k8s to be added behind its own. Raises KubectlMissing and RuntimeError."""
+    deploy/k8s to be added behind its own, `files` other contents of files below deploy/. Raises KubectlMissing and
+    RuntimeError."""
     kubectl = ensure_kubectl()
     with tempfile.TemporaryDirectory() as folder:
         deploy = Path(folder, "deploy")
@@ -74,6 +79,8 @@ def render(kustomization: Path, *components: str) -> list[dict[str, Any]]:
             told = yaml.safe_load(file.read_text())
             told["components"].append(f"../../components/{name}")
             file.write_text(yaml.safe_dump(told))
+        for path, content in files.items():
+            (deploy / path).write_text(content)
         rendered = run(kubectl, "kustomize", copy)
     if rendered.returncode:
         raise RuntimeError(" ".join(rendered.stderr.split()))

@@ -29,6 +29,10 @@ class TcpProxy:
         """HOST:PORT to dial."""
         return f"127.0.0.1:{self.port}"
 
+    def lead_to(self, target: int) -> None:
+        """Connections that come from now on lead to 127.0.0.1:`target`; those that are open stay."""
+        self._target = target
+
     async def start(self) -> None:
         """Listen on a free port."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)

@@ -171,15 +171,8 @@ class Engine:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """The engine's core stands still inside the block, while its HTTP server answers: open streams stay open."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        assert children, "the HTTP server has no engine process"
-        for child in children:
-            os.kill(int(child), signal.SIGSTOP)
-        try:
+        with core_paused(self.process):
             yield
-        finally:
-            for child in children:
-                os.kill(int(child), signal.SIGCONT)
 
     def healthy(self) -> bool:
         """Whether GET /health answers 200 now."""
@@ -235,6 +228,20 @@ class Engine:
     def cached_keys(self) -> int:
         """How many different 16-token pieces of prompt (each with all that precedes it) the prefix cache holds now."""
         return len(held_pieces(self.ask("/kv_event_sources").json()["0"]["replay_endpoint"]))
+
+
+@contextmanager
+def core_paused(server: Process) -> Iterator[None]:
+    """The cores of an engine's HTTP server stand still inside the block."""
+    children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+    assert children, "the HTTP server has no engine process"
+    for child in children:
+        os.kill(int(child), signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for child in children:
+            os.kill(int(child), signal.SIGCONT)
 
 
 def held_pieces(replay_endpoint: str) -> set[Piece]:

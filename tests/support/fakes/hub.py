@@ -1,8 +1,13 @@
-"""A hub of models over HTTP, as far as huggingface_hub asks one for files of a model."""
+"""A hub of models over HTTP, as far as huggingface_hub asks one for files of a model.
+
+As a process of its own: `python -m tests.support.fakes.hub PORT ID FOLDER`, until it is told to end.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -26,7 +31,7 @@ class FakeHub:
     asked: list[str] = field(default_factory=list)
 
     async def _info(self, request: web.Request) -> web.Response:
-        if request.match_info["revision"] not in ("main", SHA):
+        if request.match_info.get("revision", "main") not in ("main", SHA):
             return web.json_response({"error": "no"}, status=404, headers={"X-Error-Code": "RevisionNotFound"})
         return web.json_response({"id": self._id(request), "sha": SHA, "siblings": []})
 
@@ -36,8 +41,12 @@ class FakeHub:
             [
                 {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": _etag(path)}
                 for path in sorted(folder.iterdir())
+                if path.is_file()
             ]
         )
+
+    async def _subfolder(self, request: web.Request) -> web.Response:
+        return web.Response(status=404, headers={"X-Error-Code": "EntryNotFound"})
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
         path = self.models[self._id(request)] / request.match_info["file"]
@@ -61,14 +70,16 @@ class FakeHub:
         return answer
 
     @asynccontextmanager
-    async def serve(self) -> AsyncIterator[FakeHub]:
+    async def serve(self, port: int = 0) -> AsyncIterator[FakeHub]:
         app = web.Application(middlewares=[self._allowed])
+        app.router.add_get("/api/models/{owner}/{name}", self._info)
         app.router.add_get("/api/models/{owner}/{name}/revision/{revision}", self._info)
         app.router.add_get("/api/models/{owner}/{name}/tree/{revision}", self._tree)
+        app.router.add_get("/api/models/{owner}/{name}/tree/{revision}/{folder:.+}", self._subfolder)
         app.router.add_get("/{owner}/{name}/resolve/{revision}/{file}", self._file)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         try:
             yield self
@@ -78,3 +89,12 @@ class FakeHub:
 
 def _etag(path: Path) -> str:
     return hashlib.sha1(path.read_bytes(), usedforsecurity=False).hexdigest()
+
+
+async def _serve(port: int, models: dict[str, Path]) -> None:
+    async with FakeHub(models).serve(port):
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(int(sys.argv[1]), {sys.argv[2]: Path(sys.argv[3])}))

@@ -45,7 +45,8 @@ def free_port() -> int:
 class Process:
     """A command with its log, in a process group of its own. It dies with the test process, however that one ends.
 
-    start() may be called again after stop() or kill(); the log is appended to.
+    start() may be called again after stop() or kill(); the log is appended to. `env` is added to this process's environment, or,
+    with `only_env`, is all that it has.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Process:
     log: Path
     env: Mapping[str, str] = field(default_factory=dict)
     cwd: Path | None = None
+    only_env: bool = False
     _child: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
     _owner: object = field(default_factory=leaks.owner, init=False, repr=False)
 
@@ -66,7 +68,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self.env},
+                env={**({} if self.only_env else os.environ), **self.env},
                 cwd=self.cwd,
                 start_new_session=True,
             )

@@ -1,0 +1,36 @@
+"""The text model of tests/support/engines/model.py with the two tokens between which Qwen3-Coder writes a tool call, which vLLM's
+parser of such calls looks for. A random model makes a call only where its grammar is forced.
+
+Run by the engine's Python: `python coder_model.py FOLDER`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+# Run as a script it lies beside model.py; tests import both from the package.
+sys.path.insert(0, str(Path(__file__).parent))
+import model as text
+
+TOOL_CALL = ("<tool_call>", "</tool_call>")
+
+
+def make_model(folder: Path) -> Path:
+    """Write the whole model into `folder` (made when missing) and return it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text.make_tokenizer(folder, (*text.SPECIAL, *TOOL_CALL))
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    for token in tokenizer["added_tokens"]:
+        # As Qwen's: they are part of the text.
+        token["special"] = token["content"] not in TOOL_CALL
+    file.write_text(json.dumps(tokenizer))
+    text.make_config(folder, text.text_config())
+    text.save_weights(folder, text.text_weights(folder, text.SEED))
+    return folder
+
+
+if __name__ == "__main__":
+    print(make_model(Path(sys.argv[1])))

