@@ -14,7 +14,7 @@ TORCH_PIP_ARGS ?=
 BIN := .venv/bin
 .DELETE_ON_ERROR:
 
-.PHONY: help demo bench test test-fast check format protos lock clean env env-engine env-aiperf
+.PHONY: help demo bench test test-fast check format protos lock clean images env env-engine env-aiperf
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
@@ -79,6 +79,10 @@ protos: env  ## generate gen/ from protos/
 
 lock: env  ## resolve the requirements again
 	PATH=$(BIN):$$PATH tools/lock.sh $(VLLM_VERSION) $(MOONCAKE_VERSION)
+
+images:  ## all images by docker buildx: REGISTRY=... [PUSH=1] [PLATFORMS=linux/amd64,linux/arm64]
+	@test -n "$(REGISTRY)" || { echo "make images REGISTRY=registry.example.com/llm [PUSH=1] [PLATFORMS=...]"; exit 1; }
+	$(PYTHON) -m tools.build_images "$(REGISTRY)" $(if $(PUSH),--push) $(if $(PLATFORMS),--platforms "$(PLATFORMS)")
 
 clean:  ## remove environments and caches
 	rm -rf .venv .venv-engine .venv-aiperf .state .mypy_cache .ruff_cache .pytest_cache .hypothesis

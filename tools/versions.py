@@ -28,8 +28,7 @@ PLACES: dict[str, tuple[tuple[str, str], ...]] = {
         ("deploy/compose/compose.yaml", r"pointsman-engine:([^}]+)"),
         ("deploy/compose/.env.example", r"^POINTSMAN_TAG=(.+)"),
         ("deploy/compose/.env.example", r"pointsman-engine:(.+)"),
-        ("deploy/k8s/components/images/kustomization.yaml", r"newTag: ([^}]+)"),
-        ("deploy/README.md", r"/pointsman-[\w$]+:([\d.]+\d)"),
+        ("deploy/k8s/components/images/kustomization.yaml", r"newTag: ([^-},]+)"),
     ),
     "python minor": (
         ("connector/pyproject.toml", r'^requires-python = ">=(.+)"'),
