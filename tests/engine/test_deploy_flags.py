@@ -55,12 +55,17 @@ def with_flags_file(words: list[str]) -> list[str]:
     return [str(file) if word == "/etc/pointsman/engine.yaml" else word for word in words]
 
 
-def k8s_flags(overlay: str) -> list[str]:
+def k8s_flags(overlay: str, workload_name: str = "vllm") -> list[str]:
     objects = check_deploy.render(check_deploy.DEPLOY / "k8s/overlays" / overlay)
-    workload = next(o for o in objects if o["kind"] in k8s.WORKLOADS and o["metadata"]["name"] == "vllm")
+    workload = next(o for o in objects if o["kind"] in k8s.WORKLOADS and o["metadata"]["name"] == workload_name)
     engine = next(c for c in k8s.containers(workload) if c.spec["name"] == "vllm")
     env, _, _ = k8s.environment(engine, objects)
     return with_flags_file([re.sub(r"\$\((\w+)\)", lambda m: env[m[1]], word) for word in engine.spec["args"]])
+
+
+def layerwise(role: str) -> list[str]:
+    """What vLLM must have made of the connector's flag."""
+    return [LAYERWISE["kv_connector"], LAYERWISE["kv_connector_module_path"], role, "tcp"]
 
 
 def pages_flags() -> list[list[str]]:
@@ -70,18 +75,16 @@ def pages_flags() -> list[list[str]]:
 
 def test_vllm_takes_the_flags_of_deploy_and_of_the_pages(vllm: Vllm) -> None:
     pages = pages_flags()
-    flags = [compose_flags(), compose_flags("offload.yaml"), k8s_flags("gpu"), k8s_flags("gpu-per-node"), *pages]
+    flags = [compose_flags(), compose_flags("offload.yaml"), k8s_flags("gpu"), k8s_flags("gpu-per-node")]
+    flags += [k8s_flags("prefill-decode", f"vllm-{role}") for role in ("prefill", "decode")]
+    flags += pages
     assert vllm.ask(PARSE, flags) == [
         [True, "tcp://*:5558", True, TOOLS, None],
-        [
-            True,
-            "tcp://*:5558",
-            True,
-            TOOLS,
-            [LAYERWISE["kv_connector"], LAYERWISE["kv_connector_module_path"], "kv_both", "tcp"],
-        ],
+        [True, "tcp://*:5558", True, TOOLS, layerwise("kv_both")],
         [True, "ipc:///run/kv/replay", True, TOOLS, None],
         [True, "tcp://*:5558", True, TOOLS, None],
+        [True, "ipc:///run/kv/replay", True, TOOLS, layerwise("kv_producer")],
+        [True, "ipc:///run/kv/replay", True, TOOLS, layerwise("kv_consumer")],
         *[[True, "tcp://*:5558", True, PAGES_TOOLS, None]] * len(pages),
     ]
     assert pages

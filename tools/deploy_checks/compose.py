@@ -69,6 +69,7 @@ def check(raw: Object, example: str, secret_files: set[str], optional: str = "")
     project = interpolate(raw, variables)
     for name, service in project["services"].items():
         problems += _references(name, service, project)
+        problems += _cut_off(name, service)
         problems += _rules(name, service)
         if _command(service) and services.subcommand_of(str(service.get("image", ""))):
             problems += _check_environment(name, service, project)
@@ -144,6 +145,15 @@ def _rules(name: str, service: Object) -> Iterator[str]:
     for port in service.get("ports", []):
         if str(port).count(":") < 2:
             yield f"{name}: port {port} is published on every interface"
+
+
+def _cut_off(name: str, service: Object) -> Iterator[str]:
+    """A service that lets what runs end must live that long after it is told to stop."""
+    told = [str(service.get("environment", {}).get("POINTSMAN_GATEWAY_DRAIN_TIMEOUT_S", "0"))]
+    told += [word.partition("=")[2] for word in _command(service) if word.startswith("--shutdown-timeout=")]
+    needed, grace = max(map(int, told)), str(service.get("stop_grace_period", "10s"))
+    if needed and not (grace.removesuffix("s").isdigit() and needed < int(grace.removesuffix("s"))):
+        yield f"{name}: ends in up to {needed} s, and is killed after {grace}"
 
 
 def names(name: str, service: Object) -> Iterator[str]:

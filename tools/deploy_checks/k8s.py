@@ -36,6 +36,8 @@ def check(objects: list[Object]) -> list[str]:
             problems += _container(container, objects)
     for service in _of(objects, "Service"):
         problems += _service(service, objects)
+    for ingress in _of(objects, "Ingress"):
+        problems += _ingress(ingress, objects)
     for policy in _of(objects, "NetworkPolicy"):
         problems += _network_policy(policy, objects)
     for budget in _of(objects, "PodDisruptionBudget"):
@@ -96,6 +98,8 @@ def _workload(workload: Object, objects: list[Object]) -> Iterator[str]:
         yield f"{where}: seccompProfile must be RuntimeDefault"
     if "terminationGracePeriodSeconds" not in pod:
         yield f"{where}: terminationGracePeriodSeconds is not said"
+    else:
+        yield from _cut_off(workload, objects)
     mounted = {mount["name"] for c in containers(workload) for mount in c.spec.get("volumeMounts", [])}
     for volume in pod.get("volumes", []):
         if volume["name"] not in mounted:
@@ -111,6 +115,31 @@ def _workload(workload: Object, objects: list[Object]) -> Iterator[str]:
                     if data is not None and item["key"] not in data:
                         yield f"{where}: volume {volume['name']}: {kind} {name} has no key {item['key']}"
     yield from _unprobed(workload)
+
+
+def _cut_off(workload: Object, objects: list[Object]) -> Iterator[str]:
+    """A pod must live until its containers have let what runs end: the pause before SIGTERM, and what they drain for after it."""
+    grace = workload["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    for container in containers(workload):
+        needed = pause_s(container) + drain_s(container, objects)
+        if needed >= grace:
+            yield f"{container.where}: ends in up to {needed} s, and its pod is killed after {grace} s"
+
+
+def pause_s(container: Container) -> int:
+    """For how long the container's pre-stop hook sleeps, in seconds."""
+    hook = container.spec.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
+    return int(hook[1]) if hook[:1] == ["sleep"] else 0
+
+
+def drain_s(container: Container, objects: list[Object]) -> int:
+    """For how long the container lets requests end after SIGTERM, in seconds: a gateway's or an engine's."""
+    env, _, _ = environment(container, objects)
+    told = [env.get("POINTSMAN_GATEWAY_DRAIN_TIMEOUT_S", "0")]
+    told += [
+        word.partition("=")[2] for word in container.spec.get("args", []) if word.startswith("--shutdown-timeout=")
+    ]
+    return max(map(int, told))
 
 
 def _unprobed(workload: Object) -> Iterator[str]:
@@ -142,7 +171,7 @@ def _node_ports(container: Container, objects: list[Object]) -> Iterator[str]:
 
 def _locked(container: Container) -> Iterator[str]:
     spec = container.spec
-    image, _, tag = spec["image"].partition(":")
+    image, _, tag = spec["image"].rpartition("/")[2].partition(":")
     if not tag or tag == "latest":
         yield f"{container.where}: image {image} needs a tag other than latest"
     context = spec.get("securityContext", {})
@@ -201,13 +230,15 @@ def environment(container: Container, objects: list[Object]) -> tuple[dict[str, 
             continue
         unknown.add(name)
         for kind, key in (("ConfigMap", "configMapKeyRef"), ("Secret", "secretKeyRef")):
-            reference = entry["valueFrom"].get(key)
-            if reference and not reference.get("optional"):
-                data = _data(objects, kind, reference["name"])
-                if data is None or reference["key"] not in data:
-                    problems.append(
-                        f"{container.where}: {name}: no key {reference['key']} in {kind} {reference['name']}"
-                    )
+            if not (reference := entry["valueFrom"].get(key)):
+                continue
+            data = _data(objects, kind, reference["name"]) or {}
+            if reference["key"] in data:
+                if kind == "ConfigMap":
+                    unknown.remove(name)
+                    env[name] = data[reference["key"]]
+            elif not reference.get("optional"):
+                problems.append(f"{container.where}: {name}: no key {reference['key']} in {kind} {reference['name']}")
     return env, unknown, problems
 
 
@@ -270,6 +301,19 @@ def _service(service: Object, objects: list[Object]) -> Iterator[str]:
             yield f"{where}: targetPort {target} is not a port of {_id(served[0])}"
 
 
+def _ingress(ingress: Object, objects: list[Object]) -> Iterator[str]:
+    where, spec = _id(ingress), ingress["spec"]
+    secured = {host for tls in spec.get("tls", []) for host in tls.get("hosts", [])}
+    ports = {(_name(s), port.get("name")) for s in _of(objects, "Service") for port in s["spec"]["ports"]}
+    for rule in spec["rules"]:
+        if rule.get("host") not in secured:
+            yield f"{where}: {rule.get('host')} is served without TLS"
+        for path in rule["http"]["paths"]:
+            service = path["backend"]["service"]
+            if (service["name"], service["port"].get("name")) not in ports:
+                yield f"{where}: {path['path']}: no Service {service['name']} with a port {service['port'].get('name')}"
+
+
 def _network_policy(policy: Object, objects: list[Object]) -> Iterator[str]:
     where, spec = _id(policy), policy["spec"]
     chosen = [w for w in _workloads(objects) if _matches(spec["podSelector"], w)]
@@ -278,7 +322,8 @@ def _network_policy(policy: Object, objects: list[Object]) -> Iterator[str]:
     ports = {port for workload in chosen for port in _port_names(workload)}
     for rule in spec.get("ingress", []):
         for port in rule.get("ports", []):
-            if port["port"] not in ports:
+            # A range is of ports that are drawn, which nobody can declare.
+            if port["port"] not in ports and "endPort" not in port:
                 yield f"{where}: port {port['port']} is not a port of what it selects"
         for peer in rule.get("from", []):
             if "podSelector" in peer and not any(_matches(peer["podSelector"], w) for w in _workloads(objects)):

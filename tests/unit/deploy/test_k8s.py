@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pointsman.gateway.core.api.api_call import ROUTES
 from tools import check_deploy
 from tools.deploy_checks import k8s
 
@@ -57,6 +58,13 @@ PER_NODE = {"DaemonSet/vllm": "vllm", "DaemonSet/agent": "agent"}
     [
         ("single-node", (), ROUTER | SIDECAR),
         ("gpu", (), ROUTER | REDIS | SIDECAR),
+        ("gpu", ("kv-transfer", "rdma"), ROUTER | REDIS | SIDECAR),
+        ("ha", ("ingress",), ROUTER | REDIS | SIDECAR),
+        (
+            "prefill-decode",
+            (),
+            ROUTER | REDIS | {"StatefulSet/vllm-prefill": "agent vllm", "StatefulSet/vllm-decode": "agent vllm"},
+        ),
         ("gpu-per-node", (), ROUTER | REDIS | PER_NODE),
         ("gpu-per-node", ("two-routers",), ROUTER | REDIS | PER_NODE),
         ("ha", (), ROUTER | REDIS | SIDECAR),
@@ -86,6 +94,67 @@ def test_engines_get_the_gpus_that_they_split_the_model_over(overlay: str, kind:
     assert {"key": "nvidia.com/gpu", "operator": "Exists"} in spec["tolerations"]
     assert (spec.get("runtimeClassName") == "nvidia") is (overlay == "single-node"), (
         "k3s' default runtime shows no GPUs"
+    )
+
+
+def test_prefill_and_decode_instances_reach_each_other_and_know_their_side() -> None:
+    objects = check_deploy.render(OVERLAYS / "prefill-decode")
+    for role, side in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
+        found = {c.spec["name"]: c for c in k8s.containers(find(objects, "StatefulSet", f"vllm-{role}"))}
+        assert k8s.environment(found["vllm"], objects)[0]["KV_ROLE"] == side
+        told = k8s.environment(found["agent"], objects)[0]["POINTSMAN_AGENT_ENGINES"]
+        assert f"advertise=http://pod-name.vllm-{role}.pod-namespace.svc:8000" in told
+        # One must not take the other's pods for its own.
+        service = find(objects, "Service", f"vllm-{role}")["spec"]["selector"]
+        workload = find(objects, "StatefulSet", f"vllm-{role}")["spec"]
+        assert service == workload["selector"]["matchLabels"]
+        assert service["pointsman/kv-role"] == role
+        among, asked = find(objects, "NetworkPolicy", f"kv-transfer-{role}")["spec"]["ingress"]
+        # Both kinds.
+        assert among["from"] == [{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "vllm"}}}]
+        assert {"port": "bootstrap"} in among["ports"]
+        assert asked["ports"] == [{"port": "bootstrap"}]
+    assert find(objects, "ConfigMap", "router")["data"]["POINTSMAN_ROUTER_POLICY"] == "elastic"
+
+
+def test_the_ingress_leads_to_every_api_and_to_nothing_else() -> None:
+    objects = check_deploy.render(OVERLAYS / "ha", "ingress")
+    ingress = find(objects, "Ingress", "gateway")
+    [rule] = ingress["spec"]["rules"]
+    paths = [one["path"] for one in rule["http"]["paths"]]
+
+    def reached(path: str) -> bool:
+        return any(path == one or path.startswith(f"{one}/") for one in paths)
+
+    assert all(reached(path) for path in ROUTES)
+    assert not any(map(reached, ("/metrics", "/health", "/ready", "/live")))
+    assert not [one for one in objects if one["kind"] == "ConfigMap" and one["metadata"]["name"] == "ingress"]
+    broken = copy.deepcopy(objects)
+    find(broken, "Ingress", "gateway")["spec"]["rules"][0]["host"] = "other.example.com"
+    find(broken, "Ingress", "gateway")["spec"]["rules"][0]["http"]["paths"][0]["backend"]["service"]["name"] = "router"
+    assert k8s.check(broken) == [
+        "Ingress/gateway: other.example.com is served without TLS",
+        "Ingress/gateway: /v1: no Service router with a port http",
+    ]
+
+
+def test_kv_goes_over_rdma_by_devices_that_the_pod_asks_for() -> None:
+    objects = check_deploy.render(OVERLAYS / "gpu", "kv-transfer", "rdma")
+    assert find(objects, "ConfigMap", "engine")["data"]["KV_PROTOCOL"] == "rdma"
+    engine = next(c for c in pod(objects, "StatefulSet", "vllm")["containers"] if c["name"] == "vllm")
+    for kind in ("requests", "limits"):
+        assert engine["resources"][kind]["rdma/rdma_shared_device_a"] == "1"
+        assert engine["resources"][kind]["nvidia.com/gpu"] == "1"
+
+
+@pytest.mark.parametrize("overlay", ["gpu", "gpu-per-node", "prefill-decode"])
+def test_engines_let_answers_end_for_as_long_as_gateways_wait_for_them(overlay: str) -> None:
+    objects = check_deploy.render(OVERLAYS / overlay)
+    found = {c.spec["name"]: c for w in objects if w["kind"] in k8s.WORKLOADS for c in k8s.containers(w)}
+    assert k8s.drain_s(found["vllm"], objects) >= k8s.drain_s(found["gateway"], objects) >= 3600
+    # Until routers place nothing there any more.
+    assert k8s.pause_s(found["vllm"]) > int(
+        find(objects, "ConfigMap", "router")["data"]["POINTSMAN_ROUTER_LOST_INSTANCE_S"]
     )
 
 
@@ -210,6 +279,10 @@ def lose_governing_service(objects: Objects) -> None:
     find(objects, "Service", "vllm")["spec"]["clusterIP"] = "10.0.0.1"
 
 
+def kill_too_soon(objects: Objects) -> None:
+    pod(objects, "StatefulSet", "vllm")["terminationGracePeriodSeconds"] = 3600
+
+
 def define_twice(objects: Objects) -> None:
     objects.append(copy.deepcopy(find(objects, "Service", "redis")))
 
@@ -247,6 +320,7 @@ def define_twice(objects: Objects) -> None:
         (scrape_no_port, "ServiceMonitor/router: Service/router has no port http"),
         (take_a_node_port, "StatefulSet/vllm/vllm: the namespace's standard refuses the node's port 8000"),
         (select_no_replica, "Service/router-1: its selector matches 0 workloads"),
+        (kill_too_soon, "StatefulSet/vllm/vllm: ends in up to 3612 s, and its pod is killed after 3600 s"),
         (define_twice, "Service/redis: defined 2 times"),
     ],
 )
