@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import ssl
 import time
 import uuid
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from typing import Literal
 
 import structlog
 from aiohttp import web
-from pydantic import Field
+from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pointsman.common.io.logs import configure_logs
@@ -39,6 +40,9 @@ class EmulateSettings(BaseSettings):
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 picks a free one, told on stdout")
     kv_events_port: int = Field(0, ge=0, le=65535, description="ZMQ port of KV events; 0 picks a free one")
     replay_port: int = Field(0, ge=0, le=65535, description="ZMQ port of the events' replay; 0 picks a free one")
+    ssl_certfile: Path | None = Field(None, description="certificate chain (PEM): HTTPS instead of HTTP")
+    ssl_keyfile: Path | None = Field(None, description="private key of ssl_certfile (PEM)")
+    api_key: SecretStr = Field(SecretStr(""), description="what clients of the APIs must show")
     model: str = Field("pointsman-emulated", min_length=1, description="served model name")
     tokenizer: Path = Field(TOKENIZER_DIR, description="folder with tokenizer.json and tokenizer_config.json")
     block_size: int = Field(16, description="tokens per KV block, a multiple of 16")
@@ -127,13 +131,18 @@ async def start(settings: EmulateSettings, profile: Profile | None = None) -> Em
 
     loop = EngineLoop(model, metrics, settings.speedup, publish)
     transfers = KvTransfers(uuid.uuid4().hex, model.profile, settings.speedup, layerwise=settings.layerwise)
-    app = EngineApp(settings.model, int(started_at), tokenizer, model, loop, metrics, publisher.source, transfers)
+    key = settings.api_key.get_secret_value()
+    app = EngineApp(settings.model, int(started_at), tokenizer, model, loop, metrics, publisher.source, transfers, key)
+    tls = None
+    if settings.ssl_certfile is not None:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        tls.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
     # Without cancellation a request whose client has gone would keep its blocks until its last token.
     # A stopped engine breaks its streams at once; to aiohttp a timeout of 0 would mean to wait for them for ever.
     runner = web.AppRunner(app.make(), handler_cancellation=True, access_log=None, shutdown_timeout=0.01)
     try:
         await runner.setup()
-        site = web.TCPSite(runner, settings.host, settings.port, reuse_address=True)
+        site = web.TCPSite(runner, settings.host, settings.port, reuse_address=True, ssl_context=tls)
         await site.start()
     except BaseException:
         await runner.cleanup()
@@ -143,7 +152,7 @@ async def start(settings: EmulateSettings, profile: Profile | None = None) -> Em
     host = "127.0.0.1" if settings.host == "0.0.0.0" else settings.host
     transfers.address = f"{host}:{port}"
     task = asyncio.get_running_loop().create_task(loop.run())
-    url = f"http://{host}:{port}"
+    url = f"http{'s' if tls else ''}://{host}:{port}"
     return EmulatedEngine(url, model, publisher.endpoint, publisher.replay_endpoint, runner, publisher, task)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import time
 import uuid
@@ -21,6 +22,8 @@ from pointsman.lab.workload.tokenizer import ChatTokenizer
 
 VERSION = "0.32.0+emulated"
 MAX_BODY_BYTES = 64 << 20
+# Source: vLLM's AuthenticationMiddleware, GUARDED_PREFIX.
+GUARDED = ("/v1", "/v2", "/inference", "/cohere")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -37,6 +40,7 @@ class EngineApp:
         metrics: EngineMetrics,
         event_source: Callable[[], dict[str, Any]],
         transfers: KvTransfers,
+        api_key: str = "",
     ) -> None:
         self._name = model_name
         self._created = created
@@ -46,11 +50,12 @@ class EngineApp:
         self._metrics = metrics
         self._event_source = event_source
         self._transfers = transfers
+        self._api_key = api_key
         self._texts = dict(zip(tokenizer.word_ids, tokenizer.words, strict=True))
 
     def make(self) -> web.Application:
         """The application."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors, self._authenticate])
         app.add_routes(
             [
                 web.post("/v1/chat/completions", self._chat),
@@ -68,6 +73,14 @@ class EngineApp:
             ]
         )
         return app
+
+    @web.middleware
+    async def _authenticate(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """As vLLM's --api-key: the APIs ask for it, /metrics and the like do not."""
+        shown, wanted = request.headers.get("Authorization", "").encode(), f"Bearer {self._api_key}".encode()
+        if self._api_key and request.path.startswith(GUARDED) and not hmac.compare_digest(shown, wanted):
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return await handler(request)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._generate(request, chat=True)

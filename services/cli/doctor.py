@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import email.utils
 import json
+import ssl
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -38,8 +39,24 @@ class Finding:
     advice: str = ""
 
 
-def examine(router: str, gateway: str, redis_url: str) -> list[Finding]:
-    """All findings about the fleet behind a router ("HOST:PORT") and a gateway (base URL). Sends each engine one token's work."""
+@dataclass(frozen=True)
+class EngineAccess:
+    """How engines are asked: what those with --api-key ask for, and whom to trust where they are served by HTTPS (None: whom the
+    system trusts)."""
+
+    api_key: str = ""
+    tls: ssl.SSLContext | None = None
+
+
+def examine(
+    router: str,
+    gateway: str,
+    redis_url: str,
+    agents: Sequence[str] = (),
+    access: EngineAccess = EngineAccess(),
+) -> list[Finding]:
+    """All findings about the fleet behind a router ("HOST:PORT") and a gateway (base URL), and about the engines of `agents` (the
+    base URLs of their /health). Sends each engine one token's work."""
     findings: list[Finding] = []
     with dial(router) as channel:
         shown = operator()
@@ -63,17 +80,22 @@ def examine(router: str, gateway: str, redis_url: str) -> list[Finding]:
                     Finding.WARN, "router", f"{fleet.router_id} is starting", "wait for its agents, and ask again"
                 )
             )
-            findings += _fleet(list(fleet.instances))
+            findings += _fleet(list(fleet.instances), access)
+    for agent in agents:
+        findings += _agent(agent)
     findings += _gateway(gateway)
     if redis_url:
         findings.append(_redis(redis_url))
     return findings
 
 
-def _fleet(instances: list[fleet_pb2.InstanceStatus]) -> Iterator[Finding]:
+def _fleet(instances: list[fleet_pb2.InstanceStatus], access: EngineAccess) -> Iterator[Finding]:
     if not instances:
         yield Finding(
-            Finding.FAIL, "instances", "none", "start `pointsman agent --engines URL --routers HOST:PORT`; read its log"
+            Finding.FAIL,
+            "instances",
+            "none",
+            "start `pointsman agent --engines URL --routers HOST:PORT`; where it runs, ask it: --agent http://HOST:9101",
         )
         return
     for model in sorted({one.instance.model for one in instances}):
@@ -95,7 +117,7 @@ def _fleet(instances: list[fleet_pb2.InstanceStatus]) -> Iterator[Finding]:
             )
         yield from transfers(pool)
     for one in instances:
-        yield from _instance(one)
+        yield from _instance(one, access)
 
 
 def transfers(pool: list[agent_pb2.Instance]) -> Iterator[Finding]:
@@ -144,7 +166,7 @@ def _kv_passes(source: agent_pb2.Instance, target: agent_pb2.Instance) -> bool:
     )
 
 
-def _instance(one: fleet_pb2.InstanceStatus) -> Iterator[Finding]:
+def _instance(one: fleet_pb2.InstanceStatus, access: EngineAccess) -> Iterator[Finding]:
     name = one.instance.instance_id
     state = fleet_pb2.InstanceState.Name(one.state).removeprefix("INSTANCE_STATE_")
     age = one.report_age.ToMilliseconds() / 1e3
@@ -177,18 +199,27 @@ def _instance(one: fleet_pb2.InstanceStatus) -> Iterator[Finding]:
         )
     if one.instance.block_size % KEY_TOKENS:
         yield Finding(Finding.FAIL, name, f"block size {one.instance.block_size}", f"use a multiple of {KEY_TOKENS}")
-    yield from _engine(one.instance)
+    yield from _engine(one.instance, access)
 
 
-def _engine(instance: agent_pb2.Instance) -> Iterator[Finding]:
+def _engine(instance: agent_pb2.Instance, access: EngineAccess) -> Iterator[Finding]:
     name = f"{instance.instance_id} engine"
-    headers = {}
+    headers = {"Authorization": f"Bearer {access.api_key}"} if access.api_key else {}
     if instance.HasField("data_parallel_rank"):
         headers["X-data-parallel-rank"] = str(instance.data_parallel_rank)
     body = {"model": instance.model, "prompt": "ok", "max_tokens": 1}
     try:
-        answer, skew = _post(f"{instance.url}/v1/completions", body, headers)
+        answer, skew = _post(f"{instance.url}/v1/completions", body, headers, access.tls)
+    except urllib.error.HTTPError as error:
+        error.close()
+        advice = "give its API key: --engine-api-key" if error.code in (401, 403) else "see the engine's log"
+        yield Finding(Finding.WARN, name, f"answers {error.code}", advice)
+        return
     except OSError as error:
+        if isinstance(getattr(error, "reason", None), ssl.SSLCertVerificationError):
+            advice = "name who signed it: --engine-ca here, engine_ca for agents and gateways"
+            yield Finding(Finding.WARN, name, f"its certificate is not trusted: {error}", advice)
+            return
         yield Finding(Finding.WARN, name, f"not reachable from here: {error}", "run the doctor where gateways run")
         return
     if (answer.get("usage") or {}).get("prompt_tokens_details") is None:
@@ -201,6 +232,22 @@ def _engine(instance: agent_pb2.Instance) -> Iterator[Finding]:
     else:
         yield Finding(Finding.OK, name, "answers, and tells its cached tokens")
     yield from _clock(name, skew)
+
+
+def _agent(agent: str) -> Iterator[Finding]:
+    name = f"agent {agent}"
+    try:
+        with urllib.request.urlopen(f"{agent}/health", timeout=TIMEOUT_S) as answer:
+            engines = json.load(answer)["engines"]
+    except OSError as error:
+        yield Finding(Finding.FAIL, name, str(error), "is it running, with metrics_listen?")
+        return
+    for engine in engines:
+        what = f"{name}: {engine['engine']}"
+        if engine["healthy"]:
+            yield Finding(Finding.OK, what, "is watched")
+        else:
+            yield Finding(Finding.FAIL, what, engine["problem"], "see the engine's log, and the agent's settings")
 
 
 def _gateway(gateway: str) -> Iterator[Finding]:
@@ -257,9 +304,11 @@ def _skew(date: str | None) -> float | None:
     return email.utils.parsedate_to_datetime(date).timestamp() - time.time() if date else None
 
 
-def _post(url: str, body: dict[str, Any], headers: dict[str, str]) -> tuple[dict[str, Any], float | None]:
+def _post(
+    url: str, body: dict[str, Any], headers: dict[str, str], tls: ssl.SSLContext | None
+) -> tuple[dict[str, Any], float | None]:
     request = urllib.request.Request(
         url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json", **headers}
     )
-    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=tls) as answer:
         return json.load(answer), _skew(answer.headers.get("Date"))

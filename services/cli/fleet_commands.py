@@ -21,9 +21,10 @@ from google.protobuf import json_format
 from rich.console import Console
 from rich.table import Table
 
-from pointsman.cli.doctor import Finding, examine
+from pointsman.cli.doctor import EngineAccess, Finding, examine
 from pointsman.cli.policy_commands import set_policy, verify, what_if
 from pointsman.cli.router_call import DEFAULT_ROUTER, call, fail
+from pointsman.common.io.tls import client_context
 from pointsman.router.core.policy.base import bounds
 from pointsman.router.core.policy.registry import POLICIES
 from pointsman.router.v1 import fleet_pb2, placement_pb2
@@ -198,9 +199,26 @@ def doctor(
     router: RouterFlag = DEFAULT_ROUTER,
     gateway: GatewayFlag = GATEWAY,
     redis_url: Annotated[str, typer.Option(envvar="POINTSMAN_ROUTER_REDIS_URL", help="check this Redis, too")] = "",
+    agent: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="POINTSMAN_AGENT", help="base URL of an agent's /health: say what is wrong with its engines"
+        ),
+    ] = None,
+    engine_api_key: Annotated[
+        str, typer.Option(envvar="POINTSMAN_GATEWAY_ENGINE_API_KEY", help="what engines started with --api-key ask for")
+    ] = "",
+    engine_ca: Annotated[
+        Path | None,
+        typer.Option(envvar="POINTSMAN_GATEWAY_ENGINE_CA", help="who signed the certificates of engines (PEM)"),
+    ] = None,
 ) -> None:
     """Check a fleet and say what to change. Exits with 1 when something must be changed."""
-    findings = examine(router, gateway, redis_url)
+    try:
+        tls = None if engine_ca is None else client_context(engine_ca)
+    except (OSError, ValueError) as error:
+        fail(str(error))
+    findings = examine(router, gateway, redis_url, agent or [], EngineAccess(engine_api_key, tls))
     table = _table("", "check", "finding", "what to do")
     marks = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "fail": "[red]FAIL[/red]"}
     for finding in findings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -41,11 +42,14 @@ class KvEventSources:
 class EngineProbe:
     """An HTTP client of one engine."""
 
-    def __init__(self, address: EngineAddress, *, timeout_s: float, api_key: str = "") -> None:
+    def __init__(
+        self, address: EngineAddress, *, timeout_s: float, api_key: str = "", tls: ssl.SSLContext | None = None
+    ) -> None:
+        """`tls`: whom to trust where the engine is served by HTTPS; None for whom the system trusts."""
         self._address = address
         # A fresh connection per question: a kept one would pin us to one process behind a load balancer and hide it.
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(force_close=True),
+            connector=aiohttp.TCPConnector(force_close=True, ssl=True if tls is None else tls),
             timeout=aiohttp.ClientTimeout(total=timeout_s),
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
         )
@@ -124,10 +128,10 @@ class EngineProbe:
                 if answer.status != 200:
                     if missing_ok and answer.status == 404:
                         return None
-                    raise ProbeError(f"{path.partition('?')[0]} answered {answer.status}")
+                    raise ProbeError(_refused(path.partition("?")[0], answer.status))
                 return parse_metrics(await answer.read())
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise ProbeError(f"{path.partition('?')[0]}: {type(error).__name__} {error}".rstrip()) from error
+            raise ProbeError(_failed(path.partition("?")[0], error)) from error
 
     async def _json(self, path: str, *, missing_ok: bool = False) -> dict[str, Any]:
         try:
@@ -135,13 +139,24 @@ class EngineProbe:
                 if missing_ok and answer.status == 404:
                     return {}
                 if answer.status != 200:
-                    raise ProbeError(f"{path} answered {answer.status}")
+                    raise ProbeError(_refused(path, answer.status))
                 body = await answer.json()
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise ProbeError(f"{path}: {type(error).__name__} {error}".rstrip()) from error
+            raise ProbeError(_failed(path, error)) from error
         if not isinstance(body, dict):
             raise ProbeError(f"{path} answered no object")
         return body
+
+
+def _refused(path: str, status: int) -> str:
+    hint = " (does engine_api_key fit the engine's --api-key?)" if status in (401, 403) else ""
+    return f"{path} answered {status}{hint}"
+
+
+def _failed(path: str, error: Exception) -> str:
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return f"{path}: the engine's certificate is not trusted ({error.certificate_error}): name its authority by engine_ca"
+    return f"{path}: {type(error).__name__} {error}".rstrip()
 
 
 def _url(base: str, path: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
+import ssl
 import time
 from collections.abc import Mapping
 
@@ -37,7 +38,8 @@ DESCRIBE_EVERY_S = 15.0
 
 
 class EngineMonitor:
-    """Watches one address until its task is cancelled. `gpus` are the indices whose samples its instances carry."""
+    """Watches one address until its task is cancelled. `gpus` are the indices whose samples its instances carry, `tls` is whom to
+    trust where the address is one of HTTPS, None for whom the system trusts."""
 
     def __init__(
         self,
@@ -46,6 +48,7 @@ class EngineMonitor:
         *,
         scrape_interval_s: float,
         api_key: str,
+        tls: ssl.SSLContext | None,
         gpus: tuple[int, ...],
         sampler: GpuSampler,
     ) -> None:
@@ -63,6 +66,7 @@ class EngineMonitor:
         self._agent_context = agent_context
         self._interval = scrape_interval_s
         self._api_key = api_key
+        self._tls = tls
         self._gpus = gpus
         self._sampler = sampler
         self._identity = ProcessIdentity()
@@ -81,7 +85,7 @@ class EngineMonitor:
         """Look, and look again. Ends by cancellation, which saves and keeps what the instances know."""
         timeout_s = max(2.0, 2 * self._interval)
         try:
-            async with EngineProbe(self.address, timeout_s=timeout_s, api_key=self._api_key) as probe:
+            async with EngineProbe(self.address, timeout_s=timeout_s, api_key=self._api_key, tls=self._tls) as probe:
                 while True:
                     began = time.monotonic()
                     await self._scrape(probe)

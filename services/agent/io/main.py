@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import ssl
 from contextlib import AsyncExitStack
 
 import structlog
@@ -23,7 +24,7 @@ from pointsman.common.io.auth import bearer
 from pointsman.common.io.channel import ReloadingChannel
 from pointsman.common.io.logs import configure_logs
 from pointsman.common.io.settings import Tokens
-from pointsman.common.io.tls import TlsSettings
+from pointsman.common.io.tls import TlsSettings, client_context
 
 log = structlog.get_logger()
 
@@ -33,6 +34,7 @@ def run(settings: AgentSettings) -> None:
     configure_logs("agent", settings.log_level)
     try:
         TlsSettings().for_channel()
+        _engine_tls(settings)
     except (ValueError, OSError) as error:
         raise SystemExit(f"pointsman agent: {error}") from None
     asyncio.run(_until_signal(settings))
@@ -65,6 +67,7 @@ async def _serve(settings: AgentSettings, stop: asyncio.Event, resources: AsyncE
         consistency_check_interval_s=settings.consistency_check_interval_s,
         save_interval_s=settings.save_interval_s,
     )
+    engine_tls = _engine_tls(settings)
     addresses = [parse_engine_address(text) for text in settings.engines]
     # A lone engine owns the node's devices; several have to say which are whose.
     everything = tuple(range(sampler.count)) if len(addresses) == 1 else ()
@@ -74,6 +77,7 @@ async def _serve(settings: AgentSettings, stop: asyncio.Event, resources: AsyncE
             agent_context,
             scrape_interval_s=settings.scrape_interval_s,
             api_key=settings.engine_api_key.get_secret_value(),
+            tls=engine_tls,
             gpus=everything if address.gpus is None else address.gpus,
             sampler=sampler,
         )
@@ -105,6 +109,14 @@ async def _serve(settings: AgentSettings, stop: asyncio.Event, resources: AsyncE
     for result in results:
         if isinstance(result, Exception):
             raise result
+
+
+def _engine_tls(settings: AgentSettings) -> ssl.SSLContext | None:
+    """Whom to trust for an engine's certificate, None for whom the system trusts. Raises OSError and ValueError that name a file
+    that cannot be used."""
+    if settings.engine_ca is None:
+        return None
+    return client_context(settings.engine_ca)
 
 
 async def _until_signal(settings: AgentSettings) -> None:

@@ -43,6 +43,10 @@ class AgentSettings(BaseSettings):
         "(ipc:///run/pointsman/loads, tcp://127.0.0.1:9102); empty: only what /metrics says",
     )
     engine_api_key: SecretStr = Field(SecretStr(""), description="what engines started with --api-key ask for")
+    engine_ca: Path | None = Field(
+        None,
+        description="certificates (PEM) that engines' own are signed by, where they are served by HTTPS; else the system's",
+    )
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error")
 
     @field_validator("engines")

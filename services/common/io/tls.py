@@ -105,6 +105,12 @@ def server_context(cert: Path, key: Path | None, ca: Path | None, protocols: Seq
     return listening
 
 
+def client_context(ca: Path) -> ssl.SSLContext:
+    """What to dial an HTTPS server with whose certificate `ca` has signed. Raises OSError and ValueError that name a file that
+    cannot be used."""
+    return _context(ssl.Purpose.SERVER_AUTH, ca=ca)
+
+
 def _context(
     purpose: ssl.Purpose, cert: Path | None = None, key: Path | None = None, ca: Path | None = None
 ) -> ssl.SSLContext:

@@ -16,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from pointsman.common.io.tls import client_context
 from pointsman.gateway.core.dead_connections import SILENT_S, DeadConnectionDetector, Peer
 from pointsman.gateway.core.http_message import request_bytes
 from pointsman.gateway.io.engines.engine_connection import (
@@ -44,7 +45,7 @@ class ConnectionPool:
         self._sweeping: asyncio.TimerHandle | None = None
         self._dead_connections = DeadConnectionDetector()
         self._probing: set[asyncio.Task[None]] = set()
-        self._tls = ssl.create_default_context(cafile=ca)
+        self._tls = ssl.create_default_context() if ca is None else client_context(ca)
 
     def start(self) -> None:
         """Begin to look after connections, and go on."""
