@@ -29,6 +29,10 @@ class PoolOwners:
         known = self._pools.get(pool)
         return known.owner if known is not None and known.HasField("owner") else None
 
+    def first_owner(self) -> placement_pb2.Owner | None:
+        """The owner of the first pool by name that has one, which all gateways that know the same fleet agree on."""
+        return next((pool.owner for _, pool in sorted(self._pools.items()) if pool.HasField("owner")), None)
+
     @property
     def timeout_s(self) -> float:
         """How long to wait for a pool to have an owner that answers, in s: as the most patient of the routers says."""

@@ -10,6 +10,7 @@ from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pointsman.common.io.reloading_file import Stamps, stamps
+from pointsman.gateway.core.rate_limits import UNLIMITED
 from pointsman.gateway.core.tenants import ANYONE, Client, digest_of, parse_keys
 
 log = structlog.get_logger()
@@ -54,6 +55,11 @@ class ApiKeys:
     def digests(self) -> set[bytes]:
         """The names of all keys."""
         return set(self._clients)
+
+    @property
+    def limited(self) -> bool:
+        """Whether any key has limits."""
+        return any(client.limits != UNLIMITED for client in self._clients.values())
 
     def refresh(self, now: float) -> bool:
         """Read the file again if it has changed, looking at most once in LOOK_AGAIN_S; whether other keys are valid now. A file

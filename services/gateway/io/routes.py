@@ -49,6 +49,7 @@ from pointsman.gateway.io.request.request_runner import RequestRunner
 from pointsman.gateway.io.request.shared_context import SharedContext
 from pointsman.gateway.io.request.threaded_preparer import ThreadedPreparer
 from pointsman.gateway.io.request.unplaced_proxy import STORED_RESPONSE_PATH, UnplacedProxy
+from pointsman.gateway.io.routing.lease_client import LeaseClient
 from pointsman.gateway.io.routing.model_pools import ModelPools
 from pointsman.gateway.io.routing.router_client import NoRouter, RouterClient
 from pointsman.gateway.io.settings import GatewaySettings
@@ -120,6 +121,11 @@ class Gateway:
             self.telemetry.router.set,
         )
         self.telemetry.open.set_function(lambda: self.router.open_count)
+        self.telemetry.limit_gateways.set_function(lambda: self._rate_limiter.gateways)
+        group = settings.gateway_id if siblings is None else settings.gateway_id.removesuffix(f"-{siblings.number}")
+        self._leases = LeaseClient(
+            self._rate_limiter, self.router, group, lambda: self._keys.limited, self.telemetry.accounted.set
+        )
         timeouts = RequestTimeouts(
             placement_s=settings.placement_timeout_s,
             prefill_s=settings.prefill_timeout_s,
@@ -172,11 +178,13 @@ class Gateway:
             await self._siblings.start(self.telemetry.registry)
         await self._upstream.start()
         await self.router.start()
+        await self._leases.start()
 
     async def close(self) -> None:
         """End background work; open requests should be over."""
         self._preparer.close()
         await self.pools.close()
+        await self._leases.close()
         await self.router.close()
         await self._releases.close()
         await self._upstream.close()
@@ -347,7 +355,7 @@ class Gateway:
     async def _call(self, endpoint: Endpoint, request: Request) -> Response | None:
         client, now = self._client(request), time.monotonic()
         try:
-            admission = self._rate_limiter.admit(client.key, client.limits, now)
+            admission = await self._leases.admit(client)
         except RateLimited as limited:
             self.telemetry.limited.inc()
             message = f"This key's limit of {limited.what} is reached."

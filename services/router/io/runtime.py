@@ -24,6 +24,7 @@ from pointsman.router.core.requests.hold_queue import QueueSettings
 from pointsman.router.core.requests.place_or_hold import not_serving
 from pointsman.router.core.router_state import RouterState, StateSettings
 from pointsman.router.core.types import InstanceInfo, PlacementRequest
+from pointsman.router.core.usage_accounts import UsageAccounts
 from pointsman.router.io.convert import gateway_messages
 from pointsman.router.io.settings import RouterSettings
 from pointsman.router.io.store.redis_store import RedisStore
@@ -134,6 +135,7 @@ class Router:
         )
         self.agents: dict[int, AgentStream] = {}
         self.gateways: dict[str, GatewayStream] = {}
+        self.usage_accounts = UsageAccounts()
         self._callers: dict[str, set[asyncio.Future[ev.Placed | ev.Refused]]] = {}
         self.store: Store
         self._ready_watchers: list[Callable[[bool], None]] = []
@@ -158,6 +160,7 @@ class Router:
         self.store.on_operator_config = self._take_operator_config
         self.console_url = ""
         self.telemetry.registry.register(StateCollector(self.state, lambda: self._ready))
+        self.telemetry.accounted_keys.set_function(lambda: len(self.usage_accounts))
 
     @property
     def ready(self) -> bool:
@@ -307,6 +310,17 @@ class Router:
             if self.spans is not None:
                 self.spans.gateway_left(gateway_id)
             self.submit(ev.GatewayLost(gateway_id))
+
+    def account(self, gateway_id: str, report: placement_pb2.UsageReport) -> None:
+        """Take a gateway process's report of what keys have used, and answer it."""
+        reports = gateway_messages.usage_reports(report)
+        if len(reports) < len(report.keys):
+            self.telemetry.bad_usage.inc(len(report.keys) - len(reports))
+        answer = self.usage_accounts.report(
+            gateway_id, report.gateway or gateway_id, reports, time.monotonic(), full=report.full
+        )
+        if (stream := self.gateways.get(gateway_id)) is not None:
+            stream.send(usage=gateway_messages.usage_answer_to_wire(answer))
 
     async def placed(
         self, request: PlacementRequest, within_s: float | None, traceparent: str

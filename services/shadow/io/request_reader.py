@@ -12,7 +12,7 @@ import structlog
 from pointsman.gateway.core.api import ApiRequestError, ClientRules, Endpoint, parse
 from pointsman.gateway.core.http_message import Headers
 from pointsman.gateway.core.pool_state import PoolState, TokenizerStatus
-from pointsman.gateway.core.rate_limits import UNLIMITED, Admission
+from pointsman.gateway.core.rate_limits import Admission
 from pointsman.gateway.core.request.prepare import IncomingCall, RequestPreparer, Tokens
 from pointsman.gateway.core.tenants import DEFAULT_TENANT
 from pointsman.gateway.core.tokens.chat_template import Unrenderable
@@ -92,9 +92,7 @@ class RequestReader:
         state, lora = found
         now = time.monotonic()
         request_id = secrets.token_hex(16)
-        incoming = IncomingCall(
-            call, state, lora, DEFAULT_TENANT, headers, request_id, request_id, Admission(None, UNLIMITED), now
-        )
+        incoming = IncomingCall(call, state, lora, DEFAULT_TENANT, headers, request_id, request_id, Admission(), now)
         try:
             tokens = await self._tokens(incoming)
             context = self._preparer.context(incoming, tokens, now, dry=False)

@@ -20,7 +20,7 @@ from pointsman.common.core.block_keys import prompt_keys
 from pointsman.gateway.core.api import ApiRequestError, Endpoint, parse
 from pointsman.gateway.core.http_message import Headers, Request
 from pointsman.gateway.core.pool_state import PoolState
-from pointsman.gateway.core.rate_limits import Admission, RateLimits
+from pointsman.gateway.core.rate_limits import Admission
 from pointsman.gateway.core.request.prepare import set_keys
 from pointsman.gateway.core.request.request_context import RequestContext
 from pointsman.gateway.core.request.request_events import RequestTimeouts
@@ -232,7 +232,7 @@ class GatewayNode:
             exact_tokens=len(tokens),
             upstream_headers={"X-Request-ID": request_id},
             received_at=asyncio.get_running_loop().time(),
-            admission=Admission(None, RateLimits()),
+            admission=Admission(),
             trace=None,
         )
         request = Request("POST", "/v1/completions", "", Headers(), writer)

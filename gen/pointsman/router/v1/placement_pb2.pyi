@@ -112,6 +112,7 @@ class SessionRequest(_message.Message):
     STEP_DONE_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___GatewayHello:
@@ -134,6 +135,10 @@ class SessionRequest(_message.Message):
         """finished ends a request, however it ended."""
 
     @_builtins.property
+    def usage(self) -> Global___UsageReport:
+        """usage reports what API keys have used, to a router whose welcome says that it accounts for them."""
+
+    @_builtins.property
     def batch(self) -> Global___SessionRequestBatch:
         """batch is several messages at once, none of them a batch."""
 
@@ -145,13 +150,14 @@ class SessionRequest(_message.Message):
         step_done: Global___StepDone | None = ...,
         first_token: Global___FirstToken | None = ...,
         finished: Global___Finished | None = ...,
+        usage: Global___UsageReport | None = ...,
         batch: Global___SessionRequestBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "finished", b"finished", "first_token", b"first_token", "hello", b"hello", "kind", b"kind", "place", b"place", "step_done", b"step_done"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "finished", b"finished", "first_token", b"first_token", "hello", b"hello", "kind", b"kind", "place", b"place", "step_done", b"step_done", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "finished", b"finished", "first_token", b"first_token", "hello", b"hello", "kind", b"kind", "place", b"place", "step_done", b"step_done"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "finished", b"finished", "first_token", b"first_token", "hello", b"hello", "kind", b"kind", "place", b"place", "step_done", b"step_done", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "place", "step_done", "first_token", "finished", "batch"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "place", "step_done", "first_token", "finished", "usage", "batch"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -191,6 +197,7 @@ class SessionResponse(_message.Message):
     PLACEMENT_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
     FLEET_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___GatewayWelcome:
@@ -209,6 +216,10 @@ class SessionResponse(_message.Message):
         """fleet is sent after welcome and whenever models, instances or their readiness change."""
 
     @_builtins.property
+    def usage(self) -> Global___UsageAnswer:
+        """usage answers a usage report."""
+
+    @_builtins.property
     def batch(self) -> Global___SessionResponseBatch:
         """batch is several messages at once, none of them a batch."""
 
@@ -219,13 +230,14 @@ class SessionResponse(_message.Message):
         placement: Global___Placement | None = ...,
         refusal: Global___Refusal | None = ...,
         fleet: Global___Fleet | None = ...,
+        usage: Global___UsageAnswer | None = ...,
         batch: Global___SessionResponseBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "fleet", b"fleet", "kind", b"kind", "placement", b"placement", "refusal", b"refusal", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "fleet", b"fleet", "kind", b"kind", "placement", b"placement", "refusal", b"refusal", "usage", b"usage", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "fleet", b"fleet", "kind", b"kind", "placement", b"placement", "refusal", b"refusal", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "fleet", b"fleet", "kind", b"kind", "placement", b"placement", "refusal", b"refusal", "usage", b"usage", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "placement", "refusal", "fleet", "batch"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "placement", "refusal", "fleet", "usage", "batch"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -349,22 +361,26 @@ class GatewayWelcome(_message.Message):
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     KEY_SCHEME_FIELD_NUMBER: _builtins.int
+    ACCOUNTS_USAGE_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """router_id names the replica."""
     epoch: _builtins.int
     """epoch is the highest of the pools that the replica owns; 0 when it owns none."""
     key_scheme: _builtins.str
     """key_scheme that PlacementRequest.keys must follow."""
+    accounts_usage: _builtins.bool
+    """accounts_usage: the router answers usage reports. Gateways send theirs to one router, the owner of the first owned pool by name."""
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
         key_scheme: _builtins.str = ...,
+        accounts_usage: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "key_scheme", b"key_scheme", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accounts_usage", b"accounts_usage", "epoch", b"epoch", "key_scheme", b"key_scheme", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -850,6 +866,196 @@ class Timings(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Timings: _TypeAlias = Timings  # noqa: Y015
+
+@_typing.final
+class UsageReport(_message.Message):
+    """UsageReport tells what API keys with limits have used at one gateway process since its last report, and asks for more. Every
+    report is answered. The processes of one gateway share their keys' leases; requests in flight are each process's own.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GATEWAY_FIELD_NUMBER: _builtins.int
+    FULL_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    gateway: _builtins.str
+    """gateway names the gateway whose processes share leases."""
+    full: _builtins.bool
+    """full: keys that are not named have nothing in flight at this process."""
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeyReport]:
+        """keys that were used, or are wanted; 1,000 at most."""
+
+    def __init__(
+        self,
+        *,
+        gateway: _builtins.str = ...,
+        full: _builtins.bool = ...,
+        keys: _abc.Iterable[Global___KeyReport] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "gateway", b"gateway", "keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UsageReport: _TypeAlias = UsageReport  # noqa: Y015
+
+@_typing.final
+class KeyReport(_message.Message):
+    """KeyReport is one API key in a usage report. Figures that are not finite, negative where they cannot be, or absurd are not taken."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    REQUESTS_PER_MINUTE_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_MINUTE_FIELD_NUMBER: _builtins.int
+    MAX_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    USED_REQUESTS_FIELD_NUMBER: _builtins.int
+    USED_TOKENS_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    RETURNED_REQUESTS_FIELD_NUMBER: _builtins.int
+    RETURNED_TOKENS_FIELD_NUMBER: _builtins.int
+    RETURNED_SLOTS_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
+    LEVEL_REQUESTS_FIELD_NUMBER: _builtins.int
+    LEVEL_TOKENS_FIELD_NUMBER: _builtins.int
+    HELD_REQUESTS_FIELD_NUMBER: _builtins.int
+    HELD_TOKENS_FIELD_NUMBER: _builtins.int
+    HELD_SLOTS_FIELD_NUMBER: _builtins.int
+    key: _builtins.bytes
+    """key is 16 bytes: a digest of the API key's digest."""
+    requests_per_minute: _builtins.int
+    """requests_per_minute that all gateways together may admit; 0 for any number."""
+    tokens_per_minute: _builtins.int
+    """tokens_per_minute, likewise."""
+    max_in_flight: _builtins.int
+    """max_in_flight requests, likewise."""
+    used_requests: _builtins.float
+    """used_requests since the gateway's last report."""
+    used_tokens: _builtins.float
+    """used_tokens since then; negative when an estimate turned out too high."""
+    in_flight: _builtins.int
+    """in_flight at this process now."""
+    returned_requests: _builtins.float
+    """returned_requests of the lease, which the gateway will not use."""
+    returned_tokens: _builtins.float
+    """returned_tokens, likewise."""
+    returned_slots: _builtins.int
+    """returned_slots for requests in flight, likewise."""
+    wanted: _builtins.bool
+    """wanted: the gateway asks for more."""
+    level_requests: _builtins.float
+    """level_requests that no gateway held, as last told: where a router that knows nothing of the key begins."""
+    level_tokens: _builtins.float
+    """level_tokens, likewise."""
+    held_requests: _builtins.float
+    """held_requests: what the gateway's lease had left before used_requests, for such a router."""
+    held_tokens: _builtins.float
+    """held_tokens, likewise."""
+    held_slots: _builtins.int
+    """held_slots: what the lease has left of its slots, told in full reports."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.bytes = ...,
+        requests_per_minute: _builtins.int = ...,
+        tokens_per_minute: _builtins.int = ...,
+        max_in_flight: _builtins.int = ...,
+        used_requests: _builtins.float = ...,
+        used_tokens: _builtins.float = ...,
+        in_flight: _builtins.int = ...,
+        returned_requests: _builtins.float = ...,
+        returned_tokens: _builtins.float = ...,
+        returned_slots: _builtins.int = ...,
+        wanted: _builtins.bool = ...,
+        level_requests: _builtins.float = ...,
+        level_tokens: _builtins.float = ...,
+        held_requests: _builtins.float = ...,
+        held_tokens: _builtins.float = ...,
+        held_slots: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_requests", b"held_requests", "held_slots", b"held_slots", "held_tokens", b"held_tokens", "in_flight", b"in_flight", "key", b"key", "level_requests", b"level_requests", "level_tokens", b"level_tokens", "max_in_flight", b"max_in_flight", "requests_per_minute", b"requests_per_minute", "returned_requests", b"returned_requests", "returned_slots", b"returned_slots", "returned_tokens", b"returned_tokens", "tokens_per_minute", b"tokens_per_minute", "used_requests", b"used_requests", "used_tokens", b"used_tokens", "wanted", b"wanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeyReport: _TypeAlias = KeyReport  # noqa: Y015
+
+@_typing.final
+class UsageAnswer(_message.Message):
+    """UsageAnswer answers one usage report."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GATEWAYS_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    TELL_ALL_FIELD_NUMBER: _builtins.int
+    gateways: _builtins.int
+    """gateways that report usage here: while no router answers, each admits so small a share of each limit."""
+    tell_all: _builtins.bool
+    """tell_all: this router did not know the process; its next report is to be a full one."""
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeyGrant]:
+        """keys of the report."""
+
+    def __init__(
+        self,
+        *,
+        gateways: _builtins.int = ...,
+        keys: _abc.Iterable[Global___KeyGrant] | None = ...,
+        tell_all: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateways", b"gateways", "keys", b"keys", "tell_all", b"tell_all"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UsageAnswer: _TypeAlias = UsageAnswer  # noqa: Y015
+
+@_typing.final
+class KeyGrant(_message.Message):
+    """KeyGrant is added to a gateway's lease of one API key, of which it admits without asking."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    LEVEL_REQUESTS_FIELD_NUMBER: _builtins.int
+    LEVEL_TOKENS_FIELD_NUMBER: _builtins.int
+    key: _builtins.bytes
+    """key as in KeyReport."""
+    requests: _builtins.float
+    """requests more."""
+    tokens: _builtins.float
+    """tokens more."""
+    slots: _builtins.int
+    """slots for requests in flight more."""
+    level_requests: _builtins.float
+    """level_requests that no gateway holds now."""
+    level_tokens: _builtins.float
+    """level_tokens, likewise."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.bytes = ...,
+        requests: _builtins.float = ...,
+        tokens: _builtins.float = ...,
+        slots: _builtins.int = ...,
+        level_requests: _builtins.float = ...,
+        level_tokens: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "level_requests", b"level_requests", "level_tokens", b"level_tokens", "requests", b"requests", "slots", b"slots", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeyGrant: _TypeAlias = KeyGrant  # noqa: Y015
 
 @_typing.final
 class Fleet(_message.Message):

@@ -17,7 +17,7 @@ from pathlib import Path
 from pointsman.gateway.core.rate_limits import KeyUsage, TokenBucket
 
 _KEY_BYTES = 32
-_LEVELS = struct.Struct("4d")
+_FIGURES = struct.Struct("8d q q 4d")
 _ROOM = 64  # accounts that the file grows by
 
 
@@ -28,7 +28,7 @@ class SharedUsageFile:
         """Raises OSError."""
         self._number = number
         self._flights = struct.Struct(f"{count}q")
-        self._size = _KEY_BYTES + _LEVELS.size + self._flights.size
+        self._size = _KEY_BYTES + _FIGURES.size + self._flights.size
         self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._map: mmap.mmap | None = None
         with self._locked():
@@ -51,26 +51,23 @@ class SharedUsageFile:
                 os.posix_fallocate(self._fd, at, self._size * _ROOM)
                 data = self._mapped()
             if data[at : at + _KEY_BYTES] != key:
-                unused = TokenBucket()
                 data[at : at + _KEY_BYTES] = key
-                _LEVELS.pack_into(data, at + _KEY_BYTES, unused.level, unused.at, unused.level, unused.at)
+                _FIGURES.pack_into(data, at + _KEY_BYTES, *_figures_of(KeyUsage()))
         return _SharedUsage(self, at + _KEY_BYTES)
 
     @contextmanager
     def usage(self, at: int) -> Iterator[KeyUsage]:
         """The account whose figures begin at `at`; they are kept unless the block raises."""
         with self._locked():
-            data, behind = self._mapped(), at + _LEVELS.size
-            requests, requests_at, tokens, tokens_at = _LEVELS.unpack_from(data, at)
+            data, behind = self._mapped(), at + _FIGURES.size
+            figures = _FIGURES.unpack_from(data, at)
+            buckets = (TokenBucket(*figures[place : place + 2]) for place in range(0, 8, 2))
             flights = list(self._flights.unpack_from(data, behind))
             own = flights[self._number]
-            usage = KeyUsage(
-                TokenBucket(requests, requests_at), TokenBucket(tokens, tokens_at), own, sum(flights) - own
-            )
+            usage = KeyUsage(*buckets, *figures[8:], own, sum(flights) - own)
             yield usage
             flights[self._number] = usage.in_flight
-            levels = (usage.requests.level, usage.requests.at, usage.tokens.level, usage.tokens.at)
-            _LEVELS.pack_into(data, at, *levels)
+            _FIGURES.pack_into(data, at, *_figures_of(usage))
             self._flights.pack_into(data, behind, *flights)
 
     def close(self) -> None:
@@ -95,6 +92,14 @@ class SharedUsageFile:
                 self._map.close()
             self._map = mmap.mmap(self._fd, size)
         return self._map
+
+
+def _figures_of(usage: KeyUsage) -> Iterator[float]:
+    """What processes share of an account, in the order of its fields."""
+    for bucket in (usage.requests, usage.tokens, usage.fleet_requests, usage.fleet_tokens):
+        yield from (bucket.level, bucket.at)
+    yield from (usage.shares, usage.slots, usage.leased_until, usage.empty_until)
+    yield from (usage.used_requests, usage.used_tokens)
 
 
 class _SharedUsage:

@@ -13,7 +13,12 @@ from prometheus_client.registry import Collector
 
 ASK_S = 2.0
 # Everything else adds up: counters, histograms, what is open, what is remembered.
-_LEAST = ("pointsman_gateway_router_connected", "pointsman_gateway_tokenizer_exact")
+_LEAST = (
+    "pointsman_gateway_limit_gateways",
+    "pointsman_gateway_limits_accounted",
+    "pointsman_gateway_router_connected",
+    "pointsman_gateway_tokenizer_exact",
+)
 
 
 class SiblingProcesses:

@@ -95,6 +95,8 @@ class RouterClient:
         self._lost_at = 0.0
         self._closing = False
         self._ended: set[asyncio.Task[None]] = set()
+        self.on_usage: Callable[[RouterSession, placement_pb2.UsageAnswer], None] = lambda session, answer: None
+        self.on_routes: Callable[[], None] = lambda: None  # a session began or ended, or a pool has another owner
 
     @property
     def connected(self) -> bool:
@@ -109,6 +111,21 @@ class RouterClient:
     def open_count(self) -> int:
         """How many requests are placed and not finished."""
         return sum(bool(one.instance_id) for one in self._requests.values())
+
+    def usage_session(self) -> RouterSession | None:
+        """The session with the router that accounts for API keys' limits: the owner of the first pool by name that has one."""
+        owner = self._owners.first_owner()
+        return next(
+            (
+                session
+                for session in self._sessions.values()
+                if owner is not None
+                and session.connected
+                and session.router_id == owner.router_id
+                and session.accounts_usage
+            ),
+            None,
+        )
 
     async def start(self) -> None:
         """Begin dialling; returns at once."""
@@ -319,6 +336,7 @@ class RouterClient:
                 self._detach(one)
         if self.connected and not self._closing:
             self._fleet_changed()
+        self.on_routes()
 
     def _detach(self, one: _Request) -> None:
         """The session that the request waits at is not the one to wait at any more."""
@@ -332,6 +350,8 @@ class RouterClient:
                 self._deliver(session, message.placement.request_id, message.placement)
             case "refusal":
                 self._deliver(session, message.refusal.request_id, message.refusal)
+            case "usage":
+                self.on_usage(session, message.usage)
             case "fleet":
                 self._owners.update(session.address, session.router_id, message.fleet)
                 self._routes.clear()
@@ -382,6 +402,7 @@ class RouterClient:
                 session.send(placement_pb2.SessionRequest(hello=self._hello()))
         self._reroute()
         self._on_fleet(fleet)
+        self.on_routes()
 
     def _unreached(self, fleet: placement_pb2.Fleet) -> set[str]:
         """The addresses of owners that no session stands with."""

@@ -43,6 +43,7 @@ class RouterSession:
     ) -> None:
         self.address = address
         self.router_id = ""
+        self.accounts_usage = False
         self.channel: grpc.aio.Channel | None = None
         self._metadata = metadata
         self._hello = hello
@@ -139,7 +140,7 @@ class RouterSession:
                     )
                     return
                 self.channel, self.router_id = channel, welcome.router_id
-                self._last_id = welcome.router_id
+                self._last_id, self.accounts_usage = welcome.router_id, welcome.accounts_usage
                 log.info("session with router", router=self.address, router_id=welcome.router_id, epoch=welcome.epoch)
                 self._on_up(self)
                 while (message := await call.read()) is not END_OF_STREAM:

@@ -30,6 +30,16 @@ class GatewayMetrics:
         self.retries = Counter(f"{name}retries", "Attempts after the first", registry=of)
         self.refusals = Counter(f"{name}refusals", "Requests that the router refused, by code", ["code"], registry=of)
         self.limited = Counter(f"{name}limited", "Requests beyond their key's limits", registry=of)
+        self.accounted = Gauge(
+            f"{name}limits_accounted",
+            "1 while a router accounts for keys' limits, 0 while this gateway admits its share of them",
+            registry=of,
+        )
+        self.limit_gateways = Gauge(
+            f"{name}limit_gateways",
+            "Gateways that share keys' limits: without a router each admits so small a part",
+            registry=of,
+        )
         self.stripped = Counter(f"{name}stripped_fields", "Fields taken out of requests", ["field"], registry=of)
         self.keyless = Counter(f"{name}keyless", "Requests placed without block keys", ["model"], registry=of)
         self.local = Counter(f"{name}degraded_placements", "Requests placed without a router", registry=of)

@@ -42,7 +42,10 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a hello with a gateway_id")
         stream = GatewayStream()
         welcome = placement_pb2.GatewayWelcome(
-            router_id=self._router.settings.router_id, epoch=self._router.store.epoch, key_scheme=KEY_SCHEME
+            router_id=self._router.settings.router_id,
+            epoch=self._router.store.epoch,
+            key_scheme=KEY_SCHEME,
+            accounts_usage=True,
         )
         await context.write(placement_pb2.SessionResponse(welcome=welcome))
         stream.send(fleet=self._router.fleet())
@@ -108,6 +111,9 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
                 event = gateway_messages.first_token(message.first_token)
             case "finished":
                 event = gateway_messages.finished(message.finished)
+            case "usage":
+                self._router.account(gateway_id, message.usage)
+                return
             case "hello":
                 event = replace(gateway_messages.gateway_hello(message.hello), gateway_id=gateway_id)
             case _:

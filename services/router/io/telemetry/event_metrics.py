@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pointsman.router.core.events_and_effects import Finished
 from pointsman.router.core.types import Decision
@@ -76,6 +76,10 @@ class EventMetrics:
             registry=of,
         )
         self.resyncs = Counter(f"{name}resyncs", "Snapshots asked of agents", registry=of)
+        self.accounted_keys = Gauge(f"{name}accounted_keys", "API keys that limits are accounted for", registry=of)
+        self.bad_usage = Counter(
+            f"{name}bad_usage_reports", "Keys in gateways' reports whose figures cannot be", registry=of
+        )
         # A series that is not there before its first count has no increase then, and the alert on it does not fire.
         for code in ("NOT_FOUND", "RESOURCE_EXHAUSTED", "UNAVAILABLE"):
             self._refusals[code,]

@@ -1,0 +1,109 @@
+"""Limits of keys over two gateways and a router that may die, each a process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+
+from tests.support.processes.gateway import gateway_running, told_url
+from tests.support.processes.replicas import RouterProcess, keep_reporting
+from tests.support.waiting import eventually
+
+# A model that nobody serves: whether a request is admitted is decided before.
+BODY = {"model": "nobody", "prompt": "x"}
+
+
+class Gateways:
+    """Two of them, by their addresses."""
+
+    def __init__(self, http: aiohttp.ClientSession, urls: list[str]) -> None:
+        self._http = http
+        self.urls = urls
+
+    async def admitted(self, url: str, key: str, times: int) -> int:
+        """How many of so many requests are."""
+        statuses = []
+        for _ in range(times):
+            async with self._http.post(f"{url}/v1/completions", json=BODY, headers={"x-api-key": key}) as answer:
+                statuses.append(answer.status)
+        assert set(statuses) <= {404, 429, 503}
+        return sum(status != 429 for status in statuses)
+
+    async def figure(self, name: str) -> list[float]:
+        """A figure of both pages of metrics."""
+        found = []
+        for url in self.urls:
+            async with self._http.get(f"{url}/metrics") as answer:
+                lines = (await answer.text()).splitlines()
+            found += [float(line.split()[1]) for line in lines if line.startswith(f"{name} ")]
+        return found
+
+    async def until(self, name: str, value: float) -> None:
+        async def told() -> bool:
+            return await self.figure(name) == [value] * 2
+
+        await eventually(told, f"{name} is {value} at both gateways")
+
+
+@asynccontextmanager
+async def two_gateways(folder: Path, keys: str, processes: int) -> AsyncIterator[tuple[RouterProcess, Gateways]]:
+    (folder / "keys").write_text(keys)
+    router = RouterProcess("r0", "", folder)
+    router.process.start()
+    async with AsyncExitStack() as stack:
+        stack.callback(router.process.stop)
+        reporting = asyncio.create_task(keep_reporting(router.address, "i0", "m"))
+        stack.callback(reporting.cancel)
+        urls = []
+        for name in ("one", "two"):
+            environment = {
+                "LISTEN": "127.0.0.1:0",
+                "ROUTERS": router.address,
+                "API_KEYS_FILE": str(folder / "keys"),
+                "GATEWAY_ID": name,
+                "PROCESSES": str(processes),
+            }
+            _, log = await stack.enter_async_context(gateway_running(environment))
+            urls.append(await told_url(log))
+        http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)))
+        gateways = Gateways(http, urls)
+        await gateways.until("pointsman_gateway_limits_accounted", 1)
+        await gateways.until("pointsman_gateway_limit_gateways", 2)
+        yield router, gateways
+    with contextlib.suppress(asyncio.CancelledError):
+        await reporting
+
+
+async def test_two_gateways_admit_what_one_would_and_halves_of_it_without_a_router(tmp_path: Path) -> None:
+    keys = "".join(f"tenant:{name} requests_per_minute=40\n" for name in ("k1", "k2", "k3"))
+    async with two_gateways(tmp_path, keys, 1) as (router, gateways):
+        one, two = gateways.urls
+        began = time.monotonic()
+        told = [await gateways.admitted(url, "k1", 3) for _ in range(10) for url in (one, two)]
+        assert 40 <= sum(told) <= 40 * (1 + (time.monotonic() - began) / 60)
+        # One gateway alone may use all of it.
+        assert await gateways.admitted(one, "k2", 40) == 40
+        router.process.kill()
+        await gateways.until("pointsman_gateway_limits_accounted", 0)
+        began = time.monotonic()
+        told = [await gateways.admitted(url, "k3", 30) for url in (one, two)]
+        assert min(told) >= 20
+        assert sum(told) <= 40 * (1 + (time.monotonic() - began) / 60)
+        # What was used up stays so, with or without a router.
+        router.process.start()
+        await gateways.until("pointsman_gateway_limits_accounted", 1)
+        again = [await gateways.admitted(url, "k3", 30) for url in (one, two)]
+        assert sum(told) + sum(again) <= 40 * (1 + (time.monotonic() - began) / 60)
+
+
+async def test_processes_of_a_gateway_share_its_lease(tmp_path: Path) -> None:
+    async with two_gateways(tmp_path, "tenant:k1 requests_per_minute=40\n", 2) as (_, gateways):
+        began = time.monotonic()
+        told = [await gateways.admitted(url, "k1", 3) for _ in range(10) for url in gateways.urls]
+        assert 40 <= sum(told) <= 40 * (1 + (time.monotonic() - began) / 60)
