@@ -32,7 +32,7 @@ def decode_body(raw: bytes) -> Any:
 
 def _decoded(raw: bytes | msgspec.Raw, depth: int) -> Any:
     """One value, in pieces of about PIECE_BYTES."""
-    if len(raw) <= PIECE_BYTES or depth >= _MAX_DEPTH:  # type: ignore[arg-type]
+    if len(raw) <= PIECE_BYTES or depth >= _MAX_DEPTH:
         return msgspec.json.decode(raw)
     first, second = _beginning(raw)
     if first == b"{":
@@ -48,7 +48,7 @@ def _decoded_list(items: list[msgspec.Raw], depth: int) -> list[Any]:
     together: list[msgspec.Raw] = []
     size = 0
     for item in items:
-        length = len(item)  # type: ignore[arg-type]
+        length = len(item)
         if length > PIECE_BYTES:
             done += _together(together)
             together, size = [], 0
@@ -64,7 +64,7 @@ def _decoded_list(items: list[msgspec.Raw], depth: int) -> list[Any]:
 
 def _together(items: list[msgspec.Raw]) -> list[Any]:
     # One by one takes twice as long.
-    decoded: list[Any] = msgspec.json.decode(b"[" + b",".join(items) + b"]")  # type: ignore[arg-type]
+    decoded: list[Any] = msgspec.json.decode(b"[" + b",".join(items) + b"]")
     return decoded
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 from pointsman.common.core.tracing import Value, known_attributes
 from pointsman.gateway.core.api import ApiCall, Endpoint
@@ -56,13 +55,13 @@ def span_name(attributes: Mapping[str, Value]) -> str:
 
 
 def answer_attributes(usage: Usage, url: str, time_to_first_chunk_s: float | None, error: str) -> dict[str, Value]:
-    """How an engine at `url` answered. Token counts are its own; the input's include cached ones. `error` is empty when all went
-    well."""
-    server = urlsplit(url)
+    """How an engine at `url` (http(s)://HOST:PORT) answered. Token counts are its own; the input's include cached ones. `error` is
+    empty when all went well."""
+    host, _, port = url.partition("://")[2].partition("/")[0].rpartition(":")
     return known_attributes(
         {
-            "server.address": server.hostname,
-            "server.port": server.port,
+            "server.address": host.strip("[]"),
+            "server.port": int(port) if port.isdigit() else None,
             "gen_ai.usage.input_tokens": usage.prompt,
             "gen_ai.usage.cache_read.input_tokens": usage.cached,
             "gen_ai.usage.output_tokens": usage.output,

@@ -61,10 +61,24 @@ class SharedUsageFile:
         with self._locked():
             data, behind = self._mapped(), at + _FIGURES.size
             figures = _FIGURES.unpack_from(data, at)
-            buckets = (TokenBucket(*figures[place : place + 2]) for place in range(0, 8, 2))
+            requests, tokens, fleet_requests, fleet_tokens = (TokenBucket(*figures[n : n + 2]) for n in range(0, 8, 2))
+            shares, slots, leased_until, empty_until, used_requests, used_tokens = figures[8:]
             flights = list(self._flights.unpack_from(data, behind))
             own = flights[self._number]
-            usage = KeyUsage(*buckets, *figures[8:], own, sum(flights) - own)
+            usage = KeyUsage(
+                requests,
+                tokens,
+                fleet_requests,
+                fleet_tokens,
+                shares=int(shares),
+                slots=int(slots),
+                leased_until=leased_until,
+                empty_until=empty_until,
+                used_requests=used_requests,
+                used_tokens=used_tokens,
+                in_flight=own,
+                in_flight_elsewhere=sum(flights) - own,
+            )
             yield usage
             flights[self._number] = usage.in_flight
             _FIGURES.pack_into(data, at, *_figures_of(usage))
