@@ -55,8 +55,8 @@ def span_name(attributes: Mapping[str, Value]) -> str:
 
 
 def answer_attributes(usage: Usage, url: str, time_to_first_chunk_s: float | None, error: str) -> dict[str, Value]:
-    """How an engine at `url` (http(s)://HOST:PORT) answered. Token counts are its own; the input's include cached ones. `error` is
-    empty when all went well."""
+    """How an engine at `url` (http(s)://HOST:PORT) answered. Token counts are its own; the input's include cached ones. `error`
+    is empty when all went well."""
     host, _, port = url.partition("://")[2].partition("/")[0].rpartition(":")
     return known_attributes(
         {
