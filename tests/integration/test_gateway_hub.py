@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
+import huggingface_hub
 import pytest
 
 from pointsman.common.core.block_keys import prompt_keys
+from pointsman.gateway.io import tokenizer_files
 from pointsman.gateway.io.routing import model_pools
+from pointsman.gateway.io.tokenizer_files import load_tokenizer
 from tests.support.fakes.gateway_peers import MODEL, Stack, stack
 from tests.support.fakes.hub import SHA, FakeHub
 from tests.support.gateway_requests import CHAT
 from tests.support.processes.gateway import gateway_running, ready, told_url
+from tests.support.tiny_tokenizer import CHATML, make_tokenizer
 from tests.support.waiting import eventually
 
 ID = "maker/tiny-coder"
@@ -44,6 +52,14 @@ async def until(url: str, **wanted: object) -> dict[str, Any]:
 
     found: dict[str, Any] = await eventually(there, f"{wanted} in /health")
     return found
+
+
+async def fetched_by_an_engine(hub: str, cache: Path, call: str, *args: str) -> None:
+    """Have a process of its own (the library leaves connections open) call the hub's library."""
+    code = f"import sys, huggingface_hub as hub; hub.{call}(*sys.argv[3:], endpoint=sys.argv[1], cache_dir=sys.argv[2])"
+    command = (sys.executable, "-c", code, hub, str(cache), *args)
+    process = await asyncio.create_subprocess_exec(*command, env=os.environ | {"HF_HUB_OFFLINE": "0"})
+    assert await process.wait() == 0
 
 
 @asynccontextmanager
@@ -82,7 +98,7 @@ async def test_a_hub_that_is_away_is_asked_again_and_said(tmp_path: Path) -> Non
 async def test_a_hub_that_never_answers_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
 
-    def find(source: str) -> Path:
+    def find(source: str, *_: object, **__: object) -> Path:
         assert answers.wait(60)
         return Path(source)
 
@@ -105,6 +121,90 @@ async def test_a_download_that_broke_off_is_made_whole(tmp_path: Path) -> None:
             assert any(path.endswith("/tokenizer.json") for path in hub.asked)
             hub.without = ""
             await until(url, exact=True)
+
+
+async def test_what_an_engine_fetched_of_a_model_is_made_whole(tmp_path: Path) -> None:
+    """Engines ask for file after file: a cache with tokenizer.json may lack the chat template, and tell nothing of it."""
+    async with hub_stack(tmp_path) as (up, hub):
+        cache = tmp_path / "home" / "hub"
+        await fetched_by_an_engine(hub.url, cache, "hf_hub_download", ID, "tokenizer.json")
+        async with gateway(up, hub.url, tmp_path / "home") as url:
+            await ready(url)
+            await until(url, exact=True)
+            async with aiohttp.ClientSession() as http:
+                await (await http.post(f"{url}/v1/chat/completions", json=CHAT)).read()
+            assert list(up.router.places[-1].keys) == prompt_keys(up.engines[0].tokenizer.chat(CHAT), MODEL)
+
+
+async def test_what_an_engine_has_in_its_cache_is_not_downloaded(tmp_path: Path) -> None:
+    async with hub_stack(tmp_path) as (up, hub):
+        engines = tmp_path / "engines"
+        await fetched_by_an_engine(hub.url, engines / "hub", "snapshot_download", ID)
+        asked, engines_own = len(hub.asked), {"ENGINE_CACHE": str(engines), "HUB_OWNERS": "somebody"}
+        hub.broken = True
+        async with gateway(up, hub.url, tmp_path / "home", **engines_own) as url:
+            await until(url, exact=True)
+        assert len(hub.asked) == asked
+
+
+@pytest.mark.parametrize("newer", [True, False], ids=["newer", "same"])
+async def test_engines_that_differ_are_compared_with_what_the_hub_has_now(tmp_path: Path, newer: bool) -> None:
+    async with hub_stack(tmp_path) as (up, hub), gateway(up, hub.url, tmp_path / "home") as url:
+        await until(url, exact=True)
+        if newer:
+            hub.sha = SHA[::-1]
+            folder = make_tokenizer(tmp_path / "model", CHATML.replace("assistant", "pointsman"))
+            up.engines[0].tokenizer = load_tokenizer(folder)
+        else:
+            up.engines[0].token_shift = 1
+        asked = len(hub.asked)
+        up.router.pools[0].instances[0].incarnation = "2"
+        await up.router.tell_fleet()
+        if newer:
+            await eventually(lambda: any(SHA[::-1] in path for path in hub.asked[asked:]))
+            await until(url, exact=True)
+        else:
+            await until(url, reason="text probe 0 (add_special_tokens=true) differs")
+            # Once for each incarnation.
+            asked = len(hub.asked)
+            await up.router.tell_fleet()
+            await asyncio.sleep(0)
+            assert len(hub.asked) == asked
+        async with aiohttp.ClientSession() as http:
+            await (await http.post(f"{url}/v1/chat/completions", json=CHAT)).read()
+        keys = prompt_keys(up.engines[0].tokenizer.chat(CHAT), MODEL) if newer else []
+        assert list(up.router.places[-1].keys) == keys
+
+
+@pytest.mark.parametrize(
+    ("settings", "exact"),
+    [
+        ({"HUB_OWNERS": "somebody"}, False),
+        ({"HUB_OWNERS": "somebody maker"}, True),
+        ({"HUB_OWNERS": ID}, True),
+        ({"HUB_OWNERS": "somebody", "TOKENIZERS": f"{MODEL}={ID}"}, True),
+    ],
+    ids=["others", "owner", "model", "named"],
+)
+async def test_only_some_owners_may_be_downloaded_from(tmp_path: Path, settings: dict[str, str], exact: bool) -> None:
+    async with hub_stack(tmp_path) as (up, hub), gateway(up, hub.url, tmp_path / "home", **settings) as url:
+        told = await until(url, tokenizer="exact" if exact else "inexact")
+        assert exact or ("hub_owners" in told["reason"] and hub.asked == [])
+
+
+def test_a_tokenizer_of_any_size_is_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = [SimpleNamespace(file_size=tokenizer_files.MAX_DOWNLOAD_BYTES), SimpleNamespace(file_size=1)]
+
+    def download(*_: object, **given: object) -> object:
+        if given.get("local_files_only"):
+            raise FileNotFoundError
+        assert given["dry_run"], "nothing is downloaded"
+        return planned
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
+    with pytest.raises(tokenizer_files.TokenizerNotFound, match="bytes"):
+        tokenizer_files.find_tokenizer(ID)
 
 
 async def test_a_gated_model_needs_the_token(tmp_path: Path) -> None:
@@ -140,3 +240,17 @@ async def test_an_engine_that_changes_its_model_is_followed(tmp_path: Path) -> N
         up.router.pools[0].instances[0].incarnation = "2"
         await up.router.tell_fleet()
         await until(url, exact=True)
+
+
+async def test_an_engine_that_changes_its_model_while_it_is_silent_is_followed(tmp_path: Path) -> None:
+    async with hub_stack(tmp_path) as (up, hub):
+        instance = up.router.pools[0].instances[0]
+        there, instance.url = instance.url, "http://127.0.0.1:1"
+        second = make_tokenizer(tmp_path / "second", CHATML.replace("assistant", "pointsman"))
+        hub.models["maker/second"], up.engines[0].tokenizer = second, load_tokenizer(second)
+        async with gateway(up, hub.url, tmp_path / "home") as url:
+            await until(url, reason="no instance answers /tokenize")
+            instance.url, instance.incarnation = there, "2"
+            up.router.pools[0].model_root = "maker/second"
+            await up.router.tell_fleet()
+            await until(url, exact=True)

@@ -32,6 +32,9 @@ class PoolState:
     tokenizer_status: TokenizerStatus = TokenizerStatus.CHECKING
     reason: str = "not checked yet"
     verified: set[tuple[str, str]] = field(default_factory=set)  # (url, incarnation)
+    hub_asked_for: set[tuple[str, str]] = field(
+        default_factory=set
+    )  # that differed: for whom a newer revision was asked for
     mismatches: Counter[Endpoint] = field(default_factory=Counter)  # in a row
     inexact_endpoints: set[Endpoint] = field(
         default_factory=set

@@ -56,6 +56,7 @@ from pointsman.gateway.io.settings import GatewaySettings
 from pointsman.gateway.io.telemetry.breakdown_log import BreakdownLog
 from pointsman.gateway.io.telemetry.metrics import GatewayMetrics
 from pointsman.gateway.io.telemetry.span_export import RequestTraces, answered
+from pointsman.gateway.io.tokenizer_files import HubRules
 
 if TYPE_CHECKING:
     from pointsman.common.io.otlp import Tracer
@@ -111,7 +112,8 @@ class Gateway:
 
             self._tracer = Tracer(settings.otlp_endpoint, "gateway", settings.gateway_id)
             self._traces = RequestTraces(self._tracer.send, settings.trace_sample_ratio)
-        self.pools = ModelPools(self._upstream, self.telemetry, settings.tokenizer_paths(), token_cache)
+        hub = HubRules(tuple(settings.hub_owners), settings.engine_cache)
+        self.pools = ModelPools(self._upstream, self.telemetry, settings.tokenizer_paths(), token_cache, hub)
         self.router = RouterClient(
             settings.routers,
             settings.gateway_id,

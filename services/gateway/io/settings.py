@@ -43,6 +43,13 @@ class GatewaySettings(BaseSettings):
         description="MODEL=PATH, MODEL=HUB_ID or MODEL=HUB_ID@REVISION; other models' tokenizers are where their engines have "
         "theirs from: a hub id, downloaded into HF_HOME, or a folder, mounted at the same place",
     )
+    hub_owners: Entries = Field(
+        default_factory=list,
+        description="owners, or OWNER/NAME, of whom tokenizers may be downloaded because an engine names them; none: all",
+    )
+    engine_cache: Path | None = Field(
+        None, description="HF_HOME of engines, which is only read: looked into after HF_HOME, before the hub is asked"
+    )
     aliases: Pairs = Field(
         default_factory=list,
         description="NAME=MODEL: clients may ask for NAME and get MODEL, which answers by its own name",

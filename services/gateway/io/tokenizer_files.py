@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from pointsman.gateway.core.tokens.token_cache import TokenCache
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _PATTERNS = [*_FILES, "additional_chat_templates/*.jinja"]
 TOO_MANY_REQUESTS = 429
+HUB_S = 10.0
+# All files together; the largest tokenizers of today have 35 MB.
+MAX_DOWNLOAD_BYTES = 256 << 20
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -53,10 +57,24 @@ def load_tokenizer(folder: Path, cache: TokenCache | None = None) -> ModelTokeni
     return ModelTokenizer(tokenizer, compiled.get("default"), compiled.get("tool_use"), merges_system, cache)
 
 
-def find_tokenizer(place: str) -> Path:
+@dataclass(frozen=True)
+class HubRules:
+    """What may be had of a hub. `owners`: those, or OWNER/NAME, that may be downloaded from; none: all. `engine_cache`: the
+    HF_HOME of engines, which is only read."""
+
+    owners: tuple[str, ...] = ()
+    engine_cache: Path | None = None
+
+
+def follows_hub(place: str) -> bool:
+    """Whether the tokenizer of `place` is the newest revision that the hub had when it was asked."""
+    return bool(place) and "@" not in place and not Path(place).is_absolute() and not Path(place).is_dir()
+
+
+def find_tokenizer(place: str, rules: HubRules = HubRules(), *, newest: bool = False) -> Path:
     """The folder of `place`, a folder of this machine or a hub id with or without @REVISION: from the local hub cache (HF_HOME),
-    where an engine may have put it, else downloaded there (HF_ENDPOINT, HF_TOKEN, HTTPS_PROXY). Blocks. Raises
-    TokenizerNotFound; HubUnreachable where another try may find it."""
+    or that of engines, else downloaded to there (HF_ENDPOINT, HF_TOKEN, HTTPS_PROXY). `newest`: the hub is asked whether it has
+    another revision now. Blocks. Raises TokenizerNotFound; HubUnreachable where another try may find it."""
     folder = Path(place)
     # Path("") is the working directory, which nobody meant.
     if place and folder.is_dir():
@@ -65,9 +83,15 @@ def find_tokenizer(place: str) -> Path:
     if not place or folder.is_absolute() or repository.count("/") > 1:
         raise TokenizerNotFound(f"no folder {place!r} here: mount it, or name the model's tokenizer by --tokenizers")
     try:
-        return _cached(repository, revision or None) or Path(
-            huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=_PATTERNS)
-        )
+        caches = (None, rules.engine_cache / "hub") if rules.engine_cache else (None,)
+        for cache in () if newest else caches:
+            if (cached := _cached(repository, revision or None, cache)) is not None:
+                return cached
+        if rules.owners and not {repository, repository.partition("/")[0]} & {*rules.owners}:
+            raise TokenizerNotFound(f"{place!r} is no folder here, and hub_owners does not let it be downloaded")
+        return _downloaded(repository, revision or None)
+    except TokenizerNotFound:
+        raise
     except huggingface_hub.errors.HFValidationError as error:
         raise TokenizerNotFound(f"{place!r} is neither a folder nor a hub id") from error
     except huggingface_hub.errors.HfHubHTTPError as error:
@@ -92,17 +116,29 @@ def _causes(error: BaseException) -> str:
     return " of ".join(dict.fromkeys(kinds))
 
 
-def _cached(repository: str, revision: str | None) -> Path | None:
-    """The folder where the local cache has all of the files; None where some of them are missing."""
+def _cached(repository: str, revision: str | None, cache: Path | None) -> Path | None:
+    """The folder where a local cache (None: in HF_HOME) has all of the files; None where some of them are missing. Engines fetch
+    files one by one: there may be tokenizer.json without the chat template, and nothing that tells what else there is."""
     try:
         folder = Path(
             huggingface_hub.snapshot_download(
-                repository, revision=revision, allow_patterns=_PATTERNS, local_files_only=True
+                repository, revision=revision, allow_patterns=_PATTERNS, cache_dir=cache, local_files_only=True
             )
         )
     except FileNotFoundError:  # LocalEntryNotFoundError and IncompleteSnapshotError
         return None
-    return folder if (folder / "tokenizer.json").is_file() else None
+    return folder if all((folder / name).is_file() for name in _FILES[:2]) else None
+
+
+def _downloaded(repository: str, revision: str | None) -> Path:
+    """The folder where the files are now, as the hub has them. Raises TokenizerNotFound, and the hub library's errors."""
+    # By itself the library falls back to what it has, however little, and says nothing of a hub that is away.
+    huggingface_hub.HfApi().model_info(repository, revision=revision or "main", timeout=HUB_S)
+    planned = huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=_PATTERNS, dry_run=True)
+    size = sum(one.file_size or 0 for one in planned)
+    if size > MAX_DOWNLOAD_BYTES:
+        raise TokenizerNotFound(f"the tokenizer of {repository!r} has {size} bytes, more than {MAX_DOWNLOAD_BYTES}")
+    return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=_PATTERNS))
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class FakeHub:
-    """Serves the folders of `models` (id -> folder) at revision SHA, which main is. `token`: what must be shown, if anything;
+    """Serves the folders of `models` (id -> folder) at revision `sha`, which main is. `token`: what must be shown, if anything;
     `broken`: everything is a 503; `without`: a file that is."""
 
     models: dict[str, Path]
@@ -28,12 +28,13 @@ class FakeHub:
     broken: bool = False
     without: str = ""
     url: str = ""
+    sha: str = SHA
     asked: list[str] = field(default_factory=list)
 
     async def _info(self, request: web.Request) -> web.Response:
-        if request.match_info.get("revision", "main") not in ("main", SHA):
+        if request.match_info.get("revision", "main") not in ("main", self.sha):
             return web.json_response({"error": "no"}, status=404, headers={"X-Error-Code": "RevisionNotFound"})
-        return web.json_response({"id": self._id(request), "sha": SHA, "siblings": []})
+        return web.json_response({"id": self._id(request), "sha": self.sha, "siblings": []})
 
     async def _tree(self, request: web.Request) -> web.Response:
         folder = self.models[self._id(request)]
@@ -52,7 +53,7 @@ class FakeHub:
         path = self.models[self._id(request)] / request.match_info["file"]
         if not path.is_file():
             return web.Response(status=404, headers={"X-Error-Code": "EntryNotFound"})
-        return web.Response(body=path.read_bytes(), headers={"ETag": f'"{_etag(path)}"', "X-Repo-Commit": SHA})
+        return web.Response(body=path.read_bytes(), headers={"ETag": f'"{_etag(path)}"', "X-Repo-Commit": self.sha})
 
     def _id(self, request: web.Request) -> str:
         return f"{request.match_info['owner']}/{request.match_info['name']}"

@@ -7,6 +7,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 import structlog
 
@@ -17,7 +18,14 @@ from pointsman.gateway.core.tokens.token_cache import TokenCache
 from pointsman.gateway.io.engines.engine_client import Upstream, UpstreamError
 from pointsman.gateway.io.routing.tokenizer_check import first_difference
 from pointsman.gateway.io.telemetry.metrics import GatewayMetrics
-from pointsman.gateway.io.tokenizer_files import HubUnreachable, TokenizerNotFound, find_tokenizer, load_tokenizer
+from pointsman.gateway.io.tokenizer_files import (
+    HubRules,
+    HubUnreachable,
+    TokenizerNotFound,
+    find_tokenizer,
+    follows_hub,
+    load_tokenizer,
+)
 from pointsman.router.v1 import placement_pb2
 
 log = structlog.get_logger()
@@ -34,15 +42,24 @@ class ModelPools:
     """All models of the fleet as last told, each with its self-check. update() is called for every Fleet."""
 
     def __init__(
-        self, upstream: Upstream, telemetry: GatewayMetrics, tokenizers: Mapping[str, str], cache: TokenCache
+        self,
+        upstream: Upstream,
+        telemetry: GatewayMetrics,
+        tokenizers: Mapping[str, str],
+        cache: TokenCache,
+        hub: HubRules,
     ) -> None:
+        """`hub`: its owners are those of whom `tokenizers` names nothing."""
+        self._hub = hub
         self._upstream = upstream
         self._telemetry = telemetry
         self._tokenizers = tokenizers
         self._cache = cache
         self._states: dict[str, PoolState] = {}
         self._checks: dict[str, asyncio.Task[None]] = {}
-        self._loading: dict[str, asyncio.Future[ModelTokenizer]] = {}  # by source
+        self._loading: dict[
+            tuple[str, bool], asyncio.Future[ModelTokenizer]
+        ] = {}  # by source, and whether it is to be the newest
         self._names: dict[str, tuple[str, str]] = {}  # any name -> (pool, LoRA adapter or "")
 
     def update(self, fleet: placement_pb2.Fleet) -> None:
@@ -112,6 +129,7 @@ class ModelPools:
     def _check_soon(self, state: PoolState) -> None:
         wanted = {(one.url, one.incarnation) for one in state.pool.instances}
         state.verified &= wanted
+        state.hub_asked_for &= wanted
         if wanted - state.verified:
             state.inexact_endpoints.clear()  # another incarnation may be another version
         check = self._checks.get(state.pool.model)
@@ -143,7 +161,7 @@ class ModelPools:
 
     async def _check(self, state: PoolState) -> None:
         """Until every instance is verified, or one is found to differ."""
-        source = self._tokenizers.get(state.pool.model) or state.pool.model_root
+        source = self._source(state)
         tries = 0
         while state.tokenizer is None or state.source != source:
             try:
@@ -157,14 +175,21 @@ class ModelPools:
                 await asyncio.sleep(ASK_HUB_AGAIN_S[min(tries, len(ASK_HUB_AGAIN_S) - 1)])
                 tries += 1
                 # The engines may be others by now.
-                source = self._tokenizers.get(state.pool.model) or state.pool.model_root
+                source = self._source(state)
         silent = 0
         while left := {(one.url, one.incarnation) for one in state.pool.instances} - state.verified:
+            if source != self._source(state):
+                # The engines have changed their model while they were silent.
+                await self._check(state)
+                return
             asked = await asyncio.gather(*(self._compare(state, url) for url, _ in sorted(left)))
             for instance, difference in zip(sorted(left), asked, strict=True):
                 if difference == "":
                     state.verified.add(instance)
             differences = [difference for difference in asked if difference]
+            differing = {instance for instance, difference in zip(sorted(left), asked, strict=True) if difference}
+            if differences and await self._updated(state, source, differing, differences[0]):
+                continue
             if differences:
                 # Checked again when an instance comes or restarts: a tokenizer does not change by itself.
                 self._set_status(state, TokenizerStatus.INEXACT, differences[0])
@@ -178,12 +203,36 @@ class ModelPools:
             if None in asked:
                 await asyncio.sleep(ASK_AGAIN_S[min(silent, len(ASK_AGAIN_S) - 1)])
 
-    async def _loaded(self, source: str) -> ModelTokenizer:
+    def _source(self, state: PoolState) -> str:
+        return self._tokenizers.get(state.pool.model) or state.pool.model_root
+
+    async def _updated(self, state: PoolState, source: str, differing: set[tuple[str, str]], difference: str) -> bool:
+        """Whether the hub was asked for what it has now of a tokenizer that differs from these instances': once for each of them,
+        as its engine may have a newer revision than was kept here. All are compared again then."""
+        if not follows_hub(source) or differing <= state.hub_asked_for:
+            return False
+        state.hub_asked_for |= differing
+        self._set_status(state, TokenizerStatus.INEXACT, f"{difference}; the hub is asked for a newer revision")
+        for pause in (*ASK_HUB_AGAIN_S, None):
+            try:
+                state.tokenizer = await self._loaded(source, newest=True)
+            except TokenizerNotFound as missing:
+                self._set_status(state, TokenizerStatus.INEXACT, f"{difference}; {missing}")
+                if pause is None or not isinstance(missing, HubUnreachable):
+                    return False
+                await asyncio.sleep(pause)
+            else:
+                state.verified.clear()
+                return True
+        return False
+
+    async def _loaded(self, source: str, *, newest: bool = False) -> ModelTokenizer:
         """The tokenizer of `source`. Raises TokenizerNotFound, and HubUnreachable where it does not come in time."""
-        loading = self._loading.get(source)
+        loading = self._loading.get((source, newest))
         if loading is None:
-            loading = self._loading[source] = _load_aside(source, self._cache)
-            loading.add_done_callback(lambda _: self._loading.pop(source))
+            hub = replace(self._hub, owners=()) if source in self._tokenizers.values() else self._hub
+            loading = self._loading[source, newest] = _load_aside(source, hub, newest, self._cache)
+            loading.add_done_callback(lambda _: self._loading.pop((source, newest)))
         try:
             async with asyncio.timeout(LOAD_S):
                 return await asyncio.shield(loading)
@@ -200,7 +249,7 @@ class ModelPools:
             return None
 
 
-def _load_aside(source: str, cache: TokenCache) -> asyncio.Future[ModelTokenizer]:
+def _load_aside(source: str, hub: HubRules, newest: bool, cache: TokenCache) -> asyncio.Future[ModelTokenizer]:
     """The tokenizer of `source`, by a thread of its own: a hub that never answers may hold neither the threads that tokenise
     nor the process's end."""
     loop = asyncio.get_running_loop()
@@ -218,7 +267,7 @@ def _load_aside(source: str, cache: TokenCache) -> asyncio.Future[ModelTokenizer
     def load() -> None:
         tokenizer, failed = None, None
         try:
-            tokenizer = load_tokenizer(find_tokenizer(source), cache)
+            tokenizer = load_tokenizer(find_tokenizer(source, hub, newest=newest), cache)
         except Exception as error:
             failed = error
         with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
