@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import aiohttp
 import anthropic
 import openai
 import pytest
+from prometheus_client import generate_latest
 
 from pointsman.common.core.block_keys import prompt_keys
 from pointsman.gateway.core.api import Endpoint
@@ -98,6 +101,86 @@ async def test_tokens_per_minute_count_prompt_and_answer(tmp_path: Path, stream:
         owed = len(up.engines[0].tokenizer.chat(CHAT)) + 600 - 50 + 1
         # Less what the time since then has paid: a stalled machine may have taken a minute.
         assert owed * 60 / 50 - 60 < int(limited.value.response.headers["Retry-After"]) <= owed * 60 / 50 + 1
+
+
+async def test_answers_tell_what_is_left_of_their_keys_limits(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("red:k1 requests_per_minute=3 tokens_per_minute=6000\nblue:k2 tokens_per_minute=6000\ngreen:k3\n")
+    async with stack(tmp_path, api_keys_file=file) as up:
+        prompt = len(up.engines[0].tokenizer.chat(CHAT))
+        async with gpt(up, "k1") as client:
+            told = (await client.chat.completions.with_raw_response.create(**CHAT)).headers
+            assert (told["x-ratelimit-limit-requests"], told["x-ratelimit-remaining-requests"]) == ("3", "2")
+            assert told["x-ratelimit-reset-requests"] == "20s"
+            assert told["x-ratelimit-limit-tokens"] == "6000"
+            # What the prompt took is known when the answer begins; a moment has filled again.
+            assert 6_000 - prompt <= int(told["x-ratelimit-remaining-tokens"]) <= 6_000
+            async with client.chat.completions.with_streaming_response.create(**CHAT, stream=True) as streamed:
+                assert streamed.headers["x-ratelimit-remaining-requests"] in "12"
+            await client.responses.create(**RESPONSES)
+            with pytest.raises(openai.RateLimitError) as limited:
+                await client.chat.completions.create(**CHAT)
+            assert limited.value.response.headers["x-ratelimit-remaining-requests"] == "0"
+            assert limited.value.response.headers["Retry-After"]
+        async with claude(up, "k2") as other:
+            fields = (await other.messages.with_raw_response.create(**MESSAGES)).headers
+        assert fields["anthropic-ratelimit-tokens-limit"] == "6000"
+        assert int(fields["anthropic-ratelimit-tokens-remaining"]) <= 6_000
+        left = datetime.fromisoformat(fields["anthropic-ratelimit-tokens-reset"]) - datetime.now(UTC)
+        assert -60 < left.total_seconds() < 60
+        assert not [name for name in fields if name.startswith("anthropic-ratelimit-requests")]
+        async with gpt(up, "k3") as unlimited:
+            none = (await unlimited.chat.completions.with_raw_response.create(**CHAT)).headers
+        assert not [name for name in none if "ratelimit" in name]
+
+
+async def test_each_request_of_a_tenant_is_one_line_for_its_bill(tmp_path: Path) -> None:
+    keys, bill = tmp_path / "keys", tmp_path / "usage.jsonl"
+    keys.write_text("red:k1\nblue:k2 requests_per_minute=1\n")
+    async with stack(tmp_path, api_keys_file=keys, usage_file=bill) as up:
+        prompt, words = len(up.engines[0].tokenizer.chat(CHAT)), len(up.engines[0].words)
+        headers = {"Authorization": "Bearer k1", "X-Request-ID": "mine"}
+        async with aiohttp.ClientSession(headers=headers) as http:
+            for body in (CHAT, CHAT | {"stream": True}, CHAT | {"model": "nobody"}, {"model": MODEL}):
+                async with http.post(up.url + Endpoint.CHAT.value, json=body) as answer:
+                    await answer.read()
+            for engine in up.engines:
+                engine.mode = "500"
+            async with http.post(up.url + Endpoint.CHAT.value, json=CHAT) as answer:
+                await answer.read()
+            for engine in up.engines:
+                engine.mode, engine.hold = "ok", asyncio.Event()
+            gone = await http.post(up.url + Endpoint.CHAT.value, json=CHAT | {"stream": True})
+            await gone.content.readany()
+            gone.close()
+            await eventually(lambda: len(bill.read_text().splitlines()) == 6)
+            for engine in up.engines:
+                engine.hold = None
+        assert [await status_of(up, "k2"), await status_of(up, "k2"), await status_of(up, "nobody")] == [200, 429, 401]
+        await eventually(lambda: len(bill.read_text().splitlines()) == 8)
+        page = generate_latest(up.gateway.telemetry.registry).decode()
+    lines = [json.loads(line) for line in bill.read_text().splitlines()]
+    brief = [
+        (one["tenant"], one["status"], one["outcome"], one["prompt_tokens"], one["completion_tokens"]) for one in lines
+    ]
+    assert brief[:5] == [
+        ("red", 200, "ok", prompt, words),
+        ("red", 200, "ok", prompt, words),
+        ("red", 404, "rejected", 0, 0),
+        ("red", 400, "rejected", 0, 0),
+        ("red", 500, "failed", 0, 0),
+    ]
+    # Who leaves in the middle has had the prompt computed, and the tokens that came.
+    assert brief[5] == ("red", 499, "cancelled", prompt, 1)
+    assert brief[6:] == [("blue", 200, "ok", prompt, words), ("blue", 429, "rejected", 0, 0)]
+    assert [one["stream"] for one in lines[:2]] == [False, True]
+    assert {one["request_id"] for one in lines[:6]} == {"mine"}
+    assert {one["api"] for one in lines} == {Endpoint.CHAT.value}
+    assert [one["model"] for one in lines[:3]] == [MODEL, MODEL, ""]
+    assert all(one["duration_s"] >= 0 and 0 <= one["cached_tokens"] <= one["prompt_tokens"] for one in lines)
+    assert "sk-" not in bill.read_text()
+    assert f'tenant_prompt_tokens_total{{model="{MODEL}",tenant="red"}} {3.0 * prompt}' in page
+    assert f'tenant_requests_total{{model="{MODEL}",tenant="blue"}} 1.0' in page
 
 
 async def test_streams_in_flight_are_limited_and_come_back(tmp_path: Path) -> None:

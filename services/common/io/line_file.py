@@ -1,8 +1,12 @@
-"""A file that a service appends lines to. A disk that is full costs lines, and never the work that they tell of."""
+"""A file that a service appends lines to. A disk that is full costs lines, and never the work that they tell of.
+
+Whoever rotates the file renames or removes it: within a second it is opened anew by its name.
+"""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +15,8 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 log = structlog.get_logger()
+
+LOOK_AGAIN_S = 1.0
 
 
 class LineFile:
@@ -23,11 +29,14 @@ class LineFile:
         self._losing = 0
         self._path = path
         self._file = path.open("ab", buffering=0)
+        self._looked_at = time.monotonic()
 
     def append(self, line: bytes) -> None:
         """Append one line, or lose it."""
         line += b"\n"
         try:
+            if time.monotonic() - self._looked_at >= LOOK_AGAIN_S:
+                self._follow_rotation()
             written = self._file.write(line)
             if written < len(line):
                 self._take_back(written)
@@ -45,6 +54,19 @@ class LineFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def _follow_rotation(self) -> None:
+        """Open the file anew where its name means another one, or none. Raises OSError, and then the old one is kept."""
+        self._looked_at = time.monotonic()
+        own = os.fstat(self._file.fileno())
+        try:
+            named = self._path.stat()
+        except FileNotFoundError:
+            named = None
+        if named is None or (named.st_dev, named.st_ino) != (own.st_dev, own.st_ino):
+            opened = self._path.open("ab", buffering=0)
+            self._file.close()
+            self._file = opened
 
     def _take_back(self, written: int) -> None:
         """Remove a torn line, which would spoil the next one, too, unless another process has written behind it."""

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from pointsman.gateway.core.memory_budget import Holding
 from pointsman.gateway.core.request_trace import RequestTrace
+from pointsman.gateway.core.request_usage import RequestUsage
 
 _REASONS = {status.value: status.phrase for status in http.HTTPStatus}
 _NO_CONTROLS = dict.fromkeys((*range(32), 127), " ")
@@ -110,6 +111,7 @@ class Request:
     answer_fields: dict[str, str] = field(default_factory=dict)
     model: str = ""
     trace: RequestTrace | None = None
+    usage: RequestUsage = field(default_factory=RequestUsage)
 
     @property
     def media_type(self) -> str:

@@ -215,7 +215,7 @@ class KeyUsage:
         self.fleet_requests.set(grant.level_requests, now)
         self.fleet_tokens.set(grant.level_tokens, now)
         self.leased_until = now + LEASE_S
-        empty = self._missing(limits) is not None
+        empty = grant.wanted and self._missing(limits) is not None
         self.empty_until = now + min(max(EMPTY_S, self._wait_s(limits, now)), MAX_EMPTY_S) if empty else 0.0
 
     def status(self, limits: RateLimits, now: float) -> LimitStatus:
@@ -490,11 +490,11 @@ class RateLimiter:
             if account is not None:
                 with account.store.open() as usage:
                     usage.grant(grant, account.limits, now)
-                self._touched[grant.key] = None
+                if grant.requests or grant.tokens or grant.slots:
+                    self._touched[grant.key] = None
 
     def _touch(self, account: _Account) -> None:
-        if self.accounted:
-            self._touched[account.name] = None
+        self._touched[account.name] = None
 
 
 def name_of(key: bytes) -> bytes:

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -32,11 +33,13 @@ from pointsman.gateway.core.api import (
 from pointsman.gateway.core.cors import CorsPolicy
 from pointsman.gateway.core.http_message import Request, Response
 from pointsman.gateway.core.pool_state import TokenizerStatus
-from pointsman.gateway.core.rate_limits import Admission, RateLimited, RateLimiter
+from pointsman.gateway.core.rate_limit_headers import anthropic_fields, openai_fields
+from pointsman.gateway.core.rate_limits import Admission, LimitStatus, RateLimited, RateLimiter
 from pointsman.gateway.core.request.prepare import IncomingCall
 from pointsman.gateway.core.request.request_context import RequestContext
 from pointsman.gateway.core.request.request_events import RequestTimeouts
 from pointsman.gateway.core.request.sessions import bounded_id
+from pointsman.gateway.core.request_usage import CLIENT_LEFT, UsageLine, outcome_of
 from pointsman.gateway.core.tenants import DEFAULT_TENANT, Client
 from pointsman.gateway.core.tokens.token_cache import TokenCache
 from pointsman.gateway.io.api_keys import ApiKeys, KeysFromEnvironment
@@ -57,6 +60,7 @@ from pointsman.gateway.io.telemetry.breakdown_log import BreakdownLog
 from pointsman.gateway.io.telemetry.metrics import GatewayMetrics
 from pointsman.gateway.io.telemetry.span_export import RequestTraces, answered
 from pointsman.gateway.io.tokenizer_files import HubRules
+from pointsman.gateway.io.telemetry.usage_log import UsageLog
 
 if TYPE_CHECKING:
     from pointsman.common.io.otlp import Tracer
@@ -88,7 +92,7 @@ class Gateway:
 
     def __init__(self, settings: GatewaySettings, siblings: SiblingProcesses | None = None) -> None:
         """`siblings`: the other processes that share the address. Raises ValueError or OSError for an unusable
-        api_keys_file or breakdown_file, and for TLS settings by which no router can be dialled."""
+        api_keys_file, breakdown_file or usage_file, and for TLS settings by which no router can be dialled."""
         TlsSettings().for_channel()
         self._siblings = siblings
         self._settings = settings
@@ -104,7 +108,8 @@ class Gateway:
         self._preparer = ThreadedPreparer(self.telemetry, token_cache)
         self._upstream = Upstream(settings)
         self._breakdown = BreakdownLog(settings.breakdown_file)
-        self.telemetry.registry.register(LostLines("gateway", lambda: self._breakdown.lost))
+        self._usage_log = UsageLog(settings.usage_file)
+        self.telemetry.registry.register(LostLines("gateway", lambda: self._breakdown.lost + self._usage_log.lost))
         self._tracer: Tracer | None = None
         self._traces: RequestTraces | None = None
         if settings.otlp_endpoint:
@@ -191,6 +196,7 @@ class Gateway:
         await self._releases.close()
         await self._upstream.close()
         self._breakdown.close()
+        self._usage_log.close()
         if self._tracer is not None:
             await self._tracer.close()
         if self._siblings is not None:
@@ -356,10 +362,26 @@ class Gateway:
 
     async def _call(self, endpoint: Endpoint, request: Request) -> Response | None:
         client, now = self._client(request), time.monotonic()
+        status = 500
+        try:
+            answer = await self._limited(endpoint, request, client, now)
+            status = 200 if answer is None else answer.status
+            return answer
+        except ApiRequestError as error:
+            status = error.status
+            raise
+        except asyncio.CancelledError:
+            status = CLIENT_LEFT
+            raise
+        finally:
+            self._used(endpoint, request, client, status, now)
+
+    async def _limited(self, endpoint: Endpoint, request: Request, client: Client, now: float) -> Response | None:
         try:
             admission = await self._leases.admit(client)
         except RateLimited as limited:
             self.telemetry.limited.inc()
+            _tell_limits(request, endpoint, limited.status)
             message = f"This key's limit of {limited.what} is reached."
             raise ApiRequestError(
                 429,
@@ -368,6 +390,7 @@ class Gateway:
                 code="rate_limit_exceeded",
                 retry_after_s=limited.retry_after_s,
             ) from None
+        _tell_limits(request, endpoint, admission.status)
         try:
             return await self._admitted(endpoint, request, client, admission, now)
         except ContextExceeded as refused:
@@ -419,7 +442,31 @@ class Gateway:
         admission.charge(context.placement.input_tokens, received_at)
         if dry:
             return await self._explain(context)
+        request.usage.streamed = call.stream
+        _tell_limits(request, endpoint, admission.status)
         return await RequestRunner(self._shared, context, request).run()
+
+    def _used(self, endpoint: Endpoint, request: Request, client: Client, status: int, received_at: float) -> None:
+        """Count one request of a tenant, however it ended, and write its line."""
+        usage = request.usage
+        self.telemetry.used(client.tenant, request.model, usage)
+        if self._usage_log.on:
+            line = UsageLine(
+                time=self._usage_log.unix(received_at),
+                tenant=client.tenant,
+                request_id=request.client_id,
+                model=request.model,
+                api=endpoint.value,
+                status=status,
+                # An engine's 5xx that counts as the request's own fault is a failure to whom it is told.
+                outcome=outcome_of(status) if status >= 500 else usage.outcome or outcome_of(status),
+                stream=usage.streamed,
+                prompt_tokens=usage.prompt_tokens,
+                cached_tokens=usage.cached_tokens,
+                completion_tokens=usage.completion_tokens,
+                duration_s=round(time.monotonic() - received_at, 3),
+            )
+            self._usage_log.write(line)
 
     async def _explain(self, context: RequestContext) -> Response:
         try:
@@ -441,6 +488,14 @@ class Gateway:
         if client is None:
             raise ApiRequestError(401, "A valid API key is needed.", code="invalid_api_key")
         return client
+
+
+def _tell_limits(request: Request, endpoint: Endpoint, status: LimitStatus) -> None:
+    """Note for the answer what is left of its key's limits, as its API tells it."""
+    if endpoint.error_format is ErrorFormat.ANTHROPIC:
+        request.answer_fields |= anthropic_fields(status, datetime.now(UTC))
+    else:
+        request.answer_fields |= openai_fields(status)
 
 
 def _json(body: dict[str, Any], status: int = 200) -> Response:

@@ -127,6 +127,11 @@ class GatewaySettings(BaseSettings):
         None,
         description="append a line of JSON for each attempt: where it went and when each part of it began and ended",
     )
+    usage_file: Path | None = Field(
+        None,
+        description="append a line of JSON for each request of a tenant, for billing: its tokens, model, id and end; may be "
+        "renamed while it is written",
+    )
     otlp_endpoint: OtlpEndpoint = Field(
         "", description="http(s)://HOST:PORT of an OTLP/gRPC collector that spans go to; empty: none are made"
     )

@@ -58,6 +58,7 @@ class KeyGrant:
     slots: int
     level_requests: float
     level_tokens: float
+    wanted: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +214,7 @@ class UsageAccounts:
             lease.requests += requests
             lease.tokens += tokens
             lease.slots += slots
-        return KeyGrant(one.key, requests, tokens, slots, account.requests.level, account.tokens.level)
+        return KeyGrant(one.key, requests, tokens, slots, account.requests.level, account.tokens.level, one.wanted)
 
     @staticmethod
     def _take_over(account: _Account, lease: _Lease, one: KeyReport) -> None:

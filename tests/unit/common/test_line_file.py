@@ -14,6 +14,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
+from pointsman.common.io import line_file
 from pointsman.common.io.line_file import LineFile, LostLines
 from pointsman.common.io.logs import configure_logs
 from pointsman.gateway.core.request.attempt_report import AttemptBreakdown
@@ -98,3 +99,20 @@ def test_a_log_that_cannot_be_written_is_no_fault_of_the_service(monkeypatch: py
     finally:
         structlog.configure(**before)
         structlog.contextvars.clear_contextvars()
+
+
+def test_a_file_that_is_renamed_is_opened_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_file, "LOOK_AGAIN_S", 0.0)
+    path = tmp_path / "lines"
+    file, other = LineFile(path), LineFile(path)
+    file.append(b"one")
+    path.rename(tmp_path / "lines.1")
+    file.append(b"two")
+    other.append(b"three")
+    path.unlink()
+    other.append(b"four")
+    assert (tmp_path / "lines.1").read_bytes() == b"one\n"
+    assert path.read_bytes() == b"four\n"
+    assert file.lost == other.lost == 0
+    file.close()
+    other.close()

@@ -221,6 +221,12 @@ def test_without_a_router_the_shares_of_all_gateways_are_the_limit() -> None:
         gateway.limiter.accounted = False
     assert [use_up(one, accounts, RateLimits(requests_per_minute=40), 2.0) for one in gateways] == [10] * 4
     assert [use_up(one, accounts, RateLimits(requests_per_minute=40), 32.0) for one in gateways] == [5] * 4
+    # What they used is told to the router that comes.
+    accounts = UsageAccounts()
+    for gateway in gateways:
+        gateway.limiter.accounted = gateway.full = True
+        gateway.exchange(accounts, 33.0, asked=False)
+    assert [use_up(one, accounts, RateLimits(requests_per_minute=40), 33.0) for one in gateways] == [0] * 4
 
 
 def test_a_takeover_gives_nobody_a_fresh_minute() -> None:

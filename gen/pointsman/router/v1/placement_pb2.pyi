@@ -1027,6 +1027,7 @@ class KeyGrant(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     LEVEL_REQUESTS_FIELD_NUMBER: _builtins.int
     LEVEL_TOKENS_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
     """key as in KeyReport."""
     requests: _builtins.float
@@ -1039,6 +1040,8 @@ class KeyGrant(_message.Message):
     """level_requests that no gateway holds now."""
     level_tokens: _builtins.float
     """level_tokens, likewise."""
+    wanted: _builtins.bool
+    """wanted: the report had asked for more, so that nothing granted means that nothing is there."""
     def __init__(
         self,
         *,
@@ -1048,10 +1051,11 @@ class KeyGrant(_message.Message):
         slots: _builtins.int = ...,
         level_requests: _builtins.float = ...,
         level_tokens: _builtins.float = ...,
+        wanted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "level_requests", b"level_requests", "level_tokens", b"level_tokens", "requests", b"requests", "slots", b"slots", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "level_requests", b"level_requests", "level_tokens", b"level_tokens", "requests", b"requests", "slots", b"slots", "tokens", b"tokens", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

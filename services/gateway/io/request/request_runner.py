@@ -42,6 +42,7 @@ class RequestRunner:
         self._shared = shared
         self._context = context
         self._writer = request.writer
+        self._usage = request.usage
         self._state_machine = RequestStateMachine(
             context.request_id, timeouts, inline_kv_transfer=supports_inline_kv_transfer(context.call)
         )
@@ -204,6 +205,11 @@ class RequestRunner:
         prompt = context.placement.input_tokens if usage.prompt is None else usage.prompt
         output = self._steps.streamed_tokens if usage.output is None else usage.output
         context.admission.charge(prompt + output, now)
+        self._usage.outcome = effect.outcome.name.lower()
+        # What no instance began to answer has used nothing, whatever it was charged with.
+        if attempt.first_byte_at:
+            self._usage.prompt_tokens, self._usage.completion_tokens = prompt, output
+            self._usage.cached_tokens = usage.cached or 0
         self._steps.attempt_ended()
         shared.router.finished(finished(attempt, effect, context, status, now))
         shared.telemetry.outcomes.labels(effect.outcome.name.lower()).inc()

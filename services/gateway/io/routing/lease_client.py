@@ -180,7 +180,7 @@ class LeaseClient:
         self._limiter.count_gateways(answer.gateways, now)
         self._limiter.granted(answer.keys, now)
         for one in answer.keys:
-            waiting = self._waiting.pop(one.key, None)
+            waiting = self._waiting.pop(one.key, None) if one.wanted else None
             if waiting is not None and not waiting.done():
                 waiting.set_result(None)
         self._full = self._full or answer.tell_all

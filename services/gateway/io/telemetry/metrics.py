@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pointsman.gateway.core.request_usage import RequestUsage
 from pointsman.gateway.core.tokens.token_cache import TokenCache
 
 _TPOT_S = (0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1)
@@ -26,6 +27,15 @@ class GatewayMetrics:
             f"{name}requests", "Answers by model, route and HTTP status", ["model", "route", "status"], registry=of
         )
         self._answered: dict[tuple[str, str, int], Counter] = {}
+        # Tenants are those of the keys file alone, and models those of the fleet.
+        who = ["tenant", "model"]
+        self._tenant_counters = (
+            Counter(f"{name}tenant_requests", "Requests by tenant", who, registry=of),
+            Counter(f"{name}tenant_prompt_tokens", "Tokens of answered prompts, cached ones too", who, registry=of),
+            Counter(f"{name}tenant_cached_tokens", "Those of them that engines had cached", who, registry=of),
+            Counter(f"{name}tenant_completion_tokens", "Tokens of answers", who, registry=of),
+        )
+        self._tenants: dict[tuple[str, str], tuple[Counter, ...]] = {}
         self.outcomes = Counter(f"{name}attempts", "Placed attempts by outcome", ["outcome"], registry=of)
         self.retries = Counter(f"{name}retries", "Attempts after the first", registry=of)
         self.refusals = Counter(f"{name}refusals", "Requests that the router refused, by code", ["code"], registry=of)
@@ -79,6 +89,16 @@ class GatewayMetrics:
         if counter is None:
             counter = self._answered[named] = self.requests.labels(model, route, str(status))
         counter.inc()
+
+    def used(self, tenant: str, model: str, usage: RequestUsage) -> None:
+        """Count one request of a tenant."""
+        counters = self._tenants.get((tenant, model))
+        if counters is None:
+            counters = tuple(one.labels(tenant, model) for one in self._tenant_counters)
+            self._tenants[tenant, model] = counters
+        tokens = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+        for counter, amount in zip(counters, (1, *tokens), strict=True):
+            counter.inc(amount)
 
 
 class _TokenCacheCollector(Collector):

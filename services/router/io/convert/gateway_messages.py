@@ -155,6 +155,7 @@ def usage_answer_to_wire(answer: UsageAnswer) -> placement_pb2.UsageAnswer:
                 slots=one.slots,
                 level_requests=one.level_requests,
                 level_tokens=one.level_tokens,
+                wanted=one.wanted,
             )
             for one in answer.grants
         ],
