@@ -59,8 +59,8 @@ from pointsman.gateway.io.settings import GatewaySettings
 from pointsman.gateway.io.telemetry.breakdown_log import BreakdownLog
 from pointsman.gateway.io.telemetry.metrics import GatewayMetrics
 from pointsman.gateway.io.telemetry.span_export import RequestTraces, answered
-from pointsman.gateway.io.tokenizer_files import HubRules
 from pointsman.gateway.io.telemetry.usage_log import UsageLog
+from pointsman.gateway.io.tokenizer_files import HubRules
 
 if TYPE_CHECKING:
     from pointsman.common.io.otlp import Tracer

@@ -7,6 +7,7 @@ router answers, requests are admitted by this gateway's share of the limits.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -55,6 +56,7 @@ class LeaseClient:
         self._sent_at = 0.0
         self._due: dict[bytes, None] = {}
         self._waiting: dict[bytes, asyncio.Future[None]] = {}
+        self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -114,7 +116,10 @@ class LeaseClient:
             except Exception:
                 # A fault must not end what gives leases back; the next report tries again.
                 log.exception("a fault in the report of keys' usage")
-            await asyncio.sleep(PERIOD_S)
+            self._wake.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PERIOD_S):
+                    await self._wake.wait()
 
     def _check_route(self) -> None:
         """Which router accounts may have changed."""
@@ -125,6 +130,8 @@ class LeaseClient:
         self._sent.clear()
         self._full = True
         self._set_accounted(session is not None)
+        # A router that takes over grants what it has not been told of as used.
+        self._wake.set()
 
     def _set_accounted(self, accounted: bool) -> None:
         if accounted is not self._limiter.accounted:
