@@ -175,9 +175,14 @@ def main() -> int:
     checks = {
         str(overlay.relative_to(ROOT)): check_k8s(overlay) for overlay in sorted((DEPLOY / "k8s/overlays").iterdir())
     }
-    for overlay, component in (("ha", "external-redis"), ("ha", "tls"), ("gpu-per-node", "tls")):
+    for overlay, *components in (
+        ("ha", "external-redis"),
+        ("ha", "tls", "ingress"),
+        ("gpu-per-node", "tls", "nvidia-runtime"),
+        ("gpu", "kv-transfer", "rdma"),
+    ):
         name = f"deploy/k8s/overlays/{overlay}"
-        checks[f"{name} with {component}"] = check_k8s(ROOT / name, component)
+        checks[f"{name} with {', '.join(components)}"] = check_k8s(ROOT / name, *components)
     compose_file = DEPLOY / "compose/compose.yaml"
     checks[str(compose_file.relative_to(ROOT))] = check_compose(compose_file)
     tls = compose_file.with_name("tls.yaml")

@@ -99,7 +99,7 @@ def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def _told(cluster: Cluster, url: str) -> dict[str, str]:
+def _told(cluster: Cluster, url: str) -> dict[str, Any]:
     return {"base_url": f"{url}/v1", "api_key": cluster.secret("api-keys", "api-keys").strip().partition(":")[2]}
 
 
@@ -154,13 +154,12 @@ def test_a_second_turn_is_cached_as_predicted(cluster: Cluster, client: openai.O
 
 def test_a_prompt_may_come_up_to_the_models_limit(cluster: Cluster, client: openai.OpenAI) -> None:
     model = _served(client)
-    longest = client.chat.completions.create(
-        model=model, messages=[user(fresh_words(CONTEXT - 1 - ONE_MESSAGE))], max_tokens=CONTEXT - 96
-    )
+    longest_prompt: list[Any] = [user(fresh_words(CONTEXT - 1 - ONE_MESSAGE))]
+    longest = client.chat.completions.create(model=model, messages=longest_prompt, max_tokens=CONTEXT - 96)
     assert longest.usage is not None
     assert (longest.usage.prompt_tokens, longest.usage.completion_tokens) == (CONTEXT - 1, 1)
     assert longest.choices[0].finish_reason == "length"
-    full = {"model": model, "messages": [user(fresh_words(CONTEXT - ONE_MESSAGE))]}
+    full: dict[str, Any] = {"model": model, "messages": [user(fresh_words(CONTEXT - ONE_MESSAGE))]}
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(**full)
     engine = ask(cluster.pods["vllm-0"].url("http") + "/v1/chat/completions", full)
@@ -177,9 +176,8 @@ async def test_a_rollout_of_the_gateway_loses_nothing(cluster: Cluster) -> None:
         text = "".join([await _text(stream) for _ in range(5)])
 
         def short() -> asyncio.Task[Any]:
-            return asyncio.create_task(
-                client.chat.completions.create(**asked, messages=[user(fresh_words(5))], max_tokens=4)
-            )
+            prompt: list[Any] = [user(fresh_words(5))]
+            return asyncio.create_task(client.chat.completions.create(**asked, messages=prompt, max_tokens=4))
 
         # However fast this machine is, the stream's rest comes after the rollout.
         with core_paused(engine.containers["vllm"]):

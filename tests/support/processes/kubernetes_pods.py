@@ -121,7 +121,7 @@ class Cluster:
     def addresses(self) -> dict[str, int]:
         """NAME:PORT by which pods reach each other -> the port here. A Service of several pods has no one port, and nobody here
         dials one by its name."""
-        found = {}
+        found: dict[str, int] = {}
         for service in (one for one in self.objects if one["kind"] == "Service"):
             name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
             chosen = [pod for pod in self.pods.values() if service["spec"]["selector"].items() <= pod.labels.items()]
@@ -318,12 +318,8 @@ class Pod:
     def _value_from(self, source: Object) -> str | None:
         [(kind, told)] = source.items()
         if kind == "fieldRef":
-            return {
-                "metadata.name": self.name,
-                "metadata.namespace": self.namespace,
-                "status.hostIP": "127.0.0.1",
-                "status.podIP": "127.0.0.1",
-            }[told["fieldPath"]]
+            fields = {"metadata.name": self.name, "metadata.namespace": self.namespace, "status.hostIP": "127.0.0.1"}
+            return fields[told["fieldPath"]]
         found = self.cluster.data({"configMapKeyRef": "ConfigMap", "secretKeyRef": "Secret"}[kind], told["name"])
         if found is None or told["key"] not in found:
             assert told.get("optional"), f"{self.name}: no {told['key']} in {told['name']}"
