@@ -131,6 +131,10 @@ def dial_an_engine_of_another_profile(project: Project) -> None:
     environment["POINTSMAN_AGENT_ENGINES"] += " http://vllm-1:8000"
 
 
+def kill_too_soon(project: Project) -> None:
+    del project["services"]["vllm-0"]["stop_grace_period"]
+
+
 def add_undocumented_variable(project: Project) -> None:
     project["services"]["vllm-0"]["command"].append("--seed=${SEED:-0}")
 
@@ -161,6 +165,7 @@ def change_a_default(project: Project) -> None:
             dial_an_engine_of_another_profile,
             "agent: POINTSMAN_AGENT_ENGINES: vllm-1 is not started by all profiles of this service",
         ),
+        (kill_too_soon, "vllm-0: ends in up to 300 s, and is killed after 10s"),
         (add_undocumented_variable, "variable SEED is not in .env.example"),
         (change_a_default, "variable POLICY: the default is 'lpwl', .env.example says 'unified'"),
     ],
