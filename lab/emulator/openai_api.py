@@ -7,10 +7,11 @@ the prompt.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pointsman.lab.emulator.scripted_answers import Piece, ReadAnswer, ScriptedAnswer
 from pointsman.lab.workload.tokenizer import ChatError, ChatTokenizer
 
 # What vLLM generates for /v1/completions when max_tokens is not given.
@@ -135,14 +136,9 @@ def parse_generation_params(
             "tokens. Please reduce the length of the input prompt.",
             "input_tokens",
         )
-    if asked is not None and asked > room:
-        raise ApiError(
-            400,
-            f"{limit}you requested {asked} output tokens and your prompt contains {len(prompt)} input tokens, for a total "
-            f"of {asked + len(prompt)} tokens. Please reduce the length of the input prompt or the number of requested "
-            "output tokens.",
-            "input_tokens",
-        )
+    if asked is not None and asked > max_model_len:
+        message = f"max_tokens={asked} cannot be greater than max_model_len={max_model_len}. Please request fewer output tokens."
+        raise ApiError(400, message, "max_tokens")
     default = room if chat else min(room, COMPLETION_TOKENS)
     options = body.get("stream_options") or {}
     transfer = body.get("kv_transfer_params")
@@ -155,7 +151,8 @@ def parse_generation_params(
         chat=chat,
         model=served,
         prompt=prompt,
-        max_tokens=default if asked is None else asked,
+        # What is left of the context, as vLLM's get_max_tokens().
+        max_tokens=default if asked is None else min(asked, room),
         ignore_eos=body.get("ignore_eos") is True,
         stream=body.get("stream") is True,
         include_usage=options.get("include_usage") is True,
@@ -176,12 +173,27 @@ def usage(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> dict[st
     }
 
 
+def call_id(request_id: str, number: int) -> str:
+    """The id of an answer's tool call."""
+    return f"call_{request_id[-16:]}_{number}"
+
+
 def answer(
-    params: GenerationParams, request_id: str, created: int, text: str, reason: str, used: dict[str, Any]
+    params: GenerationParams, request_id: str, created: int, read: ReadAnswer, reason: str, used: dict[str, Any]
 ) -> dict[str, Any]:
     """The body of an answer that is not streamed."""
+    reason = "tool_calls" if read.calls and reason == "stop" else reason
     choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": reason, "stop_reason": None}
-    choice |= {"message": {"role": "assistant", "content": text, "tool_calls": []}} if params.chat else {"text": text}
+    calls = [
+        {"id": call_id(request_id, at), "type": "function", "function": {"name": name, "arguments": arguments}}
+        for at, (name, arguments) in enumerate(read.calls)
+    ]
+    content = None if calls and not read.text else read.text
+    choice |= (
+        {"message": {"role": "assistant", "content": content, "tool_calls": calls}}
+        if params.chat
+        else {"text": read.text}
+    )
     return {
         "id": request_id,
         "object": "chat.completion" if params.chat else "text_completion",
@@ -196,18 +208,42 @@ def answer(
 class Chunks:
     """The server-sent events of one streamed answer."""
 
-    def __init__(self, params: GenerationParams, request_id: str, created: int) -> None:
+    def __init__(
+        self, params: GenerationParams, request_id: str, created: int, scripted: ScriptedAnswer | None
+    ) -> None:
         self._chat = params.chat
+        self._include_usage = params.include_usage
+        self._id = request_id
+        self._scripted = scripted
+        self._called: set[int] = set()
         kind = "chat.completion.chunk" if params.chat else "text_completion"
         head = {"id": request_id, "object": kind, "created": created, "model": params.model}
         self._head = f"data: {json.dumps(head)[:-1]}, "
 
-    def start(self) -> bytes:
+    def start(self, prompt_tokens: int, cached_tokens: int) -> bytes:
         """What comes before the first text: the role of a chat's answer."""
+        del prompt_tokens, cached_tokens
         if not self._chat:
             return b""
         choice = '{"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": null, "finish_reason": null}'
         return f'{self._head}"choices": [{choice}]}}\n\n'.encode()
+
+    def pieces(self, pieces: Sequence[Piece], reason: str) -> bytes:
+        """What was generated since the last time, the last of it with the finish reason (empty before). Mutates."""
+        if self._scripted is None:
+            return self.text("".join(piece.text for piece in pieces), reason)
+        out = b"".join(self.text(text) if call is None else self._call(call, text) for call, text in pieces)
+        return out + self.text("", "tool_calls" if self._called and reason == "stop" else reason) if reason else out
+
+    def _call(self, number: int, arguments: str) -> bytes:
+        assert self._scripted is not None
+        call: dict[str, Any] = {"index": number, "function": {"arguments": arguments}}
+        if number not in self._called:
+            self._called.add(number)
+            call |= {"id": call_id(self._id, number), "type": "function"}
+            call["function"] = {"name": self._scripted.tool_calls[number].name, "arguments": arguments}
+        choice = {"index": 0, "delta": {"tool_calls": [call]}, "logprobs": None, "finish_reason": None}
+        return f'{self._head}"choices": [{json.dumps(choice)}]}}\n\n'.encode()
 
     def text(self, text: str, reason: str = "") -> bytes:
         """One piece of text, the last one with its finish reason."""
@@ -220,7 +256,8 @@ class Chunks:
         """An error that comes when the answer has begun, and the end."""
         return f"data: {json.dumps(error.body())}\n\ndata: [DONE]\n\n".encode()
 
-    def end(self, used: dict[str, Any] | None) -> bytes:
+    def end(self, used: dict[str, Any], reason: str) -> bytes:
         """The usage chunk, when it was asked for, and the end."""
-        tail = f'{self._head}"choices": [], "usage": {json.dumps(used)}}}\n\n' if used else ""
+        del reason
+        tail = f'{self._head}"choices": [], "usage": {json.dumps(used)}}}\n\n' if self._include_usage else ""
         return f"{tail}data: [DONE]\n\n".encode()

@@ -57,7 +57,8 @@ class EngineConfig:
 class EngineRequest:
     """What is asked of the engine. `remote_tokens` leading prompt tokens have their KV delivered from another instance.
 
-    A smaller `priority` is more urgent; it counts under the scheduling policy of that name.
+    A smaller `priority` is more urgent; it counts under the scheduling policy of that name. With an `answer` these tokens are
+    what is generated, and then the end of the sequence, where the engine has one.
 
     A NamedPrompt's answer always has `max_tokens` tokens, which are not told.
     """
@@ -70,6 +71,7 @@ class EngineRequest:
     cache_salt: str = ""
     remote_tokens: int = 0
     priority: int = 0
+    answer: Sequence[int] = ()
 
 
 class WaitingForRemoteKv(msgspec.Struct, frozen=True, gc=False):

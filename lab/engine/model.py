@@ -101,7 +101,8 @@ class EngineModel:
             content = TokenContent(request.prompt, root, config.block_size, config.vocabulary, config.seed)
             if not request.ignore_eos and config.eos_token_id is not None:
                 low, high = config.natural_length
-                natural = length + low + content.digest % (high - low + 1)
+                own = len(request.answer) + 1 if request.answer else low + content.digest % (high - low + 1)
+                natural = length + own
         sequence = EngineSequence(
             request=request,
             content=content,
@@ -411,7 +412,8 @@ class EngineModel:
             events.append(FirstToken(request.request_id, sequence.cached or 0, sequence.remote))
         stops = sequence.natural_end is not None and sequence.length + 1 >= sequence.natural_end
         if isinstance(content, TokenContent):
-            token = content.append(self.config.eos_token_id if stops else None)
+            given = request.answer[index] if index < len(request.answer) else None
+            token = content.append(self.config.eos_token_id if stops else given)
             events.append(TokenGenerated(request.request_id, index, token))
         sequence.length += 1
         self.counters.generation_tokens += 1

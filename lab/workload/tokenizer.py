@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 DATA_DIR = Path(__file__).parents[1] / "data"
 TOKENIZER_DIR = DATA_DIR / "tokenizer"
 
+TEXT_PARTS = ("text", "input_text", "output_text")
 # Where transformers' apply_chat_template cuts a prompt whose last message is to be continued.
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
@@ -37,6 +38,7 @@ class ChatTokenizer:
         )
         environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
         environment.globals["raise_exception"] = _raise
+        self._knows_developers = any(f"{quote}developer{quote}" in config["chat_template"] for quote in "'\"")
         self._template = environment.from_string(config["chat_template"])
         eos = config.get("eos_token")
         self.eos_token_id: int | None = self._tokenizer.token_to_id(eos) if eos else None
@@ -45,6 +47,11 @@ class ChatTokenizer:
         """Token ids of `text`; special tokens written out in it are recognised."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+    def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
+        """The same ids, and how many characters of `text` they cover up to each."""
+        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        return encoded.ids, [end for _, end in encoded.offsets]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids`, special tokens left out."""
@@ -71,6 +78,8 @@ class ChatTokenizer:
         if add_generation_prompt and continue_final_message:
             raise ChatError("add_generation_prompt and continue_final_message exclude each other")
         plain = [_flatten(message) for message in messages]
+        if not self._knows_developers and any(message["role"] == "developer" for message in plain):
+            plain = _merged_system(plain)
         if continue_final_message:
             plain[-1]["content"] += CONTINUE_TAG
         shown = [_flatten_tool(tool) for tool in tools] if tools is not None else None
@@ -113,7 +122,11 @@ def _flatten(message: Mapping[str, Any]) -> dict[str, Any]:
     content = flat.get("content")
     if isinstance(content, list):
         for part in content:
-            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            if (
+                not isinstance(part, Mapping)
+                or part.get("type") not in TEXT_PARTS
+                or not isinstance(part.get("text"), str)
+            ):
                 raise ChatError("only content parts of type text are supported")
         flat["content"] = "\n".join(part["text"] for part in content)
     elif content is None:
@@ -123,6 +136,13 @@ def _flatten(message: Mapping[str, Any]) -> dict[str, Any]:
     if calls := flat.pop("tool_calls", None):
         flat["tool_calls"] = [_flatten_call(call) for call in calls]
     return flat
+
+
+def _merged_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Developers' messages as the system's, and those as one in front, as vLLM has them for templates without that role."""
+    own = [message["content"] for message in messages if message["role"] in ("system", "developer")]
+    others = [message for message in messages if message["role"] not in ("system", "developer")]
+    return [{"role": "system", "content": "\n\n".join(text for text in own if text)}, *others]
 
 
 def _flatten_call(call: Any) -> dict[str, Any]:
@@ -144,5 +164,5 @@ def _flatten_tool(tool: Any) -> dict[str, Any]:
     if not isinstance(function, Mapping):
         raise ChatError("only tools of type function are supported")
     known = {name: function.get(name) for name in ("name", "description", "parameters")}
-    strict = {"strict": function["strict"]} if function.get("strict") is not None else {}
-    return {"type": "function", "function": known | strict}
+    more = {name: function[name] for name in ("strict", "defer_loading") if function.get(name) is not None}
+    return {"type": "function", "function": known | more}

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 from pointsman.lab.workload.synthetic_trace import SMALL, generate
 from pointsman.lab.workload.tokenizer import TOKENIZER_DIR
 from pointsman.lab.workload.trace_files import load_trace
 from pointsman.lab.workload.traces import TraceRequest, by_session
-from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
-from tests.support.processes.pointsman import pointsman_process
-from tests.support.processes.process import Process, free_port
+from tests.support.processes.emulated_fleet import emulated_fleet
+from tests.support.processes.process import Process
 from tests.support.repository import REPOSITORY
 from tests.support.waiting import until
 
 AIPERF = REPOSITORY / ".venv-aiperf/bin/aiperf"
-START_S = 120.0
 PLAY_S = 300.0
 SESSIONS = 24
 # What aiperf calls the tokenizer; it takes none from a plain folder, but one that looks downloaded.
@@ -59,47 +55,6 @@ def hub_cache(folder: Path) -> Path:
     return folder
 
 
-def pointsman(name: str, folder: Path, *arguments: str) -> Process:
-    return pointsman_process(name, folder, *arguments, cwd=REPOSITORY)
-
-
-@contextlib.contextmanager
-def fleet(folder: Path) -> Iterator[tuple[str, str]]:
-    """Two emulated engines, router, agent and gateway; the gateway's and the router's addresses."""
-    listen, router = (f"127.0.0.1:{free_port()}" for _ in range(2))
-    ports = [free_port(), free_port()]
-    parts = [pointsman(f"engine-{port}", folder, "emulate", "--port", str(port), "--speedup", "10") for port in ports]
-    flags = [flag for port in ports for flag in ("--engine", f"http://127.0.0.1:{port}")]
-    flags += ["--listen", listen, "--router-listen", router, "--router-metrics", "", "--agent-metrics", ""]
-    plane = pointsman("plane", folder, "up", *flags, "--state-dir", str(folder / "agent"))
-    try:
-        for part in parts:
-            part.start()
-        for part in parts:
-            part.wait_ready(lambda log=part.log: "emulated engine" in log.read_text(), within_s=START_S)  # type: ignore[misc]
-        plane.start()
-        plane.wait_ready(lambda: "OpenAI API" in plane.log.read_text(), within_s=START_S)
-        yield listen, router
-    finally:
-        for part in (plane, *parts):
-            if part.alive:
-                part.stop(within_s=40)
-    assert "Traceback (most recent" not in plane.log.read_text(), plane.tail()
-
-
-def decisions(router: str, count: int) -> list[fleet_pb2.Decision]:
-    """All decisions in the order of time, once `count` of them have ended."""
-
-    def ended() -> list[fleet_pb2.Decision]:
-        with grpc.insecure_channel(router) as channel:
-            request = fleet_pb2.ListDecisionsRequest(page_size=1_000)
-            found = list(fleet_pb2_grpc.FleetServiceStub(channel).ListDecisions(request, timeout=20).decisions)
-        return found if sum(one.outcome == "OK" for one in found) >= count else []
-
-    found = until(ended, within_s=60, what=f"{count} decisions that ended well")
-    return sorted(found, key=lambda one: one.time.ToNanoseconds())
-
-
 @pytest.mark.timeout(900)
 def test_sessions_played_by_aiperf_are_kept_and_counted_alike(tmp_path: Path) -> None:
     if not AIPERF.exists():
@@ -110,11 +65,11 @@ def test_sessions_played_by_aiperf_are_kept_and_counted_alike(tmp_path: Path) ->
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     # The lab reads what aiperf reads.
     assert len(load_trace(trace)) == len(lines)
-    with fleet(tmp_path) as (gateway, router):
+    with emulated_fleet(tmp_path) as fleet:
         out = tmp_path / "out"
         flags = {
             "--model": "pointsman-emulated",
-            "--url": f"http://{gateway}",
+            "--url": fleet.gateway_url,
             "--endpoint-type": "chat",
             "--tokenizer": TOKENIZER,
             "--input-file": trace,
@@ -137,7 +92,7 @@ def test_sessions_played_by_aiperf_are_kept_and_counted_alike(tmp_path: Path) ->
         finally:
             status = client.stop()
         assert status == 0, client.tail()
-        placed = decisions(router, len(lines))
+        placed = fleet.decisions(len(lines))
     played = [json.loads(line) for line in (out / "profile_export.jsonl").read_text().splitlines()]
     assert len(played) == len(placed) == len(lines)
     assert not [one["error"] for one in played if one.get("error")]

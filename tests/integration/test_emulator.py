@@ -21,6 +21,7 @@ from aiohttp import web
 
 from pointsman.lab.emulator.emulated_engine import EmulatedEngine, EmulateSettings, start
 from pointsman.lab.emulator.http_routes import EngineApp
+from pointsman.lab.emulator.scripted_answers import Piece
 from pointsman.lab.workload.tokenizer import ChatTokenizer, words_of
 
 MODEL = "pointsman-emulated"
@@ -150,7 +151,7 @@ async def test_the_openai_client_is_served(emulate: Starter) -> None:
         ("/v1/chat/completions", {"model": MODEL, "messages": [{"content": "x"}]}, 400, "messages"),
         ("/v1/chat/completions", chat("x", max_tokens=0), 400, "max_tokens"),
         ("/v1/chat/completions", chat("x", max_tokens=-1), 400, "max_tokens"),
-        ("/v1/chat/completions", chat("x", max_tokens=64), 400, "input_tokens"),
+        ("/v1/chat/completions", chat("x", max_tokens=65), 400, "max_tokens"),
         ("/v1/chat/completions", chat("x " * 100), 400, "input_tokens"),
         ("/v1/chat/completions", chat("x", n=2), 400, "n"),
         ("/v1/completions", {"model": MODEL, "prompt": [999_999]}, 400, "prompt"),
@@ -310,15 +311,15 @@ async def test_a_client_that_leaves_as_a_token_comes_is_nothing_to_log(
     answer = EngineApp._stream
 
     async def leave(app: EngineApp, request: web.Request, *rest: Any) -> web.StreamResponse:
-        texts, left = app._text, iter(range(after, -1, -1))
+        read, left = app._pieces, iter(range(after, -1, -1))
 
-        def text(tokens: list[int]) -> str:
+        def pieces(*rest: Any) -> list[Piece]:
             if next(left, 0) == 0 and request.transport is not None:
                 request.transport.abort()
-            return texts(tokens)
+            return read(*rest)
 
         with monkeypatch.context() as patch:
-            patch.setattr(app, "_text", text)
+            patch.setattr(app, "_pieces", pieces)
             return await answer(app, request, *rest)
 
     monkeypatch.setattr(EngineApp, "_stream", leave)

@@ -1,0 +1,110 @@
+"""Anthropic's /v1/messages on the emulated engine: requests as chats, and the bodies and events of answers, as vLLM's. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pointsman.gateway.core.api import ApiRequestError
+from pointsman.gateway.core.api.anthropic_messages import Unconvertible, check_messages, to_chat
+from pointsman.lab.emulator.openai_api import ApiError, GenerationParams, call_id
+from pointsman.lab.emulator.scripted_answers import Piece, ReadAnswer, ScriptedAnswer
+
+# What a chat completions body has under the same name.
+SHARED = ("model", "stream", "max_tokens", "ignore_eos", "session_id", "cache_salt", "priority", "kv_transfer_params")
+_REASONS = {"length": "max_tokens", "stop": "end_turn"}
+
+
+def as_chat(body: dict[str, Any]) -> dict[str, Any]:
+    """The chat completions body that says the same. Raises ApiError."""
+    try:
+        check_messages(body)
+        chat = to_chat(body)
+    except ApiRequestError as error:
+        raise ApiError(error.status, error.message, error.param) from error
+    except Unconvertible as error:
+        raise ApiError(400, f"the emulated engine cannot read {error}", "messages") from error
+    return {name: body[name] for name in SHARED if name in body} | chat
+
+
+def usage(used: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI's counts under Anthropic's names."""
+    cached = used["prompt_tokens_details"]["cached_tokens"]
+    counts = {"input_tokens": used["prompt_tokens"] - cached, "output_tokens": used["completion_tokens"]}
+    return counts | {"cache_read_input_tokens": cached}
+
+
+def message(
+    params: GenerationParams, request_id: str, read: ReadAnswer, reason: str, used: dict[str, Any]
+) -> dict[str, Any]:
+    """The body of an answer that is not streamed."""
+    content: list[dict[str, Any]] = [{"type": "text", "text": read.text}] if read.text or not read.calls else []
+    for number, (name, arguments) in enumerate(read.calls):
+        given = json.loads(arguments) if reason == "stop" else {}
+        content.append({"type": "tool_use", "id": call_id(request_id, number), "name": name, "input": given})
+    stop_reason = "tool_use" if read.calls and reason == "stop" else _REASONS[reason]
+    return _empty(params, request_id) | {"content": content, "stop_reason": stop_reason, "usage": usage(used)}
+
+
+class MessageEvents:
+    """The server-sent events of one streamed answer."""
+
+    def __init__(self, params: GenerationParams, request_id: str, scripted: ScriptedAnswer | None) -> None:
+        self._params, self._id, self._scripted = params, request_id, scripted
+        self._index = -1  # of the content block that is open
+        self._open: int | None = None  # the call that it is of
+        self._called = False
+
+    def start(self, prompt_tokens: int, cached_tokens: int) -> bytes:
+        """What comes before the first text."""
+        counts = {"input_tokens": prompt_tokens - cached_tokens, "output_tokens": 0}
+        return _event("message_start", message=_empty(self._params, self._id) | {"usage": counts})
+
+    def pieces(self, pieces: Sequence[Piece], reason: str) -> bytes:
+        """What was generated since the last time. Mutates."""
+        del reason
+        out = b""
+        for call, text in pieces:
+            if self._index < 0 or call != self._open:
+                out += self._close() + self._begin(call)
+            delta = (
+                {"type": "text_delta", "text": text}
+                if call is None
+                else {"type": "input_json_delta", "partial_json": text}
+            )
+            if text:
+                out += _event("content_block_delta", index=self._index, delta=delta)
+        return out
+
+    def _begin(self, call: int | None) -> bytes:
+        self._index, self._open = self._index + 1, call
+        block: dict[str, Any] = {"type": "text", "text": ""}
+        if call is not None:
+            assert self._scripted is not None
+            self._called = True
+            name = self._scripted.tool_calls[call].name
+            block = {"type": "tool_use", "id": call_id(self._id, call), "name": name, "input": {}}
+        return _event("content_block_start", index=self._index, content_block=block)
+
+    def _close(self) -> bytes:
+        return _event("content_block_stop", index=self._index) if self._index >= 0 else b""
+
+    def failed(self, error: ApiError) -> bytes:
+        """An error that comes when the answer has begun, and the end."""
+        return _event("error", error={"type": "api_error", "message": error.message})
+
+    def end(self, used: dict[str, Any], reason: str) -> bytes:
+        """Usage and the end."""
+        stop_reason = "tool_use" if self._called and reason == "stop" else _REASONS[reason]
+        delta = {"stop_reason": stop_reason, "stop_sequence": None}
+        return self._close() + _event("message_delta", delta=delta, usage=usage(used)) + _event("message_stop")
+
+
+def _empty(params: GenerationParams, request_id: str) -> dict[str, Any]:
+    head = {"id": request_id, "type": "message", "role": "assistant", "content": [], "model": params.model}
+    return head | {"stop_reason": None, "stop_sequence": None}
+
+
+def _event(name: str, /, **fields: Any) -> bytes:
+    return f"event: {name}\ndata: {json.dumps({'type': name, **fields})}\n\n".encode()

@@ -1,0 +1,153 @@
+"""OpenAI's /v1/responses on the emulated engine: requests as chats, and the bodies and events of answers, as vLLM's. Pure.
+
+Nothing is stored: a response can be neither read again nor continued by its id.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pointsman.gateway.core.api import ApiRequestError
+from pointsman.gateway.core.api.anthropic_messages import Unconvertible
+from pointsman.gateway.core.api.openai_responses import check_responses, to_chat
+from pointsman.lab.emulator.anthropic_api import SHARED
+from pointsman.lab.emulator.openai_api import ApiError, GenerationParams, call_id
+from pointsman.lab.emulator.scripted_answers import Piece, ReadAnswer, ScriptedAnswer
+
+
+def as_chat(body: dict[str, Any]) -> dict[str, Any]:
+    """The chat completions body that says the same. Raises ApiError."""
+    try:
+        check_responses(body)
+        chat = to_chat(body)
+    except ApiRequestError as error:
+        raise ApiError(error.status, error.message, error.param) from error
+    except Unconvertible as error:
+        raise ApiError(400, f"the emulated engine cannot read {error}", "input") from error
+    return {name: body[name] for name in SHARED if name in body} | chat | {"max_tokens": body.get("max_output_tokens")}
+
+
+def usage(used: Mapping[str, Any]) -> dict[str, Any]:
+    """The counts of a chat under this API's names."""
+    counts = {"input_tokens": used["prompt_tokens"], "output_tokens": used["completion_tokens"]}
+    details = {"cached_tokens": used["prompt_tokens_details"]["cached_tokens"], "cache_write_tokens": 0}
+    counts |= {"total_tokens": used["total_tokens"], "input_tokens_details": details}
+    return counts | {"output_tokens_details": {"reasoning_tokens": 0}}
+
+
+def response(
+    params: GenerationParams, request_id: str, created: int, read: ReadAnswer, reason: str, used: dict[str, Any]
+) -> dict[str, Any]:
+    """The body of an answer that is not streamed."""
+    items = [_text_item(request_id, read.text)] if read.text or not read.calls else []
+    items += [_call_item(request_id, number, name, given) for number, (name, given) in enumerate(read.calls)]
+    return _response(
+        params, request_id, created, "incomplete" if reason == "length" else "completed", items, usage(used)
+    )
+
+
+class ResponseEvents:
+    """The server-sent events of one streamed answer."""
+
+    def __init__(
+        self, params: GenerationParams, request_id: str, created: int, scripted: ScriptedAnswer | None
+    ) -> None:
+        self._params, self._id, self._created, self._scripted = params, request_id, created, scripted
+        self._number = 0
+        self._items: list[dict[str, Any]] = []
+        self._open: int | None = None  # the call that the last item is of
+        self._text = ""
+
+    def start(self, prompt_tokens: int, cached_tokens: int) -> bytes:
+        """What comes before the first text. Mutates."""
+        del prompt_tokens, cached_tokens
+        begun = _response(self._params, self._id, self._created, "in_progress", [], None)
+        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+
+    def pieces(self, pieces: Sequence[Piece], reason: str) -> bytes:
+        """What was generated since the last time. Mutates."""
+        del reason
+        out = b""
+        for call, text in pieces:
+            if not self._items or call != self._open:
+                out += self._close() + self._begin(call)
+            self._text += text
+            at = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "delta": text}
+            if call is not None:
+                out += self._event("response.function_call_arguments.delta", **at) if text else b""
+            elif text:
+                out += self._event("response.output_text.delta", **at, content_index=0, logprobs=[])
+        return out
+
+    def _begin(self, call: int | None) -> bytes:
+        self._open, self._text = call, ""
+        item = self._item() | {"status": "in_progress"}
+        self._items.append(item)
+        at = {"output_index": len(self._items) - 1}
+        if call is not None:
+            return self._event("response.output_item.added", **at, item=item)
+        part = item["content"][0]
+        out = self._event("response.output_item.added", **at, item=item | {"content": []})
+        return out + self._event("response.content_part.added", **at, item_id=item["id"], content_index=0, part=part)
+
+    def _close(self) -> bytes:
+        """The end of the item that is open. Mutates."""
+        if not self._items:
+            return b""
+        item = self._items[-1] = self._item()
+        at: dict[str, Any] = {"item_id": item["id"], "output_index": len(self._items) - 1}
+        if self._open is not None:
+            out = self._event("response.function_call_arguments.done", **at, name=item["name"], arguments=self._text)
+        else:
+            out = self._event("response.output_text.done", **at, content_index=0, text=self._text, logprobs=[])
+            out += self._event("response.content_part.done", **at, content_index=0, part=item["content"][0])
+        return out + self._event("response.output_item.done", output_index=at["output_index"], item=item)
+
+    def _item(self) -> dict[str, Any]:
+        if self._open is None:
+            return _text_item(self._id, self._text)
+        assert self._scripted is not None
+        return _call_item(self._id, self._open, self._scripted.tool_calls[self._open].name, self._text)
+
+    def failed(self, error: ApiError) -> bytes:
+        """An error that comes when the answer has begun, and the end."""
+        return self._event("error", code="server_error", message=error.message, param=None)
+
+    def end(self, used: dict[str, Any], reason: str) -> bytes:
+        """The whole answer and the end, also of one that was cut short. Mutates."""
+        out = self._close()
+        status = "incomplete" if reason == "length" else "completed"
+        whole = _response(self._params, self._id, self._created, status, self._items, usage(used))
+        return out + self._event("response.completed", response=whole)
+
+    def _event(self, name: str, /, **fields: Any) -> bytes:
+        data = {**fields, "sequence_number": self._number, "type": name}
+        self._number += 1
+        return f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()
+
+
+def _response(
+    params: GenerationParams,
+    request_id: str,
+    created: int,
+    status: str,
+    items: Sequence[dict[str, Any]],
+    used: dict[str, Any] | None,
+) -> dict[str, Any]:
+    details = {"reason": "max_output_tokens"} if status == "incomplete" else None
+    head = {"id": request_id, "object": "response", "created_at": created, "model": params.model, "status": status}
+    rest = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "temperature": 1.0, "top_p": 1.0}
+    return head | rest | {"incomplete_details": details, "output": list(items), "usage": used}
+
+
+def _text_item(request_id: str, text: str) -> dict[str, Any]:
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "status": "completed"}
+    return head | {"content": [part]}
+
+
+def _call_item(request_id: str, number: int, name: str, arguments: str) -> dict[str, Any]:
+    called = {"call_id": call_id(request_id, number), "name": name, "arguments": arguments}
+    return {"id": f"fc_{request_id}_{number}", "type": "function_call", "status": "completed"} | called

@@ -1,0 +1,190 @@
+"""Coding agents through the whole of it: sessions of several turns with tool calls, by the vendors' clients and by Codex."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from tests.support.processes.emulated_fleet import MODEL, EmulatedFleet, emulated_fleet
+from tests.support.repository import REPOSITORY
+
+CODEX = "lib/python*/site-packages/codex_cli_bin/bin/codex"  # in .venv-agents
+BLOCK = 16
+SYSTEM, TASK = "You are a coding agent. Use your tools, then say what you did.", "Write two lines into notes.txt."
+COMMANDS = ["echo first >> notes.txt", "echo second >> notes.txt"]
+# What the model says: a text and a call, a call alone, a text alone. Codex calls its shell so.
+SHELL = "exec_command"
+SCRIPT = [
+    {"text": "I write the first line.", "tool_calls": [{"name": SHELL, "arguments": {"cmd": COMMANDS[0]}}]},
+    {"tool_calls": [{"name": SHELL, "arguments": {"cmd": COMMANDS[1]}}]},
+    {"text": "Both lines are written."},
+]
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"cmd": {"type": "string", "description": "The command."}},
+    "required": ["cmd"],
+    "additionalProperties": False,
+}
+FUNCTION = {"name": SHELL, "description": "Runs a command.", "parameters": SCHEMA, "strict": True}
+Headers = dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedFleet]:
+    folder = tmp_path_factory.mktemp("agents")
+    (folder / "script.json").write_text(json.dumps(SCRIPT))
+    with emulated_fleet(folder, "--script", str(folder / "script.json")) as fleet:
+        yield fleet
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def chat(url: str, headers: Headers, stream: bool) -> tuple[list[str], list[str]]:
+    """A session by chats: the texts and the commands that came."""
+    texts, commands = [], []
+    messages: list[Any] = [{"role": "system", "content": SYSTEM}, user(TASK)]
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, default_headers=headers) as client:
+        for _ in SCRIPT:
+            asked: dict[str, Any] = {"model": MODEL, "messages": messages, "max_completion_tokens": 32_000}
+            asked["tools"] = [{"type": "function", "function": FUNCTION}]
+            if stream:
+                with client.chat.completions.stream(**asked) as events:
+                    (choice,) = events.get_final_completion().choices
+            else:
+                (choice,) = client.chat.completions.create(**asked).choices
+            calls = choice.message.tool_calls or []
+            assert choice.finish_reason == ("tool_calls" if calls else "stop")
+            texts.append(choice.message.content or "")
+            said = [{"id": one.id, "type": "function", "function": one.function.to_dict()} for one in calls]
+            for call in said:
+                call["function"].pop("parsed_arguments", None)
+            messages.append({"role": "assistant", "content": choice.message.content, "tool_calls": said})
+            for call in said:
+                commands.append(json.loads(call["function"]["arguments"])["cmd"])
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": "exit status 0"})
+    return texts, commands
+
+
+def responses(url: str, headers: Headers, stream: bool) -> tuple[list[str], list[str]]:
+    """The same by responses, whose items go back as they came."""
+    texts, commands = [], []
+    items: list[Any] = [user(TASK)]
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, default_headers=headers) as client:
+        for _ in SCRIPT:
+            asked: dict[str, Any] = {"model": MODEL, "instructions": SYSTEM, "input": items, "store": False}
+            asked["tools"] = [{"type": "function", **FUNCTION}]
+            if stream:
+                with client.responses.stream(**asked) as events:
+                    answer: Any = events.get_final_response()
+            else:
+                answer = client.responses.create(**asked)
+            assert answer.status == "completed"
+            texts.append(answer.output_text)
+            for item in answer.output:
+                kept = item.to_dict()
+                kept.pop("parsed_arguments", None)
+                items.append(kept)
+                if item.type == "function_call":
+                    commands.append(json.loads(item.arguments)["cmd"])
+                    items.append({"type": "function_call_output", "call_id": item.call_id, "output": "exit status 0"})
+    return texts, commands
+
+
+def messages(url: str, headers: Headers, stream: bool) -> tuple[list[str], list[str]]:
+    """The same by Anthropic's messages, as Claude Code writes them: blocks with cache_control, beta headers, a query."""
+    texts, commands = [], []
+    turns: list[Any] = [user([{"type": "text", "text": TASK, "cache_control": {"type": "ephemeral"}}])]
+    beta = {"anthropic-beta": "prompt-caching-2024-07-31,interleaved-thinking-2025-05-14"}
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, default_headers=headers | beta) as client:
+        for _ in SCRIPT:
+            system = [{"type": "text", "text": SYSTEM, "cache_control": {"type": "ephemeral"}}]
+            asked: dict[str, Any] = {"model": MODEL, "max_tokens": 16_000, "system": system, "messages": turns}
+            asked["tools"] = [{"name": SHELL, "description": "Runs a command.", "input_schema": SCHEMA}]
+            asked |= {"metadata": {"user_id": "u"}, "extra_query": {"beta": "true"}}
+            counted = client.messages.count_tokens(**{k: asked[k] for k in ("model", "messages", "system", "tools")})
+            if stream:
+                with client.messages.stream(**asked) as events:
+                    answer = events.get_final_message()
+            else:
+                answer = client.messages.create(**asked)
+            assert counted.input_tokens == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
+            calls = [block for block in answer.content if block.type == "tool_use"]
+            assert answer.stop_reason == ("tool_use" if calls else "end_turn")
+            texts.append("".join(block.text for block in answer.content if block.type == "text"))
+            turns.append({"role": "assistant", "content": [block.to_dict() for block in answer.content]})
+            if calls:
+                commands += [str(block.input["cmd"]) for block in calls]
+                done = [{"type": "tool_result", "tool_use_id": block.id, "content": "exit status 0"} for block in calls]
+                turns.append(user(done))
+    return texts, commands
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("talk", [chat, responses, messages])
+def test_a_vendors_client_calls_tools_turn_by_turn(
+    fleet: EmulatedFleet, talk: Callable[[str, Headers, bool], tuple[list[str], list[str]]], stream: bool
+) -> None:
+    session = f"{talk.__name__}-{stream}"
+    texts, commands = talk(fleet.gateway_url, {"X-Session-ID": session}, stream)
+    assert texts == [SCRIPT[0]["text"], "", SCRIPT[2]["text"]]
+    assert commands == COMMANDS
+    assert_prefixes_grew(fleet, session)
+
+
+def test_codex_does_its_task(fleet: EmulatedFleet, tmp_path: Path) -> None:
+    codex = next((REPOSITORY / ".venv-agents").glob(CODEX), None)
+    if codex is None:
+        pytest.fail("Codex is missing: `make env-agents` makes .venv-agents (requirements/agents.lock)", pytrace=False)
+    work, home = tmp_path / "work", tmp_path / "home"
+    work.mkdir()
+    home.mkdir()
+    provider = {"name": "it", "base_url": f"{fleet.gateway_url}/v1", "env_key": "KEY", "wire_api": "responses"}
+    provider |= {"request_max_retries": 0, "stream_max_retries": 0}
+    settings = {f"model_providers.it.{name}": value for name, value in provider.items()} | {"model_provider": "it"}
+    flags = [word for name, value in settings.items() for word in ("-c", f"{name}={json.dumps(value)}")]
+    flags += ["-m", MODEL, "-c", "analytics.enabled=false", "--json", "--skip-git-repo-check"]
+    # Nothing of this machine's but its programs; the commands are the script's.
+    environment = {"PATH": os.environ["PATH"], "HOME": str(home), "CODEX_HOME": str(home), "KEY": "none"}
+    ended = subprocess.run(
+        [codex, "exec", *flags, "--dangerously-bypass-approvals-and-sandbox", TASK],
+        cwd=work,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert (work / "notes.txt").read_text() == "first\nsecond\n"
+    events = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    items = [event["item"] for event in events if event["type"] == "item.completed"]
+    said = [item["text"] for item in items if item["type"] == "agent_message"]
+    assert said == [SCRIPT[0]["text"], SCRIPT[2]["text"]]
+    ran = [item["exit_code"] for item in items if item["type"] == "command_execution"]
+    assert ran == [0, 0]
+    (thread,) = [event["thread_id"] for event in events if event["type"] == "thread.started"]
+    assert_prefixes_grew(fleet, thread)
+
+
+def assert_prefixes_grew(fleet: EmulatedFleet, session: str) -> None:
+    """Each turn was placed by its very tokens, and found the turn before it where it went."""
+    turns = fleet.decisions(len(SCRIPT), session)
+    assert [turn.outcome for turn in turns] == ["OK"] * len(SCRIPT)
+    for turn in turns:
+        assert turn.input_tokens == turn.finished.prompt_tokens
+        assert turn.key_count == turn.input_tokens // BLOCK > 0
+        assert turn.cached_tokens <= turn.finished.cached_tokens
+    for before, after in pairwise(turns):
+        assert after.input_tokens > before.input_tokens
+        assert after.cached_tokens > before.input_tokens - 2 * BLOCK > 0, "what was foretold of the turn before"

@@ -1,0 +1,72 @@
+"""Two emulated engines with router, agent and gateway before them, as one `pointsman up` starts them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
+from tests.support.http_request import ask
+from tests.support.processes.pointsman import pointsman_process
+from tests.support.processes.process import free_port
+from tests.support.repository import REPOSITORY
+from tests.support.waiting import until
+
+MODEL = "pointsman-emulated"
+START_S = 120.0
+
+
+@dataclass(frozen=True)
+class EmulatedFleet:
+    """Where it is reached."""
+
+    gateway_url: str
+    router: str
+
+    def decisions(self, count: int, session: str = "") -> list[fleet_pb2.Decision]:
+        """All decisions in the order of time, or those of a session, once `count` of them have ended well."""
+
+        def ended() -> list[fleet_pb2.Decision]:
+            with grpc.insecure_channel(self.router) as channel:
+                request = fleet_pb2.ListDecisionsRequest(page_size=1_000)
+                every = fleet_pb2_grpc.FleetServiceStub(channel).ListDecisions(request, timeout=20).decisions
+            found = [one for one in every if session in ("", one.session_id)]
+            return found if sum(one.outcome == "OK" for one in found) >= count else []
+
+        found = until(ended, within_s=60, what=f"{count} decisions that ended well")
+        return sorted(found, key=lambda one: one.time.ToNanoseconds())
+
+
+@contextmanager
+def emulated_fleet(folder: Path, *more: str) -> Iterator[EmulatedFleet]:
+    """The fleet, with exact tokens; `more` are flags of the engines."""
+    listen, router = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    ports = [free_port(), free_port()]
+    flags = ("--speedup", "10", *more)
+    parts = [
+        pointsman_process(f"engine-{port}", folder, "emulate", "--port", str(port), *flags, cwd=REPOSITORY)
+        for port in ports
+    ]
+    targets = [flag for port in ports for flag in ("--engine", f"http://127.0.0.1:{port}")]
+    places = ["--listen", listen, "--router-listen", router, "--router-metrics", "", "--agent-metrics", ""]
+    state = ["--state-dir", str(folder / "agent")]
+    plane = pointsman_process("plane", folder, "up", *targets, *places, *state, cwd=REPOSITORY)
+    fleet = EmulatedFleet(f"http://{listen}", router)
+    try:
+        for part in parts:
+            part.start()
+        for part in parts:
+            part.wait_ready(lambda log=part.log: "emulated engine" in log.read_text(), within_s=START_S)  # type: ignore[misc]
+        plane.start()
+        plane.wait_ready(lambda: "OpenAI API" in plane.log.read_text(), within_s=START_S)
+        until(lambda: ask(f"{fleet.gateway_url}/health").json()["status"] == "ok", within_s=60, what="exact tokens")
+        yield fleet
+    finally:
+        for part in (plane, *parts):
+            if part.alive:
+                part.stop(within_s=40)
+    assert "Traceback (most recent" not in plane.log.read_text(), plane.tail()
