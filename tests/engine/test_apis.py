@@ -87,8 +87,9 @@ RESPONSES: dict[str, dict[str, Any]] = {
     "agent": {
         "instructions": "You are a coding agent.",
         "input": [
-            {"type": "message", "role": "developer", "content": [_part("sandboxed"), _part("no network")]},
-            {"type": "message", "role": "user", "content": [_part("fix"), _part("it")]},
+            {"type": "message", "id": "m1", "role": "developer", "content": [_part("sandboxed"), _part("no network")]},
+            {"type": "message", "id": "m2", "role": "developer", "content": [_part("skills")]},
+            {"type": "message", "id": "m3", "role": "user", "content": [_part("fix"), _part("it")]},
             {"type": "function_call", "call_id": "c1", "name": "turn", "namespace": "agents", "arguments": "{}"},
             {"type": "custom_tool_call", "call_id": "c2", "name": "patch", "input": '*** "é"\n'},
             {"type": "function_call_output", "call_id": "c1", "output": "done"},
@@ -103,8 +104,13 @@ RESPONSES: dict[str, dict[str, Any]] = {
                 "description": "",
                 "tools": [FUNCTION, {"type": "custom", "name": "x"}],
             },
-            {"type": "web_search"},
+            {"type": "web_search", "external_web_access": False},
         ],
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "reasoning": {"summary": "auto"},
+        "prompt_cache_key": "k",
+        "client_metadata": {"session_id": "k"},
     },
     "answer begun": {
         "input": [

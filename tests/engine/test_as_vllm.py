@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pointsman.gateway.core.api import error_format_of, redact_error
-from tests.engine.comparison_cases import CASES, PLAIN, Case
+from tests.support.engines.comparison_cases import CASES, PLAIN, Case
 from tests.support.engines.servers import Engine
 from tests.support.http_request import Reply, ask
 from tests.support.instances import counters

@@ -289,11 +289,12 @@ def formats() -> Iterable[Case]:
         }.items():
             yield case(name, path, structured_outputs=constraint, max_tokens=60)
         yield case("no object as constraint", path, structured_outputs="regex")
-        # Greedy answers are all the same: vLLM refuses to make several.
-        yield from both("n 2", path, n=2, max_tokens=3, temperature=0.9)
+        # Several greedy answers vLLM refuses; at random its CPU build dies of a seed where a prompt is computed in two steps.
+        several = {"temperature": 0.9, "seed": LEFT_OUT, "structured_outputs": {"choice": ["x"]}}
+        yield from both("n 2", path, n=2, **several)
         for n, own in ((1, False), (0, True), (-1, True), (None, False), ("2", False), (10**10, True)):
             yield case(f"n {json.dumps(n)}", path, own=own, n=n, max_tokens=2)
-        yield case("n 200", path, n=200, max_tokens=1, temperature=0.9)
+        yield case("n 200", path, n=200, **several)
         yield case("n 2, greedy", path, n=2)
         yield case("beams", path, use_beam_search=True, n=2, max_tokens=3)
         for name, stop in {
