@@ -644,6 +644,8 @@ class Conversation(RuleBasedStateMachine):
     @precondition(lambda self: isinstance(self.upstream, ev.Serve))
     @rule(status=st.sampled_from([0, 500]), refused=st.booleans())
     def serve_failed(self, status: int, refused: bool) -> None:
+        if status and refused:
+            self.upstream = None  # its answer is read to its end: there is nothing to abort
         self.tell(ev.UpstreamFailed("broke", status, refused=bool(status) and refused))
 
     @precondition(lambda self: self.machine.phase is Phase.STREAMING)
