@@ -65,6 +65,20 @@ async def test_an_agent_ends_while_it_says_goodbye(engine: FakeEngine, router: F
     await eventually(lambda: all(stream.ended for stream in router.streams), "the streams' ends")
 
 
+async def test_a_process_that_left_before_its_welcome_is_said_goodbye_to(
+    engine: FakeEngine, router: FakeRouter, tmp_path: Path
+) -> None:
+    """Else the router, which has read the hello, would hold it for one that is only silent."""
+    async with running(engine.url, [router.address], tmp_path):
+        await eventually(lambda: len(router.streams) == 1, "the first process")
+        router.welcoming = asyncio.Event()
+        engine.process_start = 2000.0
+        await eventually(lambda: len(router.streams) == 2, "the second process")
+        engine.process_start = 1000.0
+        await eventually(lambda: router.streams[1].goodbye is not None, "goodbye")
+        router.welcoming.set()
+
+
 @pytest.mark.parametrize("after_s", [0.0, 0.05, 0.3])
 async def test_an_agent_ends_while_it_catches_up(
     engine: FakeEngine, router: FakeRouter, tmp_path: Path, after_s: float

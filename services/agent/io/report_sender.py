@@ -157,13 +157,14 @@ class Reporter:
         if self._load is not None:
             machine.load(*self._load)
         reading = asyncio.create_task(self._read(call, machine))
-        opened = time.monotonic()
+        opened, greeted = time.monotonic(), False
         self.counts.streams += 1
         try:
             while not reading.done() and not self._stopping.is_set() and not self._again:
                 self._wake.clear()
                 if (message := machine.next_message(time.monotonic())) is not None:
                     await call.write(message)
+                    greeted = True
                     continue
                 if (until := machine.wake_at()) is None:
                     until = opened + WELCOME_S
@@ -173,7 +174,8 @@ class Reporter:
             if reading.done():
                 await reading
                 return
-            if self._stopping.is_set() and self._goodbye and self.connected:
+            # A hello that is written is read before its goodbye, whether its welcome has come back or not.
+            if self._stopping.is_set() and self._goodbye and greeted:
                 await call.write(pb.ReportRequest(goodbye=pb.Goodbye(reason=self._goodbye)))
             await call.done_writing()
             with contextlib.suppress(TimeoutError):

@@ -172,6 +172,8 @@ class FakeRouter(agent_pb2_grpc.AgentServiceServicer):
         self.refuse: tuple[grpc.StatusCode, str] | None = None
         self.deaf = False
         """Welcomes, and reads nothing more."""
+        self.welcoming: asyncio.Event | None = None
+        """Until it is set the router welcomes nobody."""
         self.kept_open: asyncio.Event | None = None
         """Until it is set the router does not end its side of a stream."""
         self.port = 0
@@ -217,6 +219,8 @@ class FakeRouter(agent_pb2_grpc.AgentServiceServicer):
             await asyncio.Event().wait()
         reading = asyncio.create_task(self._read(requests, stream, name, incarnation))
         try:
+            if self.welcoming is not None:
+                await self.welcoming.wait()
             while not reading.done():
                 answer = asyncio.create_task(stream.answers.get())
                 try:
