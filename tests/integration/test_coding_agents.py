@@ -118,6 +118,7 @@ def messages(url: str, headers: Headers, stream: bool) -> tuple[list[str], list[
                     answer = events.get_final_message()
             else:
                 answer = client.messages.create(**asked)
+            assert counted._request_id, "the header that this client reads"
             assert counted.input_tokens == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
             calls = [block for block in answer.content if block.type == "tool_use"]
             assert answer.stop_reason == ("tool_use" if calls else "end_turn")

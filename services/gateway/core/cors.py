@@ -15,6 +15,8 @@ EXPOSED = (
     "X-Pointsman-Decision",
     "X-Pointsman-Degraded",
     *(f"x-ratelimit-{kind}-{of}" for of in ("requests", "tokens") for kind in ("limit", "remaining", "reset")),
+    "request-id",
+    *(f"anthropic-ratelimit-{of}-{kind}" for of in ("requests", "tokens") for kind in ("limit", "remaining", "reset")),
 )
 # For which clients may ask again, a browser asks once.
 MAX_AGE_S = 600

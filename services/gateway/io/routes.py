@@ -212,6 +212,8 @@ class Gateway:
         request.client_id = bounded_id(request.headers.get("X-Request-ID") or request.id)
         # A prompt's answer is nobody else's, and what is told of the fleet is old a second later.
         request.answer_fields = {"X-Request-ID": request.client_id, "Cache-Control": "no-store"}
+        if error_format_of(request.path) is ErrorFormat.ANTHROPIC:
+            request.answer_fields["request-id"] = request.client_id  # where Anthropic's clients look
         request.answer_fields |= self._cors.answer_fields(request.headers.get("Origin"))
         refusal = self._refusal(request)
         if refusal is not None:

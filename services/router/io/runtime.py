@@ -25,7 +25,7 @@ from pointsman.router.core.requests.place_or_hold import not_serving
 from pointsman.router.core.router_state import RouterState, StateSettings
 from pointsman.router.core.types import InstanceInfo, PlacementRequest
 from pointsman.router.core.usage_accounts import UsageAccounts
-from pointsman.router.io.convert import gateway_messages
+from pointsman.router.io.convert import gateway_messages, usage_messages
 from pointsman.router.io.settings import RouterSettings
 from pointsman.router.io.store.redis_store import RedisStore
 from pointsman.router.io.store.store import MemoryStore, Store, StoreEffect
@@ -313,14 +313,14 @@ class Router:
 
     def account(self, gateway_id: str, report: placement_pb2.UsageReport) -> None:
         """Take a gateway process's report of what keys have used, and answer it."""
-        reports = gateway_messages.usage_reports(report)
+        reports = usage_messages.usage_reports(report)
         if len(reports) < len(report.keys):
             self.telemetry.bad_usage.inc(len(report.keys) - len(reports))
         answer = self.usage_accounts.report(
             gateway_id, report.gateway or gateway_id, reports, time.monotonic(), full=report.full
         )
         if (stream := self.gateways.get(gateway_id)) is not None:
-            stream.send(usage=gateway_messages.usage_answer_to_wire(answer))
+            stream.send(usage=usage_messages.usage_answer_to_wire(answer))
 
     async def placed(
         self, request: PlacementRequest, within_s: float | None, traceparent: str

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from pointsman.gateway.core.rate_limits import Admission, LeaseNeeded, RateLimited, RateLimiter, RateLimits, name_of
 from pointsman.router.core import usage_accounts
 from pointsman.router.core.usage_accounts import KeyReport, UsageAccounts
-from pointsman.router.io.convert.gateway_messages import usage_answer_to_wire, usage_reports
+from pointsman.router.io.convert.usage_messages import usage_answer_to_wire, usage_reports
 from pointsman.router.v1 import placement_pb2
 
 KEY = b"k"

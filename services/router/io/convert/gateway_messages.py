@@ -13,7 +13,6 @@ from pointsman.router.core.instances.instance_registry import PoolInfo
 from pointsman.router.core.ownership import Owner
 from pointsman.router.core.router_state import RouterState
 from pointsman.router.core.types import InstanceInfo, Phase, PlacementRequest, Step, StepKind
-from pointsman.router.core.usage_accounts import KeyReport, UsageAnswer
 from pointsman.router.io.convert import agent_messages
 from pointsman.router.io.convert.times import duration, finite, seconds
 from pointsman.router.v1 import placement_pb2
@@ -95,71 +94,6 @@ def finished(wire: placement_pb2.Finished) -> ev.Finished:
 def first_token(wire: placement_pb2.FirstToken) -> ev.FirstToken:
     """The beginning of an answer."""
     return ev.FirstToken(wire.request_id, tuple(dict.fromkeys(wire.refused_by)))
-
-
-_MAX_USAGE_KEYS = 1_000
-_MAX_LIMIT = 10**12
-_MAX_IN_FLIGHT = 10**6
-_USAGE_KEY_BYTES = 16
-
-
-def usage_reports(wire: placement_pb2.UsageReport) -> list[KeyReport]:
-    """What a gateway process tells of keys, without what cannot be: one bad figure could keep a tenant out for hours."""
-    return [
-        KeyReport(
-            key=one.key,
-            requests_per_minute=one.requests_per_minute,
-            tokens_per_minute=one.tokens_per_minute,
-            max_in_flight=min(one.max_in_flight, _MAX_IN_FLIGHT),
-            used_requests=one.used_requests,
-            used_tokens=one.used_tokens,
-            in_flight=one.in_flight,
-            returned_requests=one.returned_requests,
-            returned_tokens=one.returned_tokens,
-            returned_slots=one.returned_slots,
-            wanted=one.wanted,
-            level_requests=one.level_requests,
-            level_tokens=one.level_tokens,
-            held_requests=one.held_requests,
-            held_tokens=one.held_tokens,
-            held_slots=one.held_slots,
-        )
-        for one in wire.keys[:_MAX_USAGE_KEYS]
-        if _is_possible(one)
-    ]
-
-
-def _is_possible(one: placement_pb2.KeyReport) -> bool:
-    # Comparisons with NaN are false.
-    amounts = (one.used_requests, one.returned_requests, one.returned_tokens, one.held_requests, one.held_tokens)
-    levels = (one.used_tokens, one.level_requests, one.level_tokens)
-    return (
-        len(one.key) == _USAGE_KEY_BYTES
-        and max(one.requests_per_minute, one.tokens_per_minute) <= _MAX_LIMIT
-        and max(one.in_flight, one.returned_slots, one.held_slots) <= _MAX_IN_FLIGHT
-        and all(0 <= amount <= _MAX_LIMIT for amount in amounts)
-        and all(-_MAX_LIMIT <= level <= _MAX_LIMIT for level in levels)
-    )
-
-
-def usage_answer_to_wire(answer: UsageAnswer) -> placement_pb2.UsageAnswer:
-    """What gateways may use."""
-    return placement_pb2.UsageAnswer(
-        gateways=answer.gateways,
-        tell_all=answer.tell_all,
-        keys=[
-            placement_pb2.KeyGrant(
-                key=one.key,
-                requests=one.requests,
-                tokens=one.tokens,
-                slots=one.slots,
-                level_requests=one.level_requests,
-                level_tokens=one.level_tokens,
-                wanted=one.wanted,
-            )
-            for one in answer.grants
-        ],
-    )
 
 
 def finished_to_wire(done: ev.Finished) -> placement_pb2.Finished:
