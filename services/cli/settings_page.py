@@ -88,7 +88,7 @@ def _operators() -> Iterator[str]:
     for name, command in sorted(group.commands.items()):  # type: ignore[attr-defined]
         for one in command.params:
             if one.envvar:
-                default = DEFAULT_ROUTER if one.default is None else one.default
+                default = one.default or (DEFAULT_ROUTER if one.name == "router" else "")
                 found.setdefault((one.envvar, one.opts[0], default), []).append(f"`{name}`")
     yield _row(["variable", "flag", "default", "read by"])
     yield _row(["---"] * 4)

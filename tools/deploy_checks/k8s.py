@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,11 +155,21 @@ def _container(container: Container, objects: list[Object]) -> list[str]:
     problems += env_problems
     words = [*container.spec.get("command", []), *container.spec.get("args", [])]
     defined = {*env, *secret}
+    problems += _split(container, env)
     for variable in sorted({v for word in words for v in re.findall(r"\$\((\w+)\)", word)} - defined):
         problems.append(f"{container.where}: $({variable}) is not in its environment")
     if services.subcommand_of(container.spec["image"]):
         problems += _check_environment(container, env, secret, objects)
     return problems
+
+
+def _split(container: Container, env: Mapping[str, str]) -> Iterator[str]:
+    """An engine that is split over more or fewer GPUs than it gets does not start, or wastes the others."""
+    split = env.get("TENSOR_PARALLEL_SIZE")
+    for kind in ("requests", "limits"):
+        gpus = container.spec.get("resources", {}).get(kind, {}).get("nvidia.com/gpu")
+        if split is not None and gpus is not None and str(gpus) != split:
+            yield f"{container.where}: {kind} {gpus} GPUs, and TENSOR_PARALLEL_SIZE is {split}"
 
 
 def _node_ports(container: Container, objects: list[Object]) -> Iterator[str]:

@@ -97,6 +97,28 @@ def test_engines_get_the_gpus_that_they_split_the_model_over(overlay: str, kind:
     )
 
 
+def test_a_size_that_is_patched_for_one_role_is_followed_by_its_gpus() -> None:
+    file = "k8s/overlays/prefill-decode/prefill/kustomization.yaml"
+    patch = "path: /data/KV_ROLE, value: kv_producer}"
+    told = (check_deploy.DEPLOY / file).read_text()
+    assert patch in told
+    more = f'{patch}\n      - {{op: replace, path: /data/TENSOR_PARALLEL_SIZE, value: "2"}}'
+    objects = check_deploy.render(OVERLAYS / "prefill-decode", files={file: told.replace(patch, more)})
+    for role, count in (("prefill", "2"), ("decode", "1")):
+        found = {c.spec["name"]: c.spec for c in k8s.containers(find(objects, "StatefulSet", f"vllm-{role}"))}
+        assert found["vllm"]["resources"]["limits"]["nvidia.com/gpu"] == count
+    assert k8s.check(objects) == []
+    engine = pod(objects, "StatefulSet", "vllm-decode")["containers"]
+    next(one for one in engine if one["name"] == "vllm")["resources"]["limits"]["nvidia.com/gpu"] = "4"
+    (problem,) = k8s.check(objects)
+    assert problem.endswith("limits 4 GPUs, and TENSOR_PARALLEL_SIZE is 1")
+
+
+def test_a_new_key_of_a_client_rolls_nothing() -> None:
+    objects = check_deploy.render(OVERLAYS / "gpu")
+    assert find(objects, "Secret", "api-keys")["metadata"]["name"] == "api-keys"
+
+
 def test_prefill_and_decode_instances_reach_each_other_and_know_their_side() -> None:
     objects = check_deploy.render(OVERLAYS / "prefill-decode")
     for role, side in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
