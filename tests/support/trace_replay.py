@@ -20,6 +20,7 @@ from pointsman.lab.workload.tokenizer import ChatTokenizer
 from pointsman.lab.workload.traces import TraceRequest, by_session
 
 DEADLINE_S = 30.0
+ANSWERS_S = 60.0  # for a few whole answers while a fleet is well
 TRACE = generate(120, 60.0, 5, replace(SMALL, output_tokens=400))
 # Answers after which clients try again: nobody took the request, or an instance failed.
 PROPER_ERRORS = {429, 502, 503}
@@ -71,7 +72,10 @@ class CheckedLoad:
     async def answers(self, count: int) -> None:
         """Until so many more have been answered in full."""
         wanted = self.counts()["whole"] + count
-        while self.counts()["whole"] < wanted:  # noqa: ASYNC110 - the test's own timeout ends it
+        # A timeout that goes off in a callback of the loop ends nothing.
+        deadline = time.monotonic() + ANSWERS_S
+        while self.counts()["whole"] < wanted:
+            assert time.monotonic() < deadline, f"no {count} answers in {ANSWERS_S:g} s: {self.counts()}"
             await asyncio.sleep(0.02)
 
     def counts(self) -> Counter[str]:

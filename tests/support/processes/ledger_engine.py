@@ -13,7 +13,7 @@ from aiohttp import web
 
 from pointsman.cli.main import main
 from pointsman.lab.emulator import emulated_engine
-from pointsman.lab.emulator.http_routes import EngineApp
+from pointsman.lab.emulator.http_routes import Api, EngineApp
 
 _ledger = -1
 
@@ -21,10 +21,10 @@ _ledger = -1
 class NotingApp(EngineApp):
     """Notes the end of each request."""
 
-    async def _generate(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
+    async def _generate(self, request: web.Request, kind: Api) -> web.StreamResponse:
         end = "broken"
         try:
-            answer = await super()._generate(request, chat=chat)
+            answer = await super()._generate(request, kind)
             end = "whole"
             return answer
         finally:
