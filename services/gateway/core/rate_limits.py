@@ -123,6 +123,7 @@ class KeyUsage:
     shares: int = 1
     slots: int = 0  # of the lease, for requests in flight
     leased_until: float = 0.0
+    peak: int = 0  # most requests in flight since the last report
     empty_until: float = 0.0  # no use in asking for more before
     used_requests: float = 0.0
     used_tokens: float = 0.0
@@ -168,6 +169,7 @@ class KeyUsage:
         if limits.in_flight:
             self.slots -= 1
         self.in_flight += 1
+        self.peak = max(self.peak, self.in_flight + self.in_flight_elsewhere)
 
     def charge(self, tokens: float, limits: RateLimits, now: float) -> None:
         """Draw so many tokens. Mutates."""
@@ -258,10 +260,13 @@ class KeyUsage:
         return max(waits)
 
     def _give_back(self, report: placement_pb2.KeyReport, limits: RateLimits) -> None:
-        """Keep twice what the time since the last report has used; want more where there is not even as much. Mutates."""
+        """Keep twice what the time since the last report has used, and slots for one more request than were open at once; want
+        more where there is not even as much. Mutates."""
         requests = math.floor(max(0.0, self.requests.level - 2 * self.used_requests))
         tokens = math.floor(max(0.0, self.tokens.level - 2 * max(0.0, self.used_tokens)))
-        slots = max(0, self.slots - int(2 * self.used_requests))
+        now_open = self.in_flight + self.in_flight_elsewhere
+        slots = max(0, self.slots - (max(self.peak, now_open) - now_open + 1 if self.used_requests else 0))
+        self.peak = now_open
         self.requests.level -= requests
         self.tokens.level -= tokens
         self.slots -= slots
@@ -288,7 +293,7 @@ class KeyUsage:
 
     def _end_share(self, limits: RateLimits, asked: bool, now: float) -> placement_pb2.KeyReport:
         """What was used of the share: what it would hold now without, less what it holds. Mutates."""
-        report = placement_pb2.KeyReport(wanted=asked)
+        report = placement_pb2.KeyReport(wanted=asked, lease_ended=True)
         for name, own, fleet, per_minute in (
             ("requests", self.requests, self.fleet_requests, limits.requests_per_minute),
             ("tokens", self.tokens, self.fleet_tokens, limits.tokens_per_minute),

@@ -46,6 +46,7 @@ class KeyReport:
     held_requests: float = 0.0
     held_tokens: float = 0.0
     held_slots: int = 0
+    lease_ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +185,12 @@ class UsageAccounts:
             lease = account.leases[record.gateway] = _Lease()
             if now - account.began_at <= TAKEOVER_S:
                 self._take_over(account, lease, one)
+        if one.lease_ended:
+            # What was granted counts as used: whoever holds nothing must not keep it from the others.
+            lease.requests, lease.tokens, lease.slots = 0.0, 0.0, 0
+        elif full:
+            # Grants of the stream before may have been lost on their way.
+            lease.requests, lease.tokens = min(lease.requests, one.held_requests), min(lease.tokens, one.held_tokens)
         lease.heard_at = now
         account.requests.per_minute, account.tokens.per_minute = one.requests_per_minute, one.tokens_per_minute
         account.requests.fill(sum(held.requests for held in account.leases.values()), now)
@@ -192,7 +199,7 @@ class UsageAccounts:
             lease.requests = account.requests.settle(lease.requests, one.used_requests, one.returned_requests)
         if one.tokens_per_minute:
             lease.tokens = account.tokens.settle(lease.tokens, one.used_tokens, one.returned_tokens)
-        if full:
+        if full or one.lease_ended:
             lease.slots = min(one.held_slots, one.max_in_flight)
         else:
             # A request that began took a slot of the lease, one that ended gave it back to the lease.

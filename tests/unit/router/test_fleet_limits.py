@@ -246,6 +246,44 @@ def test_a_takeover_gives_nobody_a_fresh_minute() -> None:
     assert sum(use_up(one, taking_over, limits, 3.0) for one in gateways) <= 1
 
 
+def test_what_was_granted_too_late_is_kept_from_nobody() -> None:
+    """The gateway had turned to its share when the answers came."""
+    accounts, (one, other) = fleet(2)
+    limits = RateLimits(requests_per_minute=600)
+    now = 2.0
+    for _ in range(10):
+        one.admit(accounts, limits, now).close()
+        one.exchange(accounts, now, asked=True, lost="answer")
+        one.limiter.accounted = False
+        one.limiter.admit(KEY, limits, now).close()
+        one.limiter.accounted = True
+        now += 6.0
+        one.exchange(accounts, now, asked=False)
+    # A minute in which it uses little: all of the limit is there again.
+    for _ in range(70):
+        one.admit(accounts, limits, now).close()
+        one.exchange(accounts, now, asked=False)
+        now += 1.0
+    assert use_up(other, accounts, limits, now) > 500
+
+
+def test_a_burst_long_ago_keeps_no_slots_from_other_gateways() -> None:
+    accounts, (one, other) = fleet(2)
+    limits = RateLimits(in_flight=16)
+    for admission in [one.admit(accounts, limits, 2.0) for _ in range(16)]:
+        admission.close()
+    now = 3.0
+    for _ in range(5):
+        # Twenty a second, four at a time.
+        for _ in range(5):
+            for admission in [one.admit(accounts, limits, now) for _ in range(4)]:
+                admission.close()
+        one.exchange(accounts, now, asked=False)
+        now += 1.0
+    open_there = [other.admit(accounts, limits, now) for _ in range(8)]
+    assert len(open_there) == 8
+
+
 def test_requests_in_flight_are_told_to_the_router_that_takes_over() -> None:
     accounts, gateways = fleet(2)
     limits = RateLimits(in_flight=4)

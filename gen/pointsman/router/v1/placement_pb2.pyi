@@ -923,6 +923,7 @@ class KeyReport(_message.Message):
     HELD_REQUESTS_FIELD_NUMBER: _builtins.int
     HELD_TOKENS_FIELD_NUMBER: _builtins.int
     HELD_SLOTS_FIELD_NUMBER: _builtins.int
+    LEASE_ENDED_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
     """key is 16 bytes: a digest of the API key's digest."""
     requests_per_minute: _builtins.int
@@ -955,6 +956,8 @@ class KeyReport(_message.Message):
     """held_tokens, likewise."""
     held_slots: _builtins.int
     """held_slots: what the lease has left of its slots, told in full reports."""
+    lease_ended: _builtins.bool
+    """lease_ended: the gateway holds nothing any more. It admitted by its share meanwhile, and what it was granted is lost."""
     def __init__(
         self,
         *,
@@ -974,10 +977,11 @@ class KeyReport(_message.Message):
         held_requests: _builtins.float = ...,
         held_tokens: _builtins.float = ...,
         held_slots: _builtins.int = ...,
+        lease_ended: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_requests", b"held_requests", "held_slots", b"held_slots", "held_tokens", b"held_tokens", "in_flight", b"in_flight", "key", b"key", "level_requests", b"level_requests", "level_tokens", b"level_tokens", "max_in_flight", b"max_in_flight", "requests_per_minute", b"requests_per_minute", "returned_requests", b"returned_requests", "returned_slots", b"returned_slots", "returned_tokens", b"returned_tokens", "tokens_per_minute", b"tokens_per_minute", "used_requests", b"used_requests", "used_tokens", b"used_tokens", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_requests", b"held_requests", "held_slots", b"held_slots", "held_tokens", b"held_tokens", "in_flight", b"in_flight", "key", b"key", "lease_ended", b"lease_ended", "level_requests", b"level_requests", "level_tokens", b"level_tokens", "max_in_flight", b"max_in_flight", "requests_per_minute", b"requests_per_minute", "returned_requests", b"returned_requests", "returned_slots", b"returned_slots", "returned_tokens", b"returned_tokens", "tokens_per_minute", b"tokens_per_minute", "used_requests", b"used_requests", "used_tokens", b"used_tokens", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from pointsman.gateway.core.rate_limits import KeyUsage, TokenBucket
 
 _KEY_BYTES = 32
-_FIGURES = struct.Struct("8d q q 4d")
+_FIGURES = struct.Struct("8d q q q 4d")
 _ROOM = 64  # accounts that the file grows by
 
 
@@ -62,7 +62,7 @@ class SharedUsageFile:
             data, behind = self._mapped(), at + _FIGURES.size
             figures = _FIGURES.unpack_from(data, at)
             requests, tokens, fleet_requests, fleet_tokens = (TokenBucket(*figures[n : n + 2]) for n in range(0, 8, 2))
-            shares, slots, leased_until, empty_until, used_requests, used_tokens = figures[8:]
+            shares, slots, peak, leased_until, empty_until, used_requests, used_tokens = figures[8:]
             flights = list(self._flights.unpack_from(data, behind))
             own = flights[self._number]
             usage = KeyUsage(
@@ -72,6 +72,7 @@ class SharedUsageFile:
                 fleet_tokens,
                 shares=int(shares),
                 slots=int(slots),
+                peak=int(peak),
                 leased_until=leased_until,
                 empty_until=empty_until,
                 used_requests=used_requests,
@@ -112,7 +113,7 @@ def _figures_of(usage: KeyUsage) -> Iterator[float]:
     """What processes share of an account, in the order of its fields."""
     for bucket in (usage.requests, usage.tokens, usage.fleet_requests, usage.fleet_tokens):
         yield from (bucket.level, bucket.at)
-    yield from (usage.shares, usage.slots, usage.leased_until, usage.empty_until)
+    yield from (usage.shares, usage.slots, usage.peak, usage.leased_until, usage.empty_until)
     yield from (usage.used_requests, usage.used_tokens)
 
 

@@ -31,6 +31,7 @@ def usage_reports(wire: placement_pb2.UsageReport) -> list[KeyReport]:
             held_requests=one.held_requests,
             held_tokens=one.held_tokens,
             held_slots=one.held_slots,
+            lease_ended=one.lease_ended,
         )
         for one in wire.keys[:_MAX_USAGE_KEYS]
         if _is_possible(one)
