@@ -39,6 +39,11 @@ class Holding:
         self.holder = b""
         self.size = 0
 
+    @property
+    def limit(self) -> int:
+        """How much there is for all."""
+        return self._budget.limit
+
     def take(self, more: int) -> bool:
         """Hold `more` bytes; False, and as many as before, where there is no room. Mutates."""
         if not self._budget.has_room(self.holder, more):

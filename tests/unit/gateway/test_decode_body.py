@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pointsman.gateway.core.api import ApiRequestError, Endpoint, decode_body, parse
+from pointsman.gateway.core.api import ApiRequestError, ClientRules, Endpoint, decode_body, parse
 from pointsman.gateway.core.api.decode_body import decode_body as decoded
 
 VALUES = st.recursive(
@@ -28,6 +28,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         patch.setattr(decode_body, "PIECE_BYTES", 8)
         patch.setattr(decode_body, "MAX_OBJECTS", 400)
         patch.setattr(decode_body, "MAX_VALUES", 1_000)
+        patch.setattr(decode_body, "MAX_STRINGS", 700)
         patch.setattr(decode_body, "_WINDOW_BYTES", 7)
         yield
 
@@ -56,13 +57,40 @@ def test_what_is_no_json_is_none_in_pieces(value: Any, data: st.DataObject) -> N
 
 @pytest.mark.parametrize(
     "value",
-    [[{}] * 401, [[]] * 401, {"a": [{"b": [[]] * 4}] * 100}, [1] * 1_001, {str(at): at for at in range(1_002)}],
-    ids=["objects", "lists", "nested", "numbers", "fields"],
+    [
+        [{}] * 401,
+        [[]] * 401,
+        {"a": [{"b": [[]] * 4}] * 100},
+        [1] * 1_002,
+        {str(at): at for at in range(701)},
+        [""] * 701,
+    ],
+    ids=["objects", "lists", "nested", "numbers", "fields", "strings"],
 )
 def test_too_many_values_are_refused(value: object) -> None:
     with pytest.raises(ApiRequestError) as refused:
         decoded(json.dumps(value).encode())
     assert (refused.value.status, refused.value.code) == (400, "too_many_values")
+
+
+@given(
+    st.lists(st.text('\\"{[,', max_size=30) | st.lists(st.integers(0, 9), max_size=3), min_size=1), st.integers(2, 9)
+)
+def test_what_stands_in_texts_is_never_counted(values: list[Any], window: int) -> None:
+    raw = json.dumps(values).encode()
+    objects = 1 + sum(isinstance(one, list) for one in values)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_body, "_WINDOW_BYTES", window)
+        patch.setattr(decode_body, "MAX_OBJECTS", objects)
+        assert decoded(raw) == values
+        patch.setattr(decode_body, "MAX_OBJECTS", objects - 1)
+        with pytest.raises(ApiRequestError):
+            decoded(raw + b" " * 8)
+
+
+def test_a_field_without_a_name_is_no_prompt() -> None:
+    raw = json.dumps({"model": "m", "input": "a", "": [0] * 200}).encode()
+    assert parse(Endpoint.EMBEDDINGS, raw, ClientRules(), lambda _: 100).model == "m"
 
 
 @pytest.mark.parametrize("text", ["{[,]}" * 500, '"{' * 500, "\\" * 501 + "{" * 500, '\\"[,' * 500])

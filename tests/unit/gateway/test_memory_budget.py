@@ -100,3 +100,9 @@ async def test_an_answer_that_ends_badly_counts_nothing() -> None:
         with pytest.raises(error):
             await read(one, held, 60 if error is AnswerTooLong else None)
         assert budget.used == 0
+
+
+async def test_an_answer_that_never_finds_room_is_not_to_be_tried_again() -> None:
+    held = holding(MemoryBudget(100))
+    with pytest.raises(AnswerTooLong):
+        await read(answer([], 101), held)

@@ -7,6 +7,7 @@ times its bytes, so the size of a body bounds too little.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -14,12 +15,13 @@ import msgspec
 from pointsman.gateway.core.api.errors import ApiRequestError
 
 MAX_OBJECTS = 1 << 17  # and lists
-MAX_VALUES = 1 << 20
+MAX_STRINGS = 1 << 20  # names of fields included
+MAX_VALUES = 1 << 22  # a number takes 40 bytes at most
 PIECE_BYTES = 32 << 10
 # Deeper than a part of a message's content, or a tool call's function, nothing large is expected: it is decoded at once.
 _MAX_DEPTH = 6
 _WINDOW_BYTES = 1 << 20
-_QUOTE, _BACKSLASH = b'"', ord("\\")
+_QUOTE = b'"'
 
 
 def decode_body(raw: bytes) -> Any:
@@ -75,44 +77,44 @@ def _beginning(raw: bytes | msgspec.Raw) -> tuple[bytes, bytes]:
 
 
 def _check_values(raw: bytes) -> None:
-    """Raises ApiRequestError when `raw` has more objects and lists, or values, than may be. No call of it lasts long."""
+    """Raises ApiRequestError when `raw` has more objects and lists, strings, or values, than may be. No call of it lasts long."""
     if len(raw) <= MAX_OBJECTS:
         return
-    objects = values = 0
+    counts = _Counts()
     for start in range(0, len(raw), _WINDOW_BYTES):
-        more = _count(raw, start, min(start + _WINDOW_BYTES, len(raw)))
-        objects, values = objects + more[0], values + more[1]
-    if objects > MAX_OBJECTS or values > MAX_VALUES:
-        # Perhaps it is text that has them.
-        _check_outside_strings(raw)
-
-
-def _check_outside_strings(raw: bytes) -> None:
-    objects = values = at = 0
-    while at < len(raw):
-        until = min(at + _WINDOW_BYTES, len(raw))
-        quote = raw.find(_QUOTE, at, until)
-        more = _count(raw, at, until if quote < 0 else quote)
-        objects, values = objects + more[0], values + more[1]
-        if objects > MAX_OBJECTS or values > MAX_VALUES:
-            message = f"The request body has more than {MAX_OBJECTS} objects and lists, or {MAX_VALUES} values."
+        end = min(start + _WINDOW_BYTES, len(raw))
+        counts.quotes += raw.count(_QUOTE, start, end)
+        counts.objects += raw.count(b"{", start, end) + raw.count(b"[", start, end)
+        counts.commas += raw.count(b",", start, end)
+    if not counts.too_many:
+        return
+    # Perhaps it is text that has them.
+    outside = _Counts()
+    in_string, carried = False, b""
+    for start in range(0, len(raw), _WINDOW_BYTES):
+        window = (carried + raw[start : start + _WINDOW_BYTES]).replace(rb"\\", b"")
+        # The first half of an escape; what follows it is in the next window.
+        carried = b"\\" if window.endswith(b"\\") else b""
+        pieces = window.removesuffix(carried).replace(rb"\"", b"").split(_QUOTE)
+        outside.quotes += len(pieces) - 1
+        text = b"".join(pieces[in_string::2])
+        outside.objects += text.count(b"{") + text.count(b"[")
+        outside.commas += text.count(b",")
+        in_string ^= len(pieces) % 2 == 0
+        if outside.too_many:
+            most = f"{MAX_OBJECTS} objects and lists, {MAX_STRINGS} strings or {MAX_VALUES} values"
+            message = f"The request body has more than {most}."
             raise ApiRequestError(400, message, code="too_many_values")
-        at = until if quote < 0 else _string_end(raw, quote + 1)
 
 
-def _string_end(raw: bytes, at: int) -> int:
-    """Where the string that has begun before `at` is over."""
-    while (quote := raw.find(_QUOTE, at)) >= 0:
-        before = quote - 1
-        while before >= at and raw[before] == _BACKSLASH:
-            before -= 1
-        if (quote - before) % 2:
-            return quote + 1
-        at = quote + 1
-    return len(raw)
+@dataclass
+class _Counts:
+    """What JSON has, as far as brackets, quotes and commas tell; values are at most one more than commas in each list."""
 
+    objects: int = 0
+    quotes: int = 0
+    commas: int = 0
 
-def _count(raw: bytes, start: int, end: int) -> tuple[int, int]:
-    """Objects and lists, and values (at most one more than commas in each of them), as far as brackets and commas tell."""
-    objects = raw.count(b"{", start, end) + raw.count(b"[", start, end)
-    return objects, objects + raw.count(b",", start, end)
+    @property
+    def too_many(self) -> bool:
+        return self.objects > MAX_OBJECTS or self.quotes > 2 * MAX_STRINGS or self.objects + self.commas > MAX_VALUES

@@ -43,7 +43,7 @@ def check_output(endpoint: Endpoint, max_output_tokens: int, context: int, token
 def check_items(endpoint: Endpoint, body: Mapping[str, Any], context: int) -> None:
     """Raises ContextExceeded for a body (nothing of which is checked yet) whose prompt has more messages, or token ids, than the
     context has tokens. A message costs at least the token that begins or ends it, in any chat template that we know."""
-    given = body.get(_FIELDS.get(endpoint, ""))
+    given = body.get(_FIELDS[endpoint]) if endpoint in _FIELDS else None
     if not isinstance(given, list) or not given:
         return
     if endpoint is not Endpoint.COMPLETION or is_int(given[0]):

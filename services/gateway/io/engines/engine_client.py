@@ -79,10 +79,12 @@ class Upstream:
     async def read_all(self, answer: UpstreamResponse, limit: int | None = None, held: Holding | None = None) -> bytes:
         """The whole body, which `held` counts from now on, and nothing else. An answer that says how long it is finds room for
         all of it or for none, so that those that have begun can end. Raises UpstreamError, AnswerTooLong when it has more bytes
-        than `limit`, else MAX_ANSWER_BYTES, and NoRoomForAnswer. Mutates `held`."""
+        than `limit`, else MAX_ANSWER_BYTES, or than all answers may, and NoRoomForAnswer. Mutates `held`."""
         limit = MAX_ANSWER_BYTES if limit is None else limit
         if held is not None:
             held.let_go()
+            # What never finds room is not to be tried again.
+            limit = min(limit, held.limit)
         parts: list[bytes] = []
         size, counted = 0, int(answer.headers.get("content-length", "0"))
         try:

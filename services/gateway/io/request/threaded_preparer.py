@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -36,11 +37,13 @@ class ThreadedPreparer:
     def __init__(self, telemetry: GatewayMetrics, token_cache: TokenCache) -> None:
         self._telemetry = telemetry
         self._preparer = RequestPreparer(token_cache)
-        self._large_bodies = ThreadPoolExecutor(1, "large-bodies")
+        self._large_bodies = _Threads(1, "large-bodies")
+        self._tokenizing = _Threads(max(2, os.cpu_count() or 1), "tokenizing")
 
     def close(self) -> None:
-        """Begin nothing more that waits for the thread."""
-        self._large_bodies.shutdown(wait=False, cancel_futures=True)
+        """Begin nothing more that waits for a thread."""
+        self._large_bodies.close()
+        self._tokenizing.close()
 
     async def parse(
         self, endpoint: Endpoint, raw: bytes, rules: ClientRules, context_of: Callable[[str], int]
@@ -67,11 +70,30 @@ class ThreadedPreparer:
         size, context = len(incoming.call.payload), incoming.state.pool.max_model_len
         with self._telemetry.tokenize.time():
             pending = await self._done(size, partial(tokenizer.prepare, incoming.call, context))
-            prompt = await pending.tokenize_by(asyncio.to_thread)
+            prompt = await pending.tokenize_by(self._tokenizing.run)
             return await self._done(size, partial(self._preparer.tokens, incoming, prompt))
 
     async def _done(self, size: int, work: Callable[[], _Made]) -> _Made:
         """What `work` on a body of `size` bytes makes."""
         if size <= INLINE_BYTES:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._large_bodies, work)
+        return await self._large_bodies.run(work)
+
+
+class _Threads:
+    """So many threads, and who waits for one of them: an executor keeps the work, and the body, of a client that has left."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._executor = ThreadPoolExecutor(count, name)
+        self._free = asyncio.Semaphore(count)
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def run(self, work: Callable[[], _Made]) -> _Made:
+        """What `work` makes in a thread. Who is cancelled while it runs leaves the thread taken until it has ended."""
+        await self._free.acquire()
+        running = asyncio.get_running_loop().run_in_executor(self._executor, work)
+        running.add_done_callback(lambda _: self._free.release())
+        return await asyncio.shield(running)

@@ -1,0 +1,36 @@
+"""Work that waits for a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from pointsman.gateway.io.request.threaded_preparer import _Threads
+
+
+async def test_who_leaves_while_waiting_leaves_nothing_behind() -> None:
+    """An executor would keep the bodies of all that wait, whoever has gone."""
+    threads, begun, go_on = _Threads(1, "test"), asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def busy() -> str:
+        loop.call_soon_threadsafe(begun.set)
+        go_on.wait()
+        return "done"
+
+    try:
+        first = asyncio.create_task(threads.run(busy))
+        await begun.wait()
+        first.cancel()  # it is left, and its thread goes on
+        waiting = [asyncio.create_task(threads.run(lambda: "never")) for _ in range(9)]
+        await asyncio.sleep(0)
+        for one in waiting:
+            one.cancel()
+        await asyncio.gather(first, *waiting, return_exceptions=True)
+        assert threads._executor._work_queue.qsize() == 0
+        last = asyncio.create_task(threads.run(lambda: "last"))
+        go_on.set()
+        assert await last == "last"
+    finally:
+        go_on.set()
+        threads.close()
