@@ -242,7 +242,11 @@ class RouterState:
         for request_id, stream in announced.items():
             known = self.reservations.get(request_id)
             pool = known.pool if known else self.instances.pool_of(stream.request.model)
-            if not self.owned.owns(pool) or request_id in between:
+            if request_id in between:
+                continue
+            # It runs, also where its model has no instance any more: an answer to who asked before would be a second.
+            self.held_requests.cancel(request_id)
+            if not self.owned.owns(pool):
                 continue
             new_tokens = max(stream.request.input_tokens - stream.cached_tokens, 0)
             done = known.prefilled_tokens if known and known.instance_id == stream.instance_id else 0
@@ -259,7 +263,6 @@ class RouterState:
                 pool=pool,
                 cached_tokens=stream.request.input_tokens - new_tokens,
             )
-            self.held_requests.cancel(request_id)
             if known is not None:
                 self.prefill_observer.gone(known, now)
             self.reservations.put(reservation)

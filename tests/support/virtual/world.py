@@ -19,6 +19,7 @@ from pointsman.agent.v1 import agent_pb2
 from pointsman.common.core.block_keys import prompt_keys
 from pointsman.gateway.core.api import ApiRequestError, Endpoint, parse
 from pointsman.gateway.core.http_message import Headers, Request
+from pointsman.gateway.core.memory_budget import Holding, MemoryBudget
 from pointsman.gateway.core.pool_state import PoolState
 from pointsman.gateway.core.rate_limits import Admission
 from pointsman.gateway.core.request.prepare import set_keys
@@ -228,6 +229,7 @@ class GatewayNode:
             call=parse(Endpoint.COMPLETION, body),
             state=self._states[model],
             placement=placement,
+            transfer_obstacle="",
             ids=array("I", tokens),
             exact_tokens=len(tokens),
             upstream_headers={"X-Request-ID": request_id},
@@ -235,7 +237,7 @@ class GatewayNode:
             admission=Admission(),
             trace=None,
         )
-        request = Request("POST", "/v1/completions", "", Headers(), writer)
+        request = Request("POST", "/v1/completions", "", Headers(), writer, Holding(MemoryBudget(1 << 30)))
         try:
             answer = await RequestRunner(shared, context, request).run()
         except ApiRequestError as error:

@@ -455,3 +455,15 @@ def test_a_held_request_that_is_refused_when_it_is_asked_again_is_held_no_longer
     machine.agent_ends(name="a", goodbye=True)
     machine.place("r2", "", 1, [], "u", 60.0, 0.0)
     assert not list(machine.router.held_requests.queue)
+
+
+def test_a_held_request_that_a_gateway_says_it_runs_is_held_no_longer() -> None:
+    """Found by the machine: the only instance had left, and with it what told whose pool the model is in."""
+    machine = StateMachine()
+    machine.hello_without_events(name="a")
+    machine.gateway_hello("g1", ["r0", "r1"], Phase.PREFILL, frozenset())
+    machine.place("r2", "", 0, [], "t", None, 0.0)
+    assert list(machine.router.held_requests.queue)
+    machine.agent_ends(name="a", goodbye=True)
+    machine.gateway_hello("g1", ["r2"], Phase.PREFILL, frozenset())
+    assert not list(machine.router.held_requests.queue)
