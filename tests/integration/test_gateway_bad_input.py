@@ -6,14 +6,15 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from pointsman.gateway.core.api import ROUTES, openai_chat
+from pointsman.gateway.core.api import ROUTES, ApiRequestError, openai_chat
+from pointsman.gateway.core.api.field_checks import SAMPLING, Rule, check_fields
 from tests.support.fakes.gateway_peers import MODEL, Stack, stack
 from tests.support.gateway_requests import CHAT
 from tests.support.processes.gateway import gateway_running, ready, told_url
@@ -102,16 +103,24 @@ def deep(rng: random.Random) -> Pieces:
     return [http(b'{"model":"tiny","%b":%b}' % (field, inner))]
 
 
+def _is_refused(name: str, value: object, rules: Mapping[str, Rule]) -> bool:
+    try:
+        check_fields({name: value}, rules)
+    except ApiRequestError:
+        return True
+    return False
+
+
 def wrong_type(rng: random.Random) -> Pieces:
     """One known field with a value that it cannot have."""
     path, rules, good = rng.choice(
         [
             ("/v1/chat/completions", openai_chat._CHAT, dict(CHAT)),
-            ("/v1/completions", openai_chat._COMPLETION, {"model": MODEL, "prompt": "set the points"}),
+            ("/v1/completions", SAMPLING, {"model": MODEL, "prompt": "set the points"}),
         ]
     )
     name = rng.choice(sorted(rules))
-    good[name] = rng.choice([value for value in VALUES if not rules[name][0](value)])
+    good[name] = rng.choice([value for value in VALUES if _is_refused(name, value, rules)])
     return [http(json.dumps(good).encode(), path)]
 
 

@@ -24,7 +24,8 @@ def configure_logs(service: str, level: str = "info") -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Losing(sys.stderr))),
+        # Each line in one write: processes that share a file would tear each other's.
+        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, _Losing(sys.stderr))),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(service=service)
