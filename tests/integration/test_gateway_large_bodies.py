@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pointsman.gateway.core.api import Endpoint
+from pointsman.gateway.core.api import Endpoint, decode_body
 from pointsman.gateway.core.request import prepare
 from pointsman.gateway.core.tokens.chat_template import ChatTemplate
 from pointsman.gateway.io.request import threaded_preparer
@@ -40,6 +40,7 @@ async def test_large_bodies_are_parsed_and_rendered_in_a_thread(
     async with stack(tmp_path) as up:
         for model in up.gateway.pools.states():
             model.pool.max_model_len = 100_000
+        monkeypatch.setattr(decode_body, "LIGHT_BYTES", 0)
         noted(threaded_preparer, "parse")
         noted(ChatTemplate, "read")
         noted(prepare.RequestPreparer, "tokens")

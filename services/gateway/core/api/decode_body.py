@@ -18,15 +18,22 @@ MAX_OBJECTS = 1 << 17  # and lists
 MAX_STRINGS = 1 << 20  # names of fields included
 MAX_VALUES = 1 << 22  # a number takes 40 bytes at most
 PIECE_BYTES = 32 << 10
+# A body with no more than this takes some milliseconds from its bytes to its keys: an agent's turn of 100,000 tokens, for one.
+LIGHT_BYTES, LIGHT_OBJECTS = 512 << 10, 1_000
 # Deeper than a part of a message's content, or a tool call's function, nothing large is expected: it is decoded at once.
 _MAX_DEPTH = 6
 _WINDOW_BYTES = 1 << 20
 _QUOTE = b'"'
 
 
+def is_light(raw: bytes) -> bool:
+    """Whether a body may be decoded, checked and rendered at once on the event loop."""
+    return len(raw) <= PIECE_BYTES or (len(raw) <= LIGHT_BYTES and raw.count(b"{") + raw.count(b"[") <= LIGHT_OBJECTS)
+
+
 def decode_body(raw: bytes) -> Any:
     """What msgspec.json.decode() makes of `raw`. Raises what it raises, and ApiRequestError for too many values."""
-    if len(raw) <= PIECE_BYTES:
+    if is_light(raw):
         return msgspec.json.decode(raw)
     _check_values(raw)
     return _decoded(raw, 0)

@@ -13,6 +13,7 @@ from typing import TypeVar
 import structlog
 
 from pointsman.gateway.core.api import ApiCall, ClientRules, Endpoint, parse
+from pointsman.gateway.core.api.decode_body import is_light
 from pointsman.gateway.core.request.prepare import IncomingCall, RequestPreparer, Tokens
 from pointsman.gateway.core.request.request_context import RequestContext
 from pointsman.gateway.core.tokens.chat_template import Unrenderable
@@ -22,8 +23,6 @@ from pointsman.gateway.io.telemetry.metrics import GatewayMetrics
 
 log = structlog.get_logger()
 
-# Parsing and rendering a smaller body holds the event loop for some milliseconds at the most (1,100 messages of one letter).
-INLINE_BYTES = 32 << 10
 _Made = TypeVar("_Made")
 
 
@@ -49,7 +48,7 @@ class ThreadedPreparer:
         self, endpoint: Endpoint, raw: bytes, rules: ClientRules, context_of: Callable[[str], int]
     ) -> ApiCall:
         """As api.parse(). `context_of` may be called in another thread."""
-        return await self._done(len(raw), partial(parse, endpoint, raw, rules, context_of))
+        return await self._done(raw, partial(parse, endpoint, raw, rules, context_of))
 
     async def prepare(self, incoming: IncomingCall, *, dry: bool) -> RequestContext:
         """Tokens, keys and session of a call. Raises ApiRequestError when the prompt is too long. A dry run remembers nothing."""
@@ -60,22 +59,22 @@ class ThreadedPreparer:
             except Unrenderable as reason:
                 log.debug("placed without keys", request_id=incoming.request_id, reason=str(reason))
         if tokens is None:
-            tokens = await self._done(len(call.payload), partial(self._preparer.estimate, call))
+            tokens = await self._done(call.payload, partial(self._preparer.estimate, call))
         if not tokens.keys and call.endpoint.generates:
             self._telemetry.keyless.labels(incoming.state.pool.model).inc()
         return self._preparer.context(incoming, tokens, time.monotonic(), dry=dry)
 
     async def _tokens(self, incoming: IncomingCall, tokenizer: ModelTokenizer) -> Tokens:
         """The (first) prompt and its keys. Raises Unrenderable and ApiRequestError."""
-        size, context = len(incoming.call.payload), incoming.state.pool.max_model_len
+        body, context = incoming.call.payload, incoming.state.pool.max_model_len
         with self._telemetry.tokenize.time():
-            pending = await self._done(size, partial(tokenizer.prepare, incoming.call, context))
+            pending = await self._done(body, partial(tokenizer.prepare, incoming.call, context))
             prompt = await pending.tokenize_by(self._tokenizing.run)
-            return await self._done(size, partial(self._preparer.tokens, incoming, prompt))
+            return await self._done(body, partial(self._preparer.tokens, incoming, prompt))
 
-    async def _done(self, size: int, work: Callable[[], _Made]) -> _Made:
-        """What `work` on a body of `size` bytes makes."""
-        if size <= INLINE_BYTES:
+    async def _done(self, body: bytes, work: Callable[[], _Made]) -> _Made:
+        """What `work` on a body makes."""
+        if is_light(body):
             return work()
         return await self._large_bodies.run(work)
 
