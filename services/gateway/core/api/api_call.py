@@ -104,6 +104,7 @@ class ApiCall:
     previous_response_id: str = ""  # the stored response that this one continues
     stripped: tuple[str, ...] = ()
     hide_usage: bool = False  # a stream's usage was asked for by us: the client must not see it
+    light: bool = False  # what decode_body.is_light() says of the body
 
     def drop_prompt(self) -> None:
         """Let go of what only sending needs: a stream may last for minutes after that, and prompts are long. Mutates."""

@@ -31,9 +31,10 @@ def is_light(raw: bytes) -> bool:
     return len(raw) <= PIECE_BYTES or (len(raw) <= LIGHT_BYTES and raw.count(b"{") + raw.count(b"[") <= LIGHT_OBJECTS)
 
 
-def decode_body(raw: bytes) -> Any:
-    """What msgspec.json.decode() makes of `raw`. Raises what it raises, and ApiRequestError for too many values."""
-    if is_light(raw):
+def decode_body(raw: bytes, *, light: bool = False) -> Any:
+    """What msgspec.json.decode() makes of `raw`; at once where it is known to be `light`. Raises what it raises, and
+    ApiRequestError for too many values."""
+    if light or len(raw) <= PIECE_BYTES:
         return msgspec.json.decode(raw)
     _check_values(raw)
     return _decoded(raw, 0)
@@ -89,10 +90,8 @@ def _check_values(raw: bytes) -> None:
         return
     counts = _Counts()
     for start in range(0, len(raw), _WINDOW_BYTES):
-        end = min(start + _WINDOW_BYTES, len(raw))
-        counts.quotes += raw.count(_QUOTE, start, end)
-        counts.objects += raw.count(b"{", start, end) + raw.count(b"[", start, end)
-        counts.commas += raw.count(b",", start, end)
+        window = raw[start : start + _WINDOW_BYTES]
+        counts.add(window, window.count(_QUOTE))
     if not counts.too_many:
         return
     # Perhaps it is text that has them.
@@ -103,10 +102,7 @@ def _check_values(raw: bytes) -> None:
         # The first half of an escape; what follows it is in the next window.
         carried = b"\\" if window.endswith(b"\\") else b""
         pieces = window.removesuffix(carried).replace(rb"\"", b"").split(_QUOTE)
-        outside.quotes += len(pieces) - 1
-        text = b"".join(pieces[in_string::2])
-        outside.objects += text.count(b"{") + text.count(b"[")
-        outside.commas += text.count(b",")
+        outside.add(b"".join(pieces[in_string::2]), len(pieces) - 1)
         in_string ^= len(pieces) % 2 == 0
         if outside.too_many:
             most = f"{MAX_OBJECTS} objects and lists, {MAX_STRINGS} strings or {MAX_VALUES} values"
@@ -121,6 +117,12 @@ class _Counts:
     objects: int = 0
     quotes: int = 0
     commas: int = 0
+
+    def add(self, text: bytes, quotes: int) -> None:
+        """Count a piece of it, which has so many quotes or had them. Mutates."""
+        self.quotes += quotes
+        self.objects += text.count(b"{") + text.count(b"[")
+        self.commas += text.count(b",")
 
     @property
     def too_many(self) -> bool:

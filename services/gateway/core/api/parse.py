@@ -9,7 +9,7 @@ import msgspec
 
 from pointsman.gateway.core.api import anthropic_messages, embeddings_and_scores, openai_chat, openai_responses
 from pointsman.gateway.core.api.api_call import ApiCall, ClientRules, Endpoint, with_fields
-from pointsman.gateway.core.api.decode_body import decode_body
+from pointsman.gateway.core.api.decode_body import decode_body, is_light
 from pointsman.gateway.core.api.errors import ApiRequestError
 from pointsman.gateway.core.api.field_checks import check_model
 from pointsman.gateway.core.api.prompt_length import check_items
@@ -63,18 +63,22 @@ def parse(
     raw: bytes,
     rules: ClientRules = ClientRules(),  # noqa: B008 (frozen)
     context_of: Callable[[str], int] = _unknown_context,
+    *,
+    light: bool | None = None,
 ) -> ApiCall:
-    """Parse and sanitise one body. `context_of`: a model's context in tokens by any name of it, 0 where it is unknown. Raises
-    ApiRequestError (400) and nothing else, whatever the bytes."""
+    """Parse and sanitise one body. `context_of`: a model's context in tokens by any name of it, 0 where it is unknown; `light`:
+    what is_light() says of it, where that is known. Raises ApiRequestError (400) and nothing else, whatever the bytes."""
     try:
-        return _parse(endpoint, raw, rules, context_of)
+        return _parse(endpoint, raw, rules, context_of, is_light(raw) if light is None else light)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else "not valid JSON"
         raise ApiRequestError(400, f"The request body is {reason}.", code="invalid_json") from None
 
 
-def _parse(endpoint: Endpoint, raw: bytes, rules: ClientRules, context_of: Callable[[str], int]) -> ApiCall:
-    body = decode_body(raw)
+def _parse(
+    endpoint: Endpoint, raw: bytes, rules: ClientRules, context_of: Callable[[str], int], light: bool
+) -> ApiCall:
+    body = decode_body(raw, light=light)
     if not isinstance(body, dict):
         raise ApiRequestError(400, "The request body must be a JSON object.", code="invalid_json")
     check_model(body)
@@ -96,6 +100,7 @@ def _parse(endpoint: Endpoint, raw: bytes, rules: ClientRules, context_of: Calla
     chat, untokenizable = _prompt(endpoint, body)
     limit = next((body[name] for name in _LIMITS.get(endpoint, ("max_tokens",)) if body.get(name) is not None), None)
     return ApiCall(
+        light=light,
         endpoint=endpoint,
         model=model,
         requested_model=requested_model,

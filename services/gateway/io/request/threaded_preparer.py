@@ -48,7 +48,8 @@ class ThreadedPreparer:
         self, endpoint: Endpoint, raw: bytes, rules: ClientRules, context_of: Callable[[str], int]
     ) -> ApiCall:
         """As api.parse(). `context_of` may be called in another thread."""
-        return await self._done(raw, partial(parse, endpoint, raw, rules, context_of))
+        light = is_light(raw)
+        return await self._done(light, partial(parse, endpoint, raw, rules, context_of, light=light))
 
     async def prepare(self, incoming: IncomingCall, *, dry: bool) -> RequestContext:
         """Tokens, keys and session of a call. Raises ApiRequestError when the prompt is too long. A dry run remembers nothing."""
@@ -59,22 +60,22 @@ class ThreadedPreparer:
             except Unrenderable as reason:
                 log.debug("placed without keys", request_id=incoming.request_id, reason=str(reason))
         if tokens is None:
-            tokens = await self._done(call.payload, partial(self._preparer.estimate, call))
+            tokens = await self._done(call.light, partial(self._preparer.estimate, call))
         if not tokens.keys and call.endpoint.generates:
             self._telemetry.keyless.labels(incoming.state.pool.model).inc()
         return self._preparer.context(incoming, tokens, time.monotonic(), dry=dry)
 
     async def _tokens(self, incoming: IncomingCall, tokenizer: ModelTokenizer) -> Tokens:
         """The (first) prompt and its keys. Raises Unrenderable and ApiRequestError."""
-        body, context = incoming.call.payload, incoming.state.pool.max_model_len
+        light, context = incoming.call.light, incoming.state.pool.max_model_len
         with self._telemetry.tokenize.time():
-            pending = await self._done(body, partial(tokenizer.prepare, incoming.call, context))
+            pending = await self._done(light, partial(tokenizer.prepare, incoming.call, context))
             prompt = await pending.tokenize_by(self._tokenizing.run)
-            return await self._done(body, partial(self._preparer.tokens, incoming, prompt))
+            return await self._done(light, partial(self._preparer.tokens, incoming, prompt))
 
-    async def _done(self, body: bytes, work: Callable[[], _Made]) -> _Made:
+    async def _done(self, light: bool, work: Callable[[], _Made]) -> _Made:
         """What `work` on a body makes."""
-        if is_light(body):
+        if light:
             return work()
         return await self._large_bodies.run(work)
 
