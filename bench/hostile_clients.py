@@ -18,32 +18,17 @@ from typing import cast
 
 import uvloop
 
+from bench.load_client import WORDS
+
 KEY = "sk-0"
 PATH = "/v1/chat/completions"
 CHUNKS = 25
 LARGE = (32 << 20) - 1000
-_WORDS = (
-    "set",
-    "the",
-    "points",
-    "so",
-    "that",
-    "each",
-    "train",
-    "takes",
-    "the",
-    "right",
-    "track",
-    "and",
-    "none",
-    "must",
-    "wait",
-)
 
 
 def chat(words: int = 200, **fields: object) -> bytes:
     """A chat's body."""
-    text = " ".join([str(random.random()), *random.choices(_WORDS, k=words)])
+    text = " ".join([str(random.random()), *random.choices(WORDS, k=words)])
     return json.dumps({"model": "m", "messages": [{"role": "user", "content": text}], **fields}).encode()
 
 

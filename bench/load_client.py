@@ -22,7 +22,7 @@ import uvloop
 SAMPLES = 1_000  # about as many moments of first bytes are told, from all over their order
 # Kind of request -> its share of a mix.
 MIX = {"stream": 0.55, "whole": 0.2, "leave": 0.1, "wrong": 0.05, "models": 0.1}
-_WORDS = [
+WORDS = [
     "set",
     "the",
     "points",
@@ -80,7 +80,7 @@ class LoadRun:
         if kind == "models":
             return f"GET /v1/models HTTP/1.1\r\nHost: {self.url[0]}\r\n\r\n".encode(), kind
         rng = random.Random(self.rng.randrange(self.prompts)) if self.prompts else self.rng
-        words = [str(rng.random()), *rng.choices(_WORDS, k=self.prompt // 5)]
+        words = [str(rng.random()), *rng.choices(WORDS, k=self.prompt // 5)]
         body = {
             "model": "m",
             "messages": [{"role": "user", "content": " ".join(words)}],

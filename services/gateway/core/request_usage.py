@@ -6,12 +6,17 @@ from dataclasses import dataclass
 
 import msgspec
 
+CLIENT_LEFT = 499  # the status that stands for no answer, because the client had left
+
 
 @dataclass(slots=True)
 class RequestUsage:
-    """Tokens of the attempt that was answered, as its engine counted them, or else as seen here; `outcome` is empty for a request
-    that was not placed."""
+    """Tokens of the attempt that was answered, as its engine counted them, or else as seen here. `tenant` is empty for a request
+    that is nobody's (a health check), `outcome` for one that was not placed; `received_at`: monotonic s."""
 
+    tenant: str = ""
+    api: str = ""
+    received_at: float = 0.0
     outcome: str = ""
     streamed: bool = False
     prompt_tokens: int = 0
@@ -40,6 +45,3 @@ class UsageLine(msgspec.Struct):
 def outcome_of(status: int) -> str:
     """How a request ended that was not placed, in the words of placed ones."""
     return "ok" if status < 400 else "cancelled" if status == CLIENT_LEFT else "rejected" if status < 500 else "failed"
-
-
-CLIENT_LEFT = 499

@@ -35,11 +35,12 @@ from pointsman.gateway.core.http_message import Request, Response
 from pointsman.gateway.core.pool_state import TokenizerStatus
 from pointsman.gateway.core.rate_limit_headers import anthropic_fields, openai_fields
 from pointsman.gateway.core.rate_limits import Admission, LimitStatus, RateLimited, RateLimiter
+from pointsman.gateway.core.request.attempt_report import AttemptBreakdown
 from pointsman.gateway.core.request.prepare import IncomingCall
 from pointsman.gateway.core.request.request_context import RequestContext
 from pointsman.gateway.core.request.request_events import RequestTimeouts
 from pointsman.gateway.core.request.sessions import bounded_id
-from pointsman.gateway.core.request_usage import CLIENT_LEFT, UsageLine, outcome_of
+from pointsman.gateway.core.request_usage import CLIENT_LEFT, RequestUsage, UsageLine, outcome_of
 from pointsman.gateway.core.tenants import DEFAULT_TENANT, Client
 from pointsman.gateway.core.tokens.token_cache import TokenCache
 from pointsman.gateway.io.api_keys import ApiKeys, KeysFromEnvironment
@@ -56,10 +57,9 @@ from pointsman.gateway.io.routing.lease_client import LeaseClient
 from pointsman.gateway.io.routing.model_pools import ModelPools
 from pointsman.gateway.io.routing.router_client import NoRouter, RouterClient
 from pointsman.gateway.io.settings import GatewaySettings
-from pointsman.gateway.io.telemetry.breakdown_log import BreakdownLog
+from pointsman.gateway.io.telemetry.line_log import LineLog
 from pointsman.gateway.io.telemetry.metrics import GatewayMetrics
 from pointsman.gateway.io.telemetry.span_export import RequestTraces, answered
-from pointsman.gateway.io.telemetry.usage_log import UsageLog
 from pointsman.gateway.io.tokenizer_files import HubRules
 
 if TYPE_CHECKING:
@@ -107,8 +107,8 @@ class Gateway:
         self.telemetry = GatewayMetrics(token_cache)
         self._preparer = ThreadedPreparer(self.telemetry, token_cache)
         self._upstream = Upstream(settings)
-        self._breakdown = BreakdownLog(settings.breakdown_file)
-        self._usage_log = UsageLog(settings.usage_file)
+        self._breakdown = LineLog[AttemptBreakdown](settings.breakdown_file)
+        self._usage_log = LineLog[UsageLine](settings.usage_file)
         self.telemetry.registry.register(LostLines("gateway", lambda: self._breakdown.lost + self._usage_log.lost))
         self._tracer: Tracer | None = None
         self._traces: RequestTraces | None = None
@@ -225,7 +225,7 @@ class Gateway:
         route = self._route(request.path)
         assert route is not None, "admit() refuses unknown paths"
         error_format = error_format_of(request.path)
-        status = 499  # the client left
+        status = CLIENT_LEFT
         answer: Response | None
         if self._traces is not None and route.body:
             request.trace = self._traces.start(request.headers.get("traceparent"))
@@ -244,6 +244,7 @@ class Gateway:
             answer = _error(fault, error_format)
         finally:
             self._count(request, status)
+            self._note_usage(request, status)
             if request.trace is not None:
                 answered(request.trace, route.name, request.model, status)
         return answer
@@ -364,21 +365,7 @@ class Gateway:
 
     async def _call(self, endpoint: Endpoint, request: Request) -> Response | None:
         client, now = self._client(request), time.monotonic()
-        status = 500
-        try:
-            answer = await self._limited(endpoint, request, client, now)
-            status = 200 if answer is None else answer.status
-            return answer
-        except ApiRequestError as error:
-            status = error.status
-            raise
-        except asyncio.CancelledError:
-            status = CLIENT_LEFT
-            raise
-        finally:
-            self._used(endpoint, request, client, status, now)
-
-    async def _limited(self, endpoint: Endpoint, request: Request, client: Client, now: float) -> Response | None:
+        request.usage = RequestUsage(tenant=client.tenant, api=endpoint.value, received_at=now)
         try:
             admission = await self._leases.admit(client)
         except RateLimited as limited:
@@ -448,17 +435,19 @@ class Gateway:
         _tell_limits(request, endpoint, admission.status)
         return await RequestRunner(self._shared, context, request).run()
 
-    def _used(self, endpoint: Endpoint, request: Request, client: Client, status: int, received_at: float) -> None:
+    def _note_usage(self, request: Request, status: int) -> None:
         """Count one request of a tenant, however it ended, and write its line."""
         usage = request.usage
-        self.telemetry.used(client.tenant, request.model, usage)
+        if not usage.tenant:
+            return
+        self.telemetry.used(usage.tenant, request.model, usage)
         if self._usage_log.on:
             line = UsageLine(
-                time=self._usage_log.unix(received_at),
-                tenant=client.tenant,
+                time=round(self._usage_log.unix(usage.received_at), 3),
+                tenant=usage.tenant,
                 request_id=request.client_id,
                 model=request.model,
-                api=endpoint.value,
+                api=usage.api,
                 status=status,
                 # An engine's 5xx that counts as the request's own fault is a failure to whom it is told.
                 outcome=outcome_of(status) if status >= 500 else usage.outcome or outcome_of(status),
@@ -466,7 +455,7 @@ class Gateway:
                 prompt_tokens=usage.prompt_tokens,
                 cached_tokens=usage.cached_tokens,
                 completion_tokens=usage.completion_tokens,
-                duration_s=round(time.monotonic() - received_at, 3),
+                duration_s=round(time.monotonic() - usage.received_at, 3),
             )
             self._usage_log.write(line)
 

@@ -31,7 +31,7 @@ from pointsman.gateway.io.request.request_runner import RequestRunner
 from pointsman.gateway.io.request.shared_context import SharedContext
 from pointsman.gateway.io.routing import router_stream
 from pointsman.gateway.io.routing.router_client import RouterClient
-from pointsman.gateway.io.telemetry.breakdown_log import BreakdownLog
+from pointsman.gateway.io.telemetry.line_log import LineLog
 from pointsman.gateway.io.telemetry.metrics import GatewayMetrics
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.types import InstanceState
@@ -174,7 +174,7 @@ class GatewayNode:
             telemetry=GatewayMetrics(TokenCache(1 << 20)),
             timeouts=DEADLINES,
             whole_timeouts=DEADLINES,
-            breakdown=BreakdownLog(None),
+            breakdown=LineLog(None),
             expose_placement=True,
         )
         await client.start()

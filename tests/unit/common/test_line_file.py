@@ -18,7 +18,7 @@ from pointsman.common.io import line_file
 from pointsman.common.io.line_file import LineFile, LostLines
 from pointsman.common.io.logs import configure_logs
 from pointsman.gateway.core.request.attempt_report import AttemptBreakdown
-from pointsman.gateway.io.telemetry.breakdown_log import BreakdownLog
+from pointsman.gateway.io.telemetry.line_log import LineLog
 from pointsman.router.io.telemetry.decision_log import DecisionLog
 
 
@@ -65,7 +65,7 @@ def test_no_torn_line_is_left(tmp_path: Path) -> None:
 
 def test_what_services_append_to_may_lie_on_a_full_disk() -> None:
     full = Path("/dev/full")
-    decisions, breakdown = DecisionLog(1, full), BreakdownLog(full)
+    decisions, breakdown = DecisionLog(1, full), LineLog[AttemptBreakdown](full)
     decisions.noted("d", "fell back", 0.0)
     breakdown.write(
         AttemptBreakdown(

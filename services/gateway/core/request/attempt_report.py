@@ -60,9 +60,13 @@ def breakdown(
     context: RequestContext,
     status: int,
     now: float,
-    unix: Callable[[float], float | None],
+    unix: Callable[[float], float],
 ) -> AttemptBreakdown:
     """Its line of the breakdown log; `unix` turns moments into unix s."""
+
+    def at(moment: float) -> float | None:
+        return unix(moment) if moment else None
+
     last = attempt.steps[-1] if attempt.steps else None
     prefills = [run for run in attempt.step_runs if run.step.prefill_tokens]
     return AttemptBreakdown(
@@ -81,13 +85,13 @@ def breakdown(
         prompt_tokens=attempt.usage.prompt,
         cached_tokens=attempt.usage.cached,
         output_tokens=attempt.usage.output,
-        t_recv=unix(context.received_at),
-        t_placed=unix(attempt.placed_at),
-        t_prefill_sent=unix(prefills[0].began_at) if prefills else None,
-        t_prefill_done=unix(prefills[-1].ended_at) if prefills else None,
-        t_sent=unix(attempt.sent_at),
-        t_first_token=unix(attempt.first_byte_at),
-        t_done=unix(now),
+        t_recv=at(context.received_at),
+        t_placed=at(attempt.placed_at),
+        t_prefill_sent=at(prefills[0].began_at) if prefills else None,
+        t_prefill_done=at(prefills[-1].ended_at) if prefills else None,
+        t_sent=at(attempt.sent_at),
+        t_first_token=at(attempt.first_byte_at),
+        t_done=at(now),
     )
 
 

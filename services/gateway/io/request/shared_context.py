@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pointsman.gateway.core.request.attempt_report import AttemptBreakdown
 from pointsman.gateway.core.request.request_events import RequestTimeouts
 from pointsman.gateway.io.engines.engine_client import Upstream
 from pointsman.gateway.io.engines.remote_prefill import EngineIdCache, KvReleases
 from pointsman.gateway.io.routing.model_pools import ModelPools
 from pointsman.gateway.io.routing.router_client import RouterClient
-from pointsman.gateway.io.telemetry.breakdown_log import BreakdownLog
+from pointsman.gateway.io.telemetry.line_log import LineLog
 from pointsman.gateway.io.telemetry.metrics import GatewayMetrics
 
 
@@ -25,6 +26,6 @@ class SharedContext:
     telemetry: GatewayMetrics
     timeouts: RequestTimeouts
     whole_timeouts: RequestTimeouts  # of answers that are not streamed
-    breakdown: BreakdownLog
+    breakdown: LineLog[AttemptBreakdown]
     expose_placement: bool
     round_robin: int = 0  # round-robin among equals for placements of our own

@@ -1,18 +1,20 @@
-"""Writes the breakdown log: one JSON line for each attempt, with the time of each of its parts."""
+"""Writes a log of one JSON line for each attempt (the breakdown log) or request (the usage log)."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import msgspec
 
 from pointsman.common.io.line_file import LineFile
-from pointsman.gateway.core.request.attempt_report import AttemptBreakdown
+
+Line = TypeVar("Line", bound=msgspec.Struct)
 
 
-class BreakdownLog:
-    """Appends lines to a file; without one it does nothing."""
+class LineLog(Generic[Line]):
+    """Appends lines to a file, which may be renamed meanwhile; without one it does nothing."""
 
     def __init__(self, file: Path | None) -> None:
         """Raises OSError for a file that cannot be opened."""
@@ -30,11 +32,11 @@ class BreakdownLog:
         """Whether anybody reads it."""
         return self._file is not None
 
-    def unix(self, monotonic: float) -> float | None:
-        """A moment on the monotonic clock as unix s; None for 0, which stands for never."""
-        return round(self._offset + monotonic, 6) if monotonic else None
+    def unix(self, monotonic: float) -> float:
+        """A moment on the monotonic clock as unix s."""
+        return round(self._offset + monotonic, 6)
 
-    def write(self, line: AttemptBreakdown) -> None:
+    def write(self, line: Line) -> None:
         """Append one, unless the disk is full."""
         if self._file is not None:
             self._file.append(msgspec.json.encode(line))
