@@ -23,6 +23,8 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     # busy machine or across zones a handshake takes seconds. When to try again is up to the other two alone.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # A proxy that the environment names is for what is outside, like the hub; gRPC would dial routers through it.
+    ("grpc.enable_http_proxy", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 ]
 
