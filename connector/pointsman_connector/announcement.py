@@ -1,6 +1,8 @@
-"""What an engine says of its KV connector on its own /metrics, for as long as it lives: agents read there how it passes KV on."""
+"""What an engine says on its own /metrics, for as long as it lives, of its KV connector and tokenizer: agents read it there."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from prometheus_client import Gauge
 from vllm import envs
@@ -20,13 +22,32 @@ LABELS = ("connector", "protocol", "role", "layerwise", "bootstrap_host", "boots
 _INFO = Gauge(
     "pointsman_kv_transfer_info", "How this engine passes KV on; always 1", LABELS, multiprocess_mode="mostrecent"
 )
+_TOKENIZER = Gauge(
+    "pointsman_tokenizer_info",
+    "Where this engine's tokenizer is from; always 1",
+    ("tokenizer", "revision"),
+    multiprocess_mode="mostrecent",
+)
 
 
 def announce(vllm_config: VllmConfig) -> None:
-    """Say on /metrics how the engine with this configuration passes KV on; nothing where it does not."""
+    """Say on /metrics where the engine with this configuration has its tokenizer from, and how it passes KV on, if it does."""
+    _TOKENIZER.clear()
+    _TOKENIZER.labels(**tokenizer_place(vllm_config)).set(1)
     _INFO.clear()
     if told := announcement(vllm_config):
         _INFO.labels(**told).set(1)
+
+
+def tokenizer_place(vllm_config: VllmConfig) -> dict[str, str]:
+    """The tokenizer's hub id or folder, and the revision that was loaded: a commit where vLLM could resolve it, else as it was
+    asked for; empty for a folder, and where none was asked for."""
+    config = vllm_config.model_config
+    place, revision = str(config.tokenizer), config.tokenizer_revision
+    if Path(place).exists():
+        return {"tokenizer": place, "revision": ""}
+    # huggingface_hub's ResolvedRevision is a str of what was asked for, and brings the commit along.
+    return {"tokenizer": place, "revision": str(getattr(revision, "resolved", None) or revision or "")}
 
 
 def announcement(vllm_config: VllmConfig) -> dict[str, str]:

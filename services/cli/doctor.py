@@ -112,8 +112,8 @@ def _fleet(instances: list[fleet_pb2.InstanceStatus], access: EngineAccess) -> I
             yield Finding(
                 Finding.WARN,
                 f"model {model}",
-                "instances loaded it from different places",
-                "serve one model under one name",
+                "instances have their tokenizer from different places or revisions",
+                "serve one revision of one model under one name",
             )
         yield from transfers(pool)
     for one in instances:

@@ -1,4 +1,4 @@
-"""What an engine announces of its KV connector reaches the routers, and never outlives the engine."""
+"""What an engine announces of its KV connector and tokenizer reaches the routers, and never outlives the engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def test_an_engine_started_anew_is_what_it_announces_now(
     """Also one of several API server processes, which does not tell its start."""
     context = zmq.asyncio.Context()
     engine, router = FakeEngine(context, process_start=process_start), FakeRouter()
-    engine.announced = LAYERWISE
+    engine.announced, engine.tokenizer = LAYERWISE, {"tokenizer": "maker/tiny", "revision": "abc123"}
     await engine.start()
     await router.start()
     async with running(engine.url, [router.address], tmp_path):
@@ -34,6 +34,7 @@ async def test_an_engine_started_anew_is_what_it_announces_now(
             "http://127.0.0.1:9001",
             True,
         )
+        assert router.streams[-1].hello.instance.model_root == "maker/tiny@abc123"
         await engine.stop()
         engine.announced = second
         engine.process_start = process_start and process_start + 1.0
@@ -58,6 +59,7 @@ async def test_an_engine_without_the_package_is_what_the_operator_says(tmp_path:
             "http://127.0.0.1:8998",
             False,
         )
+        assert router.streams[-1].hello.instance.model_root == "/models/tiny"
     await engine.stop()
     await router.stop()
     context.destroy(linger=0)

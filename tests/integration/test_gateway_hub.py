@@ -31,10 +31,13 @@ ID = "maker/tiny-coder"
 
 
 @asynccontextmanager
-async def gateway(up: Stack, hub: str, folder: Path, token: str = "", **settings: str) -> AsyncIterator[str]:
+async def gateway(
+    up: Stack, hub: str, folder: Path, token: str = "", proxy: str = "", **settings: str
+) -> AsyncIterator[str]:
     """A gateway process with a hub and a folder for what it gets from there, and nothing else; its URL."""
     environment = {"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address, **settings}
     others = {"HF_ENDPOINT": hub, "HF_HOME": str(folder), "HF_TOKEN": token, "HF_HUB_OFFLINE": "0"}
+    others |= {"HTTP_PROXY": proxy, "http_proxy": proxy} if proxy else {}
     async with gateway_running(environment, **others) as (_, log):
         yield await told_url(log)
 
@@ -254,3 +257,46 @@ async def test_an_engine_that_changes_its_model_while_it_is_silent_is_followed(t
             up.router.pools[0].model_root = "maker/second"
             await up.router.tell_fleet()
             await until(url, exact=True)
+
+
+async def test_the_hub_is_asked_through_a_proxy(tmp_path: Path) -> None:
+    """And nobody else, routers and engines neither."""
+    async with hub_stack(tmp_path) as (up, hub):
+        async with gateway(up, "http://hub.example", tmp_path / "home", proxy=hub.url) as url:
+            await until(url, exact=True)
+        assert {path.split("/")[1] for path in hub.asked} == {"api", "maker"}, "and not a router's address"
+
+
+async def test_the_revision_that_the_engine_tells_is_had(tmp_path: Path) -> None:
+    """The hub's main has gone on since the engine started."""
+    old = SHA[::-1]
+    async with hub_stack(tmp_path, f"{ID}@{old}") as (up, hub):
+        hub.others[old] = hub.models[ID]
+        hub.models[ID] = make_tokenizer(tmp_path / "newer", CHATML.replace("assistant", "pointsman"))
+        async with gateway(up, hub.url, tmp_path / "home") as url:
+            await until(url, exact=True)
+        assert not [path for path in hub.asked if "main" in path]
+
+
+async def test_while_the_hub_is_away_what_is_kept_of_another_revision_will_do(tmp_path: Path) -> None:
+    async with hub_stack(tmp_path) as (up, hub):
+        async with gateway(up, hub.url, tmp_path / "home") as url:
+            await until(url, exact=True)
+        hub.broken, newer = True, SHA[::-1]
+        up.router.pools[0].model_root = f"{ID}@{newer}"
+        async with gateway(up, hub.url, tmp_path / "home") as url:
+            await until(url, exact=True)
+            # Unless its tokens are others; then the hub is asked for as long as it is away.
+            hub.others[newer] = make_tokenizer(tmp_path / "newer", CHATML.replace("assistant", "pointsman"))
+            up.engines[0].tokenizer = load_tokenizer(hub.others[newer])
+            up.router.pools[0].instances[0].incarnation = "2"
+            await up.router.tell_fleet()
+            await until(url, exact=False)
+            hub.broken = False
+            await until(url, exact=True)
+
+
+@pytest.mark.parametrize("revision", ["../../etc", "a/../b", "/etc", "a b", "x" * 201])
+def test_a_revision_leads_out_of_no_cache(revision: str) -> None:
+    with pytest.raises(tokenizer_files.TokenizerNotFound, match="no revision"):
+        tokenizer_files.find_tokenizer(f"{ID}@{revision}")

@@ -22,9 +22,10 @@ _GAUGES_AND_COUNTERS = {
 }
 _CACHE_CONFIG = "vllm:cache_config_info"
 _KV_TRANSFER = "pointsman_kv_transfer_info"
+_TOKENIZER = "pointsman_tokenizer_info"
 _PROCESS_START = "process_start_time_seconds"
 
-NAMES = (*_GAUGES_AND_COUNTERS, _CACHE_CONFIG, _KV_TRANSFER, _PROCESS_START)
+NAMES = (*_GAUGES_AND_COUNTERS, _CACHE_CONFIG, _KV_TRANSFER, _TOKENIZER, _PROCESS_START)
 """The series that `parse_metrics` reads, for servers that can restrict their answer to them."""
 
 _LINE = re.compile(
@@ -68,34 +69,41 @@ class Sample:
 @dataclass(frozen=True, slots=True)
 class Scrape:
     """One page. `process_start` is in seconds of the engine's wall clock, None where the process does not tell it (several
-    API server processes). `ranks` is keyed by the `engine` label. `kv_transfer` is what the connector package announces, empty
-    for an engine without it."""
+    API server processes). `ranks` is keyed by the `engine` label. `kv_transfer` and `tokenizer` are what the connector
+    package announces, empty for an engine without it."""
 
     process_start: float | None
     ranks: Mapping[int, Sample]
     kv_transfer: Mapping[str, str] = field(default_factory=dict)
+    tokenizer: Mapping[str, str] = field(default_factory=dict)
+
+    def tokenizer_place(self, root: str) -> str:
+        """Where the engine's tokenizer is from: a folder, or a hub id with or without @REVISION; without the package `root`, what
+        /v1/models says."""
+        place, revision = self.tokenizer.get("tokenizer") or root, self.tokenizer.get("revision", "")
+        return f"{place}@{revision}" if revision else place
 
 
 def parse_metrics(page: bytes) -> Scrape:
     """Read a page. Ranks without a `vllm:` series are absent. Raises ValueError for a value that is no number."""
     process_start: float | None = None
     ranks: dict[int, Sample] = {}
-    kv_transfer: dict[str, str] = {}
+    announced: dict[str, dict[str, str]] = {}
     for match in _LINE.finditer(page):
         name = match[1].decode()
         if name == _PROCESS_START:
             process_start = float(match[3])
             continue
         labels = _labels(match[2])
-        if name == _KV_TRANSFER:
-            kv_transfer = labels
+        if name in (_KV_TRANSFER, _TOKENIZER):
+            announced[name] = labels
             continue
         sample = ranks.setdefault(_integer(labels.get("engine")), Sample())
         if name == _CACHE_CONFIG:
             sample.cache_config = labels
         else:
             setattr(sample, _GAUGES_AND_COUNTERS[name], float(match[3]))
-    return Scrape(process_start, ranks, kv_transfer)
+    return Scrape(process_start, ranks, announced.get(_KV_TRANSFER, {}), announced.get(_TOKENIZER, {}))
 
 
 def _labels(text: bytes | None) -> dict[str, str]:

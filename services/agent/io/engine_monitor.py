@@ -203,7 +203,7 @@ class EngineMonitor:
             sample = scrape.ranks[rank]
             if not sample.cache_config:
                 raise ProbeError("no vllm:cache_config_info in /metrics")
-            instance = self._instance(rank if len(ranks) > 1 else None, sample, models, version)
+            instance = self._instance(rank if len(ranks) > 1 else None, sample, scrape, models, version)
             self._describe_kv_transfer(instance, scrape, sample)
             instance.incarnation = new_incarnation(process) if same_process else process
             source = sources.by_rank.get(rank)
@@ -220,14 +220,16 @@ class EngineMonitor:
             self.instances[rank] = monitor
             await monitor.start()
 
-    def _instance(self, rank: int | None, sample: Sample, models: ServedModels, version: str) -> pb.Instance:
+    def _instance(
+        self, rank: int | None, sample: Sample, scrape: Scrape, models: ServedModels, version: str
+    ) -> pb.Instance:
         return pb.Instance(
             instance_id=self.address.instance_id(rank),
             url=self.address.advertise,
             model=models.served_names[0],
             served_names=models.served_names,
             lora_names=models.lora_names,
-            model_root=models.root,
+            model_root=scrape.tokenizer_place(models.root),
             block_size=sample.block_size,
             kv_capacity_tokens=sample.kv_capacity_tokens,
             max_model_len=models.max_model_len,
@@ -249,6 +251,7 @@ class EngineMonitor:
             # The pool's name stays: it is part of every key.
             after.served_names[:] = models.served_names
             after.lora_names[:] = models.lora_names
+            after.model_root = scrape.tokenizer_place(models.root)
             # Of a process that does not tell its start, a restart may have gone unnoticed.
             self._describe_kv_transfer(after, scrape, scrape.ranks[rank])
             if after == before:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +20,8 @@ from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
 from pointsman.gateway.core.tokens.token_cache import TokenCache
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+# Of a branch, a tag, a reference or a commit; no path that leads out of the cache.
+_REVISION = re.compile(r"(?!.*\.\.)[\w.][\w./-]{0,199}")
 _PATTERNS = [*_FILES, "additional_chat_templates/*.jinja"]
 TOO_MANY_REQUESTS = 429
 HUB_S = 10.0
@@ -60,15 +63,18 @@ def load_tokenizer(folder: Path, cache: TokenCache | None = None) -> ModelTokeni
 @dataclass(frozen=True)
 class HubRules:
     """What may be had of a hub. `owners`: those, or OWNER/NAME, that may be downloaded from; none: all. `engine_cache`: the
-    HF_HOME of engines, which is only read."""
+    HF_HOME of engines, which is only read. `other_revision`: while the hub is away, what is kept of another revision than the one
+    that is named will do (its tokens are compared with the engine's)."""
 
     owners: tuple[str, ...] = ()
     engine_cache: Path | None = None
+    other_revision: bool = False
 
 
-def follows_hub(place: str) -> bool:
-    """Whether the tokenizer of `place` is the newest revision that the hub had when it was asked."""
-    return bool(place) and "@" not in place and not Path(place).is_absolute() and not Path(place).is_dir()
+def follows_hub(place: str, *, pinned: bool) -> bool:
+    """Whether the hub may have the tokenizer of `place` otherwise than it is kept here. `pinned`: none but the revision that it
+    names, if it names one, will do."""
+    return bool(place) and not (pinned and "@" in place) and not Path(place).is_absolute() and not Path(place).is_dir()
 
 
 def find_tokenizer(place: str, rules: HubRules = HubRules(), *, newest: bool = False) -> Path:
@@ -82,14 +88,24 @@ def find_tokenizer(place: str, rules: HubRules = HubRules(), *, newest: bool = F
     repository, _, revision = place.partition("@")
     if not place or folder.is_absolute() or repository.count("/") > 1:
         raise TokenizerNotFound(f"no folder {place!r} here: mount it, or name the model's tokenizer by --tokenizers")
+    if revision and not _REVISION.fullmatch(revision):
+        raise TokenizerNotFound(f"{place!r} names no revision")
     try:
-        caches = (None, rules.engine_cache / "hub") if rules.engine_cache else (None,)
-        for cache in () if newest else caches:
-            if (cached := _cached(repository, revision or None, cache)) is not None:
-                return cached
+        return _from_hub(place, repository, revision or None, rules, newest)
+    except HubUnreachable:
+        if revision and rules.other_revision and not newest and (kept := _kept(repository, None, rules)) is not None:
+            return kept
+        raise
+
+
+def _from_hub(place: str, repository: str, revision: str | None, rules: HubRules, newest: bool) -> Path:
+    """The folder of a hub's repository, kept or downloaded. Raises as find_tokenizer() does."""
+    try:
+        if not newest and (kept := _kept(repository, revision, rules)) is not None:
+            return kept
         if rules.owners and not {repository, repository.partition("/")[0]} & {*rules.owners}:
             raise TokenizerNotFound(f"{place!r} is no folder here, and hub_owners does not let it be downloaded")
-        return _downloaded(repository, revision or None)
+        return _downloaded(repository, revision)
     except TokenizerNotFound:
         raise
     except huggingface_hub.errors.HFValidationError as error:
@@ -114,6 +130,12 @@ def _causes(error: BaseException) -> str:
         error = cause
         kinds.append(type(error).__name__)
     return " of ".join(dict.fromkeys(kinds))
+
+
+def _kept(repository: str, revision: str | None, rules: HubRules) -> Path | None:
+    """The folder in HF_HOME, or in the engines' own."""
+    caches = (None, rules.engine_cache / "hub") if rules.engine_cache else (None,)
+    return next((found for cache in caches if (found := _cached(repository, revision, cache)) is not None), None)
 
 
 def _cached(repository: str, revision: str | None, cache: Path | None) -> Path | None:

@@ -40,6 +40,8 @@ class FakeEngine:
         self.replay_port = True
         self.announced: dict[str, str] = {}
         """What its connector package says of it: labels of pointsman_kv_transfer_info; none without the package."""
+        self.tokenizer: dict[str, str] = {}
+        """The same of pointsman_tokenizer_info."""
         self.metrics_broken = False
         self.buffer: list[tuple[int, bytes]] = []
         self.replays = 0
@@ -112,9 +114,10 @@ class FakeEngine:
         if self.metrics_broken:
             raise web.HTTPServiceUnavailable
         lines = [] if self.process_start is None else [f"process_start_time_seconds {self.process_start}"]
-        if self.announced:
-            labels = ",".join(f'{name}="{value}"' for name, value in self.announced.items())
-            lines.append(f"pointsman_kv_transfer_info{{{labels}}} 1.0")
+        for series, told in (("kv_transfer", self.announced), ("tokenizer", self.tokenizer)):
+            if told:
+                labels = ",".join(f'{name}="{value}"' for name, value in told.items())
+                lines.append(f"pointsman_{series}_info{{{labels}}} 1.0")
         for rank in self.ranks:
             lines += [
                 f'vllm:num_requests_running{{engine="{rank}",model_name="tiny"}} {self.running + rank}',

@@ -20,7 +20,8 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class FakeHub:
-    """Serves the folders of `models` (id -> folder) at revision `sha`, which main is. `token`: what must be shown, if anything;
+    """Serves the folders of `models` (id -> folder) at revision `sha`, which main is, and those of `others` (revision -> folder).
+    As a proxy it serves them whatever host is asked for. `token`: what must be shown, if anything;
     `broken`: everything is a 503; `without`: a file that is."""
 
     models: dict[str, Path]
@@ -29,15 +30,16 @@ class FakeHub:
     without: str = ""
     url: str = ""
     sha: str = SHA
+    others: dict[str, Path] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
 
     async def _info(self, request: web.Request) -> web.Response:
-        if request.match_info.get("revision", "main") not in ("main", self.sha):
+        if request.match_info.get("revision", "main") not in ("main", self.sha, *self.others):
             return web.json_response({"error": "no"}, status=404, headers={"X-Error-Code": "RevisionNotFound"})
-        return web.json_response({"id": self._id(request), "sha": self.sha, "siblings": []})
+        return web.json_response({"id": self._id(request), "sha": self._commit(request), "siblings": []})
 
     async def _tree(self, request: web.Request) -> web.Response:
-        folder = self.models[self._id(request)]
+        folder = self._folder(request)
         return web.json_response(
             [
                 {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": _etag(path)}
@@ -50,10 +52,19 @@ class FakeHub:
         return web.Response(status=404, headers={"X-Error-Code": "EntryNotFound"})
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
-        path = self.models[self._id(request)] / request.match_info["file"]
+        path = self._folder(request) / request.match_info["file"]
         if not path.is_file():
             return web.Response(status=404, headers={"X-Error-Code": "EntryNotFound"})
-        return web.Response(body=path.read_bytes(), headers={"ETag": f'"{_etag(path)}"', "X-Repo-Commit": self.sha})
+        return web.Response(
+            body=path.read_bytes(), headers={"ETag": f'"{_etag(path)}"', "X-Repo-Commit": self._commit(request)}
+        )
+
+    def _commit(self, request: web.Request) -> str:
+        revision = request.match_info.get("revision", "main")
+        return revision if revision in self.others else self.sha
+
+    def _folder(self, request: web.Request) -> Path:
+        return self.others.get(request.match_info["revision"]) or self.models[self._id(request)]
 
     def _id(self, request: web.Request) -> str:
         return f"{request.match_info['owner']}/{request.match_info['name']}"

@@ -1,10 +1,11 @@
-"""What an engine says on /metrics of its KV connector, from its configuration alone."""
+"""What an engine says on /metrics of its KV connector and tokenizer, from its configuration alone."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -53,6 +54,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     module = importlib.import_module(MODULE)
     yield module
     REGISTRY.unregister(module._INFO)
+    REGISTRY.unregister(module._TOKENIZER)
     del sys.modules[MODULE]
 
 
@@ -79,6 +81,8 @@ def config(connector: str | None, *, tp: int = 1, pp: int = 1, window: int | Non
             get_sliding_window=lambda: window,
             attention_chunk_size=None,
             hf_text_config=SimpleNamespace(),
+            tokenizer="maker/tiny",
+            tokenizer_revision=None,
         ),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
     )
@@ -132,3 +136,27 @@ def test_the_page_says_what_is_so_now(module: Any) -> None:
     assert 'protocol="nixl"' in line
     module.announce(config(None))
     assert page() == []
+
+
+class Resolved(str):
+    """As huggingface_hub's ResolvedRevision: what was asked for, with the commit that it is."""
+
+    resolved = "abc123"
+
+
+@pytest.mark.parametrize(
+    ("revision", "told"), [(None, ""), ("v2", "v2"), (Resolved("main"), "abc123")], ids=["none", "asked", "resolved"]
+)
+def test_where_the_tokenizer_is_from(module: Any, revision: str | None, told: str) -> None:
+    engine = config(None)
+    engine.model_config.tokenizer_revision = revision
+    assert module.tokenizer_place(engine) == {"tokenizer": "maker/tiny", "revision": told}
+    module.announce(engine)
+    expected = f'pointsman_tokenizer_info{{revision="{told}",tokenizer="maker/tiny"}} 1.0'
+    assert expected in generate_latest(REGISTRY).decode().splitlines()
+
+
+def test_a_folder_has_no_revision(module: Any, tmp_path: Path) -> None:
+    engine = config(None)
+    engine.model_config.tokenizer, engine.model_config.tokenizer_revision = str(tmp_path), "v2"
+    assert module.tokenizer_place(engine) == {"tokenizer": str(tmp_path), "revision": ""}

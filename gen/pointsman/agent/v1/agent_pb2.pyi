@@ -252,7 +252,7 @@ class Instance(_message.Message):
     model: _builtins.str
     """model is the name of the pool: the first served model name."""
     model_root: _builtins.str
-    """model_root is the path or hub id that the engine loaded its weights and tokenizer from."""
+    """model_root is the path or hub id that the engine has its tokenizer from; HUB_ID@REVISION where it tells its revision."""
     block_size: _builtins.int
     """block_size is the engine's KV block in tokens; a multiple of 16."""
     kv_capacity_tokens: _builtins.int

@@ -208,11 +208,11 @@ class ModelPools:
 
     async def _updated(self, state: PoolState, source: str, differing: set[tuple[str, str]], difference: str) -> bool:
         """Whether the hub was asked for what it has now of a tokenizer that differs from these instances': once for each of them,
-        as its engine may have a newer revision than was kept here. All are compared again then."""
-        if not follows_hub(source) or differing <= state.hub_asked_for:
+        as its engine may have another revision than was kept here. All are compared again then."""
+        if not follows_hub(source, pinned=source in self._tokenizers.values()) or differing <= state.hub_asked_for:
             return False
         state.hub_asked_for |= differing
-        self._set_status(state, TokenizerStatus.INEXACT, f"{difference}; the hub is asked for a newer revision")
+        self._set_status(state, TokenizerStatus.INEXACT, f"{difference}; the hub is asked for its revision")
         for pause in (*ASK_HUB_AGAIN_S, None):
             try:
                 state.tokenizer = await self._loaded(source, newest=True)
@@ -230,7 +230,8 @@ class ModelPools:
         """The tokenizer of `source`. Raises TokenizerNotFound, and HubUnreachable where it does not come in time."""
         loading = self._loading.get((source, newest))
         if loading is None:
-            hub = replace(self._hub, owners=()) if source in self._tokenizers.values() else self._hub
+            named = source in self._tokenizers.values()
+            hub = replace(self._hub, owners=()) if named else replace(self._hub, other_revision=True)
             loading = self._loading[source, newest] = _load_aside(source, hub, newest, self._cache)
             loading.add_done_callback(lambda _: self._loading.pop((source, newest)))
         try:
