@@ -37,7 +37,10 @@ class RealFleet:
         self._tracebacks: list[str] = []
 
     async def repair(self) -> None:
-        """Wait until all is well: the fixtures' business."""
+        """Start what an earlier test has left dead, and wait until all is well."""
+        for part in (self.plane.redis, self.plane.router, self.plane.agent, self.plane.gateway):
+            if not part.alive:
+                part.start()
         await self.wait_until_healthy()
         self._made = self._generations()
 

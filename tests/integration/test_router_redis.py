@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import grpc.aio
 import pytest
 import redis
 import redis.asyncio
+from redis.asyncio.connection import AbstractConnection
 
 from pointsman.router.io.main import RouterServer
+from pointsman.router.io.store.redis_store import RedisStore
 from pointsman.router.v1 import placement_pb2
 from tests.support.processes.redis import redis_server
 from tests.support.router import Report, Session, running
-from tests.support.waiting import eventually
+from tests.support.waiting import WITHIN_S, eventually
 
 PLACE = placement_pb2.PlaceRequest(request=placement_pb2.PlacementRequest(request_id="p", model="m", input_tokens=10))
 
@@ -171,3 +175,38 @@ async def test_what_another_version_has_written_is_taken_as_far_as_it_can_be_rea
                 return {one.request_id for one in found} == {"older", "newer"}
 
             await eventually(taken, "what can be read is open")
+
+
+async def test_a_store_that_is_told_to_end_as_a_command_is_written_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """redis-py writes by asyncio.wait_for(), which loses a cancellation that comes in that moment."""
+    ending: list[asyncio.Task[None]] = []
+    write = AbstractConnection._send_packed_command
+
+    async def write_and_cancel(connection: AbstractConnection, command: Iterable[bytes]) -> None:
+        await write(connection, command)
+        if ending:
+            ending.pop().cancel()
+
+    monkeypatch.setattr(AbstractConnection, "_send_packed_command", write_and_cancel)
+    with redis_server(tmp_path) as (url, _):
+        store = RedisStore(
+            url,
+            router_id="r",
+            fleet="f",
+            lease_s=0.4,
+            settle_s=1.0,
+            affinity_ttl_s=60.0,
+            on_event=lambda event: None,
+            on_owners=lambda: None,
+            snapshot=lambda pool: [],
+        )
+        running_store = asyncio.create_task(store.run())
+        await eventually(lambda: store.answered_at is not None, "a first answer")
+        ending.append(running_store)
+        done, _ = await asyncio.wait({running_store}, timeout=WITHIN_S / 4)
+        running_store.cancel()
+        assert done
+        with redis.Redis.from_url(url) as client:
+            assert client.zcard("pointsman:{f}:replicas") == 0, "it said that it leaves"

@@ -187,9 +187,11 @@ class RedisStore:
 
     async def run(self) -> None:
         """Keep ownership and write changes until cancelled; then give the pools back."""
-        loop = asyncio.get_running_loop()
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
         try:
-            while True:
+            # redis-py writes by asyncio.wait_for(), which before Python 3.12 loses a cancellation that comes as the write ends.
+            while not task.cancelling():
                 try:
                     if loop.time() >= self._poll_at:
                         await self._poll()
