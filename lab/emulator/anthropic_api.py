@@ -9,10 +9,11 @@ from typing import Any
 from pointsman.gateway.core.api import ApiRequestError
 from pointsman.gateway.core.api.anthropic_messages import Unconvertible, check_messages, to_chat
 from pointsman.lab.emulator.openai_api import ApiError, GenerationParams, call_id
-from pointsman.lab.emulator.scripted_answers import Piece, ReadAnswer, ScriptedAnswer
+from pointsman.lab.emulator.scripted_answers import REASONING, Piece, ReadAnswer, ScriptedAnswer
 
 # What a chat completions body has under the same name.
 SHARED = ("model", "stream", "max_tokens", "ignore_eos", "session_id", "cache_salt", "priority", "kv_transfer_params")
+_DELTAS = {None: ("text_delta", "text"), REASONING: ("thinking_delta", "thinking")}  # of a call's arguments otherwise
 _REASONS = {"length": "max_tokens", "stop": "end_turn"}
 
 
@@ -39,7 +40,11 @@ def message(
     params: GenerationParams, request_id: str, read: ReadAnswer, reason: str, used: dict[str, Any]
 ) -> dict[str, Any]:
     """The body of an answer that is not streamed."""
-    content: list[dict[str, Any]] = [{"type": "text", "text": read.text}] if read.text or not read.calls else []
+    content: list[dict[str, Any]] = []
+    if read.reasoning:
+        content.append({"type": "thinking", "thinking": read.reasoning, "signature": request_id})
+    if read.text or not (read.calls or content):
+        content.append({"type": "text", "text": read.text})
     for number, (name, arguments) in enumerate(read.calls):
         given = json.loads(arguments) if reason == "stop" else {}
         content.append({"type": "tool_use", "id": call_id(request_id, number), "name": name, "input": given})
@@ -68,19 +73,17 @@ class MessageEvents:
         for call, text in pieces:
             if self._index < 0 or call != self._open:
                 out += self._close() + self._begin(call)
-            delta = (
-                {"type": "text_delta", "text": text}
-                if call is None
-                else {"type": "input_json_delta", "partial_json": text}
-            )
             if text:
-                out += _event("content_block_delta", index=self._index, delta=delta)
+                kind, name = _DELTAS.get(call, ("input_json_delta", "partial_json"))
+                out += self._delta({"type": kind, name: text})
         return out
 
     def _begin(self, call: int | None) -> bytes:
         self._index, self._open = self._index + 1, call
         block: dict[str, Any] = {"type": "text", "text": ""}
-        if call is not None:
+        if call == REASONING:
+            block = {"type": "thinking", "thinking": ""}
+        elif call is not None:
             assert self._scripted is not None
             self._called = True
             name = self._scripted.tool_calls[call].name
@@ -88,7 +91,14 @@ class MessageEvents:
         return _event("content_block_start", index=self._index, content_block=block)
 
     def _close(self) -> bytes:
-        return _event("content_block_stop", index=self._index) if self._index >= 0 else b""
+        if self._index < 0:
+            return b""
+        signed = self._open == REASONING
+        signature = self._delta({"type": "signature_delta", "signature": self._id}) if signed else b""
+        return signature + _event("content_block_stop", index=self._index)
+
+    def _delta(self, delta: dict[str, str]) -> bytes:
+        return _event("content_block_delta", index=self._index, delta=delta)
 
     def failed(self, error: ApiError) -> bytes:
         """An error that comes when the answer has begun, and the end."""

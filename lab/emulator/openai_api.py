@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pointsman.lab.emulator.scripted_answers import Piece, ReadAnswer, ScriptedAnswer
+from pointsman.lab.emulator.scripted_answers import REASONING, Piece, ReadAnswer, ScriptedAnswer
 from pointsman.lab.workload.tokenizer import ChatError, ChatTokenizer
 
 # What vLLM generates for /v1/completions when max_tokens is not given.
@@ -190,7 +190,7 @@ def answer(
     ]
     content = None if calls and not read.text else read.text
     choice |= (
-        {"message": {"role": "assistant", "content": content, "tool_calls": calls}}
+        {"message": {"role": "assistant", "content": content, "reasoning": read.reasoning or None, "tool_calls": calls}}
         if params.chat
         else {"text": read.text}
     )
@@ -232,8 +232,13 @@ class Chunks:
         """What was generated since the last time, the last of it with the finish reason (empty before). Mutates."""
         if self._scripted is None:
             return self.text("".join(piece.text for piece in pieces), reason)
-        out = b"".join(self.text(text) if call is None else self._call(call, text) for call, text in pieces)
+        out = b"".join(self._piece(call, text) for call, text in pieces)
         return out + self.text("", "tool_calls" if self._called and reason == "stop" else reason) if reason else out
+
+    def _piece(self, call: int | None, text: str) -> bytes:
+        if call is None:
+            return self.text(text)
+        return self._delta({"reasoning": text}) if call == REASONING else self._call(call, text)
 
     def _call(self, number: int, arguments: str) -> bytes:
         assert self._scripted is not None
@@ -242,7 +247,10 @@ class Chunks:
             self._called.add(number)
             call |= {"id": call_id(self._id, number), "type": "function"}
             call["function"] = {"name": self._scripted.tool_calls[number].name, "arguments": arguments}
-        choice = {"index": 0, "delta": {"tool_calls": [call]}, "logprobs": None, "finish_reason": None}
+        return self._delta({"tool_calls": [call]})
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
         return f'{self._head}"choices": [{json.dumps(choice)}]}}\n\n'.encode()
 
     def text(self, text: str, reason: str = "") -> bytes:

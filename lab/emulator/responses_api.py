@@ -14,7 +14,7 @@ from pointsman.gateway.core.api.anthropic_messages import Unconvertible
 from pointsman.gateway.core.api.openai_responses import check_responses, to_chat
 from pointsman.lab.emulator.anthropic_api import SHARED
 from pointsman.lab.emulator.openai_api import ApiError, GenerationParams, call_id
-from pointsman.lab.emulator.scripted_answers import Piece, ReadAnswer, ScriptedAnswer
+from pointsman.lab.emulator.scripted_answers import REASONING, Piece, ReadAnswer, ScriptedAnswer
 
 
 def as_chat(body: dict[str, Any]) -> dict[str, Any]:
@@ -41,7 +41,8 @@ def response(
     params: GenerationParams, request_id: str, created: int, read: ReadAnswer, reason: str, used: dict[str, Any]
 ) -> dict[str, Any]:
     """The body of an answer that is not streamed."""
-    items = [_text_item(request_id, read.text)] if read.text or not read.calls else []
+    items = [_reasoning_item(request_id, read.reasoning)] if read.reasoning else []
+    items += [_text_item(request_id, read.text)] if read.text or not (read.calls or items) else []
     items += [_call_item(request_id, number, name, given) for number, (name, given) in enumerate(read.calls)]
     return _response(
         params, request_id, created, "incomplete" if reason == "length" else "completed", items, usage(used)
@@ -57,7 +58,7 @@ class ResponseEvents:
         self._params, self._id, self._created, self._scripted = params, request_id, created, scripted
         self._number = 0
         self._items: list[dict[str, Any]] = []
-        self._open: int | None = None  # the call that the last item is of
+        self._open: int | None = None  # what the last item is of, as in a Piece
         self._text = ""
 
     def start(self, prompt_tokens: int, cached_tokens: int) -> bytes:
@@ -75,10 +76,12 @@ class ResponseEvents:
                 out += self._close() + self._begin(call)
             self._text += text
             at = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "delta": text}
-            if call is not None:
-                out += self._event("response.function_call_arguments.delta", **at) if text else b""
-            elif text:
+            if text and call is None:
                 out += self._event("response.output_text.delta", **at, content_index=0, logprobs=[])
+            elif text and call == REASONING:
+                out += self._event("response.reasoning_text.delta", **at, content_index=0)
+            elif text:
+                out += self._event("response.function_call_arguments.delta", **at)
         return out
 
     def _begin(self, call: int | None) -> bytes:
@@ -86,7 +89,7 @@ class ResponseEvents:
         item = self._item() | {"status": "in_progress"}
         self._items.append(item)
         at = {"output_index": len(self._items) - 1}
-        if call is not None:
+        if item["type"] == "function_call":
             return self._event("response.output_item.added", **at, item=item)
         part = item["content"][0]
         out = self._event("response.output_item.added", **at, item=item | {"content": []})
@@ -98,16 +101,23 @@ class ResponseEvents:
             return b""
         item = self._items[-1] = self._item()
         at: dict[str, Any] = {"item_id": item["id"], "output_index": len(self._items) - 1}
-        if self._open is not None:
+        if item["type"] == "function_call":
             out = self._event("response.function_call_arguments.done", **at, name=item["name"], arguments=self._text)
         else:
-            out = self._event("response.output_text.done", **at, content_index=0, text=self._text, logprobs=[])
-            out += self._event("response.content_part.done", **at, content_index=0, part=item["content"][0])
+            at["content_index"] = 0
+            out = (
+                self._event("response.output_text.done", **at, text=self._text, logprobs=[])
+                if self._open is None
+                else self._event("response.reasoning_text.done", **at, text=self._text)
+            )
+            out += self._event("response.content_part.done", **at, part=item["content"][0])
         return out + self._event("response.output_item.done", output_index=at["output_index"], item=item)
 
     def _item(self) -> dict[str, Any]:
         if self._open is None:
             return _text_item(self._id, self._text)
+        if self._open == REASONING:
+            return _reasoning_item(self._id, self._text)
         assert self._scripted is not None
         return _call_item(self._id, self._open, self._scripted.tool_calls[self._open].name, self._text)
 
@@ -146,6 +156,11 @@ def _text_item(request_id: str, text: str) -> dict[str, Any]:
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
     head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "status": "completed"}
     return head | {"content": [part]}
+
+
+def _reasoning_item(request_id: str, text: str) -> dict[str, Any]:
+    head = {"id": f"rs_{request_id}", "type": "reasoning", "status": "completed", "summary": []}
+    return head | {"content": [{"type": "reasoning_text", "text": text}]}
 
 
 def _call_item(request_id: str, number: int, name: str, arguments: str) -> dict[str, Any]:

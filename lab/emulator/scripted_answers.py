@@ -1,6 +1,7 @@
 """Answers written beforehand, in place of random words: what makes the emulated model call tools. Pure.
 
-A script is a JSON list of answers, each with `text`, `tool_calls` (of `name` and `arguments`), or both. A chat with tools in
+A script is a JSON list of answers, each with `reasoning`, `text`, `tool_calls` (of `name` and `arguments`), or several of them. A
+chat with tools in
 which the assistant has called tools k times gets answer k, counted from 0, or the last one where there are fewer; any other
 chat gets random words.
 """
@@ -16,9 +17,12 @@ import msgspec
 
 from pointsman.lab.workload.tokenizer import ChatTokenizer
 
+REASONING = -1
+
 
 class Piece(NamedTuple):
-    """A part of an answer as it is written: of its text (`call` is None), or of the arguments of a tool call."""
+    """A part of an answer as it is written: of its text (`call` is None), its reasoning (REASONING), or of the arguments of a
+    tool call."""
 
     call: int | None
     text: str
@@ -37,14 +41,20 @@ class ScriptedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ScriptedAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One answer: a text, then tool calls."""
+    """One answer: reasoning, a text, then tool calls."""
 
     text: str = ""
     tool_calls: tuple[ScriptedCall, ...] = ()
+    reasoning: str = ""
 
     def parts(self) -> list[tuple[str, Piece | None]]:
-        """The answer as the model writes it, in parts; what a client sees of each. As the lab's template (Hermes) shows calls."""
-        parts: list[tuple[str, Piece | None]] = [(self.text, Piece(None, self.text))] if self.text else []
+        """The answer as the model writes it, in parts; what a client sees of each. As the lab's template (Hermes) shows calls;
+        reasoning, which it leaves out, as most models write it."""
+        parts: list[tuple[str, Piece | None]] = []
+        if self.reasoning:
+            parts += [("<think>\n", None), (self.reasoning, Piece(REASONING, self.reasoning)), ("\n</think>\n\n", None)]
+        if self.text:
+            parts.append((self.text, Piece(None, self.text)))
         for number, call in enumerate(self.tool_calls):
             head = f'<tool_call>\n{{"name": "{call.name}", "arguments": '
             parts.append(("\n" + head if parts else head, Piece(number, "")))
@@ -102,17 +112,18 @@ class PieceReader:
 
 
 class ReadAnswer(NamedTuple):
-    """An answer as far as it was generated: its text, and of each call the name and the arguments."""
+    """An answer as far as it was generated: its text, of each call the name and the arguments, and its reasoning."""
 
     text: str
     calls: list[tuple[str, str]]
+    reasoning: str = ""
 
 
 def collected(pieces: Sequence[Piece], answer: ScriptedAnswer | None) -> ReadAnswer:
     """Pieces put together."""
-    calls: dict[int, str] = {}
+    texts: dict[int | None, str] = {}
     for number, text in pieces:
-        if number is not None:
-            calls[number] = calls.get(number, "") + text
-    named = [(answer.tool_calls[number].name, arguments) for number, arguments in calls.items()] if answer else []
-    return ReadAnswer("".join(text for number, text in pieces if number is None), named)
+        texts[number] = texts.get(number, "") + text
+    said, reasoning = texts.pop(None, ""), texts.pop(REASONING, "")
+    named = [(answer.tool_calls[number or 0].name, arguments) for number, arguments in texts.items()] if answer else []
+    return ReadAnswer(said, named, reasoning)

@@ -1,4 +1,4 @@
-"""Coding agents through the whole of it: sessions of several turns with tool calls, by the vendors' clients and by Codex."""
+"""Coding agents through the whole of it: sessions of several turns with reasoning and tools, by vendors' clients and by Codex."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ CODEX = "lib/python*/site-packages/codex_cli_bin/bin/codex"  # in .venv-agents
 BLOCK = 16
 SYSTEM, TASK = "You are a coding agent. Use your tools, then say what you did.", "Write two lines into notes.txt."
 COMMANDS = ["echo first >> notes.txt", "echo second >> notes.txt"]
-# What the model says: a text and a call, a call alone, a text alone. Codex calls its shell so.
+# What the model says: a text and a call, reasoning and a call, reasoning and a text. Codex calls its shell so.
 SHELL = "exec_command"
 SCRIPT = [
     {"text": "I write the first line.", "tool_calls": [{"name": SHELL, "arguments": {"cmd": COMMANDS[0]}}]},
-    {"tool_calls": [{"name": SHELL, "arguments": {"cmd": COMMANDS[1]}}]},
-    {"text": "Both lines are written."},
+    {"reasoning": "One is missing.", "tool_calls": [{"name": SHELL, "arguments": {"cmd": COMMANDS[1]}}]},
+    {"reasoning": "That is all.", "text": "Both lines are written."},
 ]
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -36,6 +36,7 @@ SCHEMA: dict[str, Any] = {
 }
 FUNCTION = {"name": SHELL, "description": "Runs a command.", "parameters": SCHEMA, "strict": True}
 Headers = dict[str, str]
+Said = tuple[list[str], list[str], list[str]]  # texts, commands, reasoning
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +51,9 @@ def user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def chat(url: str, headers: Headers, stream: bool) -> tuple[list[str], list[str]]:
-    """A session by chats: the texts and the commands that came."""
-    texts, commands = [], []
+def chat(url: str, headers: Headers, stream: bool) -> Said:
+    """A session by chats, and what came."""
+    texts, commands, thoughts = [], [], []
     messages: list[Any] = [{"role": "system", "content": SYSTEM}, user(TASK)]
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, default_headers=headers) as client:
         for _ in SCRIPT:
@@ -66,6 +67,7 @@ def chat(url: str, headers: Headers, stream: bool) -> tuple[list[str], list[str]
             calls = choice.message.tool_calls or []
             assert choice.finish_reason == ("tool_calls" if calls else "stop")
             texts.append(choice.message.content or "")
+            thoughts.append((choice.message.model_extra or {}).get("reasoning") or "")
             said = [{"id": one.id, "type": "function", "function": one.function.to_dict()} for one in calls]
             for call in said:
                 call["function"].pop("parsed_arguments", None)
@@ -73,12 +75,12 @@ def chat(url: str, headers: Headers, stream: bool) -> tuple[list[str], list[str]
             for call in said:
                 commands.append(json.loads(call["function"]["arguments"])["cmd"])
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": "exit status 0"})
-    return texts, commands
+    return texts, commands, thoughts
 
 
-def responses(url: str, headers: Headers, stream: bool) -> tuple[list[str], list[str]]:
+def responses(url: str, headers: Headers, stream: bool) -> Said:
     """The same by responses, whose items go back as they came."""
-    texts, commands = [], []
+    texts, commands, thoughts = [], [], []
     items: list[Any] = [user(TASK)]
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, default_headers=headers) as client:
         for _ in SCRIPT:
@@ -91,6 +93,8 @@ def responses(url: str, headers: Headers, stream: bool) -> tuple[list[str], list
                 answer = client.responses.create(**asked)
             assert answer.status == "completed"
             texts.append(answer.output_text)
+            parts = [part for item in answer.output if item.type == "reasoning" for part in item.content]
+            thoughts.append("".join(part.text for part in parts))
             for item in answer.output:
                 kept = item.to_dict()
                 kept.pop("parsed_arguments", None)
@@ -98,12 +102,12 @@ def responses(url: str, headers: Headers, stream: bool) -> tuple[list[str], list
                 if item.type == "function_call":
                     commands.append(json.loads(item.arguments)["cmd"])
                     items.append({"type": "function_call_output", "call_id": item.call_id, "output": "exit status 0"})
-    return texts, commands
+    return texts, commands, thoughts
 
 
-def messages(url: str, headers: Headers, stream: bool) -> tuple[list[str], list[str]]:
+def messages(url: str, headers: Headers, stream: bool) -> Said:
     """The same by Anthropic's messages, as Claude Code writes them: blocks with cache_control, beta headers, a query."""
-    texts, commands = [], []
+    texts, commands, thoughts = [], [], []
     turns: list[Any] = [user([{"type": "text", "text": TASK, "cache_control": {"type": "ephemeral"}}])]
     beta = {"anthropic-beta": "prompt-caching-2024-07-31,interleaved-thinking-2025-05-14"}
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, default_headers=headers | beta) as client:
@@ -123,23 +127,25 @@ def messages(url: str, headers: Headers, stream: bool) -> tuple[list[str], list[
             calls = [block for block in answer.content if block.type == "tool_use"]
             assert answer.stop_reason == ("tool_use" if calls else "end_turn")
             texts.append("".join(block.text for block in answer.content if block.type == "text"))
+            thoughts.append("".join(block.thinking for block in answer.content if block.type == "thinking"))
             turns.append({"role": "assistant", "content": [block.to_dict() for block in answer.content]})
             if calls:
                 commands += [str(block.input["cmd"]) for block in calls]
                 done = [{"type": "tool_result", "tool_use_id": block.id, "content": "exit status 0"} for block in calls]
                 turns.append(user(done))
-    return texts, commands
+    return texts, commands, thoughts
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("talk", [chat, responses, messages])
 def test_a_vendors_client_calls_tools_turn_by_turn(
-    fleet: EmulatedFleet, talk: Callable[[str, Headers, bool], tuple[list[str], list[str]]], stream: bool
+    fleet: EmulatedFleet, talk: Callable[[str, Headers, bool], Said], stream: bool
 ) -> None:
     session = f"{talk.__name__}-{stream}"
-    texts, commands = talk(fleet.gateway_url, {"X-Session-ID": session}, stream)
+    texts, commands, thoughts = talk(fleet.gateway_url, {"X-Session-ID": session}, stream)
     assert texts == [SCRIPT[0]["text"], "", SCRIPT[2]["text"]]
     assert commands == COMMANDS
+    assert thoughts == [answer.get("reasoning", "") for answer in SCRIPT]
     assert_prefixes_grew(fleet, session)
 
 

@@ -21,7 +21,8 @@ from pointsman.lab.workload.tokenizer import ChatTokenizer
 TOKENIZER = ChatTokenizer()
 JSON = st.dictionaries(st.text(max_size=5), st.text(max_size=9) | st.integers() | st.none(), max_size=3)
 CALLS = st.builds(ScriptedCall, st.sampled_from(["shell", "read_file"]), JSON)
-ANSWERS = st.builds(ScriptedAnswer, st.text(max_size=30), st.lists(CALLS, max_size=3).map(tuple))
+TEXTS = st.text(max_size=30)
+ANSWERS = st.builds(ScriptedAnswer, TEXTS, st.lists(CALLS, max_size=3).map(tuple), TEXTS)
 
 
 @given(ANSWERS, st.lists(st.integers(1, 5), max_size=400))
@@ -29,7 +30,7 @@ def test_any_division_into_steps_shows_the_same(answer: ScriptedAnswer, steps: l
     reader = PieceReader(answer, TOKENIZER)
     pieces = [piece for step in steps for piece in reader.read(step)] + reader.read(len(reader.ids) + 1)
     read = collected(pieces, answer)
-    assert read.text == answer.text
+    assert (read.reasoning, read.text) == (answer.reasoning, answer.text)
     assert [(name, json.loads(given)) for name, given in read.calls] == [
         (call.name, call.arguments) for call in answer.tool_calls
     ]
