@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -17,6 +18,7 @@ from tests.support.waiting import eventually
 
 # A model that nobody serves: whether a request is admitted is decided before.
 BODY = {"model": "nobody", "prompt": "x"}
+HELD = {"model": "m", "prompt": "x"}
 
 
 class Gateways:
@@ -35,6 +37,11 @@ class Gateways:
         assert set(statuses) <= {404, 429, 503}
         return sum(status != 429 for status in statuses)
 
+    async def held(self, url: str, key: str) -> None:
+        """One request in flight, until it is cancelled: the model's instance never answers."""
+        async with self._http.post(f"{url}/v1/completions", json=HELD, headers={"x-api-key": key}):
+            pass
+
     async def figure(self, name: str) -> list[float]:
         """A figure of both pages of metrics."""
         found = []
@@ -52,13 +59,15 @@ class Gateways:
 
 
 @asynccontextmanager
-async def two_gateways(folder: Path, keys: str, processes: int) -> AsyncIterator[tuple[RouterProcess, Gateways]]:
+async def two_gateways(
+    folder: Path, keys: str, processes: int, **instance: str
+) -> AsyncIterator[tuple[RouterProcess, Gateways]]:
     (folder / "keys").write_text(keys)
     router = RouterProcess("r0", "", folder)
     router.process.start()
     async with AsyncExitStack() as stack:
         stack.callback(router.process.stop)
-        reporting = asyncio.create_task(keep_reporting(router.address, "i0", "m"))
+        reporting = asyncio.create_task(keep_reporting(router.address, "i0", "m", **instance))
         stack.callback(reporting.cancel)
         urls = []
         for name in ("one", "two"):
@@ -107,3 +116,33 @@ async def test_processes_of_a_gateway_share_its_lease(tmp_path: Path) -> None:
         began = time.monotonic()
         told = [await gateways.admitted(url, "k1", 3) for _ in range(10) for url in gateways.urls]
         assert 40 <= sum(told) <= 40 * (1 + (time.monotonic() - began) / 60)
+
+
+async def test_requests_in_flight_count_over_both_gateways(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=100))  # nobody accepts
+        instance = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        plane = two_gateways(tmp_path, "tenant:k1 in_flight=4\n", 1, url=instance)
+        router, gateways = await stack.enter_async_context(plane)
+        one, two = gateways.urls
+
+        async def open_at(*counts: float) -> None:
+            async def told() -> bool:
+                return await gateways.figure("pointsman_gateway_open_requests") == [*counts]
+
+            await eventually(told, f"{counts} open requests")
+
+        async with asyncio.TaskGroup() as tasks:
+            held = [tasks.create_task(gateways.held(url, "k1")) for url in (one, one, one, two)]
+            await open_at(3, 1)
+            assert [await gateways.admitted(url, "k1", 1) for url in (one, two)] == [0, 0]
+            # What one gives back the other may use.
+            held[0].cancel()
+            await eventually(lambda: gateways.admitted(two, "k1", 1), "a slot at the other gateway")
+            await open_at(2, 1)
+            router.process.kill()
+            await gateways.until("pointsman_gateway_limits_accounted", 0)
+            # A half for each, of which one gateway uses all.
+            assert [await gateways.admitted(url, "k1", 1) for url in (one, two)] == [0, 1]
+            for request in held:
+                request.cancel()

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 
@@ -42,13 +43,13 @@ class RouterProcess:
         self.process = pointsman_process(name, folder, "router", flags=flags)
 
 
-async def keep_reporting(address: str, instance: str, model: str) -> None:
-    """An agent of one instance at one router, for ever: dials again whenever the stream ends."""
+async def keep_reporting(address: str, instance: str, model: str, **changes: Any) -> None:
+    """An agent of one instance at one router, for ever: dials again whenever the stream ends. `changes`: of its instance."""
     while True:
         async with open_channel(address) as channel:
             report = Report(Client(channel))
             with contextlib.suppress(grpc.aio.AioRpcError, AssertionError, TimeoutError, asyncio.InvalidStateError):
-                await report.join(instance, model=model)
+                await report.join(instance, model=model, **changes)
                 while await report.call.read() is not END_OF_STREAM:
                     pass
         await asyncio.sleep(0.05)
