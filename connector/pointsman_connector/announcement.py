@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from prometheus_client import Gauge
@@ -15,6 +16,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 
 from pointsman_connector.layerwise.connector import LayerwiseMooncakeConnector
 from pointsman_connector.layerwise.support import enabled, full_attention_only, unsupported_engine
+
+# Where a hub's library keeps a model; offline, vLLM names that folder in place of the model.
+_KEPT = re.compile(r"(?:.*/)?models--([^/]+)/snapshots/([^/]+)/?")
 
 LABELS = ("connector", "protocol", "role", "layerwise", "bootstrap_host", "bootstrap_port")
 
@@ -44,6 +48,8 @@ def tokenizer_place(vllm_config: VllmConfig) -> dict[str, str]:
     asked for; empty for a folder, and where none was asked for."""
     config = vllm_config.model_config
     place, revision = str(config.tokenizer), config.tokenizer_revision
+    if (kept := _KEPT.fullmatch(place)) is not None:
+        return {"tokenizer": kept[1].replace("--", "/"), "revision": kept[2]}
     if Path(place).exists():
         return {"tokenizer": place, "revision": ""}
     # huggingface_hub's ResolvedRevision is a str of what was asked for, and brings the commit along.

@@ -66,8 +66,8 @@ async def fetched_by_an_engine(hub: str, cache: Path, call: str, *args: str) -> 
 
 
 @asynccontextmanager
-async def hub_stack(tmp_path: Path, root: str = ID) -> AsyncIterator[tuple[Stack, FakeHub]]:
-    async with stack(tmp_path, engines=1) as up, FakeHub({ID: tmp_path / "model"}).serve() as hub:
+async def hub_stack(tmp_path: Path, root: str = ID, engines: int = 1) -> AsyncIterator[tuple[Stack, FakeHub]]:
+    async with stack(tmp_path, engines=engines) as up, FakeHub({ID: tmp_path / "model"}).serve() as hub:
         (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
         up.router.pools[0].model_root = root
         yield up, hub
@@ -296,7 +296,90 @@ async def test_while_the_hub_is_away_what_is_kept_of_another_revision_will_do(tm
             await until(url, exact=True)
 
 
-@pytest.mark.parametrize("revision", ["../../etc", "a/../b", "/etc", "a b", "x" * 201])
+@pytest.mark.parametrize("revision", ["../../etc", "a/../b", "/etc", "a b", "x" * 201, ".", "a//b", "a\n"])
 def test_a_revision_leads_out_of_no_cache(revision: str) -> None:
     with pytest.raises(tokenizer_files.TokenizerNotFound, match="no revision"):
         tokenizer_files.find_tokenizer(f"{ID}@{revision}")
+
+
+@pytest.mark.parametrize("revision", ["v1+cu12", "release#2", "refs/pr/4"])
+def test_revisions_have_any_name(revision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        tokenizer_files, "_cached", lambda repository, asked, cache: tmp_path if asked == revision else None
+    )
+    assert tokenizer_files.find_tokenizer(f"{ID}@{revision}") == tmp_path
+
+
+A, B = f"{ID}@{'a' * 40}", f"{ID}@{'b' * 40}"
+
+
+@asynccontextmanager
+async def two_revisions(tmp_path: Path) -> AsyncIterator[tuple[Stack, FakeHub, Path]]:
+    """Two engines of revision A, of which the first restarts with B, whose template is another one; the folder of B's files."""
+    async with hub_stack(tmp_path, A, engines=2) as (up, hub):
+        newer = make_tokenizer(tmp_path / "newer", CHATML.replace("assistant", "pointsman"))
+        hub.others |= {A.partition("@")[2]: hub.models[ID], B.partition("@")[2]: newer}
+        yield up, hub, newer
+
+
+async def restart(up: Stack, tokenizer: Path | None, root: str) -> None:
+    """The first engine is another incarnation, with this tokenizer; the pool is said to have it from `root`."""
+    if tokenizer is not None:
+        up.engines[0].tokenizer = load_tokenizer(tokenizer)
+    up.router.pools[0].instances[0].incarnation += "+"
+    up.router.pools[0].model_root = root
+    await up.router.tell_fleet()
+
+
+async def test_engines_of_two_revisions_are_not_exact_until_all_have_one(tmp_path: Path) -> None:
+    async with two_revisions(tmp_path) as (up, hub, newer), gateway(up, hub.url, tmp_path / "home") as url:
+        await until(url, exact=True)
+        await restart(up, newer, B)
+        await until(url, tokenizer="inexact")
+        up.engines[1].tokenizer = load_tokenizer(newer)
+        up.router.pools[0].instances[1].incarnation += "+"
+        await up.router.tell_fleet()
+        await until(url, exact=True)
+
+
+@pytest.mark.parametrize("away", [True, False], ids=["away", "refused"])
+@pytest.mark.parametrize("same", [True, False], ids=["same tokens", "others"])
+async def test_a_revision_that_cannot_be_had_costs_only_its_engines(tmp_path: Path, away: bool, same: bool) -> None:
+    async with two_revisions(tmp_path) as (up, hub, newer), gateway(up, hub.url, tmp_path / "home") as url:
+        await until(url, exact=True)
+        if away:
+            hub.broken = True
+        else:
+            del hub.others[B.partition("@")[2]]
+            hub.models[ID] = tmp_path  # main has nothing of use
+        asked = len(hub.asked)
+        await restart(up, None if same else newer, B)
+        await eventually(lambda: len(hub.asked) > asked, "the hub is asked for it")
+        if same:
+            await until(url, exact=True)
+            return
+        await until(url, tokenizer="inexact")
+        # The canary leaves, and the hub is as it was.
+        canary = up.router.pools[0].instances[0]
+        up.router.pools[0].model_root = A
+        kept = up.router.pools[0].instances[1]
+        del up.router.pools[0].instances[:]
+        up.router.pools[0].instances.append(kept)
+        await up.router.tell_fleet()
+        await until(url, exact=True)
+        assert canary.url != kept.url
+
+
+async def test_what_was_kept_of_one_commit_serves_where_another_is_refused(tmp_path: Path) -> None:
+    """A cache that was filled by a commit alone does not say which of them main is."""
+    async with two_revisions(tmp_path) as (up, hub, _):
+        async with gateway(up, hub.url, tmp_path / "home") as url:
+            await until(url, exact=True)
+        hub.token, up.router.pools[0].model_root = "hf_secret", B
+        async with gateway(up, hub.url, tmp_path / "home") as url:
+            await until(url, exact=True)
+
+
+async def test_a_revision_that_the_hub_does_not_know_is_replaced_by_main(tmp_path: Path) -> None:
+    async with hub_stack(tmp_path, f"{ID}@master") as (up, hub), gateway(up, hub.url, tmp_path / "home") as url:
+        await until(url, exact=True)

@@ -78,9 +78,11 @@ class Scrape:
     tokenizer: Mapping[str, str] = field(default_factory=dict)
 
     def tokenizer_place(self, root: str) -> str:
-        """Where the engine's tokenizer is from: a folder, or a hub id with or without @REVISION; without the package `root`, what
-        /v1/models says."""
+        """Where the engine's tokenizer is from: a folder, or a hub id with or without @REVISION. `root` is what /v1/models says
+        of the model: it counts without the package, and where it is a hub id and the tokenizer is in a folder of the engine's."""
         place, revision = self.tokenizer.get("tokenizer") or root, self.tokenizer.get("revision", "")
+        if place.startswith("/") and not root.startswith("/"):
+            return root
         return f"{place}@{revision}" if revision else place
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,11 +19,10 @@ from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
 from pointsman.gateway.core.tokens.token_cache import TokenCache
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-# Of a branch, a tag, a reference or a commit; no path that leads out of the cache.
-_REVISION = re.compile(r"(?!.*\.\.)[\w.][\w./-]{0,199}")
 _PATTERNS = [*_FILES, "additional_chat_templates/*.jinja"]
 TOO_MANY_REQUESTS = 429
 HUB_S = 10.0
+_MAX_REVISION = 200  # characters
 # All files together; the largest tokenizers of today have 35 MB.
 MAX_DOWNLOAD_BYTES = 256 << 20
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -63,8 +61,8 @@ def load_tokenizer(folder: Path, cache: TokenCache | None = None) -> ModelTokeni
 @dataclass(frozen=True)
 class HubRules:
     """What may be had of a hub. `owners`: those, or OWNER/NAME, that may be downloaded from; none: all. `engine_cache`: the
-    HF_HOME of engines, which is only read. `other_revision`: while the hub is away, what is kept of another revision than the one
-    that is named will do (its tokens are compared with the engine's)."""
+    HF_HOME of engines, which is only read. `other_revision`: where the revision that is named cannot be had, what is kept of
+    another one will do, or the hub's main (tokens are compared with the engine's)."""
 
     owners: tuple[str, ...] = ()
     engine_cache: Path | None = None
@@ -88,14 +86,24 @@ def find_tokenizer(place: str, rules: HubRules = HubRules(), *, newest: bool = F
     repository, _, revision = place.partition("@")
     if not place or folder.is_absolute() or repository.count("/") > 1:
         raise TokenizerNotFound(f"no folder {place!r} here: mount it, or name the model's tokenizer by --tokenizers")
-    if revision and not _REVISION.fullmatch(revision):
+    if revision and not _is_revision(revision):
         raise TokenizerNotFound(f"{place!r} names no revision")
     try:
         return _from_hub(place, repository, revision or None, rules, newest)
-    except HubUnreachable:
-        if revision and rules.other_revision and not newest and (kept := _kept(repository, None, rules)) is not None:
+    except TokenizerNotFound as missing:
+        if not (revision and rules.other_revision) or newest:
+            raise
+        if (kept := _any_kept(repository, rules)) is not None:
             return kept
+        if isinstance(missing.__cause__, huggingface_hub.errors.RevisionNotFoundError):
+            return _from_hub(place, repository, None, rules, newest)
         raise
+
+
+def _is_revision(text: str) -> bool:
+    """Whether it may be a branch, a tag, a reference or a commit, and leads out of no cache."""
+    parts = text.split("/")
+    return len(text) <= _MAX_REVISION and text.isprintable() and " " not in text and not {"", ".", ".."} & {*parts}
 
 
 def _from_hub(place: str, repository: str, revision: str | None, rules: HubRules, newest: bool) -> Path:
@@ -138,6 +146,20 @@ def _kept(repository: str, revision: str | None, rules: HubRules) -> Path | None
     return next((found for cache in caches if (found := _cached(repository, revision, cache)) is not None), None)
 
 
+def _any_kept(repository: str, rules: HubRules) -> Path | None:
+    """The folder of the revision that a local cache has of main, or else of the newest that it has at all."""
+    if (kept := _kept(repository, None, rules)) is not None:
+        return kept
+    hubs = [Path(huggingface_hub.constants.HF_HUB_CACHE), *([rules.engine_cache / "hub"] if rules.engine_cache else [])]
+    name = f"models--{repository.replace('/', '--')}"
+    found = [folder for hub in hubs for folder in (hub / name / "snapshots").glob("*") if _is_whole(folder)]
+    return max(found, key=lambda folder: folder.stat().st_mtime, default=None)
+
+
+def _is_whole(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in _FILES[:2])
+
+
 def _cached(repository: str, revision: str | None, cache: Path | None) -> Path | None:
     """The folder where a local cache (None: in HF_HOME) has all of the files; None where some of them are missing. Engines fetch
     files one by one: there may be tokenizer.json without the chat template, and nothing that tells what else there is."""
@@ -149,7 +171,7 @@ def _cached(repository: str, revision: str | None, cache: Path | None) -> Path |
         )
     except FileNotFoundError:  # LocalEntryNotFoundError and IncompleteSnapshotError
         return None
-    return folder if all((folder / name).is_file() for name in _FILES[:2]) else None
+    return folder if _is_whole(folder) else None
 
 
 def _downloaded(repository: str, revision: str | None) -> Path:

@@ -18,7 +18,7 @@ from pointsman.gateway.core.tenants import DEFAULT_TENANT
 from pointsman.gateway.core.tokens.chat_template import Unrenderable
 from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
 from pointsman.gateway.core.tokens.token_cache import TokenCache
-from pointsman.gateway.io.tokenizer_files import find_tokenizer, load_tokenizer
+from pointsman.gateway.io.tokenizer_files import HubRules, find_tokenizer, load_tokenizer
 from pointsman.router.v1 import placement_pb2
 from pointsman.shadow.core.pending_requests import ArrivedRequest
 
@@ -53,7 +53,8 @@ class RequestReader:
         self, model: str, source: str, served_names: tuple[str, ...] = (), lora_names: tuple[str, ...] = ()
     ) -> None:
         """A model there is, by these other names, too, and with these adapters. Raises TokenizerNotFound. Mutates."""
-        self._add(model, load_tokenizer(find_tokenizer(source), self._cache), served_names, lora_names)
+        folder = find_tokenizer(source, HubRules(other_revision=True))
+        self._add(model, load_tokenizer(folder, self._cache), served_names, lora_names)
 
     def add_model_without_tokenizer(self, model: str, served_names: tuple[str, ...], why: str) -> None:
         """A model whose requests have no keys. Mutates."""

@@ -75,3 +75,19 @@ def test_an_announcement_is_read_from_the_page() -> None:
     assert scrape.kv_transfer == ANNOUNCED
     assert list(scrape.ranks) == [0]
     assert parse_metrics(b'vllm:num_requests_running{engine="0"} 2.0\n').kv_transfer == {}
+
+
+@pytest.mark.parametrize(
+    ("told", "root", "place"),
+    [
+        ({}, "maker/tiny", "maker/tiny"),
+        ({"tokenizer": "maker/tiny", "revision": "abc"}, "maker/tiny", "maker/tiny@abc"),
+        ({"tokenizer": "maker/tokens", "revision": ""}, "/models/tiny", "maker/tokens"),
+        ({"tokenizer": "/models/tokens", "revision": ""}, "/models/tiny", "/models/tokens"),
+        ({"tokenizer": "/tmp/of/the/engine", "revision": ""}, "maker/tiny", "maker/tiny"),
+    ],
+)
+def test_where_a_tokenizer_is_from(told: dict[str, str], root: str, place: str) -> None:
+    labels = ",".join(f'{name}="{value}"' for name, value in told.items())
+    page = f"pointsman_tokenizer_info{{{labels}}} 1.0\n" if told else ""
+    assert parse_metrics((page + 'vllm:num_requests_running{engine="0"} 2.0\n').encode()).tokenizer_place(root) == place

@@ -160,3 +160,10 @@ def test_a_folder_has_no_revision(module: Any, tmp_path: Path) -> None:
     engine = config(None)
     engine.model_config.tokenizer, engine.model_config.tokenizer_revision = str(tmp_path), "v2"
     assert module.tokenizer_place(engine) == {"tokenizer": str(tmp_path), "revision": ""}
+
+
+def test_a_hubs_cache_is_told_as_what_is_kept_there(module: Any) -> None:
+    """Offline, vLLM names the folder in place of the model."""
+    engine = config(None)
+    engine.model_config.tokenizer = "/root/.cache/huggingface/hub/models--maker--tiny-coder/snapshots/abc123"
+    assert module.tokenizer_place(engine) == {"tokenizer": "maker/tiny-coder", "revision": "abc123"}

@@ -127,13 +127,15 @@ class ModelPools:
         await asyncio.gather(*self._checks.values(), return_exceptions=True)
 
     def _check_soon(self, state: PoolState) -> None:
-        wanted = {(one.url, one.incarnation) for one in state.pool.instances}
+        wanted = _incarnations(state)
         state.verified &= wanted
         state.hub_asked_for &= wanted
         if wanted - state.verified:
             state.inexact_endpoints.clear()  # another incarnation may be another version
         check = self._checks.get(state.pool.model)
-        if (wanted - state.verified) and (check is None or check.done()):
+        if not wanted - state.verified:
+            self._settle(state)  # one that differed may have left
+        elif check is None or check.done():
             self._checks[state.pool.model] = asyncio.create_task(self._check_and_log(state))
         self._publish(state)
 
@@ -160,71 +162,91 @@ class ModelPools:
             self._set_status(state, TokenizerStatus.INEXACT, f"the check failed: {type(error).__name__}")
 
     async def _check(self, state: PoolState) -> None:
-        """Until every instance is verified, or one is found to differ."""
-        source = self._source(state)
-        tries = 0
-        while state.tokenizer is None or state.source != source:
-            try:
-                state.tokenizer = await self._loaded(source)
-                state.source = source
-            except TokenizerNotFound as missing:
-                state.tokenizer = None
-                self._set_status(state, TokenizerStatus.INEXACT, str(missing))
-                if not isinstance(missing, HubUnreachable):
+        """Until every instance is verified, or one is found to differ. Where the engines tell another source than the tokenizer
+        is from, it is replaced; as long as that one cannot be had, the old one is compared: what the engines say of it counts."""
+        tried, missing, ask_at, away, silent = "", None, 0.0, 0, 0
+        while True:
+            source = self._source(state)
+            if state.tokenizer is not None and state.source == source:
+                missing = None
+            elif missing is None or source != tried or (_passes(missing) and time.monotonic() >= ask_at):
+                tried, missing = source, await self._replaced(state, source)
+                ask_at = time.monotonic() + ASK_HUB_AGAIN_S[-1]
+            compared = await self._compared(state)
+            differing = {instance: difference for instance, difference in compared.items() if difference}
+            if differing and missing is None:
+                difference = min(differing.values())
+                self._set_status(state, TokenizerStatus.INEXACT, f"{difference}; the hub is asked for its revision")
+                missing = await self._updated(state, set(differing))
+                if missing is None:
+                    continue
+            if differing and not differing.keys() & _incarnations(state):
+                continue  # those that differed have left meanwhile
+            if state.tokenizer is None or differing:
+                reason = "; ".join(filter(None, [*sorted(differing.values())[:1], str(missing)]))
+                self._set_status(state, TokenizerStatus.INEXACT, reason)
+                if not _passes(missing):
+                    # Checked again when an instance comes or restarts: a tokenizer does not change by itself.
                     return
-                await asyncio.sleep(ASK_HUB_AGAIN_S[min(tries, len(ASK_HUB_AGAIN_S) - 1)])
-                tries += 1
-                # The engines may be others by now.
-                source = self._source(state)
-        silent = 0
-        while left := {(one.url, one.incarnation) for one in state.pool.instances} - state.verified:
-            if source != self._source(state):
-                # The engines have changed their model while they were silent.
-                await self._check(state)
-                return
-            asked = await asyncio.gather(*(self._compare(state, url) for url, _ in sorted(left)))
-            for instance, difference in zip(sorted(left), asked, strict=True):
-                if difference == "":
-                    state.verified.add(instance)
-            differences = [difference for difference in asked if difference]
-            differing = {instance for instance, difference in zip(sorted(left), asked, strict=True) if difference}
-            if differences and await self._updated(state, source, differing, differences[0]):
+                await asyncio.sleep(ASK_HUB_AGAIN_S[min(away, len(ASK_HUB_AGAIN_S) - 1)])
+                ask_at, away = 0.0, away + 1
                 continue
-            if differences:
-                # Checked again when an instance comes or restarts: a tokenizer does not change by itself.
-                self._set_status(state, TokenizerStatus.INEXACT, differences[0])
+            self._settle(state)
+            if None not in compared.values():
                 return
-            if "" in asked:
-                self._set_status(state, TokenizerStatus.EXACT)
-            else:
-                silent += 1
-                if silent == SILENT_ROUNDS and not state.verified:
-                    self._set_status(state, TokenizerStatus.INEXACT, "no instance answers /tokenize")
-            if None in asked:
-                await asyncio.sleep(ASK_AGAIN_S[min(silent, len(ASK_AGAIN_S) - 1)])
+            silent = 0 if "" in compared.values() else silent + 1
+            if silent == SILENT_ROUNDS and not state.verified:
+                self._set_status(state, TokenizerStatus.INEXACT, "no instance answers /tokenize")
+            await asyncio.sleep(ASK_AGAIN_S[min(silent, len(ASK_AGAIN_S) - 1)])
+
+    def _settle(self, state: PoolState) -> None:
+        """What is equal to every engine that could be asked is exact."""
+        if state.verified and state.tokenizer is not None:
+            self._set_status(state, TokenizerStatus.EXACT)
+
+    async def _compared(self, state: PoolState) -> dict[tuple[str, str], str | None]:
+        """What differs at each instance that is not verified, as _compare() says it; those without a difference are, then."""
+        if state.tokenizer is None:
+            return {}
+        left = sorted(_incarnations(state) - state.verified)
+        asked = await asyncio.gather(*(self._compare(state, url) for url, _ in left))
+        compared = dict(zip(left, asked, strict=True))
+        state.verified |= {instance for instance, difference in compared.items() if difference == ""}
+        return compared
+
+    async def _replaced(self, state: PoolState, source: str) -> TokenizerNotFound | None:
+        """Use the tokenizer of another source; what is in the way of it."""
+        try:
+            self._use(state, source, await self._loaded(source))
+        except TokenizerNotFound as missing:
+            return missing
+        return None
+
+    def _use(self, state: PoolState, source: str, tokenizer: ModelTokenizer) -> None:
+        """Use another tokenizer, once it has been compared."""
+        if state.tokenizer is not None:
+            self._set_status(state, TokenizerStatus.INEXACT, "another tokenizer is compared")
+        state.tokenizer, state.source = tokenizer, source
+        state.verified.clear()
 
     def _source(self, state: PoolState) -> str:
         return self._tokenizers.get(state.pool.model) or state.pool.model_root
 
-    async def _updated(self, state: PoolState, source: str, differing: set[tuple[str, str]], difference: str) -> bool:
-        """Whether the hub was asked for what it has now of a tokenizer that differs from these instances': once for each of them,
-        as its engine may have another revision than was kept here. All are compared again then."""
-        if not follows_hub(source, pinned=source in self._tokenizers.values()) or differing <= state.hub_asked_for:
-            return False
+    async def _updated(self, state: PoolState, differing: set[tuple[str, str]]) -> TokenizerNotFound | None:
+        """Use what the hub has now of a tokenizer that differs from these instances', once for each of them: its engine may have
+        another revision than was kept here. What is in the way of it; an error without words where the hub has nothing else."""
+        known = differing <= state.hub_asked_for
+        if known or not follows_hub(state.source, pinned=state.source in self._tokenizers.values()):
+            return TokenizerNotFound("")
+        try:
+            newest = await self._loaded(state.source, newest=True)
+        except TokenizerNotFound as missing:
+            if not _passes(missing):
+                state.hub_asked_for |= differing
+            return missing
         state.hub_asked_for |= differing
-        self._set_status(state, TokenizerStatus.INEXACT, f"{difference}; the hub is asked for its revision")
-        for pause in (*ASK_HUB_AGAIN_S, None):
-            try:
-                state.tokenizer = await self._loaded(source, newest=True)
-            except TokenizerNotFound as missing:
-                self._set_status(state, TokenizerStatus.INEXACT, f"{difference}; {missing}")
-                if pause is None or not isinstance(missing, HubUnreachable):
-                    return False
-                await asyncio.sleep(pause)
-            else:
-                state.verified.clear()
-                return True
-        return False
+        self._use(state, state.source, newest)
+        return None
 
     async def _loaded(self, source: str, *, newest: bool = False) -> ModelTokenizer:
         """The tokenizer of `source`. Raises TokenizerNotFound, and HubUnreachable where it does not come in time."""
@@ -248,6 +270,15 @@ class ModelPools:
         except UpstreamError as error:
             log.debug("instance does not answer /tokenize", model=state.pool.model, error=error.text)
             return None
+
+
+def _incarnations(state: PoolState) -> set[tuple[str, str]]:
+    return {(one.url, one.incarnation) for one in state.pool.instances}
+
+
+def _passes(missing: TokenizerNotFound | None) -> bool:
+    """Whether what is in the way may be gone at another try."""
+    return isinstance(missing, HubUnreachable)
 
 
 def _load_aside(source: str, hub: HubRules, newest: bool, cache: TokenCache) -> asyncio.Future[ModelTokenizer]:
