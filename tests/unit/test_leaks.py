@@ -84,6 +84,13 @@ async def test_async_channel_and_server():
 async def test_task():
     KEPT.append(asyncio.create_task(asyncio.sleep(60), name="endless"))
 
+async def test_task_that_waits_for_its_turn():
+    async def turns():
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    KEPT.append(asyncio.create_task(turns()))
+
 async def test_finished_task():
     await asyncio.create_task(asyncio.sleep(0))
 
