@@ -18,7 +18,7 @@ import pytest
 
 from pointsman.common.core.block_keys import prompt_keys
 from pointsman.gateway.io import tokenizer_files
-from pointsman.gateway.io.routing import model_pools
+from pointsman.gateway.io.routing import model_pools, pool_check
 from pointsman.gateway.io.tokenizer_files import load_tokenizer
 from tests.support.fakes.gateway_peers import MODEL, Stack, stack
 from tests.support.fakes.hub import SHA, FakeHub
@@ -107,7 +107,7 @@ async def test_a_hub_that_never_answers_keeps_nobody_waiting(tmp_path: Path, mon
 
     monkeypatch.setattr(model_pools, "find_tokenizer", find)
     monkeypatch.setattr(model_pools, "LOAD_S", 0.2)
-    monkeypatch.setattr(model_pools, "ASK_HUB_AGAIN_S", (0.1,))
+    monkeypatch.setattr(pool_check, "ASK_HUB_AGAIN_S", (0.1,))
     async with stack(tmp_path, ready=False) as up:
         told = await until(up.url, tokenizer="inexact")
         assert "has not come" in told["reason"]

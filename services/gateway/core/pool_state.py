@@ -12,6 +12,7 @@ from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
 from pointsman.router.v1 import placement_pb2
 
 RECHECK_PAUSE_S = 60.0
+Incarnation = tuple[str, str]  # an instance's URL and incarnation
 
 
 class TokenizerStatus(enum.Enum):
@@ -31,15 +32,18 @@ class PoolState:
     source: str = ""
     tokenizer_status: TokenizerStatus = TokenizerStatus.CHECKING
     reason: str = "not checked yet"
-    verified: set[tuple[str, str]] = field(default_factory=set)  # (url, incarnation)
-    hub_asked_for: set[tuple[str, str]] = field(
-        default_factory=set
-    )  # that differed: for whom a newer revision was asked for
+    verified: set[Incarnation] = field(default_factory=set)
+    differed: set[Incarnation] = field(default_factory=set)  # when they were last compared with the tokenizer
+    hub_asked_for: set[Incarnation] = field(default_factory=set)  # that differed: for whom its newest was asked for
     mismatches: Counter[Endpoint] = field(default_factory=Counter)  # in a row
     inexact_endpoints: set[Endpoint] = field(
         default_factory=set
     )  # APIs whose prompts we were seen to convert otherwise
     rechecked_at: float = -RECHECK_PAUSE_S
+
+    def incarnations(self) -> frozenset[Incarnation]:
+        """Those of the instances that are there."""
+        return frozenset((one.url, one.incarnation) for one in self.pool.instances)
 
     def tokenizer_for(self, endpoint: Endpoint) -> ModelTokenizer | None:
         """The tokenizer, where its tokens are known to be the engine's for an API's prompts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -51,7 +52,7 @@ def load_tokenizer(folder: Path, cache: TokenCache | None = None) -> ModelTokeni
         specials = _special_tokens(_json(folder / "special_tokens_map.json") | config)
         templates = _templates(folder, config)
         compiled = {name: ChatTemplate(source, specials, datetime.now) for name, source in templates.items()}
-    except (ValueError, jinja2.TemplateError) as error:
+    except (ValueError, TypeError, KeyError, OSError, RecursionError, jinja2.TemplateError) as error:
         raise TokenizerNotFound(f"{folder}: {error}") from error
     used = [templates[name] for name in ("default", "tool_use") if name in templates]
     merges_system = any(map(system_only_first, used))
@@ -72,7 +73,7 @@ class HubRules:
 def follows_hub(place: str, *, pinned: bool) -> bool:
     """Whether the hub may have the tokenizer of `place` otherwise than it is kept here. `pinned`: none but the revision that it
     names, if it names one, will do."""
-    return bool(place) and not (pinned and "@" in place) and not Path(place).is_absolute() and not Path(place).is_dir()
+    return bool(place) and not (pinned and "@" in place) and not Path(place).is_absolute() and not os.path.isdir(place)
 
 
 def find_tokenizer(place: str, rules: HubRules = HubRules(), *, newest: bool = False) -> Path:
@@ -81,7 +82,7 @@ def find_tokenizer(place: str, rules: HubRules = HubRules(), *, newest: bool = F
     another revision now. Blocks. Raises TokenizerNotFound; HubUnreachable where another try may find it."""
     folder = Path(place)
     # Path("") is the working directory, which nobody meant.
-    if place and folder.is_dir():
+    if place and os.path.isdir(folder):
         return folder
     repository, _, revision = place.partition("@")
     if not place or folder.is_absolute() or repository.count("/") > 1:

@@ -16,6 +16,7 @@ from pointsman.gateway.core.pool_state import RECHECK_PAUSE_S, PoolState, Tokeni
 from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
 from pointsman.gateway.core.tokens.token_cache import TokenCache
 from pointsman.gateway.io.engines.engine_client import Upstream, UpstreamError
+from pointsman.gateway.io.routing.pool_check import PoolCheck
 from pointsman.gateway.io.routing.tokenizer_check import first_difference
 from pointsman.gateway.io.telemetry.metrics import GatewayMetrics
 from pointsman.gateway.io.tokenizer_files import (
@@ -23,18 +24,14 @@ from pointsman.gateway.io.tokenizer_files import (
     HubUnreachable,
     TokenizerNotFound,
     find_tokenizer,
-    follows_hub,
     load_tokenizer,
 )
 from pointsman.router.v1 import placement_pb2
 
 log = structlog.get_logger()
 
-ASK_AGAIN_S = (0.5, 1.0, 2.0, 5.0, 10.0)
-SILENT_ROUNDS = 3  # without an answer from any instance, before the model is declared without exact tokens
 MISMATCHES = 3
 LOAD_S = 30.0
-ASK_HUB_AGAIN_S = (5.0, 15.0, 60.0)
 _CONVERTED = frozenset({Endpoint.RESPONSES, Endpoint.MESSAGES})
 
 
@@ -56,7 +53,8 @@ class ModelPools:
         self._tokenizers = tokenizers
         self._cache = cache
         self._states: dict[str, PoolState] = {}
-        self._checks: dict[str, asyncio.Task[None]] = {}
+        self._checks: dict[str, PoolCheck] = {}
+        self._closing: set[asyncio.Task[None]] = set()
         self._loading: dict[
             tuple[str, bool], asyncio.Future[ModelTokenizer]
         ] = {}  # by source, and whether it is to be the newest
@@ -67,14 +65,18 @@ class ModelPools:
         gone = self._states.keys() - {pool.model for pool in fleet.pools}
         for model in gone:
             del self._states[model]
-            if (check := self._checks.pop(model, None)) is not None:
-                check.cancel()
+            closing = asyncio.ensure_future(self._checks.pop(model).close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
             self._telemetry.exact.remove(model)
         self._names = names_of(fleet.pools)
         for pool in fleet.pools:
             state = self._states.setdefault(pool.model, PoolState(pool))
             state.pool = pool
-            self._check_soon(state)
+            if pool.model not in self._checks:
+                self._checks[pool.model] = PoolCheck(self, state)
+            self._checks[pool.model].notice()
+            self._publish(state)
 
     def resolve(self, name: str) -> tuple[PoolState, str] | None:
         """The pool that a client's `name` means, and the LoRA adapter it names ("" for none); None when unknown."""
@@ -113,37 +115,24 @@ class ModelPools:
         if time.monotonic() - state.rechecked_at >= RECHECK_PAUSE_S:
             state.mismatches[endpoint], state.rechecked_at = 0, time.monotonic()
             log.warning("the engine counts other prompt tokens; checking again", model=state.pool.model)
-            state.verified.clear()
-            self._check_soon(state)
+            self._checks[state.pool.model].notice(again=True)
 
     async def checked(self) -> None:
-        """Until the checks that are under way have come to an end."""
-        await asyncio.gather(*self._checks.values())
+        """Until the checks that are under way are over, or wait for something to change."""
+        await asyncio.gather(*(check.rested() for check in self._checks.values()))
 
     async def close(self) -> None:
         """End all checks."""
-        for check in self._checks.values():
-            check.cancel()
-        await asyncio.gather(*self._checks.values(), return_exceptions=True)
-
-    def _check_soon(self, state: PoolState) -> None:
-        wanted = _incarnations(state)
-        state.verified &= wanted
-        state.hub_asked_for &= wanted
-        if wanted - state.verified:
-            state.inexact_endpoints.clear()  # another incarnation may be another version
-        check = self._checks.get(state.pool.model)
-        if not wanted - state.verified:
-            self._settle(state)  # one that differed may have left
-        elif check is None or check.done():
-            self._checks[state.pool.model] = asyncio.create_task(self._check_and_log(state))
-        self._publish(state)
+        await asyncio.gather(*(check.close() for check in self._checks.values()), *self._closing)
 
     def _publish(self, state: PoolState) -> None:
         self._telemetry.exact.labels(state.pool.model).set(state.tokenizer_status is TokenizerStatus.EXACT)
         self._telemetry.count_mismatch.labels(state.pool.model)  # from 0, or the first would be no increase
 
-    def _set_status(self, state: PoolState, tokenizer_status: TokenizerStatus, reason: str = "") -> None:
+    # What checks ask.
+
+    def set_status(self, state: PoolState, tokenizer_status: TokenizerStatus, reason: str = "") -> None:
+        """As Tokenizers has it."""
         if (state.tokenizer_status, state.reason) == (tokenizer_status, reason):
             return
         state.tokenizer_status, state.reason = tokenizer_status, reason
@@ -153,107 +142,20 @@ class ModelPools:
         else:
             log.warning("placing without block keys", model=state.pool.model, reason=reason)
 
-    async def _check_and_log(self, state: PoolState) -> None:
-        try:
-            await self._check(state)
-        except Exception as error:
-            # Nobody awaits this task: unsaid, a fault would leave the model "checking" for ever.
-            log.exception("a fault in the tokenizer check", model=state.pool.model)
-            self._set_status(state, TokenizerStatus.INEXACT, f"the check failed: {type(error).__name__}")
-
-    async def _check(self, state: PoolState) -> None:
-        """Until every instance is verified, or one is found to differ. Where the engines tell another source than the tokenizer
-        is from, it is replaced; as long as that one cannot be had, the old one is compared: what the engines say of it counts."""
-        tried, missing, ask_at, away, silent = "", None, 0.0, 0, 0
-        while True:
-            source = self._source(state)
-            if state.tokenizer is not None and state.source == source:
-                missing = None
-            elif missing is None or source != tried or (_passes(missing) and time.monotonic() >= ask_at):
-                tried, missing = source, await self._replaced(state, source)
-                ask_at = time.monotonic() + ASK_HUB_AGAIN_S[-1]
-            compared = await self._compared(state)
-            differing = {instance: difference for instance, difference in compared.items() if difference}
-            if differing and missing is None:
-                difference = min(differing.values())
-                self._set_status(state, TokenizerStatus.INEXACT, f"{difference}; the hub is asked for its revision")
-                missing = await self._updated(state, set(differing))
-                if missing is None:
-                    continue
-            if differing and not differing.keys() & _incarnations(state):
-                continue  # those that differed have left meanwhile
-            if state.tokenizer is None or differing:
-                reason = "; ".join(filter(None, [*sorted(differing.values())[:1], str(missing)]))
-                self._set_status(state, TokenizerStatus.INEXACT, reason)
-                if not _passes(missing):
-                    # Checked again when an instance comes or restarts: a tokenizer does not change by itself.
-                    return
-                await asyncio.sleep(ASK_HUB_AGAIN_S[min(away, len(ASK_HUB_AGAIN_S) - 1)])
-                ask_at, away = 0.0, away + 1
-                continue
-            self._settle(state)
-            if None not in compared.values():
-                return
-            silent = 0 if "" in compared.values() else silent + 1
-            if silent == SILENT_ROUNDS and not state.verified:
-                self._set_status(state, TokenizerStatus.INEXACT, "no instance answers /tokenize")
-            await asyncio.sleep(ASK_AGAIN_S[min(silent, len(ASK_AGAIN_S) - 1)])
-
-    def _settle(self, state: PoolState) -> None:
-        """What is equal to every engine that could be asked is exact."""
-        if state.verified and state.tokenizer is not None:
-            self._set_status(state, TokenizerStatus.EXACT)
-
-    async def _compared(self, state: PoolState) -> dict[tuple[str, str], str | None]:
-        """What differs at each instance that is not verified, as _compare() says it; those without a difference are, then."""
-        if state.tokenizer is None:
-            return {}
-        left = sorted(_incarnations(state) - state.verified)
-        asked = await asyncio.gather(*(self._compare(state, url) for url, _ in left))
-        compared = dict(zip(left, asked, strict=True))
-        state.verified |= {instance for instance, difference in compared.items() if difference == ""}
-        return compared
-
-    async def _replaced(self, state: PoolState, source: str) -> TokenizerNotFound | None:
-        """Use the tokenizer of another source; what is in the way of it."""
-        try:
-            self._use(state, source, await self._loaded(source))
-        except TokenizerNotFound as missing:
-            return missing
-        return None
-
-    def _use(self, state: PoolState, source: str, tokenizer: ModelTokenizer) -> None:
-        """Use another tokenizer, once it has been compared."""
-        if state.tokenizer is not None:
-            self._set_status(state, TokenizerStatus.INEXACT, "another tokenizer is compared")
-        state.tokenizer, state.source = tokenizer, source
-        state.verified.clear()
-
-    def _source(self, state: PoolState) -> str:
+    def source(self, state: PoolState) -> str:
+        """As Tokenizers has it."""
         return self._tokenizers.get(state.pool.model) or state.pool.model_root
 
-    async def _updated(self, state: PoolState, differing: set[tuple[str, str]]) -> TokenizerNotFound | None:
-        """Use what the hub has now of a tokenizer that differs from these instances', once for each of them: its engine may have
-        another revision than was kept here. What is in the way of it; an error without words where the hub has nothing else."""
-        known = differing <= state.hub_asked_for
-        if known or not follows_hub(state.source, pinned=state.source in self._tokenizers.values()):
-            return TokenizerNotFound("")
-        try:
-            newest = await self._loaded(state.source, newest=True)
-        except TokenizerNotFound as missing:
-            if not _passes(missing):
-                state.hub_asked_for |= differing
-            return missing
-        state.hub_asked_for |= differing
-        self._use(state, state.source, newest)
-        return None
+    def is_pinned(self, source: str) -> bool:
+        """As Tokenizers has it: what an operator names."""
+        return source in self._tokenizers.values()
 
-    async def _loaded(self, source: str, *, newest: bool = False) -> ModelTokenizer:
-        """The tokenizer of `source`. Raises TokenizerNotFound, and HubUnreachable where it does not come in time."""
+    async def load(self, source: str, *, newest: bool = False) -> ModelTokenizer:
+        """As Tokenizers has it; HubUnreachable also where it does not come in time."""
         loading = self._loading.get((source, newest))
         if loading is None:
-            named = source in self._tokenizers.values()
-            hub = replace(self._hub, owners=()) if named else replace(self._hub, other_revision=True)
+            pinned = self.is_pinned(source)
+            hub = replace(self._hub, owners=()) if pinned else replace(self._hub, other_revision=True)
             loading = self._loading[source, newest] = _load_aside(source, hub, newest, self._cache)
             loading.add_done_callback(lambda _: self._loading.pop((source, newest)))
         try:
@@ -262,23 +164,14 @@ class ModelPools:
         except TimeoutError:
             raise HubUnreachable(f"{source!r} has not come from the hub in {LOAD_S:g} s") from None
 
-    async def _compare(self, state: PoolState, url: str) -> str | None:
-        """What differs ("" for nothing), None when the instance cannot be asked now."""
+    async def compare(self, state: PoolState, url: str) -> str | None:
+        """As Tokenizers has it."""
         assert state.tokenizer is not None
         try:
             return await first_difference(self._upstream, url, state.pool.model, state.tokenizer)
         except UpstreamError as error:
             log.debug("instance does not answer /tokenize", model=state.pool.model, error=error.text)
             return None
-
-
-def _incarnations(state: PoolState) -> set[tuple[str, str]]:
-    return {(one.url, one.incarnation) for one in state.pool.instances}
-
-
-def _passes(missing: TokenizerNotFound | None) -> bool:
-    """Whether what is in the way may be gone at another try."""
-    return isinstance(missing, HubUnreachable)
 
 
 def _load_aside(source: str, hub: HubRules, newest: bool, cache: TokenCache) -> asyncio.Future[ModelTokenizer]:
@@ -297,11 +190,16 @@ def _load_aside(source: str, hub: HubRules, newest: bool, cache: TokenCache) -> 
             found.exception()  # whoever waited may have left
 
     def load() -> None:
-        tokenizer, failed = None, None
+        tokenizer: ModelTokenizer | None = None
+        failed: TokenizerNotFound | None = None
         try:
             tokenizer = load_tokenizer(find_tokenizer(source, hub, newest=newest), cache)
+        except TokenizerNotFound as missing:
+            failed = missing
         except Exception as error:
-            failed = error
+            # Files that nobody expects: the tokenizer that is in use, if any, stays.
+            log.exception("a tokenizer cannot be read", source=source)
+            failed = TokenizerNotFound(f"the tokenizer of {source!r} cannot be read: {type(error).__name__}")
         with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
             loop.call_soon_threadsafe(tell, tokenizer, failed)
 
