@@ -515,7 +515,9 @@ class ClientConnection(asyncio.Protocol):
             # Once more, lest only the kernel has sent everything it has.
             self._watch(now)
             self.deadline = now + LINGER_S
-        elif unsent and waited < self._limits.stall_s:
+        elif (
+            unsent and now < self._watched_at + self._limits.stall_s
+        ):  # as the deadline is made: a difference is rounded
             self.deadline = now + LINGER_S
         elif unsent and self._watched - unsent >= max(1, self._limits.min_read_bytes_per_s * waited):
             self._watch(now)
