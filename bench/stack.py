@@ -29,6 +29,7 @@ from tests.support.router import Client, Report
 from tests.support.waiting import until
 
 MODEL = "m"  # also what Report names
+MAX_MODEL_LEN = 131_072  # as the mock engine says
 READY_WITHIN_S = 60.0
 VLLM_ROUTER = "vllm-router==0.1.17"
 
@@ -175,7 +176,8 @@ async def pointsman(
             client = Client(channel)
             reports = [Report(client) for _ in engines]
             for one, report in zip(engines, reports, strict=True):
-                await report.join(f"i{one.port}", url=f"http://127.0.0.1:{one.port}", model_root=model)
+                url = f"http://127.0.0.1:{one.port}"
+                await report.join(f"i{one.port}", url=url, model_root=model, max_model_len=MAX_MODEL_LEN)
             reporting = asyncio.create_task(_keep_reporting(reports))
             try:
                 await wait_until_ready(port)
