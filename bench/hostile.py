@@ -18,6 +18,7 @@ from bench.hostile_clients import HOSTILE, KEY
 INTERVAL_MS = 20.0
 SECONDS = 8.0
 KEYS = 10_000
+MAX_MODEL_LEN = 131_072  # without it a chat of 100,000 messages goes on to the mock engine, which stops to parse it
 WHAT = {"ttft_ms": "TTFT", "gaps_ms": "gap between tokens"}
 
 
@@ -31,7 +32,8 @@ async def hostile() -> list[Figure]:
         async with fleet(INTERVAL_MS) as (engines, model):
             for kind in HOSTILE:
                 # A gateway of its own each: its peak is what this kind has led to.
-                async with stack.pointsman(engines, model, "--api-keys-file", str(keys)) as (gateway, _):
+                flags = ("--api-keys-file", str(keys))
+                async with stack.pointsman(engines, model, *flags, max_model_len=MAX_MODEL_LEN) as (gateway, _):
                     figures += await _beside(kind, gateway)
     return figures
 

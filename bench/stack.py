@@ -29,7 +29,6 @@ from tests.support.router import Client, Report
 from tests.support.waiting import until
 
 MODEL = "m"  # also what Report names
-MAX_MODEL_LEN = 131_072  # as the mock engine says
 READY_WITHIN_S = 60.0
 VLLM_ROUTER = "vllm-router==0.1.17"
 
@@ -166,9 +165,9 @@ async def router(*flags: str) -> AsyncIterator[tuple[str, ServerProcess]]:
 
 @contextlib.asynccontextmanager
 async def pointsman(
-    engines: list[ServerProcess], model: str, *flags: str
+    engines: list[ServerProcess], model: str, *flags: str, max_model_len: int = 0
 ) -> AsyncIterator[tuple[ServerProcess, ServerProcess]]:
-    """A gateway that trusts its tokens, and its router, each a process, over `engines`."""
+    """A gateway that trusts its tokens, and its router, each a process, over `engines` of that context (0: nobody tells it)."""
     async with router() as (router_at, placing), open_channel(router_at) as channel:
         port = free_port()
         command = pointsman_command("gateway", "--listen", f"127.0.0.1:{port}", "--routers", router_at, *flags)
@@ -177,7 +176,7 @@ async def pointsman(
             reports = [Report(client) for _ in engines]
             for one, report in zip(engines, reports, strict=True):
                 url = f"http://127.0.0.1:{one.port}"
-                await report.join(f"i{one.port}", url=url, model_root=model, max_model_len=MAX_MODEL_LEN)
+                await report.join(f"i{one.port}", url=url, model_root=model, max_model_len=max_model_len)
             reporting = asyncio.create_task(_keep_reporting(reports))
             try:
                 await wait_until_ready(port)
