@@ -11,6 +11,7 @@ from typing import Any
 
 import huggingface_hub
 import huggingface_hub.errors
+import huggingface_hub.file_download
 import jinja2
 from tokenizers import Tokenizer
 
@@ -152,7 +153,7 @@ def _any_kept(repository: str, rules: HubRules) -> Path | None:
     if (kept := _kept(repository, None, rules)) is not None:
         return kept
     hubs = [Path(huggingface_hub.constants.HF_HUB_CACHE), *([rules.engine_cache / "hub"] if rules.engine_cache else [])]
-    name = f"models--{repository.replace('/', '--')}"
+    name = huggingface_hub.file_download.repo_folder_name(repo_id=repository, repo_type="model")
     found = [folder for hub in hubs for folder in (hub / name / "snapshots").glob("*") if _is_whole(folder)]
     return max(found, key=lambda folder: folder.stat().st_mtime, default=None)
 

@@ -165,5 +165,5 @@ def test_a_folder_has_no_revision(module: Any, tmp_path: Path) -> None:
 def test_a_hubs_cache_is_told_as_what_is_kept_there(module: Any) -> None:
     """Offline, vLLM names the folder in place of the model."""
     engine = config(None)
-    engine.model_config.tokenizer = "/root/.cache/huggingface/hub/models--maker--tiny-coder/snapshots/abc123"
+    engine.model_config.tokenizer = "/cache/hub/models--maker--tiny-coder/snapshots/abc123"
     assert module.tokenizer_place(engine) == {"tokenizer": "maker/tiny-coder", "revision": "abc123"}
