@@ -111,6 +111,6 @@ class Routers:
         others = [name for name in self.states if name != self._last.get(pool)] or list(self.states)
         name = self._owner[pool] = preferred(pool, others)
         stored = self._stored[pool]
-        reservations = tuple(stored.reservations.values())
-        self.deliver(name, ev.PoolTaken(pool, reservations, dict(stored.sessions), stored.mean_work), now)
+        self.deliver(name, ev.PoolTaken(pool, tuple(stored.reservations.values()), stored.mean_work), now)
+        self.deliver(name, ev.SessionsRead(pool, dict(stored.sessions)), now)
         return name

@@ -12,6 +12,7 @@ import pytest
 import zmq.asyncio
 
 from pointsman.agent.core.kv_events import BlockRemoved
+from pointsman.agent.io import report_sender
 from pointsman.agent.io.state_file import StateFile
 from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman.common.core.block_keys import prompt_keys
@@ -265,12 +266,28 @@ async def test_a_resync_brings_a_snapshot(engine: FakeEngine, router: FakeRouter
         await eventually(lambda: router.streams[0].kinds.count("snapshot_end") == 2, "the second snapshot")
 
 
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (grpc.StatusCode.FAILED_PRECONDITION, "block size 24 is no multiple of 16"),
+        (grpc.StatusCode.ABORTED, "a newer stream reports this instance"),
+    ],
+    ids=["refused", "displaced"],
+)
 async def test_a_refusal_is_retried_slowly_and_told(
-    engine: FakeEngine, router: FakeRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine,
+    router: FakeRouter,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: grpc.StatusCode,
+    reason: str,
 ) -> None:
     monkeypatch.setenv("POINTSMAN_AGENT_TOKEN", "secret")
+    # A lost stream would be opened again before anything else is done.
+    monkeypatch.setattr(report_sender, "FIRST_RETRY_S", 0.0)
+    monkeypatch.setattr(report_sender, "LAST_RETRY_S", 0.0)
     engine.block_size = 24
-    router.refuse = (grpc.StatusCode.FAILED_PRECONDITION, "block size 24 is no multiple of 16")
+    router.refuse = (code, reason)
     async with running(engine.url, [router.address], tmp_path):
         await eventually(lambda: len(router.streams) == 1, "one attempt")
         looks = engine.generation_tokens

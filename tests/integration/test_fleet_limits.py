@@ -38,9 +38,12 @@ class Gateways:
         return sum(status != 429 for status in statuses)
 
     async def held(self, url: str, key: str) -> None:
-        """One request in flight, until it is cancelled: the model's instance never answers."""
-        async with self._http.post(f"{url}/v1/completions", json=HELD, headers={"x-api-key": key}):
-            pass
+        """One request in flight, until it is cancelled: the model's instance never answers. Sent again where it is refused: the
+        other gateway may have had a slot more than it used, which it gives back with its next report."""
+        while True:
+            async with self._http.post(f"{url}/v1/completions", json=HELD, headers={"x-api-key": key}) as answer:
+                assert answer.status == 429
+            await asyncio.sleep(0.1)
 
     async def figure(self, name: str) -> list[float]:
         """A figure of both pages of metrics."""

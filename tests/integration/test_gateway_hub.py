@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,12 +17,15 @@ from typing import Any
 import aiohttp
 import huggingface_hub
 import pytest
+import tqdm
+from huggingface_hub import constants
+from huggingface_hub.utils import _http
 
 from pointsman.common.core.block_keys import prompt_keys
 from pointsman.gateway.io import tokenizer_files
 from pointsman.gateway.io.routing import model_pools, pool_check
 from pointsman.gateway.io.tokenizer_files import load_tokenizer
-from tests.support.fakes.gateway_peers import MODEL, Stack, stack
+from tests.support.fakes.gateway_peers import MODEL, Peers, gateway_before, peers, stack
 from tests.support.fakes.hub import SHA, FakeHub
 from tests.support.gateway_requests import CHAT
 from tests.support.processes.gateway import gateway_running, ready, told_url
@@ -31,15 +36,35 @@ ID = "maker/tiny-coder"
 
 
 @asynccontextmanager
-async def gateway(
-    up: Stack, hub: str, folder: Path, token: str = "", proxy: str = "", **settings: str
+async def gateway(up: Peers, hub: str, folder: Path, **settings: Any) -> AsyncIterator[str]:
+    """A gateway of this process with a hub and a folder for what it gets from there; its URL."""
+    with pytest.MonkeyPatch.context() as patch:
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub)
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        patch.setattr(constants, "ENDPOINT", hub)
+        patch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        # The library's thread for progress bars would outlive the test, and between its tries it waits for up to 8 s.
+        patch.setattr(tqdm.tqdm, "monitor_interval", 0)
+        patch.setattr(_http, "time", SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 100)))
+        patch.setattr(pool_check, "ASK_HUB_AGAIN_S", (0.2, 1.0))
+        async with gateway_before(up, **settings) as (_, url):
+            yield url
+        huggingface_hub.close_session()
+
+
+@asynccontextmanager
+async def process(
+    up: Peers, hub: str, folder: Path, token: str = "", proxy: str = "", **settings: str
 ) -> AsyncIterator[str]:
-    """A gateway process with a hub and a folder for what it gets from there, and nothing else; its URL."""
+    """As gateway(), a process with these variables and nothing else."""
     environment = {"LISTEN": "127.0.0.1:0", "ROUTERS": up.router.address, **settings}
     others = {"HF_ENDPOINT": hub, "HF_HOME": str(folder), "HF_TOKEN": token, "HF_HUB_OFFLINE": "0"}
     others |= {"HTTP_PROXY": proxy, "http_proxy": proxy} if proxy else {}
     async with gateway_running(environment, **others) as (_, log):
         yield await told_url(log)
+    for line in log:
+        json.loads(line)
 
 
 async def health(url: str) -> dict[str, Any]:
@@ -66,16 +91,16 @@ async def fetched_by_an_engine(hub: str, cache: Path, call: str, *args: str) -> 
 
 
 @asynccontextmanager
-async def hub_stack(tmp_path: Path, root: str = ID, engines: int = 1) -> AsyncIterator[tuple[Stack, FakeHub]]:
-    async with stack(tmp_path, engines=engines) as up, FakeHub({ID: tmp_path / "model"}).serve() as hub:
+async def peers_and_hub(tmp_path: Path, root: str = ID, engines: int = 1) -> AsyncIterator[tuple[Peers, FakeHub]]:
+    async with peers(tmp_path, engines) as up, FakeHub({ID: tmp_path / "model"}).serve() as hub:
         (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
         up.router.pools[0].model_root = root
         yield up, hub
 
 
 async def test_what_the_engine_serves_comes_from_the_hub_and_is_kept(tmp_path: Path) -> None:
-    async with hub_stack(tmp_path) as (up, hub):
-        async with gateway(up, hub.url, tmp_path / "home") as url:
+    async with peers_and_hub(tmp_path) as (up, hub):
+        async with process(up, hub.url, tmp_path / "home") as url:
             await ready(url)
             await until(url, exact=True)
             async with aiohttp.ClientSession() as http:
@@ -83,13 +108,13 @@ async def test_what_the_engine_serves_comes_from_the_hub_and_is_kept(tmp_path: P
             assert list(up.router.places[-1].keys) == prompt_keys(up.engines[0].tokenizer.chat(CHAT), MODEL)
         assert not [path for path in hub.asked if path.endswith(".safetensors")]
         hub.broken, asked = True, len(hub.asked)
-        async with gateway(up, hub.url, tmp_path / "home") as url:
+        async with process(up, hub.url, tmp_path / "home") as url:
             await until(url, exact=True)
         assert len(hub.asked) == asked, "what is kept is not asked for"
 
 
 async def test_a_hub_that_is_away_is_asked_again_and_said(tmp_path: Path) -> None:
-    async with hub_stack(tmp_path) as (up, hub):
+    async with peers_and_hub(tmp_path) as (up, hub):
         hub.broken = True
         async with gateway(up, hub.url, tmp_path / "home") as url:
             told = await until(url, tokenizer="inexact")
@@ -117,7 +142,7 @@ async def test_a_hub_that_never_answers_keeps_nobody_waiting(tmp_path: Path, mon
 
 
 async def test_a_download_that_broke_off_is_made_whole(tmp_path: Path) -> None:
-    async with hub_stack(tmp_path) as (up, hub):
+    async with peers_and_hub(tmp_path) as (up, hub):
         hub.without = "tokenizer_config.json"
         async with gateway(up, hub.url, tmp_path / "home") as url:
             await until(url, tokenizer="inexact")
@@ -128,7 +153,7 @@ async def test_a_download_that_broke_off_is_made_whole(tmp_path: Path) -> None:
 
 async def test_what_an_engine_fetched_of_a_model_is_made_whole(tmp_path: Path) -> None:
     """Engines ask for file after file: a cache with tokenizer.json may lack the chat template, and tell nothing of it."""
-    async with hub_stack(tmp_path) as (up, hub):
+    async with peers_and_hub(tmp_path) as (up, hub):
         cache = tmp_path / "home" / "hub"
         await fetched_by_an_engine(hub.url, cache, "hf_hub_download", ID, "tokenizer.json")
         async with gateway(up, hub.url, tmp_path / "home") as url:
@@ -140,19 +165,19 @@ async def test_what_an_engine_fetched_of_a_model_is_made_whole(tmp_path: Path) -
 
 
 async def test_what_an_engine_has_in_its_cache_is_not_downloaded(tmp_path: Path) -> None:
-    async with hub_stack(tmp_path) as (up, hub):
+    async with peers_and_hub(tmp_path) as (up, hub):
         engines = tmp_path / "engines"
         await fetched_by_an_engine(hub.url, engines / "hub", "snapshot_download", ID)
         asked, engines_own = len(hub.asked), {"ENGINE_CACHE": str(engines), "HUB_OWNERS": "somebody"}
         hub.broken = True
-        async with gateway(up, hub.url, tmp_path / "home", **engines_own) as url:
+        async with process(up, hub.url, tmp_path / "home", **engines_own) as url:
             await until(url, exact=True)
         assert len(hub.asked) == asked
 
 
 @pytest.mark.parametrize("newer", [True, False], ids=["newer", "same"])
 async def test_engines_that_differ_are_compared_with_what_the_hub_has_now(tmp_path: Path, newer: bool) -> None:
-    async with hub_stack(tmp_path) as (up, hub), gateway(up, hub.url, tmp_path / "home") as url:
+    async with peers_and_hub(tmp_path) as (up, hub), gateway(up, hub.url, tmp_path / "home") as url:
         await until(url, exact=True)
         if newer:
             hub.sha = SHA[::-1]
@@ -182,15 +207,15 @@ async def test_engines_that_differ_are_compared_with_what_the_hub_has_now(tmp_pa
 @pytest.mark.parametrize(
     ("settings", "exact"),
     [
-        ({"HUB_OWNERS": "somebody"}, False),
-        ({"HUB_OWNERS": "somebody maker"}, True),
-        ({"HUB_OWNERS": ID}, True),
-        ({"HUB_OWNERS": "somebody", "TOKENIZERS": f"{MODEL}={ID}"}, True),
+        ({"hub_owners": "somebody"}, False),
+        ({"hub_owners": "somebody maker"}, True),
+        ({"hub_owners": ID}, True),
+        ({"hub_owners": "somebody", "tokenizers": f"{MODEL}={ID}"}, True),
     ],
     ids=["others", "owner", "model", "named"],
 )
 async def test_only_some_owners_may_be_downloaded_from(tmp_path: Path, settings: dict[str, str], exact: bool) -> None:
-    async with hub_stack(tmp_path) as (up, hub), gateway(up, hub.url, tmp_path / "home", **settings) as url:
+    async with peers_and_hub(tmp_path) as (up, hub), gateway(up, hub.url, tmp_path / "home", **settings) as url:
         told = await until(url, tokenizer="exact" if exact else "inexact")
         assert exact or ("hub_owners" in told["reason"] and hub.asked == [])
 
@@ -211,33 +236,33 @@ def test_a_tokenizer_of_any_size_is_not_downloaded(tmp_path: Path, monkeypatch: 
 
 
 async def test_a_gated_model_needs_the_token(tmp_path: Path) -> None:
-    async with hub_stack(tmp_path) as (up, hub):
+    async with peers_and_hub(tmp_path) as (up, hub):
         hub.token = "hf_secret"
-        async with gateway(up, hub.url, tmp_path / "home") as url:
+        async with process(up, hub.url, tmp_path / "home") as url:
             assert "HF_TOKEN" in (await until(url, tokenizer="inexact"))["reason"]
-        async with gateway(up, hub.url, tmp_path / "home", token="hf_secret") as url:
+        async with process(up, hub.url, tmp_path / "home", token="hf_secret") as url:
             await until(url, exact=True)
 
 
 @pytest.mark.parametrize(("revision", "exact"), [(SHA, True), ("gone", False)])
 async def test_a_revision_can_be_pinned(tmp_path: Path, revision: str, exact: bool) -> None:
-    pinned = {"TOKENIZERS": f"{MODEL}={ID}@{revision}"}
+    pinned = {"tokenizers": f"{MODEL}={ID}@{revision}"}
     async with (
-        hub_stack(tmp_path, "/models/only/the/engine/has") as (up, hub),
+        peers_and_hub(tmp_path, "/models/only/the/engine/has") as (up, hub),
         gateway(up, hub.url, tmp_path / "home", **pinned) as url,
     ):
         await until(url, tokenizer="exact" if exact else "inexact")
 
 
 async def test_a_folder_that_only_the_engine_has_is_said(tmp_path: Path) -> None:
-    async with hub_stack(tmp_path, "/models/only/the/engine/has") as (up, hub):
+    async with peers_and_hub(tmp_path, "/models/only/the/engine/has") as (up, hub):
         async with gateway(up, hub.url, tmp_path / "home") as url:
             assert "mount it" in (await until(url, tokenizer="inexact"))["reason"]
         assert hub.asked == []
 
 
 async def test_an_engine_that_changes_its_model_is_followed(tmp_path: Path) -> None:
-    async with hub_stack(tmp_path, "maker/another") as (up, hub), gateway(up, hub.url, tmp_path / "home") as url:
+    async with peers_and_hub(tmp_path, "maker/another") as (up, hub), gateway(up, hub.url, tmp_path / "home") as url:
         await until(url, tokenizer="inexact")
         up.router.pools[0].model_root = ID
         up.router.pools[0].instances[0].incarnation = "2"
@@ -246,7 +271,7 @@ async def test_an_engine_that_changes_its_model_is_followed(tmp_path: Path) -> N
 
 
 async def test_an_engine_that_changes_its_model_while_it_is_silent_is_followed(tmp_path: Path) -> None:
-    async with hub_stack(tmp_path) as (up, hub):
+    async with peers_and_hub(tmp_path) as (up, hub):
         instance = up.router.pools[0].instances[0]
         there, instance.url = instance.url, "http://127.0.0.1:1"
         second = make_tokenizer(tmp_path / "second", CHATML.replace("assistant", "pointsman"))
@@ -261,8 +286,8 @@ async def test_an_engine_that_changes_its_model_while_it_is_silent_is_followed(t
 
 async def test_the_hub_is_asked_through_a_proxy(tmp_path: Path) -> None:
     """And nobody else, routers and engines neither."""
-    async with hub_stack(tmp_path) as (up, hub):
-        async with gateway(up, "http://hub.example", tmp_path / "home", proxy=hub.url) as url:
+    async with peers_and_hub(tmp_path) as (up, hub):
+        async with process(up, "http://hub.example", tmp_path / "home", proxy=hub.url) as url:
             await until(url, exact=True)
         assert {path.split("/")[1] for path in hub.asked} == {"api", "maker"}, "and not a router's address"
 
@@ -270,7 +295,7 @@ async def test_the_hub_is_asked_through_a_proxy(tmp_path: Path) -> None:
 async def test_the_revision_that_the_engine_tells_is_had(tmp_path: Path) -> None:
     """The hub's main has gone on since the engine started."""
     old = SHA[::-1]
-    async with hub_stack(tmp_path, f"{ID}@{old}") as (up, hub):
+    async with peers_and_hub(tmp_path, f"{ID}@{old}") as (up, hub):
         hub.others[old] = hub.models[ID]
         hub.models[ID] = make_tokenizer(tmp_path / "newer", CHATML.replace("assistant", "pointsman"))
         async with gateway(up, hub.url, tmp_path / "home") as url:
@@ -279,7 +304,7 @@ async def test_the_revision_that_the_engine_tells_is_had(tmp_path: Path) -> None
 
 
 async def test_while_the_hub_is_away_what_is_kept_of_another_revision_will_do(tmp_path: Path) -> None:
-    async with hub_stack(tmp_path) as (up, hub):
+    async with peers_and_hub(tmp_path) as (up, hub):
         async with gateway(up, hub.url, tmp_path / "home") as url:
             await until(url, exact=True)
         hub.broken, newer = True, SHA[::-1]
@@ -314,15 +339,15 @@ A, B = f"{ID}@{'a' * 40}", f"{ID}@{'b' * 40}"
 
 
 @asynccontextmanager
-async def two_revisions(tmp_path: Path) -> AsyncIterator[tuple[Stack, FakeHub, Path]]:
+async def two_revisions(tmp_path: Path) -> AsyncIterator[tuple[Peers, FakeHub, Path]]:
     """Two engines of revision A, of which the first restarts with B, whose template is another one; the folder of B's files."""
-    async with hub_stack(tmp_path, A, engines=2) as (up, hub):
+    async with peers_and_hub(tmp_path, A, engines=2) as (up, hub):
         newer = make_tokenizer(tmp_path / "newer", CHATML.replace("assistant", "pointsman"))
         hub.others |= {A.partition("@")[2]: hub.models[ID], B.partition("@")[2]: newer}
         yield up, hub, newer
 
 
-async def restart(up: Stack, tokenizer: Path | None, root: str) -> None:
+async def restart(up: Peers, tokenizer: Path | None, root: str) -> None:
     """The first engine is another incarnation, with this tokenizer; the pool is said to have it from `root`."""
     if tokenizer is not None:
         up.engines[0].tokenizer = load_tokenizer(tokenizer)
@@ -381,5 +406,5 @@ async def test_what_was_kept_of_one_commit_serves_where_another_is_refused(tmp_p
 
 
 async def test_a_revision_that_the_hub_does_not_know_is_replaced_by_main(tmp_path: Path) -> None:
-    async with hub_stack(tmp_path, f"{ID}@master") as (up, hub), gateway(up, hub.url, tmp_path / "home") as url:
+    async with peers_and_hub(tmp_path, f"{ID}@master") as (up, hub), gateway(up, hub.url, tmp_path / "home") as url:
         await until(url, exact=True)

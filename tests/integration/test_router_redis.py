@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import redis
 import redis.asyncio
 from redis.asyncio.connection import AbstractConnection
 
+from pointsman.router.core import events_and_effects as ev
 from pointsman.router.io.main import RouterServer
 from pointsman.router.io.store.redis_store import RedisStore
 from pointsman.router.v1 import placement_pb2
@@ -122,7 +124,7 @@ async def test_without_redis_the_owner_places_degraded_and_fills_an_empty_one_on
             await owns(server)
             session = Session(client)
             await session.hello()
-            assert not (await session.place("before")).degraded
+            assert not (await session.place("before", session_id="s")).degraded
             process.kill()
 
             async def degraded() -> bool:
@@ -200,7 +202,7 @@ async def test_a_store_that_is_told_to_end_as_a_command_is_written_ends(
             affinity_ttl_s=60.0,
             on_event=lambda event: None,
             on_owners=lambda: None,
-            snapshot=lambda pool: [],
+            snapshot=lambda pool: iter(()),
         )
         running_store = asyncio.create_task(store.run())
         await eventually(lambda: store.answered_at is not None, "a first answer")
@@ -210,3 +212,115 @@ async def test_a_store_that_is_told_to_end_as_a_command_is_written_ends(
         assert done
         with redis.Redis.from_url(url) as client:
             assert client.zcard("pointsman:{f}:replicas") == 0, "it said that it leaves"
+
+
+SESSIONS, OPEN = 150_000, 2_000
+POOL = "pointsman:{default:m}:"
+
+
+async def test_a_pool_of_many_sessions_is_taken_over_under_one_lease(tmp_path: Path) -> None:
+    """Its open requests are known before anything is placed, its sessions page by page after that."""
+    with redis_server(tmp_path) as (url, _):
+        kept = {
+            "gateway_id": "g",
+            "instance_id": "a",
+            "decision_id": "d",
+            "input_tokens": 9,
+            "new_tokens": 9,
+            "pool": "m",
+        }
+        with redis.Redis.from_url(url) as client, client.pipeline() as pipeline:
+            for number in range(OPEN):
+                pipeline.hset(POOL + "open", f"r{number}", json.dumps(kept | {"request_id": f"r{number}"}))
+            for first in range(0, SESSIONS, 5_000):
+                sessions = {f"t/session-{number}": "a" for number in range(first, first + 5_000)}
+                pipeline.hset(POOL + "affinity", mapping=sessions)
+            pipeline.execute()
+        async with running(redis_url=url, owner_lease_s=0.4) as (server, agent):
+            await Report(agent).join("a")
+            await owns(server)
+            state = server.router.state
+            assert len(state.reservations) == OPEN
+            # What is placed while the sessions come counts more than what was kept.
+            session = Session(agent)
+            await session.hello()
+            await session.place("new", tenant="t", session_id="session-7")
+            await eventually(lambda: len(state.affinity) == SESSIONS, "all sessions are known")
+            assert server.router.store.may_place("m")
+            assert server.router.store.epoch == 1, "the lease was never lost"
+
+
+async def test_an_emptied_redis_is_filled_again_under_one_lease(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as (url, _):
+        async with running(redis_url=url, router_id="one", owner_lease_s=0.4) as (one, first):
+            await Report(first).join("a")
+            await owns(one)
+            for number in range(SESSIONS):
+                one.router.state.affinity.recall("m", f"t/session-{number}", "a", time.monotonic())
+            session = Session(first)
+            await session.hello()
+            await session.place("open")
+            async with running(redis_url=url, router_id="two", owner_lease_s=0.4) as (two, second):
+                await Report(second).join("a")
+                async with redis.asyncio.Redis.from_url(url) as store:
+                    await eventually(lambda: len(two.router.store.replicas()) == 2, "the standby is there")
+                    await store.flushall()
+
+                    async def whole() -> bool:
+                        found = await store.hlen(POOL + "affinity"), await store.hlen(POOL + "open")
+                        return found == (SESSIONS, 1) and not await store.hexists(POOL + "mean_work", "incomplete")
+
+                    await eventually(whole, "all of it is there again")
+                    assert await store.hget(POOL + "lease", "id") == b"one"
+                assert one.router.store.epoch == 1
+                assert one.router.store.may_place("m")
+
+
+async def test_a_redis_that_takes_no_writes_is_done_without_until_it_does(tmp_path: Path) -> None:
+    """It answers heartbeats all the while, and takes the writes of another pool."""
+    with redis_server(tmp_path) as (url, _):
+        async with running(redis_url=url, owner_lease_s=0.4) as (server, client):
+            await Report(client).join("b", model="n", served_names=["n"])
+            await Report(client).join("a")
+            await owns(server)
+            await eventually(lambda: server.router.store.may_place("n"), "the router owns the other pool")
+            session = Session(client)
+            await session.hello()
+            assert not (await session.place("before")).degraded
+            told: list[bool] = []
+            handle = server.router.submit
+
+            def noted(event: ev.Event) -> list[ev.Effect]:
+                if isinstance(event, ev.StoreState):
+                    told.append(event.degraded)
+                return handle(event)
+
+            server.router.store._on_event = noted
+            store, state = server.router.store, server.router.state
+            async with redis.asyncio.Redis.from_url(url) as admin:
+                lease = (
+                    "~pointsman:{default}:*",
+                    f"~{POOL}lease",
+                    f"~{POOL}epoch",
+                    f"~{POOL}number",
+                    "~pointsman:{default:n}:*",
+                )
+                await admin.execute_command("ACL", "SETUSER", "default", "resetkeys", *lease)
+                await session.place("tells", model="n")
+                await session.place("waits")
+                await eventually(lambda: state.degraded, "degraded")
+                for number in range(5):
+                    assert (await session.place(f"r{number}")).degraded
+                beats = store.answered_at
+                assert beats is not None
+                await eventually(lambda: (store.answered_at or 0.0) > beats + 1.0, "heartbeats")
+                assert told == [True], "it does not go to and fro"
+                assert store.may_place("m")
+                await admin.execute_command("ACL", "SETUSER", "default", "allkeys")
+
+                async def written() -> bool:
+                    return len(await admin.hkeys(POOL + "open")) == 7
+
+                await eventually(written, "written")
+            assert not (await session.place("after")).degraded
+            assert told == [True, False]

@@ -196,6 +196,9 @@ async def test_a_restart_under_load_forgets_nothing_and_guesses_nothing(tmp_path
                 owners[session] = (
                     await load.turn(f"first-{session}", f"s{session}", prompt_of(session, 1))
                 ).step.instance
+            # Those that have come back are kept in the store.
+            for session in range(4, 7):
+                await load.turn(f"again-{session}", f"s{session}", prompt_of(session, 1))
             for session in range(1, 4):
                 await load.ask(f"open-{session}", f"s{session}", prompt_of(session, 2))
                 load.client.first_token(f"open-{session}")

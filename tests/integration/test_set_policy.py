@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,8 +20,11 @@ from redis import Redis
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.common.core.block_keys import prompt_keys
+from pointsman.router.core.policy.base import Policy
 from pointsman.router.core.policy.registry import POLICIES, make_policy
+from pointsman.router.core.types import Decision
 from pointsman.router.io.main import RouterServer
+from pointsman.router.io.rpc import fleet_service
 from pointsman.router.io.runtime import ReplicaInfo
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 from tests.support.processes.pointsman import pointsman_command
@@ -172,6 +176,36 @@ async def test_what_if_counts_other_plans_and_sums_them_up() -> None:
         assert (heavy.decided, heavy.changed, heavy.reason) == (1, 1, change.reason)
         same = await client.fleet.WhatIf(fleet_pb2.WhatIfRequest(last=10, policy=policy("unified")))
         assert (same.decided, same.changed, len(same.changes)) == (2, 0, 0)
+
+
+async def test_what_if_gives_others_their_turn_and_is_asked_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_service, "TURN_S", 0.0)
+    async with fleet() as (server, client, session):
+        for number in range(20):
+            await session.place(f"r{number}", 160, keys=KEYS)
+        state, turns, asked = server.router.state, 0, []
+        what_if = state.what_if
+
+        def noted(recorded: Decision, other: Policy) -> Decision:
+            asked.append((other.name, turns))
+            return what_if(recorded, other)
+
+        monkeypatch.setattr(state, "what_if", noted)
+
+        async def count_turns() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count_turns())
+        names = ("round_robin", "unified")
+        await asyncio.gather(
+            *(client.fleet.WhatIf(fleet_pb2.WhatIfRequest(last=20, policy=policy(name))) for name in names)
+        )
+        counting.cancel()
+        assert [len(list(group)) for _, group in itertools.groupby(name for name, _ in asked)] == [20, 20]
+        assert len({turn for _, turn in asked}) == 40, "a turn of the loop between any two"
 
 
 async def test_decisions_are_listed_and_watched_by_every_filter() -> None:

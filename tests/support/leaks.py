@@ -42,6 +42,8 @@ MARK = "POINTSMAN_TESTS"
 ROOT = Path(__file__).resolve().parents[2]
 # gRPC's own, one for the process while any channel or server of grpc.aio is in memory.
 _THREADS_OF_LIBRARIES = ("_poll_wrapper",)
+# The names of its tasks.
+_CALLS_OF_A_SERVER = ("rpc_task", "HandleExceptions[")
 # An event loop's threads end with the loop.
 _OF_AN_EXECUTOR = "(asyncio_"
 # Libraries keep files of their own open, fonts for instance.
@@ -174,7 +176,10 @@ class Leaks:
         self._found += [f"{_described(key, what)}, by {by}" for key, what in left.items()]
 
     def _loop_closes(self, cancel_all: Callable[[Any], None], loop: asyncio.AbstractEventLoop) -> None:
-        # What waits for nothing but its turn has it: a server's calls end some turns after the server has stopped.
+        # The calls of a server that has stopped end when gRPC's own thread has told of it.
+        if calls := [task for task in asyncio.all_tasks(loop) if task.get_name().startswith(_CALLS_OF_A_SERVER)]:
+            loop.run_until_complete(asyncio.wait(calls, timeout=GRACE_S))
+        # What waits for nothing but its turn has it.
         for _ in range(TURNS):
             if not any(map(_is_ready, asyncio.all_tasks(loop))):
                 break

@@ -114,7 +114,8 @@ class Session:
 
     async def place(self, request_id: str, tokens: int = 100, **changes: Any) -> placement_pb2.Placement:
         """Where a request goes. Asks again while the pool's owner changes, as gateways do; any other refusal is an error."""
-        request = placement_pb2.PlacementRequest(request_id=request_id, model="m", input_tokens=tokens, **changes)
+        values = {"request_id": request_id, "model": "m", "input_tokens": tokens} | changes
+        request = placement_pb2.PlacementRequest(**values)
         async with asyncio.timeout(WITHIN_S):
             while True:
                 await self.send(place=request)

@@ -91,6 +91,9 @@ async def test_task_that_waits_for_its_turn():
 
     KEPT.append(asyncio.create_task(turns()))
 
+async def test_call_of_a_server_that_has_stopped():
+    KEPT.append(asyncio.create_task(asyncio.sleep(0.2), name="HandleExceptions[/a.Service/Call]"))
+
 async def test_finished_task():
     await asyncio.create_task(asyncio.sleep(0))
 

@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 from unittest import mock
 
@@ -111,7 +111,7 @@ def a_store(
     router_id: str,
     *,
     on_event: Callable[[StoreEvent], None] = lambda event: None,
-    snapshot: Callable[[str], list[Any]] = lambda pool: [],
+    snapshot: Callable[[str], Iterator[Any]] = lambda pool: iter(()),
 ) -> redis_store.RedisStore:
     """A router's store over that Redis."""
 
@@ -139,11 +139,11 @@ def test_what_ends_while_the_store_comes_back_is_not_kept_for_ever() -> None:
         network, redis = Network(random.Random(1)), VirtualRedis()
         open_one = Reservation("x", "g", "e", "d", 10, 10, pool="m")
 
-        def snapshot(pool: str) -> list[Any]:
-            if pool != "m":
-                return []
-            asyncio.get_running_loop().call_soon(store.record, [ev.Released("x", "m")])
-            return [ev.Reserved(open_one)]
+        def snapshot(pool: str) -> Iterator[Any]:
+            if pool == "m":
+                asyncio.get_running_loop().call_soon(store.record, [ev.Released("x", "m")])
+                yield ev.Reserved(open_one)
+                yield None
 
         degraded: list[bool] = []
 

@@ -28,13 +28,18 @@ FIRST_RETRY_S = 0.1
 LAST_RETRY_S = 1.0
 # What an operator has to change first: another key scheme, a block size, a token.
 REFUSED_RETRY_S = 30.0
-_REFUSALS = (
-    grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.UNAUTHENTICATED,
-    grpc.StatusCode.PERMISSION_DENIED,
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.UNIMPLEMENTED,
-)
+# Another agent reports the instance, and the newest one is heard: two that took turns at once would have the router forget and
+# read all of its keys ten times a second. Sooner than routers forget a lost instance, in case that the other one leaves.
+DISPLACED_RETRY_S = 10.0
+# How soon to ask a router again that has refused the instance, by its answer.
+_REFUSED_FOR = {
+    grpc.StatusCode.FAILED_PRECONDITION: REFUSED_RETRY_S,
+    grpc.StatusCode.UNAUTHENTICATED: REFUSED_RETRY_S,
+    grpc.StatusCode.PERMISSION_DENIED: REFUSED_RETRY_S,
+    grpc.StatusCode.INVALID_ARGUMENT: REFUSED_RETRY_S,
+    grpc.StatusCode.UNIMPLEMENTED: REFUSED_RETRY_S,
+    grpc.StatusCode.ABORTED: DISPLACED_RETRY_S,
+}
 
 Metadata = tuple[tuple[str, str], ...]
 Call = grpc.aio.StreamStreamCall[pb.ReportRequest, pb.ReportResponse]
@@ -140,11 +145,11 @@ class Reporter:
         """Log why the call ended and say how long to wait, in seconds."""
         call.cancel()
         code, details = await call.code(), await call.details()
-        if code in _REFUSALS:
+        if (refused_s := _REFUSED_FOR.get(code)) is not None:
             if details != self.refusal:
                 self._log.error("report_refused", code=code.name, reason=details)
             self.refusal = details or code.name
-            return REFUSED_RETRY_S
+            return refused_s
         level = self._log.warning if self.connected else self._log.debug
         level("report_stream_lost", code=code.name, reason=details)
         return FIRST_RETRY_S if self.connected else slower_s

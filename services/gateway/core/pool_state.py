@@ -55,12 +55,14 @@ class PoolState:
 
 
 def names_of(pools: Iterable[placement_pb2.Pool]) -> dict[str, tuple[str, str]]:
-    """Any name that a client may ask for -> the pool it means, and the LoRA adapter it names ("" for none). A pool's own name
-    goes before an adapter's."""
-    names: dict[str, tuple[str, str]] = {}
-    for pool in pools:
+    """Any name that a client may ask for -> the pool it means, and the LoRA adapter it names ("" for none). As routers have it
+    (`InstanceRegistry`): a name that several pools answer to means the pool of that name, or the first by name; within a pool a
+    served name goes before an adapter's."""
+    ordered = sorted(pools, key=lambda pool: pool.model)
+    names = {pool.model: (pool.model, "") for pool in ordered}
+    for pool in ordered:
+        for name in pool.served_names:
+            names.setdefault(name, (pool.model, ""))
         for lora in pool.lora_names:
             names.setdefault(lora, (pool.model, lora))
-        for name in (pool.model, *pool.served_names):
-            names[name] = (pool.model, "")
     return names

@@ -13,6 +13,7 @@ import huggingface_hub
 import huggingface_hub.errors
 import huggingface_hub.file_download
 import jinja2
+from huggingface_hub.utils.tqdm import disable_progress_bars
 from tokenizers import Tokenizer
 
 from pointsman.gateway.core.api.anthropic_messages import system_only_first
@@ -178,6 +179,8 @@ def _cached(repository: str, revision: str | None, cache: Path | None) -> Path |
 
 def _downloaded(repository: str, revision: str | None) -> Path:
     """The folder where the files are now, as the hub has them. Raises TokenizerNotFound, and the hub library's errors."""
+    # Its progress bars would stand between the lines of a log that is JSON.
+    disable_progress_bars()
     # By itself the library falls back to what it has, however little, and says nothing of a hub that is away.
     huggingface_hub.HfApi().model_info(repository, revision=revision or "main", timeout=HUB_S)
     planned = huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=_PATTERNS, dry_run=True)

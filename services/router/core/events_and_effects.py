@@ -143,12 +143,20 @@ class StoreState(msgspec.Struct, frozen=True, gc=False):
 
 
 class PoolTaken(msgspec.Struct, frozen=True, gc=False):
-    """This replica owns `pool` from now on. What the shared store knew of it replaces what was known."""
+    """This replica owns `pool` from now on. The open reservations and the mean work that the shared store knew replace what was
+    known; its sessions follow."""
 
     pool: str
-    reservations: tuple[Reservation, ...]
-    affinity: Mapping[str, str]
+    reservations: tuple[Reservation, ...] = ()
     mean_work: MeanWork | None = None
+
+
+class SessionsRead(msgspec.Struct, frozen=True, gc=False):
+    """Some owners of sessions that the shared store knows of a pool that this replica has taken. What is known since counts
+    more."""
+
+    pool: str
+    sessions: Mapping[str, str]
 
 
 class PoolLost(msgspec.Struct, frozen=True, gc=False):
@@ -176,6 +184,7 @@ Event = (
     | DrainsChanged
     | StoreState
     | PoolTaken
+    | SessionsRead
     | PoolLost
     | Tick
 )

@@ -86,6 +86,8 @@ class Views:
                 candidates[number] = structs.replace(candidate, provisional_tokens=extra)
         if request.single_instance:
             candidates = [structs.replace(one, kv_gives="", kv_takes="") for one in candidates]
+        if all(candidate.produces_only for candidate in candidates):
+            candidates = [structs.replace(one, produces_only=False) for one in candidates]
         if not any(_may_serve(candidate) for candidate in candidates):
             # Better an instance that may fail than none.
             candidates = [
@@ -96,9 +98,12 @@ class Views:
         curves = {kind: self._prefill_observer.curve(pool, kind) for kind in sorted(kinds)}
         return FleetView(tuple(candidates), owner, decision_number, now, curves, self._prefill_observer.mean_work(pool))
 
-    def has_room(self, pool: str, now: float) -> bool:
-        """Whether any instance of `pool` may be placed on."""
-        seen = [one.candidate for one in self._snapshots(self._instances.members(pool, pool), now)]
+    def has_room(self, pool: str, model: str, now: float) -> bool:
+        """Whether any instance of `pool` that answers to `model`, one of its names, may be placed on."""
+        seen = [one.candidate for one in self._snapshots(self._instances.members(pool, model), now)]
+        seen = [one for one in seen if not one.produces_only] or [
+            structs.replace(one, produces_only=False) for one in seen
+        ]
         if any(not candidate.excluded for candidate in seen):
             return True
         return not any(map(_may_serve, seen)) and any(candidate.excluded == CIRCUIT_OPEN for candidate in seen)
@@ -182,6 +187,7 @@ class Views:
                 kv_gives=_kv_kind(info, KvRole.PRODUCER),
                 kv_takes=_kv_kind(info, KvRole.CONSUMER),
                 prefill_backlog=self._prefill_backlog(record),
+                produces_only=info.kv_transfer is not None and info.kv_transfer.role is KvRole.PRODUCER,
             ),
             block_size=info.block_size,
             since=now,
@@ -199,4 +205,4 @@ def _kv_kind(info: InstanceInfo, side: KvRole) -> str:
 
 def _may_serve(candidate: Candidate) -> bool:
     """Whether a request goes there now, or once it is less busy."""
-    return candidate.excluded in ("", SATURATED)
+    return candidate.excluded in ("", SATURATED) and not candidate.produces_only

@@ -6,7 +6,7 @@ arrive together cannot both see the same free instance. `explain` and `what_if` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -36,7 +36,15 @@ from pointsman.router.core.startup_gate import StartupGate
 from pointsman.router.core.types import Decision, PlacementRequest
 
 # After these no held request is nearer to its placement; or (PoolTaken) none may be placed before the gateways return.
-EVENTS_WITHOUT_RETRY = (ev.PlaceRequested, ev.KeysReported, ev.GatewayLost, ev.StoreState, ev.PoolTaken, ev.PoolLost)
+EVENTS_WITHOUT_RETRY = (
+    ev.PlaceRequested,
+    ev.KeysReported,
+    ev.GatewayLost,
+    ev.StoreState,
+    ev.PoolTaken,
+    ev.SessionsRead,
+    ev.PoolLost,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +128,7 @@ class RouterState:
             self._commit,
             self._serve_there,
             self.views.has_room,
+            self.instances.answers,
             lambda: self.policy.without_holds(),
         )
         self.owned = OwnedPools(everything=owns_all)
@@ -136,8 +145,21 @@ class RouterState:
         effects = self._apply(event, now)
         if len(self.held_requests.queue) and not isinstance(event, EVENTS_WITHOUT_RETRY):
             self.prefix_knowledge.expire(now)
-            effects = [*effects, *self.held_requests.retry(now, thorough=isinstance(event, ev.Tick))]
+            effects = [*effects, *self._try_held(event, effects, now)]
         return effects
+
+    def _try_held(self, event: ev.Event, effects: Sequence[ev.Effect], now: float) -> list[ev.Effect]:
+        """Answer the held requests that the event may have freed something for."""
+        if isinstance(event, ev.Tick):
+            return self.held_requests.tick(now)
+        if any(isinstance(effect, ev.FleetChanged) for effect in effects):
+            return self.held_requests.retry(self.held_requests.queue.pools(), now)
+        freed = {effect.pool: None for effect in effects if isinstance(effect, ev.Released)}
+        freed |= {effect.reservation.pool: None for effect in effects if isinstance(effect, ev.Reserved)}
+        if freed or not isinstance(event, ev.LoadReported):
+            return self.held_requests.retry(freed, now)
+        record = self.instances.get(event.instance_id)
+        return self.held_requests.reported(record.info.model, now) if record is not None else []
 
     def _apply(self, event: ev.Event, now: float) -> list[ev.Effect]:
         match event:
@@ -171,6 +193,8 @@ class RouterState:
                 return []
             case ev.PoolTaken():
                 return self._pool_taken(event, now)
+            case ev.SessionsRead():
+                return self._sessions_read(event, now)
             case ev.PoolLost():
                 self.owned.lose(event.pool)
                 self._forget_pool(event.pool)
@@ -212,6 +236,10 @@ class RouterState:
         self.prefill_observer.check_invariants()
         for record in self.instances.records():
             assert record.info.block_size % KEY_TOKENS == 0
+            if (trial := record.circuit.trial) != "":
+                on_trial = self.reservations.get(trial)
+                assert on_trial is not None, record.circuit
+                assert on_trial.instance_id == record.info.instance_id, record.circuit
         for reservation in self.reservations:
             assert self.owned.owns(reservation.pool), reservation
         for held in self.held_requests.queue:
@@ -263,9 +291,7 @@ class RouterState:
                 pool=pool,
                 cached_tokens=stream.request.input_tokens - new_tokens,
             )
-            if known is not None:
-                self.prefill_observer.gone(known, now)
-            self.reservations.put(reservation)
+            self.plans.put(reservation, now)
             self.prefix_knowledge.announced(reservation, now)
             effects.append(ev.Reserved(reservation))
         return effects
@@ -282,6 +308,9 @@ class RouterState:
         if (reservation := self.reservations.get(request.request_id)) is not None:
             # Placed by an earlier owner, whose answer may not have arrived: the same instance again, never a second one.
             return [self._recovered(reservation, replace(request, keys=()), event.gateway_id)]
+        if not event.gateway_id:
+            # Nobody would carry a plan on: the unary form gets one SERVE.
+            request = replace(request, single_instance=True, sliceable_tokens=0)
         self.prefix_knowledge.expire(now)
         return self.held_requests.place(request, event.gateway_id, now)
 
@@ -296,7 +325,7 @@ class RouterState:
                 ]
             request = PlacementRequest(event.request_id, reservation.pool, reservation.input_tokens)
             moved = replace(reservation, step_index=event.step_index + 1)
-            self.reservations.put(moved)
+            self.plans.put(moved, now)
             return [ev.Reserved(moved), self._recovered(moved, request, moved.gateway_id, moved.step_index)]
         unfinished_plan = self.plans.unfinished_plan(event)
         effects = self.plans.step_done(event, now)
@@ -310,6 +339,9 @@ class RouterState:
             age_s=request.age_s + max(now - unfinished_plan.view.now, 0.0),
             deadline_s=None,
         )
+        if self.instances.pool_of(rest.model) != unfinished_plan.pool:
+            # The name belongs to another pool now, which another router may own.
+            return [*effects, *self._serve_there(rest, reservation.gateway_id, now)]
         self.prefix_knowledge.expire(now)
         seen = self.views.view(rest, unfinished_plan.pool, 0, now).find(reservation.instance_id)
         if seen is None or seen.cached_tokens < unfinished_plan.result.steps[-1].prefix_tokens:
@@ -347,8 +379,9 @@ class RouterState:
             if mean_work := self.prefill_observer.count_request(decision.pool, first.new_tokens, first.cached_tokens):
                 effects.append(ev.MeanWorkSet(mean_work, decision.pool))
         effects += self.plans.reserve(decision, index, gateway_id, lease_until, request.keys, now)
-        if session := request.session:
-            self.affinity.assign(decision.pool, session, decision.next_owner, now)
+        session = request.session
+        # Most prompts come once, and nobody need remember where: the store gets the sessions that come back.
+        if session and self.affinity.assign(decision.pool, session, decision.next_owner, now):
             effects.append(ev.SessionOwnerSet(session, decision.next_owner, decision.pool))
         if decision.mode == "OFFLOAD":
             self.migrations.record(decision.instance_id, now)
@@ -389,10 +422,14 @@ class RouterState:
             self.held_requests.cancel(reservation.request_id)
             self.reservations.put(reservation)
             self.prefix_knowledge.announced(reservation, now)
-        for session, owner in event.affinity.items():
-            self.affinity.assign(event.pool, session, owner, now)
         self.prefill_observer.take_over(event.pool, event.mean_work)
         return [*waited, ev.FleetChanged()]
+
+    def _sessions_read(self, event: ev.SessionsRead, now: float) -> list[ev.Effect]:
+        if self.owned.owns(event.pool):
+            for session, owner in event.sessions.items():
+                self.affinity.recall(event.pool, session, owner, now)
+        return []
 
     def _forget_pool(self, pool: str) -> None:
         for reservation in self.reservations.of_pool(pool):
@@ -412,6 +449,7 @@ class RouterState:
             effects += self.plans.finished(
                 ev.Finished(reservation.request_id, "CANCELLED", error="its lease ended"), now
             )
+        self.index.sweep()
         effects += self._reports.tick(now)
         self.affinity.expire(now)
         self._drop_snapshots(self.migrations.expire(now))
@@ -428,7 +466,7 @@ class RouterState:
             return ev.Refused(request.request_id, "NOT_FOUND", f"no instance serves a model {request.model!r}")
         view = self.views.view(request, pool, self._decision_numbers.get(pool, 0), now)
         if not view.eligible():
-            if any(candidate.excluded == SATURATED for candidate in view.candidates):
+            if any(one.excluded == SATURATED and not one.produces_only for one in view.candidates):
                 return AllSaturated(pool, view)
             return ev.Refused(
                 request.request_id,

@@ -177,7 +177,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     `provisional_tokens` of the cached ones rest on an answer just given, which no event has confirmed yet.
     `recent_migrations` counts the OFFLOAD decisions whose answer was given to it within StateSettings.migration_window_s: a
     request that still prefills elsewhere is in no other counter of it. `kv_capacity_tokens` is 0 when unknown. KV can go from one
-    candidate to another where `kv_gives` of the one is `kv_takes` of the other; empty: it cannot.
+    candidate to another where `kv_gives` of the one is `kv_takes` of the other; empty: it cannot. `produces_only`: its engine
+    computes KV for others, and answers nobody.
     """
 
     instance_id: str
@@ -202,6 +203,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     kv_gives: str = "MOONCAKE"
     kv_takes: str = "MOONCAKE"
     prefill_backlog: PrefillBacklog = NO_BACKLOG
+    produces_only: bool = False
 
     @property
     def exact(self) -> bool:
@@ -234,9 +236,13 @@ class FleetView(msgspec.Struct, frozen=True, gc=False):
         return None
 
     def eligible(self) -> tuple[Candidate, ...]:
-        """The candidates that may be chosen."""
+        """The candidates that may be chosen to answer."""
         # Not of a generator, which takes twice the time: this is asked several times for each decision.
-        return tuple([candidate for candidate in self.candidates if not candidate.excluded])
+        return tuple([one for one in self.candidates if not one.excluded and not one.produces_only])
+
+    def available(self) -> tuple[Candidate, ...]:
+        """The candidates that may be chosen to answer or to prefill."""
+        return tuple([one for one in self.candidates if not one.excluded])
 
     def sources_of(self, decode: Candidate) -> tuple[Candidate, ...]:
         """The candidates that may be chosen to prefill for `decode`."""

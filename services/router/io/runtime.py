@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -141,6 +141,7 @@ class Router:
         self._ready_watchers: list[Callable[[bool], None]] = []
         self._ready = False
         self._sent_fleet: placement_pb2.Fleet | None = None
+        self._told_shared_names: dict[str, list[str]] = {}
         if url:
             self.store = RedisStore(
                 url,
@@ -282,10 +283,18 @@ class Router:
         for answer in answers:
             self._answer(answer)
         if fleet_changed:
+            self._tell_shared_names()
             self.store.compete_for(pool.model for pool in self.state.instances.pools())
             self._check_ready()
             self._send_fleet()
         return effects
+
+    def _tell_shared_names(self) -> None:
+        shared = self.state.instances.shared_names
+        for name, pools in shared.items():
+            if self._told_shared_names.get(name) != pools:
+                log.warning("several models answer to a name; requests for it go to the first", name=name, models=pools)
+        self._told_shared_names = shared
 
     def fleet(self) -> placement_pb2.Fleet:
         """The fleet for gateways."""
@@ -428,11 +437,18 @@ class Router:
                 watcher(ready)
             self._send_fleet()
 
-    def _snapshot(self, pool: str) -> list[StoreEffect]:
-        reserved = [ev.Reserved(reservation) for reservation in self.state.reservations.of_pool(pool)]
-        owned = [ev.SessionOwnerSet(*owner, pool) for owner in self.state.affinity.of_pool(pool).items()]
-        mean_work = self.state.prefill_observer.mean_work_record(pool)
-        return [*reserved, *owned, *([ev.MeanWorkSet(mean_work, pool)] if mean_work else [])]
+    def _snapshot(self, pool: str) -> Iterator[StoreEffect | None]:
+        """All that is known of a pool, each as it is when it is its turn: events may come meanwhile. The first None comes after
+        the reservations, others where others may have a turn."""
+        if mean_work := self.state.prefill_observer.mean_work_record(pool):
+            yield ev.MeanWorkSet(mean_work, pool)
+        for one in self.state.reservations.of_pool(pool):
+            reservation = self.state.reservations.get(one.request_id)
+            if reservation is not None and reservation.pool == pool:
+                yield ev.Reserved(reservation)
+        yield None
+        for known in self.state.affinity.returning(pool):
+            yield None if known is None else ev.SessionOwnerSet(*known, pool)
 
     async def _ticks(self) -> None:
         while True:

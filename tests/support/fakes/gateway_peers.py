@@ -329,26 +329,26 @@ def refusal(request: placement_pb2.PlacementRequest, code: int, message: str, wa
 
 
 @dataclass
-class Stack:
-    """A gateway over one fake router and some fake engines."""
+class Peers:
+    """One fake router and some fake engines."""
 
-    url: str
     router: FakeRouter
     engines: list[FakeEngine]
+
+
+@dataclass
+class Stack(Peers):
+    """A gateway over them."""
+
+    url: str
     gateway: Any
 
 
 @asynccontextmanager
-async def stack(
-    folder: Path,
-    engines: int = 2,
-    *,
-    ready: bool = True,
-    template: str = CHATML,
-    engine: type[FakeEngine] = FakeEngine,
-    **settings: Any,
-) -> AsyncIterator[Stack]:
-    """Everything running, the tokenizer checked (unless `ready` is False)."""
+async def peers(
+    folder: Path, engines: int, template: str = CHATML, engine: type[FakeEngine] = FakeEngine
+) -> AsyncIterator[Peers]:
+    """A router that knows these engines, whose model's files are in `folder`/model."""
     tokenizer = load_tokenizer(make_tokenizer(folder / "model", template))
     servers = [engine(tokenizer) for _ in range(engines)]
     contexts = [server.serve() for server in servers]
@@ -368,21 +368,42 @@ async def stack(
     )
     router = FakeRouter([pool])
     await router.start()
-    given = {
-        "listen": "127.0.0.1:0",
-        "routers": [router.address],
-        "drain_timeout_s": 0.5,
-        "router_grace_s": 0.2,
-    } | settings
     try:
-        async with serving(GatewaySettings(**given)) as (gateway, url):
-            if ready:
-                await until_ready(gateway)
-            yield Stack(url, router, servers, gateway)
+        yield Peers(router, servers)
     finally:
         await router.stop()
         for context in contexts:
             await context.__aexit__(None, None, None)
+
+
+@asynccontextmanager
+async def stack(
+    folder: Path,
+    engines: int = 2,
+    *,
+    ready: bool = True,
+    template: str = CHATML,
+    engine: type[FakeEngine] = FakeEngine,
+    **settings: Any,
+) -> AsyncIterator[Stack]:
+    """Everything running, the tokenizer checked (unless `ready` is False)."""
+    async with peers(folder, engines, template, engine) as up, gateway_before(up, **settings) as (gateway, url):
+        if ready:
+            await until_ready(gateway)
+        yield Stack(up.router, up.engines, url, gateway)
+
+
+@asynccontextmanager
+async def gateway_before(up: Peers, **settings: Any) -> AsyncIterator[tuple[Any, str]]:
+    """A gateway in this process that asks `up`'s router, and its URL."""
+    given = {
+        "listen": "127.0.0.1:0",
+        "routers": [up.router.address],
+        "drain_timeout_s": 0.5,
+        "router_grace_s": 0.2,
+    } | settings
+    async with serving(GatewaySettings(**given)) as (gateway, url):
+        yield gateway, url
 
 
 async def until_ready(gateway: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from tests.support.virtual.network import NETWORK_CONTEXT, Network, here
 NAME = "redis"
 # Of commands in bad times: the reply comes too late, and half of these are carried out only after that.
 LOST_REPLIES = 0.3
+# Fields of a hash that one HSCAN tells.
+PAGE = 3
 
 
 class VirtualRedis:
@@ -120,9 +123,18 @@ class VirtualRedis:
     def _zrem(self, key: str, name: str) -> int:
         return self._hdel(key, name)
 
-    def _zrange(self, key: str, _: str, __: str, scores: str) -> Any:
-        assert scores == "WITHSCORES"
+    def _unlink(self, *keys: str) -> int:
+        return self._del(*keys)
+
+    def _zcard(self, key: str) -> int:
+        return len(self._live(key) or {})
+
+    def _zrange(self, key: str, first: str, last: str, scores: str = "") -> Any:
         found = sorted((self._live(key) or {}).items(), key=lambda pair: (pair[1], pair[0]))
+        found = found[int(first) : len(found) if last == "-1" else int(last) + 1]
+        if not scores:
+            return self._table([name for name, _ in found])
+        assert scores == "WITHSCORES"
         return self._table([word for name, score in found for word in (name, repr(score))])
 
     def _zrangebyscore(self, key: str, least: str, most: str, *_: str) -> Any:
@@ -144,6 +156,19 @@ class Client:
             return await self._ask(lambda: self._store.run(script, keys, args))
 
         return call
+
+    async def hscan(self, key: str, cursor: int, count: int) -> tuple[int, dict[str, str]]:
+        """A page of a hash, and where the next one begins; 0 after the last. Pages are short, whatever `count` says."""
+
+        def page() -> tuple[int, dict[str, str]]:
+            # By a number of each field that no other changes, as a hash table's scan does.
+            fields = sorted((zlib.crc32(name.encode()), name, value) for name, value in self._store.hash(key).items())
+            rest = [one for one in fields if one[0] >= cursor]
+            nxt = rest[PAGE][0] if len(rest) > PAGE else 0
+            return nxt, {name: value for number, name, value in rest if not nxt or number < nxt}
+
+        found: tuple[int, dict[str, str]] = await self._ask(page)
+        return found
 
     async def hgetall(self, key: str) -> dict[str, str]:
         """A whole hash."""

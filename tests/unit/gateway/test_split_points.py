@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from pointsman.gateway.core.api import Endpoint, parse
 from pointsman.gateway.core.request.prepare import set_keys
 from pointsman.gateway.core.tokens import split_points
 from pointsman.gateway.core.tokens.chat_template import Unrenderable
-from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer
+from pointsman.gateway.core.tokens.model_tokenizer import ModelTokenizer, Prompt
 from pointsman.gateway.core.tokens.split_points import SplitPoints, split_points_for
 from pointsman.gateway.core.tokens.token_cache import ENTRY_BYTES, RUN_TOKENS, ByteBoundedLru, TokenCache
 from pointsman.router.v1 import placement_pb2
@@ -266,6 +267,32 @@ def test_a_known_conversation_costs_only_what_is_new() -> None:
     assert 400 <= missing(turns) < 500
     assert 60 <= missing([turns[0], ("user", "V" * 60)]) < 150
     assert cache.hits > 1_200
+
+
+async def test_many_known_pieces_are_put_together_in_a_thread() -> None:
+    """The event loop serves others meanwhile: putting 100,000 messages' tokens together takes milliseconds."""
+    tokenizer, _ = tokenizer_families.model("qwen", TokenCache(LIMIT))
+    in_thread: list[int] = []
+
+    async def tokens(messages: int, context: int) -> Prompt:
+        call = parse(Endpoint.CHAT, json.dumps({"model": "m", **chat([("user", "a")] * messages)}).encode())
+        pending = tokenizer.prepare(call, context)
+
+        async def run(work: Callable[[], Prompt]) -> Prompt:
+            in_thread.append(messages)
+            return work()
+
+        assert messages == 1 or pending.missing_chars == 0
+        return await pending.tokenize_by(run)
+
+    assert (await tokens(1, 0)).lengths[0] < 30
+    assert (await tokens(100, 0)).lengths[0] > 100 * 4
+    assert in_thread == []
+    assert (await tokens(20_000, 0)).lengths[0] > 20_000 * 4
+    # A prompt that is too long is given up as soon as that is seen, though each of its pieces is known.
+    too_long = await tokens(20_000, 50_000)
+    assert 50_000 < len(too_long.ids) < 50_100
+    assert in_thread == [20_000, 20_000]
 
 
 def test_half_a_surrogate_pair_cannot_be_told() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,6 +10,7 @@ from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.types import Gpu, InstanceInfo, KvRole, KvTransfer, Load
 from pointsman.router.io.convert import agent_messages, gateway_messages
 from pointsman.router.io.convert.times import duration, seconds
+from pointsman.router.v1 import placement_pb2
 
 words = st.text(max_size=20)
 counts = st.integers(0, 2**31 - 1)
@@ -91,3 +93,12 @@ def test_an_end_comes_back(done: ev.Finished) -> None:
 @given(st.floats(0, 1e9))
 def test_a_duration_comes_back_to_the_nanosecond(value: float) -> None:
     assert abs(seconds(duration(value)) - value) < max(1e-9, value * 1e-15) * 1.01
+
+
+@pytest.mark.parametrize("outcome", [placement_pb2.OUTCOME_UNSPECIFIED, 99])
+def test_an_outcome_that_nobody_knows_is_a_failure(outcome: int) -> None:
+    """What a newer gateway says must not end its stream."""
+    wire = placement_pb2.Finished(request_id="r")
+    wire.outcome = outcome  # type: ignore[assignment]
+    sent = placement_pb2.Finished.FromString(wire.SerializeToString())
+    assert gateway_messages.finished(sent).outcome == "FAILED"

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pointsman.router.core import events_and_effects as ev
@@ -15,6 +17,7 @@ from pointsman.router.core.instances.saturation import SaturationLimits
 from pointsman.router.core.policy.base import Policy, hold, serve
 from pointsman.router.core.policy.registry import make_policy
 from pointsman.router.core.requests.hold_queue import HeldRequest, HoldQueue, QueueSettings
+from pointsman.router.core.requests.place_or_hold import REPORT_RETRY_S, TRIES
 from pointsman.router.core.router_state import RouterState
 from pointsman.router.core.types import Decision, FleetView, InstanceState, Load, PlacementRequest, PolicyResult
 from tests.support.router_values import join, request, state
@@ -270,6 +273,75 @@ def test_pools_wait_apart() -> None:
     ask(router, "rn", model="n")
     assert tell(router, ev.Finished("xn", "OK"), 1.0) == [("rn", "n")]
     assert router.held_requests.queue.pools() == ["m"]
+
+
+@given(adapters=st.integers(1, 80), order=st.sampled_from(["base first", "base last"]), room=st.booleans())
+def test_requests_wait_only_behind_those_that_could_go_where_they_would(adapters: int, order: str, room: bool) -> None:
+    """Three instances, of which one has the adapter; many wait for that one."""
+    router = state(limits=SaturationLimits(1), queue=QueueSettings(size=100))
+    for number, name in enumerate("abc"):
+        join(router, name, number, lora_names=("lora",) if name == "a" else ())
+    for name in ("xa", *(() if room else ("xb", "xc"))):
+        ask(router, name)
+    where = {one.instance_id: one.request_id for one in router.reservations}
+    base_first = order == "base first"
+    if base_first:
+        ask(router, "base", 1.0)
+    for number in range(adapters):
+        assert ask(router, f"lora{number}", 1.0 + number / 100, model="lora", tokens=100) == []
+    given_ = [] if base_first else ask(router, "base", 2.0, tokens=50_000)
+    if room:
+        assert "base" in [one.request_id for one in given_] or base_first
+        assert router.held_requests.queue.get("base") is None
+        return
+    freed = "b" if "b" in where else "c"
+    assert tell(router, ev.Finished(where[freed], "OK"), 3.0) == [("base", freed)]
+    assert [answer for answer, _ in tell(router, ev.Finished(where["a"], "OK"), 4.0)] == ["lora0"]
+
+
+@given(
+    policy_holds=st.booleans(),
+    reports=st.lists(st.tuples(st.floats(0, 0.02), st.integers(0, 63), st.integers(0, 5)), min_size=50, max_size=400),
+)
+@settings(max_examples=20)
+def test_load_reports_that_free_nothing_cost_few_decisions(
+    policy_holds: bool, reports: list[tuple[float, int, int]]
+) -> None:
+    """64 engines report 20 times a second, and requests wait."""
+    router, _ = busy(limit=0 if policy_holds else 1, policy=Picky() if policy_holds else None, names="a")
+    decisions, decide = 0, router.held_requests._decide
+
+    def counted(*given: Any) -> Any:
+        nonlocal decisions
+        decisions += 1
+        return decide(*given)
+
+    router.held_requests._decide = counted
+    for number in range(1, 64):
+        join(router, f"i{number}", number, now=0.0)
+        ask(router, f"x{number}", tokens=10)
+    for number in range(12):
+        assert ask(router, f"r{number}", 0.0, tokens=5_000) == []
+    decisions, now = 0, 0.0
+    for seconds, who, running in reports:
+        now += seconds
+        router.handle(ev.LoadReported(who, f"i{who}" if who else "a", Load(now, running=running)), now)
+    assert decisions <= (TRIES * (now / REPORT_RETRY_S + 1) if policy_holds else 0)
+
+
+def test_a_held_request_whose_name_goes_to_another_pool_is_to_be_asked_for_there() -> None:
+    """Another router may own that one."""
+    router = state(owns_all=False, limits=SaturationLimits(1))
+    router.handle(ev.PoolTaken("m"), 0.0)
+    join(router, "b", 1, served_names=("x",))
+    ask(router, "first", 0.0)
+    assert ask(router, "waits", 1.0, model="x") == []
+    join(router, "a", 2, model="a-first", served_names=("x",))
+    [refused] = answers(router.handle(ev.Finished("first", "OK"), 2.0)) or answers(router.handle(ev.Tick(), 2.0))
+    assert isinstance(refused, ev.Refused)
+    assert (refused.request_id, refused.not_serving, refused.gateway_id) == ("waits", True, "g")
+    router.check_invariants()
+    assert not len(router.held_requests.queue)
 
 
 @dataclass(frozen=True)

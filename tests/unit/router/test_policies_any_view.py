@@ -50,7 +50,11 @@ WORK = st.builds(
 
 @st.composite
 def candidates(
-    draw: st.DrawFn, name: str, input_tokens: int, excluded: tuple[str, ...] = ("", "", "draining", "failed_before")
+    draw: st.DrawFn,
+    name: str,
+    input_tokens: int,
+    excluded: tuple[str, ...] = ("", "", "draining", "failed_before"),
+    produces_only: bool = True,
 ) -> Candidate:
     cached = draw(st.one_of(st.just(0), st.integers(0, input_tokens)))
     return Candidate(
@@ -74,6 +78,7 @@ def candidates(
         kv_gives=draw(st.sampled_from(KV_WAYS)),
         kv_takes=draw(st.sampled_from(KV_WAYS)),
         prefill_backlog=draw(WORK),
+        produces_only=draw(st.sampled_from((False, False, produces_only))),
     )
 
 
@@ -91,7 +96,8 @@ def cases(draw: st.DrawFn) -> tuple[PlacementRequest, FleetView]:
     )
     if not seen.eligible():
         seen = replace(
-            seen, candidates=(*seen.candidates[1:], draw(candidates(seen.candidates[0].instance_id, tokens, ("",))))
+            seen,
+            candidates=(*seen.candidates[1:], draw(candidates(seen.candidates[0].instance_id, tokens, ("",), False))),
         )
     sliceable = draw(st.integers(0, tokens))
     return request(tokens=tokens, session_id="s", sliceable_tokens=sliceable), seen
@@ -125,7 +131,9 @@ def test_every_policy_decides_soundly(
     result = decision.result
 
     assert result.reason
-    assert {step.instance_id for step in result.steps} <= eligible
+    available = {candidate.instance_id for candidate in seen.available()}
+    assert {step.instance_id for step in result.steps} <= available
+    assert {step.instance_id for step in result.steps if step.kind is StepKind.SERVE} <= eligible
     assert all(step.reason for step in result.steps)
     assert result.scores.keys() <= eligible
     assert all(math.isfinite(score) for score in (*result.scores.values(), *result.figures.values()))
@@ -171,7 +179,7 @@ def test_excluded_candidates_change_nothing(
 ) -> None:
     asked, seen = case
     policy = data.draw(configured(name))
-    without = replace(seen, candidates=seen.eligible())
+    without = replace(seen, candidates=seen.available())
     assert policy.choose(asked, seen, random.Random(seed)) == policy.choose(asked, without, random.Random(seed))
 
 

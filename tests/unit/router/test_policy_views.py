@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from msgspec.structs import replace
 
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.instances.instance_registry import CandidateSnapshot
 from pointsman.router.core.instances.report_sync import Delta
+from pointsman.router.core.instances.saturation import SaturationLimits
+from pointsman.router.core.policy.registry import POLICIES
 from pointsman.router.core.router_state import RouterState
-from pointsman.router.core.types import Candidate, Decision, Load
+from pointsman.router.core.types import Candidate, Decision, KvRole, KvTransfer, Load, StepKind
 from tests.support.router_values import info, join, place, request, state
 
 KEYS = [*range(100, 112)]
@@ -126,6 +129,20 @@ def test_an_instance_that_failed_the_request_is_excluded_for_it_alone() -> None:
     assert seen(router)["a"].excluded == ""
 
 
+def test_an_open_request_keeps_of_what_it_was_decided_on_its_own_instances_alone() -> None:
+    """All of it would be 250 kB for each open request of 1,000 instances."""
+    router = state()
+    for number in range(40):
+        join(router, f"i{number}", number)
+    for number in range(10):
+        place(router, request(f"r{number}", tokens=64), 1.0)
+    open_ones = list(router.plans.decisions)
+    assert len(open_ones) == 10
+    for decision in open_ones:
+        assert [one.instance_id for one in decision.view.candidates] == [decision.instance_id]
+        assert not decision.result.scores
+
+
 def test_an_ended_request_is_told_its_placement_again_and_weighs_little() -> None:
     router = fleet()
     first = place(router, request("r", tokens=64, session_id="s"), 1.0)
@@ -136,3 +153,41 @@ def test_an_ended_request_is_told_its_placement_again_and_weighs_little() -> Non
     assert (again.step, again.decision.decision_id) == (first.step, first.decision.decision_id)
     assert again.decision.cached_tokens == first.decision.cached_tokens
     assert (again.decision.view.candidates, again.decision.result.scores) == ((), {})
+
+
+def kv(name: str, role: KvRole) -> KvTransfer:
+    return replace(info(name).kv_transfer, role=role)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_engine_that_only_produces_kv_answers_nobody(policy: str) -> None:
+    """Though it is idle, and has the prompt's keys."""
+    router = state(policy)
+    join(router, "p", 1, KEYS, kv_transfer=kv("p", KvRole.PRODUCER))
+    join(router, "d", 2, kv_transfer=kv("d", KvRole.CONSUMER))
+    for number in range(6):
+        asked = request(f"r{number}", tokens=50_000, keys=tuple(KEYS), session_id="s")
+        for effect in router.handle(ev.PlaceRequested(asked, "g"), 1.0):
+            if isinstance(effect, ev.Placed):
+                serving = [step for step in effect.decision.result.steps if step.kind is StepKind.SERVE]
+                assert {step.instance_id for step in serving} <= {"d"}
+    assert len(router.reservations)
+    router.check_invariants()
+
+
+def test_where_all_only_produce_kv_they_answer() -> None:
+    router = state()
+    join(router, "p", 1, kv_transfer=kv("p", KvRole.PRODUCER))
+    answer = place(router, request("r", tokens=100), 1.0)
+    assert isinstance(answer, ev.Placed)
+    assert answer.step.instance_id == "p"
+
+
+def test_a_request_waits_for_an_engine_that_answers() -> None:
+    router = state(limits=SaturationLimits(1))
+    join(router, "p", 1, kv_transfer=kv("p", KvRole.PRODUCER))
+    join(router, "d", 2, kv_transfer=kv("d", KvRole.CONSUMER))
+    place(router, request("first", tokens=100), 1.0)
+    assert router.handle(ev.PlaceRequested(request("second", tokens=100), "g"), 1.0) == []
+    [placed] = [one for one in router.handle(ev.Finished("first", "OK"), 2.0) if isinstance(one, ev.Placed)]
+    assert (placed.request_id, placed.step.instance_id) == ("second", "d")

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from pointsman.common.core.block_keys import KEY_SCHEME, digest_of
 from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.instances.circuit_breaker import CircuitSettings
 from pointsman.router.core.instances.report_sync import (
     ConsistencyCheck,
     Delta,
@@ -49,7 +50,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(sweep_keys=1)
         self.model: dict[str, set[int]] = {}
 
     @rule(owner=OWNERS, keys=KEYS)
@@ -68,6 +69,10 @@ class IndexMachine(RuleBasedStateMachine):
     def drop(self, owner: str) -> None:
         self.index.drop(owner)
         self.model.pop(owner, None)
+
+    @rule()
+    def sweep(self) -> None:
+        self.index.sweep()
 
     @rule(keys=KEYS, owners=st.lists(OWNERS, unique=True))
     def look_up(self, keys: list[int], owners: list[str]) -> None:
@@ -90,6 +95,7 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def consistent(self) -> None:
         self.index.check_invariants()
+        assert len(self.index) >= len(set().union(*self.model.values()))
         for owner, held in self.model.items():
             assert self.index.keys_of(owner) == held
 
@@ -218,6 +224,7 @@ class StateMachine(RuleBasedStateMachine):
             max_keys=25,
             limits=SaturationLimits(max_requests=2, max_kv_usage=0.9),
             queue=QueueSettings(size=3, timeout_s=8.0, tenant_share=0.7),
+            circuit=CircuitSettings(failures=1),
         )
         self.router.policy = Patient()
         self.waiting: dict[str, str] = {}  # held request -> who is to get the answer
@@ -373,11 +380,14 @@ class StateMachine(RuleBasedStateMachine):
     @rule(
         gateway=GATEWAYS,
         announced=st.lists(REQUESTS, unique=True, max_size=3),
+        where=INSTANCES,
         phase=st.sampled_from(Phase),
         waiting=st.frozensets(REQUESTS, max_size=2),
     )
-    def gateway_hello(self, gateway: str, announced: list[str], phase: Phase, waiting: frozenset[str]) -> None:
-        streams = tuple(ev.OpenStream(request(name, tokens=10), "a", phase, 3) for name in announced)
+    def gateway_hello(
+        self, gateway: str, announced: list[str], where: str, phase: Phase, waiting: frozenset[str]
+    ) -> None:
+        streams = tuple(ev.OpenStream(request(name, tokens=10), where, phase, 3) for name in announced)
         self.handle(ev.GatewayHello(gateway, streams, waiting))
 
     @rule(gateway=GATEWAYS)
@@ -392,7 +402,11 @@ class StateMachine(RuleBasedStateMachine):
 
     @rule(pool=st.sampled_from("mn"))
     def take(self, pool: str) -> None:
-        self.handle(ev.PoolTaken(pool, tuple(self.kept[pool].values()), {"/s1": "a"}))
+        self.handle(ev.PoolTaken(pool, tuple(self.kept[pool].values())))
+
+    @rule(pool=st.sampled_from("mn"), sessions=st.dictionaries(st.sampled_from(["/s1", "/s2"]), INSTANCES, max_size=2))
+    def read_sessions(self, pool: str, sessions: dict[str, str]) -> None:
+        self.handle(ev.SessionsRead(pool, sessions))
 
     @rule(pool=st.sampled_from("mn"), lost=st.booleans())
     def lose(self, pool: str, lost: bool) -> None:
@@ -461,9 +475,9 @@ def test_a_held_request_that_a_gateway_says_it_runs_is_held_no_longer() -> None:
     """Found by the machine: the only instance had left, and with it what told whose pool the model is in."""
     machine = StateMachine()
     machine.hello_without_events(name="a")
-    machine.gateway_hello("g1", ["r0", "r1"], Phase.PREFILL, frozenset())
+    machine.gateway_hello("g1", ["r0", "r1"], "a", Phase.PREFILL, frozenset())
     machine.place("r2", "", 0, [], "t", None, 0.0)
     assert list(machine.router.held_requests.queue)
     machine.agent_ends(name="a", goodbye=True)
-    machine.gateway_hello("g1", ["r2"], Phase.PREFILL, frozenset())
+    machine.gateway_hello("g1", ["r2"], "a", Phase.PREFILL, frozenset())
     assert not list(machine.router.held_requests.queue)

@@ -6,6 +6,7 @@ from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.instances.circuit_breaker import CIRCUIT_OPEN, REFUSALS, CircuitSettings
 from pointsman.router.core.instances.saturation import SaturationLimits
 from pointsman.router.core.router_state import RouterState
+from pointsman.router.core.types import Phase
 from tests.support.router_values import join, place, request, state
 
 SETTINGS = CircuitSettings(failures=2, first_open_s=1.0, max_open_s=4.0)
@@ -163,3 +164,19 @@ def test_a_trial_that_is_refused_is_over_at_once() -> None:
     assert placed_on(state_, "busy", 0.0) == "b"
     refuse(state_, "trial", 1.0)
     assert {placed_on(state_, f"r{number}", 2.9) for number in range(2)} == {"b"}, "longer than the first time"
+
+
+def test_a_trial_that_went_on_elsewhere_leaves_its_place_to_another() -> None:
+    """Its gateway had an answer from another instance already, and says so when its stream begins anew."""
+    state_ = fleet("a", "b")
+    break_(state_, "a")
+    assert placed_on(state_, "busy", 0.0) == "b"
+    assert placed_on(state_, "trial", 1.0) == "a"
+    stream = ev.OpenStream(request("trial", tokens=100), "b", Phase.DECODE, 0)
+    state_.handle(ev.GatewayHello("g1", (stream,), frozenset()), 1.1)
+    state_.check_invariants()
+    assert placed_on(state_, "next", 1.2) == "a"
+    finish(state_, "trial", "OK", 1.3)
+    assert {placed_on(state_, f"r{number}", 1.4) for number in range(3)} == {"b"}, "the next one is on trial"
+    finish(state_, "next", "OK", 1.5)
+    assert placed_on(state_, "after", 1.6) == "a"

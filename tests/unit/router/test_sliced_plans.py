@@ -68,6 +68,12 @@ def placed(effects: list[ev.Effect]) -> ev.Placed:
     return answer
 
 
+def test_without_a_gateway_a_prompt_is_not_cut() -> None:
+    answer = place(router(), prompt(), gateway="")
+    assert isinstance(answer, ev.Placed)
+    assert (answer.step.kind, answer.last) == (StepKind.SERVE, True)
+
+
 def test_a_prompt_is_computed_part_by_part_and_then_served() -> None:
     made = router()
     answer = place(made, prompt())
@@ -99,7 +105,10 @@ def test_asked_again_within_a_plan_the_same_step_is_told() -> None:
     made = router()
     place(made, prompt())
     answer = placed(done(made, 0, 1.0))
-    assert place(made, prompt(), 1.5) == answer
+    again = place(made, prompt(), 1.5)
+    assert isinstance(again, ev.Placed)
+    assert (again.step, again.step_index, again.last) == (answer.step, answer.step_index, answer.last)
+    assert again.decision.decision_id == answer.decision.decision_id
     assert made.handle(ev.StepDone("r", 0, ok=True), 2.0) == [], "a step ends once"
 
 
@@ -202,7 +211,7 @@ def test_a_lost_gateway_gives_the_rest_up() -> None:
 def test_a_pool_that_comes_back_makes_gateways_end_their_plans() -> None:
     made = router(hold_at=256)
     held_between(made)
-    effects = made.handle(ev.PoolTaken("m", (), {}), 2.0)
+    effects = made.handle(ev.PoolTaken("m"), 2.0)
     [refused] = [effect for effect in effects if isinstance(effect, ev.Refused)]
     assert (refused.request_id, refused.not_serving, refused.gateway_id) == ("r", True, "g")
     made.check_invariants()
@@ -212,7 +221,7 @@ def test_a_new_owner_lets_the_request_ask_anew_or_ends_a_failed_plan_by_one_serv
     """It knows the request from the store and its gateway, and nothing of slices."""
     made = router()
     kept = Reservation("r", "g", "a", "one-7", 1_030, 256, pool="m")
-    made.handle(ev.PoolTaken("m", (kept,), {}), 1.0)
+    made.handle(ev.PoolTaken("m", (kept,)), 1.0)
     made.handle(ev.GatewayHello("g", (ev.OpenStream(prompt(), "a", Phase.PREFILL, 0),)), 1.1)
     [refused] = made.handle(ev.StepDone("r", 1, ok=True), 2.0)
     assert isinstance(refused, ev.Refused)
@@ -229,7 +238,7 @@ def test_a_new_owner_lets_the_request_ask_anew_or_ends_a_failed_plan_by_one_serv
 def test_a_new_owner_goes_on_from_what_is_computed() -> None:
     made = router()
     kept = Reservation("r", "g", "a", "one-7", 1_030, 256, pool="m")
-    made.handle(ev.PoolTaken("m", (kept,), {}), 1.0)
+    made.handle(ev.PoolTaken("m", (kept,)), 1.0)
     made.handle(ev.KeysReported(0, "a", Delta(1, 1, list(KEYS[:16]), [])), 1.1)
     made.handle(ev.StepDone("r", 0, ok=True), 1.2)
     made.handle(ev.Finished("r", "CANCELLED"), 1.3)

@@ -116,3 +116,16 @@ def test_an_answer_that_never_began_has_no_time_to_its_first_token() -> None:
     none = {"placed": 1.0, "sent": 0.0, "first_token": 0.0, "done": 9.0}
     telemetry.closed(decided(fleet, "r"), finished(outcome="FAILED", timings_ms=none))
     assert not [name for name, _ in read(telemetry) if name == "pointsman_router_ttft_seconds_count"]
+
+
+def test_names_that_several_models_answer_to_are_told_and_go_to_the_first() -> None:
+    fleet = state()
+    telemetry = with_state(fleet)
+    join(fleet, "a", 1, model="n", served_names=("n", "alias", "both"), lora_names=("m",))
+    join(fleet, "b", 2, model="m", served_names=("m", "both"))
+    assert [fleet.instances.pool_of(name) for name in ("m", "n", "alias", "both")] == ["m", "n", "n", "m"]
+    assert fleet.instances.shared_names == {"both": ["m", "n"], "m": ["m", "n"]}
+    assert at(read(telemetry), "shared_names") == 2
+    fleet.handle(ev.AgentGoodbye(1, "a"), 1.0)
+    assert fleet.instances.shared_names == {}
+    assert at(read(telemetry), "shared_names") == 0

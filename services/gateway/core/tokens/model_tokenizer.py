@@ -23,8 +23,10 @@ from pointsman.gateway.core.tokens.word_tokenizer import word_tokenizer_for
 
 log = structlog.get_logger()
 
-# Encoding this many characters holds the event loop for about a millisecond; more of them go to a thread.
+# Encoding this many characters holds the event loop for about a millisecond, and putting this many known pieces together for
+# half of one; more of them go to a thread.
 _INLINE_CHARS = 4 << 10
+_INLINE_PIECES = 4 << 10
 # So many are tokenised before their tokens are counted: a prompt that is too long is given up there.
 _BATCH_CHARS = 1 << 20
 _NONE: TokenIds = array("I")
@@ -77,10 +79,12 @@ class PendingPrompt:
         self.missing_chars = sum(
             len(piece) for text in texts for piece, ids in zip(text.pieces, text.found, strict=True) if ids is None
         )
+        self._pieces = sum(len(text.pieces) for text in texts)
 
     async def tokenize_by(self, run_in_thread: Callable[[Callable[[], Prompt]], Awaitable[Prompt]]) -> Prompt:
         """As tokenize(): at once where that takes about a millisecond, else in a thread. Raises Unrenderable."""
-        return self.tokenize() if self.missing_chars <= _INLINE_CHARS else await run_in_thread(self.tokenize)
+        inline = self.missing_chars <= _INLINE_CHARS and self._pieces <= _INLINE_PIECES
+        return self.tokenize() if inline else await run_in_thread(self.tokenize)
 
     def tokenize(self) -> Prompt:
         """The prompt. Raises Unrenderable. May run in any thread; other threads go on meanwhile."""
@@ -194,21 +198,21 @@ class ModelTokenizer:
         if text.around is None:
             return self._encode(text.pieces, add_special_tokens=True)[0]
         before, after = text.around
-        all_ids = before[:]
         known = {piece: ids for piece, ids in zip(text.pieces, text.found, strict=True) if ids is not None}
         count = sum(len(ids) for ids in text.found if ids is not None)
         for batch in _batches(list(dict.fromkeys(piece for piece in text.pieces if piece not in known))):
+            if most and count > most:
+                break
             made = self._encode(batch)
             for piece, ids in zip(batch, made, strict=True):
                 known[piece] = ids
                 self._cache.keep(self._space, piece, ids)
             count += sum(map(len, made))
-            if most and count > most:
-                for piece in text.pieces:
-                    all_ids += known.get(piece, _NONE)
-                return all_ids
+        all_ids = before[:]
         for piece in text.pieces:
-            all_ids += known[piece]
+            all_ids += known.get(piece, _NONE)
+            if most and len(all_ids) > most:
+                return all_ids
         return all_ids + after
 
     def whole(self, text: str) -> TokenIds:

@@ -515,9 +515,8 @@ class ClientConnection(asyncio.Protocol):
             # Once more, lest only the kernel has sent everything it has.
             self._watch(now)
             self.deadline = now + LINGER_S
-        elif (
-            unsent and now < self._watched_at + self._limits.stall_s
-        ):  # as the deadline is made: a difference is rounded
+        # A sum, as the deadline is made: `waited` is a difference, which is rounded.
+        elif unsent and now < self._watched_at + self._limits.stall_s:
             self.deadline = now + LINGER_S
         elif unsent and self._watched - unsent >= max(1, self._limits.min_read_bytes_per_s * waited):
             self._watch(now)

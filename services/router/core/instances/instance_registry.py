@@ -85,13 +85,17 @@ class PoolInfo:
 
 
 class InstanceRegistry:
-    """All instances by id, and the names they can be asked for."""
+    """All instances by id, and the names they can be asked for.
+
+    `shared_names`: names that several pools answer to, each with these. Requests go to the pool of that name, or to the first by
+    name."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
         self._records: dict[str, InstanceRecord] = {}
         self._pools: dict[str, list[InstanceRecord]] = {}
         self._pool_of: dict[str, str] = {}
+        self.shared_names: dict[str, list[str]] = {}
         self._members: dict[tuple[str, str], list[InstanceRecord]] = {}
         self._drained: Mapping[str, str] = {}
 
@@ -112,11 +116,14 @@ class InstanceRegistry:
         members = self._members.get((pool, model))
         if members is None:
             members = self._members[pool, model] = [
-                record
-                for record in self._pools.get(pool, ())
-                if model == pool or model in record.info.served_names or model in record.info.lora_names
+                record for record in self._pools.get(pool, ()) if _answers(record, model)
             ]
         return members
+
+    def answers(self, instance_id: str, model: str) -> bool:
+        """Whether the instance is known and `model` is one of its names."""
+        record = self._records.get(instance_id)
+        return record is not None and _answers(record, model)
 
     def add(self, info: InstanceInfo, stream_id: int, now: float) -> InstanceRecord:
         """Make an instance known, or a new incarnation or stream of it. Mutates.
@@ -178,9 +185,15 @@ class InstanceRegistry:
         self._pools = {}
         for record in self.records():
             self._pools.setdefault(record.info.model, []).append(record)
-        self._pool_of = {}
-        for pool, records in self._pools.items():
-            for record in records:
-                for name in (*record.info.served_names, *record.info.lora_names):
-                    self._pool_of.setdefault(name, pool)
-        self._pool_of.update({pool: pool for pool in self._pools})
+        pools_of: dict[str, list[str]] = {pool: [pool] for pool in self._pools}
+        for pool, records in sorted(self._pools.items()):
+            for name in {name for record in records for name in (*record.info.served_names, *record.info.lora_names)}:
+                if pool not in (pools := pools_of.setdefault(name, [])):
+                    pools.append(pool)
+        self._pool_of = {name: pools[0] for name, pools in pools_of.items()}
+        self.shared_names = {name: pools for name, pools in sorted(pools_of.items()) if len(pools) > 1}
+
+
+def _answers(record: InstanceRecord, model: str) -> bool:
+    info = record.info
+    return model == info.model or model in info.served_names or model in info.lora_names

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 MAX_SESSIONS = 1_000_000
+# Of a pool that was given up so many sessions are freed at once, which takes about a millisecond.
+FREED_AT_ONCE = 10_000
+LOOKED_AT = 1_000
+
+
+class _Session(NamedTuple):
+    """`came_back`: it had an owner already when it was assigned this one."""
+
+    owner: str
+    expires: float
+    came_back: bool
 
 
 class Affinity:
@@ -16,65 +29,115 @@ class Affinity:
 
     def __init__(self, ttl_s: float) -> None:
         self.ttl_s = ttl_s
-        self._owner: OrderedDict[tuple[str, str], tuple[str, float]] = OrderedDict()
-        self._sessions: dict[str, int] = {}
+        # Pool -> session -> owner, the lately assigned last.
+        self._pools: dict[str, OrderedDict[str, _Session]] = {}
+        self._count = 0
+        # Pool -> instance -> how many sessions it owns.
+        self._owned: dict[str, dict[str, int]] = {}
+        self._given_up: list[OrderedDict[str, _Session]] = []
 
     def __len__(self) -> int:
-        return len(self._owner)
+        return self._count
 
     def owner(self, pool: str, session: str, now: float) -> str:
         """The instance of `pool` that owns `session`, or "" when none does any more."""
-        owner, expires = self._owner.get((pool, session), ("", 0.0))
-        return owner if expires > now else ""
+        sessions: Mapping[str, _Session] = self._pools.get(pool, {})
+        known = sessions.get(session)
+        return known.owner if known is not None and known.expires > now else ""
 
-    def assign(self, pool: str, session: str, instance_id: str, now: float) -> None:
-        """Make `instance_id` the owner until now + ttl. Mutates."""
-        self._forget((pool, session))
-        self._owner[pool, session] = (instance_id, now + self.ttl_s)
-        self._sessions[instance_id] = self._sessions.get(instance_id, 0) + 1
-        while len(self._owner) > MAX_SESSIONS:
-            self._forget(next(iter(self._owner)))
+    def assign(self, pool: str, session: str, instance_id: str, now: float) -> bool:
+        """Make `instance_id` the owner until now + ttl; returns whether the session had one already, and so was here before.
+        Mutates."""
+        came_back = self._forget(pool, session)
+        self._put(pool, session, _Session(instance_id, now + self.ttl_s, came_back))
+        while self._count > MAX_SESSIONS:
+            self._forget(*self._oldest())
+        return came_back
+
+    def recall(self, pool: str, session: str, instance_id: str, now: float) -> None:
+        """What an earlier router knew, unless the session has been assigned since. Mutates."""
+        if session not in self._pools.get(pool, {}) and self._count < MAX_SESSIONS:
+            self._put(pool, session, _Session(instance_id, now + self.ttl_s, came_back=True))
 
     def expire(self, now: float) -> None:
         """Drop what is past its time. Mutates."""
-        while self._owner:
-            key, (_, expires) = next(iter(self._owner.items()))
-            if expires > now:
-                return
-            self._forget(key)
+        for pool, sessions in list(self._pools.items()):
+            while sessions and sessions[session := next(iter(sessions))].expires <= now:
+                self._forget(pool, session)
+        if self._given_up:
+            sessions = self._given_up[-1]
+            for _ in range(min(FREED_AT_ONCE, len(sessions))):
+                sessions.popitem()
+            if not sessions:
+                self._given_up.pop()
 
     def sessions_of(self, instance_id: str) -> int:
         """How many sessions an instance owns."""
-        return self._sessions.get(instance_id, 0)
+        return sum(owned.get(instance_id, 0) for owned in self._owned.values())
 
     def newest(self, now: float) -> Iterator[tuple[str, str, str, float]]:
         """(pool, session, owner instance, s since it was assigned), the lately assigned first, those past their time left out."""
-        for (pool, session), (owner, expires) in reversed(self._owner.items()):
+
+        def of(pool: str) -> Iterator[tuple[float, str, str, str]]:
+            return ((one.expires, pool, session, one.owner) for session, one in reversed(self._pools[pool].items()))
+
+        latest_first = heapq.merge(*map(of, self._pools), key=lambda one: one[0], reverse=True)
+        for expires, pool, session, owner in latest_first:
             if expires <= now:
                 return
             yield pool, session, owner, now + self.ttl_s - expires
 
-    def of_pool(self, pool: str) -> dict[str, str]:
-        """The (session, owner) pairs of one pool, oldest first."""
-        return {session: owner for (of, session), (owner, _) in self._owner.items() if of == pool}
+    def returning(self, pool: str) -> Iterator[tuple[str, str] | None]:
+        """(session, owner) of those that have come back, as each is when it is its turn; sessions may come and go meanwhile. None
+        after every LOOKED_AT sessions: others may have a turn."""
+        sessions: Mapping[str, _Session] = self._pools.get(pool, {})
+        for number, session in enumerate(list(sessions), 1):
+            known = sessions.get(session)
+            if known is not None and known.came_back:
+                yield session, known.owner
+            if not number % LOOKED_AT:
+                yield None
 
     def forget_pool(self, pool: str) -> None:
-        """Drop the sessions of one pool. Mutates."""
-        for session in self.of_pool(pool):
-            self._forget((pool, session))
+        """Drop the sessions of one pool. Mutates; the memory is freed a part at a time, by expire()."""
+        if (sessions := self._pools.pop(pool, None)) is not None:
+            del self._owned[pool]
+            self._count -= len(sessions)
+            self._given_up.append(sessions)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when the per-instance counts disagree with the sessions."""
-        counts: dict[str, int] = {}
-        for owner, _ in self._owner.values():
-            counts[owner] = counts.get(owner, 0) + 1
-        assert counts == self._sessions
+        """Raise AssertionError when the counts disagree with the sessions."""
+        counts: dict[str, dict[str, int]] = {}
+        for pool, sessions in self._pools.items():
+            assert sessions, pool
+            owned = counts.setdefault(pool, {})
+            for one in sessions.values():
+                owned[one.owner] = owned.get(one.owner, 0) + 1
+        assert counts == self._owned
+        assert self._count == sum(map(len, self._pools.values()))
 
-    def _forget(self, key: tuple[str, str]) -> None:
-        before = self._owner.pop(key, None)
-        if before is not None:
-            left = self._sessions[before[0]] - 1
-            if left:
-                self._sessions[before[0]] = left
-            else:
-                del self._sessions[before[0]]
+    def _put(self, pool: str, session: str, known: _Session) -> None:
+        self._pools.setdefault(pool, OrderedDict())[session] = known
+        owned = self._owned.setdefault(pool, {})
+        owned[known.owner] = owned.get(known.owner, 0) + 1
+        self._count += 1
+
+    def _forget(self, pool: str, session: str) -> bool:
+        sessions = self._pools.get(pool)
+        if sessions is None or (known := sessions.pop(session, None)) is None:
+            return False
+        self._count -= 1
+        owned = self._owned[pool]
+        owned[known.owner] -= 1
+        if not owned[known.owner]:
+            del owned[known.owner]
+        if not sessions:
+            del self._pools[pool], self._owned[pool]
+        return True
+
+    def _oldest(self) -> tuple[str, str]:
+        def expires(pool: str) -> float:
+            return next(iter(self._pools[pool].values())).expires
+
+        pool = min(self._pools, key=expires)
+        return pool, next(iter(self._pools[pool]))

@@ -74,7 +74,8 @@ class Policy(ABC):
 
     @abstractmethod
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
-        """Choose among `view.eligible()`, which is not empty, or `hold`. Must depend on nothing but its arguments."""
+        """Choose who answers among `view.eligible()`, which is not empty, and who prefills for it among `view.sources_of()`; or
+        `hold`. Must depend on nothing but its arguments."""
 
     def without_holds(self) -> Policy | None:
         """What places a request that this policy has held for as long as it may; None: the default policy."""

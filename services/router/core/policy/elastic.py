@@ -51,15 +51,15 @@ class Elastic(Unified):
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         colocated = super().choose(request, view, rng)
-        eligible = view.eligible()
-        below = self.below_ceiling(eligible)
+        available = view.available()
+        below = self.below_ceiling(view.eligible())
         chosen = colocated.steps[0].instance_id
         decode = least(
             below, view.decision_number, lambda one: (-one.cached_tokens, one.instance_id != chosen, one.ongoing_tokens)
         )
         if decode.new_tokens < self.heavy_new_tokens:
             return replace(colocated, reason=BELOW_THRESHOLD)
-        others = tuple(one for one in view.sources_of(decode) if one in below)
+        others = tuple(one for one in self.below_ceiling(available) if one.can_give_kv_to(decode))
         if not others:
             return replace(colocated, reason=NO_OTHER_INSTANCE)
         prefill = least(
@@ -68,7 +68,7 @@ class Elastic(Unified):
         if self.decider == "cost":
             reason, figures = self._cost(prefill, decode)
         else:
-            reason, figures = self._heuristic(prefill, decode, mean(one.ongoing_tokens for one in eligible))
+            reason, figures = self._heuristic(prefill, decode, mean(one.ongoing_tokens for one in available))
         figures = {**figures, "decode_new_tokens": decode.new_tokens, "prefill_new_tokens": prefill.new_tokens}
         if reason != PREFILL_IDLE_DECODE_BUSY:
             return replace(colocated, reason=reason, figures=figures)

@@ -1,20 +1,31 @@
 """Which instance holds which block keys. Pure.
 
-One dict maps a key to a bit mask of slots; a slot stands for one instance's copy. Masks are shared objects, so a key costs its
-dict entry and little more. Dropping an instance only retires its slot: the retired bits are swept out in one pass over all keys
-once several have gathered, so that a fleet that resyncs at once is not scanned once for each instance.
+Dicts map a key to a bit mask of slots; a slot stands for one instance's copy. Masks are shared objects, so a key costs its dict
+entry and little more. The dicts are many and small, because a dict that grows, or is swept, holds the event loop: for a
+millisecond at 30,000 keys, for a second at 8 million. Dropping an instance only retires its slot: the retired bits are swept out
+dict by dict, a few at a time, in one pass over all keys once several have gathered, so that a fleet that resyncs at once is not
+scanned once for each instance.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from itertools import repeat
 
 UNBOUNDED = 1 << 62
 
+# Keys are hashes: their lowest bits name their dict.
+SHARDS = 256
+_SHARD = SHARDS - 1
 # Sweeping costs one pass over all keys; this many retired slots share it.
 SWEEP_AFTER = 8
+# So many keys are looked at in one turn, which takes some milliseconds; four times as many where room is needed at once.
+SWEEP_KEYS = 20_000
+TURNS_FOR_ROOM = 4
+# From this share of its bound on the index does not wait for more slots to share a sweep.
+SHORT_OF_ROOM = 0.75
+# Masks that are not in use any more are kept with the others until there are so many.
+MAX_SHARED = 1 << 16
 
 
 class IndexFull(Exception):
@@ -24,20 +35,26 @@ class IndexFull(Exception):
 class PrefixIndex:
     """Sets of keys by owner, at most `max_keys` different ones. An owner is any hashable name; `add` makes it known."""
 
-    def __init__(self, max_keys: int = UNBOUNDED) -> None:
+    def __init__(self, max_keys: int = UNBOUNDED, sweep_keys: int = SWEEP_KEYS) -> None:
         self.max_keys = max_keys
-        self._mask_of: dict[int, int] = {}
+        self._sweep_keys = sweep_keys
+        self._masks: list[dict[int, int]] = [{} for _ in range(SHARDS)]
+        self._size = 0
         self._shared: dict[int, int] = {}
         # By owner, the one bit of its slot; and by slot, its owner.
         self._bit_of: dict[str, int] = {}
         self._owner_of: dict[int, str] = {}
         self._count: dict[str, int] = {}
+        # Slots that wait for a sweep, and those that are swept now from the dicts that are `_unswept`.
         self._retired: set[int] = set()
-        self._retired_mask = 0
+        self._sweeping: set[int] = set()
+        self._unswept: list[int] = []
+        # Whether keys did not fit since the last turn of a sweep.
+        self._refused = False
 
     def __len__(self) -> int:
         """Keys held by at least one owner, and those of retired slots that are not swept yet."""
-        return len(self._mask_of)
+        return self._size
 
     def count(self, owner: str) -> int:
         """How many keys `owner` holds."""
@@ -45,66 +62,73 @@ class PrefixIndex:
 
     def holds(self, owner: str, key: int) -> bool:
         """Whether `owner` holds `key`."""
-        return bool(self._mask_of.get(key, 0) & self._bit_of.get(owner, 0))
+        return bool(self._masks[key & _SHARD].get(key, 0) & self._bit_of.get(owner, 0))
 
     def run_end(self, owner: str, keys: Sequence[int], start: int, stop: int) -> int:
         """Where, from `start` to at most `stop`, the first of `keys` is that `owner` does not hold; `stop` when it holds all."""
         bit = self._bit_of.get(owner)
         if bit is None:
             return start
-        get = self._mask_of.get
+        masks = self._masks
         # One by one: looking many up at once costs more where a run is short, and little less where it is long.
         for at in range(start, stop):
-            if not get(keys[at], 0) & bit:
+            key = keys[at]
+            if not masks[key & _SHARD].get(key, 0) & bit:
                 return at
         return stop
 
     def has_room(self, count: int) -> bool:
-        """Whether `count` more keys fit in. May sweep."""
-        if len(self._mask_of) + count > self.max_keys and self._retired:
-            self._sweep()
-        return len(self._mask_of) + count <= self.max_keys
+        """Whether `count` more keys fit in."""
+        return self._size + count <= self.max_keys
 
     def add(self, owner: str, keys: Collection[int]) -> int:
-        """Give keys to `owner`; returns how many it did not hold before. Mutates, unless they do not fit: IndexFull."""
-        if not self.has_room(len(keys)) and not self.has_room(sum(key not in self._mask_of for key in keys)):
+        """Give keys to `owner`; returns how many it did not hold before. Mutates, unless they do not fit: IndexFull. May sweep,
+        for some milliseconds at most."""
+        masks = self._masks
+        for _ in range(TURNS_FOR_ROOM):
+            if self.has_room(len(keys)) or not (self._retired or self._unswept):
+                break
+            self._sweep_on()
+        if not self.has_room(len(keys)) and not self.has_room(sum(key not in masks[key & _SHARD] for key in keys)):
+            self._refused = True
             raise IndexFull
-        bit = self._bit(owner)
-        mask_of, shared = self._mask_of, self._shared
-        # Most of what is computed nobody had: it is entered at once.
-        if mask_of.keys().isdisjoint(keys):
-            before = len(mask_of)
-            mask = shared.setdefault(bit, bit)
-            for key in keys:
-                mask_of[key] = mask
-            added = len(mask_of) - before
-        else:
-            added = 0
-            for key in keys:
-                mask = mask_of.get(key, 0)
-                if not mask & bit:
-                    mask |= bit
-                    mask_of[key] = shared.setdefault(mask, mask)
-                    added += 1
-        self._count[owner] = self._count.get(owner, 0) + added
-        return added
+        bit, shared = self._bit(owner), self._known_masks()
+        alone = shared.setdefault(bit, bit)
+        new, added = 0, 0
+        for key in keys:
+            shard = masks[key & _SHARD]
+            mask = shard.get(key)
+            if mask is None:
+                shard[key] = alone
+                new += 1
+            elif not mask & bit:
+                mask |= bit
+                shard[key] = shared.setdefault(mask, mask)
+                added += 1
+        self._size += new
+        self._count[owner] = self._count.get(owner, 0) + new + added
+        return new + added
 
     def remove(self, owner: str, keys: Collection[int]) -> int:
         """Take keys from `owner`; returns how many it held. Mutates."""
         bit = self._bit_of.get(owner)
         if bit is None:
             return 0
-        mask_of, shared = self._mask_of, self._shared
-        # Most of what is evicted nobody else had: all goes at once, and what others have comes back.
-        masks = list(map(mask_of.pop, keys, repeat(0)))
-        removed = masks.count(bit)
-        if removed < len(masks):
-            for key, mask in zip(keys, masks, strict=True):
-                if left := mask & ~bit:
-                    mask_of[key] = shared.setdefault(left, left)
-                    removed += left != mask
-        self._count[owner] -= removed
-        return removed
+        masks, shared = self._masks, self._known_masks()
+        gone, removed = 0, 0
+        for key in keys:
+            shard = masks[key & _SHARD]
+            mask = shard.get(key, 0)
+            if mask == bit:
+                del shard[key]
+                gone += 1
+            elif mask & bit:
+                mask ^= bit
+                shard[key] = shared.setdefault(mask, mask)
+                removed += 1
+        self._size -= gone
+        self._count[owner] -= gone + removed
+        return gone + removed
 
     def drop(self, owner: str) -> None:
         """Forget all keys of `owner`. Mutates."""
@@ -115,9 +139,14 @@ class PrefixIndex:
         del self._owner_of[slot]
         del self._count[owner]
         self._retired.add(slot)
-        self._retired_mask |= bit
-        if len(self._retired) >= SWEEP_AFTER:
-            self._sweep()
+
+    def sweep(self) -> None:
+        """Free a part of what dropped owners held, if there is enough of it, or room is short. To be called now and then.
+        Mutates."""
+        short = self._refused or self._size > SHORT_OF_ROOM * self.max_keys
+        if self._unswept or len(self._retired) >= (1 if short else SWEEP_AFTER):
+            self._refused = False
+            self._sweep_on()
 
     def leading_blocks(self, keys: Sequence[int], owners: Iterable[str]) -> dict[str, int]:
         """For each of `owners`: how many of `keys`, counted from the first, it holds.
@@ -127,7 +156,7 @@ class PrefixIndex:
         one of the runs is found; the engine's own report of cached tokens tells the difference afterwards.
         """
         blocks = dict.fromkeys(owners, 0)
-        bit_of, owner_of, get = self._bit_of, self._owner_of, self._mask_of.get
+        bit_of, owner_of, masks = self._bit_of, self._owner_of, self._masks
         alive = 0
         for owner in blocks:
             alive |= bit_of.get(owner, 0)
@@ -137,7 +166,8 @@ class PrefixIndex:
             low, high, mask = spans.pop()
             while low < high:
                 middle = (low + high) >> 1
-                holding = get(keys[middle], 0) & mask
+                key = keys[middle]
+                holding = masks[key & _SHARD].get(key, 0) & mask
                 if holding == mask:
                     low = middle + 1
                 elif holding:
@@ -154,7 +184,7 @@ class PrefixIndex:
     def keys_of(self, owner: str) -> set[int]:
         """All keys of `owner`, by a pass over the whole index: for tests and dumps."""
         bit = self._bit_of.get(owner, 0)
-        return {key for key, mask in self._mask_of.items() if mask & bit}
+        return {key for shard in self._masks for key, mask in shard.items() if mask & bit}
 
     def sets(self) -> dict[str, set[int]]:
         """All keys by owner, as `keys_of`."""
@@ -162,33 +192,51 @@ class PrefixIndex:
 
     def check_invariants(self) -> None:
         """Raise AssertionError when counts and bits disagree."""
-        assert len(self._mask_of) <= self.max_keys
+        assert self._size == sum(map(len, self._masks)) <= self.max_keys
         assert set(self._count) == set(self._bit_of) == set(self._owner_of.values())
-        assert not self._retired & set(self._owner_of)
-        keys_with = Counter(self._mask_of.values())
+        assert not (self._retired | self._sweeping) & set(self._owner_of)
+        assert not self._retired & self._sweeping
+        assert bool(self._sweeping) == bool(self._unswept)
+        keys_with = Counter(mask for shard in self._masks for mask in shard.values())
         for owner, count in self._count.items():
             bit = self._bit_of[owner]
             assert count == sum(keys for mask, keys in keys_with.items() if mask & bit), owner
         assert 0 not in keys_with
+        known = sum(1 << slot for slot in {*self._owner_of, *self._retired, *self._sweeping})
+        assert not any(mask & ~known for mask in keys_with)
+
+    def _known_masks(self) -> dict[int, int]:
+        if len(self._shared) > MAX_SHARED:
+            # Those in use stay shared with each other, and the next of each is shared with those that follow.
+            self._shared.clear()
+        return self._shared
 
     def _bit(self, owner: str) -> int:
         bit = self._bit_of.get(owner)
         if bit is None:
             slot = 0
-            while slot in self._owner_of or slot in self._retired:
+            while slot in self._owner_of or slot in self._retired or slot in self._sweeping:
                 slot += 1
             bit = self._bit_of[owner] = 1 << slot
             self._owner_of[slot] = owner
             self._count[owner] = 0
         return bit
 
-    def _sweep(self) -> None:
-        keep = ~self._retired_mask
-        shared: dict[int, int] = {}
-        swept: dict[int, int] = {}
-        for key, mask in self._mask_of.items():
-            if mask := mask & keep:
-                swept[key] = shared.setdefault(mask, mask)
-        self._mask_of, self._shared = swept, shared
-        self._retired.clear()
-        self._retired_mask = 0
+    def _sweep_on(self) -> None:
+        """One turn of a sweep; a new one begins when the one before is done. Slots that retire meanwhile wait for the next."""
+        if not self._unswept:
+            self._sweeping, self._retired = self._retired, set()
+            self._unswept = list(range(SHARDS))
+        keep = ~sum(1 << slot for slot in self._sweeping)
+        shared, looked_at = self._known_masks(), 0
+        while self._unswept and looked_at < self._sweep_keys:
+            number = self._unswept.pop()
+            before = self._masks[number]
+            after = self._masks[number] = {}
+            for key, mask in before.items():
+                if mask := mask & keep:
+                    after[key] = shared.setdefault(mask, mask)
+            self._size -= len(before) - len(after)
+            looked_at += len(before)
+        if not self._unswept:
+            self._sweeping = set()

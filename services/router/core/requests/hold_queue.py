@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, zip_longest
@@ -59,6 +60,8 @@ class HoldQueue:
     def __init__(self, settings: QueueSettings) -> None:
         self.settings = settings
         self._by_id: dict[str, HeldRequest] = {}
+        # (pool, model asked for) -> how many wait for room.
+        self._for_room: Counter[tuple[str, str]] = Counter()
         # pool -> tenant -> request ids; the order of the tenants is the ring.
         self._rings: dict[str, dict[str, set[str]]] = {}
 
@@ -80,9 +83,9 @@ class HoldQueue:
         """How many requests wait in `pool`."""
         return sum(map(len, self._rings.get(pool, {}).values()))
 
-    def waits_for_room(self, pool: str) -> bool:
-        """Whether requests wait in `pool` because all its instances were saturated."""
-        return any(self._by_id[one].for_room for ids in self._rings.get(pool, {}).values() for one in ids)
+    def waiting_for_room(self, pool: str) -> list[str]:
+        """The models (names of the pool, or adapters) for which requests wait because all their instances were saturated."""
+        return [model for of, model in self._for_room if of == pool]
 
     def offer(self, held: HeldRequest) -> str:
         """Let a request wait; returns "" or why it may not. Mutates."""
@@ -93,18 +96,21 @@ class HoldQueue:
         if len(ring.get(held.request.tenant, ())) >= max(int(size * self.settings.tenant_share), 1):
             return "this tenant has its share of the queue already"
         self._by_id[held.request.request_id] = held
+        self._count(held, 1)
         self._rings.setdefault(held.pool, {}).setdefault(held.request.tenant, set()).add(held.request.request_id)
         return ""
 
     def update(self, held: HeldRequest) -> None:
         """Replace what is known of a waiting request of the same id, pool and tenant. Mutates."""
-        assert held.request.request_id in self._by_id
+        self._count(self._by_id[held.request.request_id], -1)
         self._by_id[held.request.request_id] = held
+        self._count(held, 1)
 
     def remove(self, request_id: str) -> HeldRequest | None:
         """Let a request wait no more; None when it did not. Mutates."""
         held = self._by_id.pop(request_id, None)
         if held is not None:
+            self._count(held, -1)
             ring = self._rings[held.pool]
             ring[held.request.tenant].discard(request_id)
             if not ring[held.request.tenant]:
@@ -143,10 +149,18 @@ class HoldQueue:
             for request_id in ids
         }
         assert listed == {held.request.request_id: (held.pool, held.request.tenant) for held in self}
+        assert self._for_room == Counter((held.pool, held.request.model) for held in self if held.for_room)
         for pool, ring in self._rings.items():
             assert 0 < self.count(pool) <= self.settings.size
             assert all(ring.values())
             assert all(len(ids) <= max(self.settings.size * self.settings.tenant_share, 1) for ids in ring.values())
+
+    def _count(self, held: HeldRequest, change: int) -> None:
+        if held.for_room:
+            line = held.pool, held.request.model
+            self._for_room[line] += change
+            if not self._for_room[line]:
+                del self._for_room[line]
 
     def _rank(self, held: HeldRequest, now: float) -> tuple[float, float, str]:
         waited = now - held.since

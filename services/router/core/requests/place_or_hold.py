@@ -7,7 +7,8 @@ the gateway asks again, with the request's age.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from math import inf
 
 import msgspec
 from msgspec.structs import replace
@@ -21,6 +22,8 @@ from pointsman.router.core.types import Decision, FleetView, PlacementRequest
 
 # Requests tried again whenever something frees, and whenever time passes: a decision costs up to 150 us.
 TRIES, TRIES_ON_TICK = 8, 64
+# Load reports, of which each engine sends many a second, have a pool tried again no sooner than so long after the last time.
+REPORT_RETRY_S = 0.05
 # An answer must reach the gateway before it gives up; ticks are half a second apart.
 MARGIN_S = 1.0
 # How soon to ask again where nothing is wrong but the moment.
@@ -41,8 +44,10 @@ Decide = Callable[[PlacementRequest, float, Policy | None], DecideResult]
 Commit = Callable[[Decision, str, float], list[ev.Effect]]
 # (request, gateway id, now): what is left of a plan that has begun is one SERVE where it was; returns the effects.
 ServeThere = Callable[[PlacementRequest, str, float], list[ev.Effect]]
-# (pool, now): whether an instance of the pool may be placed on at all.
-HasRoom = Callable[[str, float], bool]
+# (pool, model, now): whether an instance of the pool that answers to the model may be placed on at all.
+HasRoom = Callable[[str, str, float], bool]
+# (instance, model): whether the instance answers to the model.
+Answers = Callable[[str, str], bool]
 
 
 class HeldRequests:
@@ -56,6 +61,7 @@ class HeldRequests:
         commit: Commit,
         serve_there: ServeThere,
         has_room: HasRoom,
+        answers: Answers,
         without_holds: Callable[[], Policy | None],
     ) -> None:
         self.queue = HoldQueue(settings)
@@ -65,8 +71,10 @@ class HeldRequests:
         self._commit = commit
         self._serve_there = serve_there
         self._has_room = has_room
+        self._answers = answers
         self._without_holds = without_holds
         self._fallback = Unified()
+        self._tried_at: dict[str, float] = {}
 
     def place(self, request: PlacementRequest, gateway_id: str, now: float, previous_id: str = "") -> list[ev.Effect]:
         """Answer a new request now, or hold it (no effects). `previous_id`: the decision on the part of its plan that is done,
@@ -95,12 +103,21 @@ class HeldRequests:
             return self._commit(verdict, gateway_id, now)
         return self._end(held, now, "queue_full", why_not)
 
-    def retry(self, now: float, *, thorough: bool) -> list[ev.Effect]:
-        """Something freed (or, `thorough`, time passed): answer whom it allows, and whose time is over. Mutates."""
-        effects: list[ev.Effect] = []
-        for pool in self.queue.pools():
-            effects += self._serve(pool, now, TRIES_ON_TICK if thorough else TRIES)
-        for held in self.queue.expired(now) if thorough else ():
+    def retry(self, pools: Iterable[str], now: float) -> list[ev.Effect]:
+        """Something freed in these pools: answer whom it allows. Mutates."""
+        return [effect for pool in pools for effect in self._serve(pool, now, TRIES)]
+
+    def reported(self, pool: str, now: float) -> list[ev.Effect]:
+        """An instance of the pool told its load, which may have freed something. Mutates."""
+        if now - self._tried_at.get(pool, -inf) < REPORT_RETRY_S:
+            return []
+        return self._serve(pool, now, TRIES)
+
+    def tick(self, now: float) -> list[ev.Effect]:
+        """Time has passed: answer whom that allows, and whose time is over. Mutates."""
+        self._tried_at = {pool: at for pool in self.queue.pools() if (at := self._tried_at.get(pool)) is not None}
+        effects = [effect for pool in self.queue.pools() for effect in self._serve(pool, now, TRIES_ON_TICK)]
+        for held in self.queue.expired(now):
             self.queue.remove(held.request.request_id)
             effects += self._end(held, now, "hold_expired", f"held for {now - held.since:.1f} s")
         return effects
@@ -130,12 +147,13 @@ class HeldRequests:
         return ev.Refused(request.request_id, "RESOURCE_EXHAUSTED", message, self._retry_after_s, gateway_id)
 
     def _has_to_queue(self, decision: Decision) -> bool:
-        """Whether a request that could be placed goes behind those that wait: all do behind those for whom there is no room, and
-        those to whom the policy gives a queue_penalty behind all."""
+        """Whether a request that could be placed goes behind those that wait: all do behind those that wait for room where they
+        would go, and those to whom the policy gives a queue_penalty behind all."""
         pool = decision.pool
         if decision.result.queue_penalty_s is not None and self.queue.count(pool):
             return True
-        return self.queue.waits_for_room(pool)
+        waiting = self.queue.waiting_for_room(pool)
+        return any(self._answers(step.instance_id, model) for step in decision.result.steps for model in waiting)
 
     def _held(
         self, request: PlacementRequest, gateway_id: str, verdict: Decision | AllSaturated, now: float, previous_id: str
@@ -154,21 +172,43 @@ class HeldRequests:
 
     def _serve(self, pool: str, now: float, tries: int) -> list[ev.Effect]:
         effects: list[ev.Effect] = []
-        for held in self.queue.order(pool, now)[:tries]:
-            if not self._has_room(pool, now):
+        full: set[str] = set()
+        self._tried_at[pool] = now
+        for held in self.queue.order(pool, now):
+            model = held.request.model
+            if model in full:
+                continue
+            if not self._has_room(pool, model, now):
+                # Nor for those behind it that ask for the same; an adapter is loaded on some instances only.
+                full.add(model)
+                continue
+            if not tries:
                 break
+            tries -= 1
             verdict = self._decide(_aged(held, now), now, None)
-            if isinstance(verdict, Decision) and verdict.result.steps:
+            if _elsewhere(verdict, held):
+                self.queue.remove(held.request.request_id)
+                effects += self._moved(held, now)
+            elif isinstance(verdict, Decision) and verdict.result.steps:
                 self.queue.answered(held.request.request_id)
                 effects += self._commit(replace(verdict, previous_id=held.previous_id), held.gateway_id, now)
             elif not isinstance(verdict, ev.Refused):
                 self.queue.update(_judged(held, verdict))
         return effects
 
+    def _moved(self, held: HeldRequest, now: float) -> list[ev.Effect]:
+        """The answer to a request whose name belongs to another pool than when it came, which another router may own."""
+        if held.previous_id:
+            return self._serve_there(held.request, held.gateway_id, now)
+        why = f"{held.request.model!r} belongs to another model now"
+        return [replace(not_serving(held.request.request_id, held.pool, why), gateway_id=held.gateway_id)]
+
     def _end(self, held: HeldRequest, now: float, note: str, why: str) -> list[ev.Effect]:
         """The answer to a request that may not wait (any longer)."""
         by_default = not held.for_room and self._settings.expiry == "place"
         verdict = self._decide(_aged(held, now), now, (self._without_holds() or self._fallback) if by_default else None)
+        if _elsewhere(verdict, held):
+            return self._moved(held, now)
         if isinstance(verdict, Decision) and verdict.result.steps:
             noted = replace(verdict, notes=(*verdict.notes, note), previous_id=held.previous_id)
             return self._commit(noted, held.gateway_id, now)
@@ -183,6 +223,10 @@ class HeldRequests:
 def not_serving(request_id: str, pool: str, why: str) -> ev.Refused:
     """The answer to a request that is to be sent again: nothing is wrong with it but the moment, or the router it asked."""
     return ev.Refused(request_id, "UNAVAILABLE", why, NOT_SERVING_RETRY_S, not_serving=True, pool=pool)
+
+
+def _elsewhere(verdict: DecideResult, held: HeldRequest) -> bool:
+    return not isinstance(verdict, ev.Refused) and verdict.pool != held.pool
 
 
 def _aged(held: HeldRequest, now: float) -> PlacementRequest:

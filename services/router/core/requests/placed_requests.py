@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.instances.circuit_breaker import CircuitSettings
-from pointsman.router.core.instances.instance_registry import InstanceRegistry
+from pointsman.router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
 from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman.router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman.router.core.load.reservations import Reservation, Reservations
@@ -68,12 +68,8 @@ class Plans:
             pool=decision.pool,
             cached_tokens=tokens - new_tokens,
         )
-        self._leave(reservation.request_id, now)
-        self._reservations.put(reservation)
-        record = self._instances.get(step.instance_id)
+        record = self.put(reservation, now)
         self._prefill_observer.opened(reservation, record.info if record else None, now)
-        if record is not None:
-            record.circuit.placed(reservation.request_id, now)
         self._prefix_knowledge.opened(reservation, keys, tokens, now)
         return [ev.Reserved(reservation)]
 
@@ -167,16 +163,25 @@ class Plans:
             doubtful = prompt is None or prompt.evicted
             self._prefill_observer.done(reservation, record.info if record else None, now, doubtful=doubtful)
 
-    def _leave(self, request_id: str, now: float) -> None:
-        if (before := self._reservations.get(request_id)) is not None:
+    def put(self, reservation: Reservation, now: float) -> InstanceRecord | None:
+        """A request is open on an instance, and no longer where it was, if anywhere; returns the instance's record. Mutates."""
+        if (before := self._reservations.get(reservation.request_id)) is not None:
             self._prefill_observer.gone(before, now)
+            if (left := self._instances.get(before.instance_id)) is not None:
+                left.circuit.left(before.request_id)
+        self._reservations.put(reservation)
+        record = self._instances.get(reservation.instance_id)
+        if record is not None:
+            record.circuit.placed(reservation.request_id, now)
+        return record
 
     def finished(self, finished: ev.Finished, now: float) -> list[ev.Effect]:
         """A request ended; no effects where it was not open. Mutates."""
-        self._leave(finished.request_id, now)
-        reservation = self._reservations.release(finished.request_id)
+        reservation = self._reservations.get(finished.request_id)
         if reservation is None:
             return []
+        self._prefill_observer.gone(reservation, now)
+        self._reservations.release(finished.request_id)
         judged = self._prefix_knowledge.finished(finished, self.decisions.get(finished.request_id), now)
         if finished.outcome == "CANCELLED":
             # Its placement may have been given back, or lost on the way: when the gateway asks again, it is decided again.

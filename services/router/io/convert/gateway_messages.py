@@ -19,6 +19,11 @@ from pointsman.router.v1 import placement_pb2
 
 STEP_DEADLINE_S = 600.0
 
+# An outcome that nobody gave, or that a newer gateway knows, must not count as an answer, nor end its stream.
+_OUTCOMES: dict[int, str] = {
+    number: name.removeprefix("OUTCOME_") for name, number in placement_pb2.Outcome.items() if number
+}
+
 
 def _keys(wire: placement_pb2.PlacementRequest) -> array[int]:
     # A packed field is an array of little-endian words already: 20 times faster than one Python int for each key.
@@ -72,7 +77,7 @@ def finished(wire: placement_pb2.Finished) -> ev.Finished:
     timings = wire.timings
     return ev.Finished(
         request_id=wire.request_id,
-        outcome=placement_pb2.Outcome.Name(wire.outcome).removeprefix("OUTCOME_"),
+        outcome=_OUTCOMES.get(wire.outcome, "FAILED"),
         prompt_tokens=wire.prompt_tokens if wire.HasField("prompt_tokens") else None,
         cached_tokens=wire.cached_tokens if wire.HasField("cached_tokens") else None,
         output_tokens=wire.output_tokens if wire.HasField("output_tokens") else None,

@@ -45,6 +45,8 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     def __init__(self, router: Router) -> None:
         self._router = router
         self._started = time.monotonic()
+        # A thousand decisions take seconds at a thousand instances: whoever asks meanwhile waits, and not each placement twice.
+        self._deciding_again = asyncio.Lock()
 
     async def ListInstances(  # noqa: N802
         self, request: fleet_pb2.ListInstancesRequest, context: Any
@@ -145,9 +147,11 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         else:
             newest = self._router.decisions.newest(lambda _: True)
             recorded = list(itertools.islice(newest, request.last or 1))
-        made_again = [
-            PolicyComparison(one.decision, self._router.state.what_if(one.decision, policy)) for one in recorded
-        ]
+        async with self._deciding_again:
+            made_again = [
+                PolicyComparison(one.decision, self._router.state.what_if(one.decision, policy))
+                async for one in _in_turns(recorded)
+            ]
         return operator_messages.what_if_to_wire(made_again)
 
     async def SummarizeDecisions(  # noqa: N802

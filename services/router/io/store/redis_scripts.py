@@ -74,8 +74,10 @@ return {ARGV[1], ARGV[2], epoch, tonumber(redis.call('GET', KEYS[3]) or '0')}
 """
 
 # KEYS: epoch, number of the last change, open reservations, session owners, their expiry, mean work. ARGV: epoch, ttl in ms,
-# changes as JSON, the first one's number. Returns 1, or 0 when fenced. An owner numbers its changes without gaps; those applied
-# before are passed over, so a write that timed out is sent again, and a late copy of it undoes nothing that was written since.
+# changes as JSON, the first one's number, most sessions. Returns 1, or 0 when fenced. An owner numbers its changes without gaps;
+# those applied before are passed over, so a write that timed out is sent again, and a late copy of it undoes nothing that was
+# written since. A rewrite begins with "clear", or where the sessions that are there have not
+# all been read yet, with "clear_open"; it ends with "complete".
 APPLY = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 local time = redis.call('TIME')
@@ -91,14 +93,24 @@ for _, change in ipairs(cjson.decode(ARGV[3])) do
       redis.call('HSET', KEYS[4], change[2], change[3])
       redis.call('ZADD', KEYS[5], now + tonumber(ARGV[2]), change[2])
     elseif change[1] == 'mean_work' then redis.call('HSET', KEYS[6], 'work', change[2])
-    else redis.call('DEL', KEYS[3], KEYS[4], KEYS[5], KEYS[6]) end
+    elseif change[1] == 'complete' then redis.call('HDEL', KEYS[6], 'incomplete')
+    else
+      redis.call('UNLINK', KEYS[3], KEYS[6])
+      if change[1] == 'clear' then redis.call('UNLINK', KEYS[4], KEYS[5]) end
+      redis.call('HSET', KEYS[6], 'incomplete', 1)
+    end
   end
 end
 if number > applied then redis.call('SET', KEYS[2], number) end
-for _, session in ipairs(redis.call('ZRANGEBYSCORE', KEYS[5], 0, now, 'LIMIT', 0, 200)) do
-  redis.call('ZREM', KEYS[5], session)
-  redis.call('HDEL', KEYS[4], session)
+local function forget(sessions)
+  for _, session in ipairs(sessions) do
+    redis.call('ZREM', KEYS[5], session)
+    redis.call('HDEL', KEYS[4], session)
+  end
 end
+forget(redis.call('ZRANGEBYSCORE', KEYS[5], 0, now, 'LIMIT', 0, 200))
+local over = redis.call('ZCARD', KEYS[5]) - tonumber(ARGV[5])
+if over > 0 then forget(redis.call('ZRANGE', KEYS[5], 0, over - 1)) end
 return 1
 """
 

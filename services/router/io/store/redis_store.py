@@ -4,14 +4,18 @@ Each pool has one owner, by a lease with an epoch that grows with each change of
 (open reservations, owners of sessions, the mean work) and not the log of changes: only the owner writes it, and a new owner
 reads it once. Every write carries the owner's epoch, so that an owner that slept past its lease is fenced off. A placement is
 told to the gateway when its reservation is kept here, so that whoever takes the pool over knows every placement ever told.
+
+A pool may have a million sessions. It is read and rewritten in pages, and between two of them leases are renewed and changes
+written: what a lease may not wait for is only the open reservations, without which a new owner does not place.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -24,6 +28,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.load.affinity import MAX_SESSIONS
 from pointsman.router.core.load.reservations import Reservation
 from pointsman.router.core.ownership import Owner, SettledReplicas, preferred
 from pointsman.router.core.prefill_curve import MeanWork
@@ -34,15 +39,31 @@ T = TypeVar("T")
 
 log = structlog.get_logger()
 
-# One script call carries at most this many changes, so that none holds Redis up for long.
+# One script call carries at most this many changes, and one page about so many, so that none holds Redis or the loop up for long.
 BATCH = 500
 # One failure may be this process's own sleep, or a single lost reply; two in a row are Redis' absence.
 FAILURES = 2
 
 
 @dataclass(slots=True)
+class _Reading:
+    """How far a pool that was taken is read. Its reservations are gathered first: gateways must not hear of the new owner, nor it
+    of them, before it knows all. The sessions follow page by page."""
+
+    mean_work: MeanWork | None = None
+    reservations: dict[str, Reservation] = field(default_factory=dict)
+    reservations_read: bool = False
+    sessions: int = 0
+    cursor: int = 0
+
+
+@dataclass(slots=True)
 class _Pool:
-    """One pool as this replica knows it. `epoch` is that of its own ownership (0: none); times on the loop's clock."""
+    """One pool as this replica knows it. `epoch` is that of its own ownership (0: none); times on the loop's clock.
+
+    `reading`: what is not known yet of a pool that was taken. `unwritten`: what a rewrite has not written yet, with None as
+    `snapshot` gives it; `told_after`: whom to tell when its reservations are written (None: they are).
+    """
 
     name: str
     lease_key: str
@@ -56,11 +77,23 @@ class _Pool:
     pending: deque[list[str] | Stored] = field(default_factory=deque)
     number: int = 1  # of the first pending change
     written: int = 0  # number of the last change that Redis is known to hold
+    reading: _Reading | None = None
+    unwritten: Iterator[StoreEffect | None] | None = None
+    told_after: list[Stored] | None = None
+
+    @property
+    def taken(self) -> bool:
+        """Whether this replica owns it and knows what is open in it."""
+        return bool(self.epoch) and (self.reading is None or self.reading.reservations_read)
 
 
 class RedisStore:
     """The pools of one fleet. `on_event` gets what the state must know, `on_owners` is called when an owner changes, and
-    `snapshot` gives all that this replica knows of a pool."""
+    `snapshot` gives all that this replica knows of a pool, while it goes on: None after the reservations, and where others may
+    have a turn.
+
+    Degraded: Redis does not answer, or does not take writes, which are counted apart. Then placements are told at once and
+    nothing is recorded. When it answers again each pool is rewritten; once that has begun well, placements wait for it again."""
 
     kind = "redis"
 
@@ -75,7 +108,7 @@ class RedisStore:
         affinity_ttl_s: float,
         on_event: Callable[[StoreEvent], object],
         on_owners: Callable[[], None],
-        snapshot: Callable[[str], list[StoreEffect]],
+        snapshot: Callable[[str], Iterator[StoreEffect | None]],
     ) -> None:
         self._redis = redis.asyncio.Redis.from_url(
             url,
@@ -105,7 +138,9 @@ class RedisStore:
         self._wake = asyncio.Event()
         self._poll_at = 0.0
         self._failures = 0
+        self._write_failures = 0
         self._degraded = False
+        self._returning = False  # degraded, and the rewrite is on its way
         self._replicas: list[Replica] = []
         self.answered_at: float | None = None
         self.address = ""
@@ -127,9 +162,10 @@ class RedisStore:
         return known.owner if known else None
 
     def may_place(self, pool: str) -> bool:
-        """Whether this replica owns the pool and its lease has not run out, unless Redis is away and nobody can take it."""
+        """Whether this replica owns the pool, knows what is open in it, and its lease has not run out, unless Redis is away and
+        nobody can take it."""
         known = self._pools.get(pool)
-        if known is None or not known.epoch:
+        if known is None or not known.taken:
             return False
         return self._degraded or asyncio.get_running_loop().time() < known.held_until
 
@@ -146,20 +182,20 @@ class RedisStore:
 
     def record(self, effects: list[StoreEffect]) -> None:
         """Take changes to be written; while Redis is away only the newest state is kept, by a rewrite on its return."""
-        if self._degraded:
+        if not self._writing:
             return
         for effect in effects:
             pool = self._pools.get(effect.reservation.pool if isinstance(effect, ev.Reserved) else effect.pool)
-            if pool is not None and pool.epoch:
+            if pool is not None and pool.taken:
                 pool.pending.append(_change(effect))
                 self._wake.set()
 
     def when_stored(self, pool: str, stored: Stored) -> None:
         """Call `stored` with True when what is recorded of `pool` is written, with False when it never will be."""
         known = self._pools.get(pool)
-        if known is None or not known.epoch:
+        if known is None or not known.taken:
             stored(False)
-        elif not known.pending:
+        elif self._degraded or not known.pending:
             stored(True)
         else:
             known.pending.append(stored)
@@ -195,11 +231,26 @@ class RedisStore:
                 try:
                     if loop.time() >= self._poll_at:
                         await self._poll()
-                    for pool in list(self._pools.values()):
-                        await self._flush(pool)
                 except (redis.exceptions.RedisError, OSError) as error:
+                    self._failures += 1
                     self._failed(error)
                     await asyncio.sleep(self._lease_s / 8)
+                    continue
+                try:
+                    for pool in list(self._pools.values()):
+                        await self._read_on(pool)
+                        await self._flush(pool, self._poll_at)
+                except (redis.exceptions.RedisError, OSError) as error:
+                    self._write_failures += 1
+                    self._failed(error)
+                    await asyncio.sleep(self._lease_s / 8)
+                    continue
+                # All pools' together: one whose writes all fail must not be hidden by another's.
+                self._write_failures = 0
+                if self._returning and all(pool.told_after is None for pool in self._pools.values()):
+                    self._returned()
+                if any(pool.reading or pool.unwritten for pool in self._pools.values()):
+                    await asyncio.sleep(0)
                     continue
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(max(self._poll_at, loop.time())):
@@ -220,17 +271,16 @@ class RedisStore:
             # Newly come, or Redis has lost its data between two polls: others may live, and own what seems to be free.
             live = []
             self._forget_free()
-        came_back, self._degraded = self._degraded, False
         # What happens from here on follows each pool's rewrite, that of the first while the others wait for theirs.
+        self._returning = self._degraded
         for pool in list(self._pools.values()):
-            await self._renew(pool, live, rewrite=came_back)
+            await self._renew(pool, live, rewrite=self._returning)
         self._failures = 0
-        if came_back:
-            log.info("the shared store answers again")
-            self._on_event(ev.StoreState(False))
         now = asyncio.get_running_loop().time()
         self._settled.seen(live, now)
         for pool in self._pools.values():
+            if pool.reading or pool.unwritten:
+                continue
             if pool.epoch and (successor := self._settled.successor(pool.name, self._router_id, now)):
                 await self._hand_over(pool, successor)
                 break  # One at a time: gateways ask again for all that waits in it.
@@ -280,7 +330,8 @@ class RedisStore:
         if router_id:
             pool.free_since = None
             pool.seen = max(pool.seen, epoch)
-            pool.owner = Owner(router_id, address, epoch)
+            reads = router_id == self._router_id and not pool.taken
+            pool.owner = None if reads else Owner(router_id, address, epoch)
         else:
             pool.free_since = now if pool.free_since is None else pool.free_since
             pool.owner = None
@@ -289,20 +340,27 @@ class RedisStore:
 
     async def _own(self, pool: _Pool, epoch: int, *, rewrite: bool) -> None:
         if epoch == pool.epoch:
-            if rewrite:
-                waiting = [item for item in pool.pending if callable(item)]
+            if rewrite and pool.taken:
+                waiting = [*(pool.told_after or []), *(item for item in pool.pending if callable(item))]
                 self._forget_changes(pool)
-                pool.pending = deque([["clear"], *map(_change, self._snapshot(pool.name)), *waiting])
+                # Sessions that are not read yet stay there.
+                pool.pending.append(["clear_open" if pool.reading else "clear"])
+                pool.unwritten, pool.told_after = self._snapshot(pool.name), waiting
             return
-        event = await self._load(pool)
+        kept = await self._redis.hgetall(pool.state_keys[-1])
         self._drop_pending(pool, kept=False)
-        pool.epoch, pool.owner, pool.written = epoch, Owner(self._router_id, self.address, epoch), 0
-        log.info("this router owns a pool", pool=pool.name, epoch=epoch, open=len(event.reservations))
-        self._on_event(event)
+        if pool.epoch:
+            # Another router owned it for a while: what is known here counts no more, from before it is read.
+            pool.epoch = 0
+            self._on_event(ev.PoolLost(pool.name))
+        pool.epoch, pool.owner, pool.written = epoch, None, 0
+        pool.reading = _Reading(_read(kept["work"], MeanWork) if "work" in kept else None)
+        if kept.get("incomplete"):
+            log.warning("the pool's owner before had not written all that it knew", pool=pool.name)
 
     def _stand_by(self, pool: _Pool, owner: str) -> None:
         log.warning("another router owns a pool now", pool=pool.name, owner=owner)
-        pool.epoch = 0
+        pool.epoch, pool.reading = 0, None
         self._drop_pending(pool, kept=False)
         self._on_event(ev.PoolLost(pool.name))
 
@@ -318,32 +376,76 @@ class RedisStore:
             await self._flush(pool)
         finally:
             # Where the write failed, the next poll reads what is kept, or finds another owner.
-            pool.epoch, pool.owner = 0, None
+            pool.epoch, pool.owner, pool.reading = 0, None, None
             self._drop_pending(pool, kept=False)
             self._on_owners()
         await self._release(keys=[pool.lease_key], args=[self._router_id])
 
-    async def _load(self, pool: _Pool) -> ev.PoolTaken:
-        _, _, reservations, affinity, _, work = pool.state_keys
-        opened = await self._redis.hgetall(reservations)
-        owners = await self._redis.hgetall(affinity)
-        mean_work = await self._redis.hgetall(work)
-        return ev.PoolTaken(
-            pool.name,
-            tuple(one for value in opened.values() if (one := _read(value, Reservation)) is not None),
-            {str(session): str(owner) for session, owner in owners.items()},
-            _read(mean_work["work"], MeanWork) if mean_work else None,
-        )
+    async def _read_on(self, pool: _Pool) -> None:
+        """Read the next page of a pool that was taken."""
+        reading = pool.reading
+        if reading is None or not self._writing:
+            return
+        key = pool.state_keys[3 if reading.reservations_read else 2]
+        reading.cursor, page = await self._redis.hscan(key, reading.cursor, count=BATCH)
+        assert isinstance(page, dict)
+        values = {str(name): str(value) for name, value in page.items()}
+        if reading.reservations_read:
+            reading.sessions += len(values)
+            self._on_event(ev.SessionsRead(pool.name, values))
+            if not reading.cursor:
+                pool.reading = None
+                log.info("the pool's sessions are read", pool=pool.name, sessions=reading.sessions)
+            return
+        opened = {name: _read(value, Reservation) for name, value in values.items()}
+        reading.reservations |= {name: one for name, one in opened.items() if one is not None}
+        if not reading.cursor:
+            self._take_over(pool, reading)
 
-    async def _flush(self, pool: _Pool) -> None:
-        """Write what is pending by now. What comes meanwhile waits for the next turn, which under a full load it does without
-        end: leases are to be renewed, and other pools' changes written, in between."""
+    def _take_over(self, pool: _Pool, reading: _Reading) -> None:
+        """All reservations of a pool that was taken are known: from now on it is placed in."""
+        reading.reservations_read = True
+        opened, reading.reservations = tuple(reading.reservations.values()), {}
+        log.info("this router owns a pool", pool=pool.name, epoch=pool.epoch, open=len(opened))
+        self._on_event(ev.PoolTaken(pool.name, opened, reading.mean_work))
+        pool.owner = Owner(self._router_id, self.address, pool.epoch)
+        self._on_owners()
+
+    @property
+    def _writing(self) -> bool:
+        """Whether Redis is there, or has just come back and is tried."""
+        return self._returning or not self._degraded
+
+    def _next_page(self, pool: _Pool) -> None:
+        """Put the next page of a rewrite behind what is pending: each is as it is now, so that nothing newer is undone."""
+        assert pool.unwritten is not None
+        for number, effect in enumerate(pool.unwritten, 1):
+            if effect is None:
+                break
+            pool.pending.append(_change(effect))
+            if number == BATCH:
+                return
+        else:
+            pool.unwritten = None
+            pool.pending.append(["complete"])
+        if pool.told_after is not None:
+            pool.pending.extend(pool.told_after)
+            pool.told_after = None
+
+    async def _flush(self, pool: _Pool, until: float = math.inf) -> None:
+        """Write what is pending by now, for so long, and a page of what a rewrite has left. What comes meanwhile waits for the
+        next turn, which under a full load it does without end: leases are to be renewed, and other pools' changes written, in
+        between."""
+        loop = asyncio.get_running_loop()
+        if pool.unwritten is not None and len(pool.pending) < BATCH:
+            self._next_page(pool)
         left = len(pool.pending)
-        while left and pool.epoch and not self._degraded:
+        while left and pool.epoch and self._writing:
             batch = [pool.pending[index] for index in range(min(left, BATCH))]
             changes = [item for item in batch if isinstance(item, list)]
             if changes and not await self._apply(
-                keys=pool.state_keys, args=[pool.epoch, self._ttl_ms, msgspec.json.encode(changes), pool.number]
+                keys=pool.state_keys,
+                args=[pool.epoch, self._ttl_ms, msgspec.json.encode(changes), pool.number, MAX_SESSIONS],
             ):
                 await self._renew(pool, [])
                 left = len(pool.pending)
@@ -355,11 +457,15 @@ class RedisStore:
                 pool.pending.popleft()
                 if not isinstance(item, list):
                     item(True)
+            if loop.time() >= until:
+                return
 
     def _forget_changes(self, pool: _Pool) -> deque[list[str] | Stored]:
         """Empty `pending` and return what was in it. What may be on its way to Redis keeps its number for good."""
-        dropped, pool.pending = pool.pending, deque()
+        dropped, pool.pending, pool.unwritten = pool.pending, deque(), None
         pool.number += sum(isinstance(item, list) for item in dropped)
+        dropped.extend(pool.told_after or ())
+        pool.told_after = None
         return dropped
 
     def _drop_pending(self, pool: _Pool, *, kept: bool) -> None:
@@ -372,20 +478,34 @@ class RedisStore:
             pool.free_since = None
 
     def _failed(self, error: Exception) -> None:
-        self._failures += 1
         self._poll_at = 0.0
         self._forget_free()
-        if self._degraded or self._failures < FAILURES:
-            return
-        self._degraded = True
-        log.warning("the shared store does not answer; placing on this router's own view", error=type(error).__name__)
-        self._on_event(ev.StoreState(True))
+        if not self._degraded:
+            if max(self._failures, self._write_failures) < FAILURES:
+                return
+            self._degraded = True
+            kind = type(error).__name__
+            log.warning("the shared store does not answer; placing on this router's own view", error=kind)
+            self._on_event(ev.StoreState(True))
+        self._returning = False
         for pool in self._pools.values():
             self._drop_pending(pool, kept=True)
 
+    def _returned(self) -> None:
+        """What was known has been written, or is on its way page by page."""
+        self._degraded = self._returning = False
+        log.info("the shared store answers again")
+        self._on_event(ev.StoreState(False))
+
     async def _give_back(self) -> None:
-        for pool in self._pools.values():
+        for pool in list(self._pools.values()):
             if pool.epoch:
+                with contextlib.suppress(redis.exceptions.RedisError, OSError, TimeoutError):
+                    async with asyncio.timeout(self._lease_s):
+                        while pool.unwritten is not None and self._writing:
+                            await self._flush(pool)
+                            await asyncio.sleep(0)
+                pool.unwritten = None
                 with contextlib.suppress(redis.exceptions.RedisError, OSError):
                     await self._leave_pool(pool)
         with contextlib.suppress(redis.exceptions.RedisError, OSError):

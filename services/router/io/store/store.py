@@ -10,7 +10,7 @@ from typing import Protocol
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.ownership import Owner
 
-StoreEvent = ev.PoolTaken | ev.PoolLost | ev.StoreState
+StoreEvent = ev.PoolTaken | ev.SessionsRead | ev.PoolLost | ev.StoreState
 StoreEffect = ev.Reserved | ev.Released | ev.SessionOwnerSet | ev.MeanWorkSet
 Stored = Callable[[bool], None]
 

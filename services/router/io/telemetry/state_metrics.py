@@ -37,6 +37,11 @@ class StateCollector(Collector):
         yield GaugeMetricFamily(
             f"{NAME}store_degraded", "1 while the shared store is away", float(self._state.degraded)
         )
+        yield GaugeMetricFamily(
+            f"{NAME}shared_names",
+            "Names that several models answer to; requests for one go to the first",
+            len(self._state.instances.shared_names),
+        )
         yield from self._models()
         yield from self._instances()
 

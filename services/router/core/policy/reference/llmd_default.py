@@ -29,18 +29,20 @@ class LlmdDefault(Policy):
     pd_threshold_tokens: float = setting(0.0, 0.0, 1e9, "uncached tokens from which prefill goes elsewhere; 0: never")
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
-        eligible = view.eligible()
-        missed = negated_hit_ratios(eligible, request)
-        low, high = min(one.waiting for one in eligible), max(one.waiting for one in eligible)
+        available = view.available()
+        missed = negated_hit_ratios(available, request)
+        low, high = min(one.waiting for one in available), max(one.waiting for one in available)
         scores = {
             one.instance_id: self.prefix_weight * missed[one.instance_id]
             - self.kv_weight * (1.0 - one.kv_usage)
             - self.queue_weight * ((high - one.waiting) / (high - low) if high > low else 1.0)
-            for one in eligible
+            for one in available
         }
+        eligible = view.eligible()
         chosen = lowest_at_random(eligible, scores, rng)
-        others = [one for one in eligible if one.can_give_kv_to(chosen)]
+        others = view.sources_of(chosen)
+        told = {one.instance_id: scores[one.instance_id] for one in eligible}
         if others and 0 < self.pd_threshold_tokens <= chosen.new_tokens:
             prefill = lowest_at_random(others, scores, rng)
-            return offload(request, prefill, chosen, "offload", "pd_threshold", scores=scores)
-        return serve(chosen, "weighted_score", scores)
+            return offload(request, prefill, chosen, "offload", "pd_threshold", scores=told)
+        return serve(chosen, "weighted_score", told)

@@ -1,0 +1,87 @@
+"""What the index keeps, and how much it does at once, at sizes that its machine does not reach."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.prefix import exact_index
+from pointsman.router.core.prefix.exact_index import SHARDS, SWEEP_AFTER, IndexFull, PrefixIndex
+from tests.support.router_values import join, state
+
+KEYS = 40_000
+EACH = KEYS // SWEEP_AFTER
+
+
+def full(sweep_keys: int = 2_000) -> PrefixIndex:
+    """As many owners as share a sweep, and one that stays, each with keys of its own."""
+    index, rng = PrefixIndex(max_keys=KEYS + EACH, sweep_keys=sweep_keys), random.Random(1)
+    for number in range(SWEEP_AFTER + 1):
+        index.add(f"i{number}", [rng.getrandbits(64) for _ in range(EACH)])
+    return index
+
+
+def test_what_many_owners_held_is_freed_a_part_at_a_time() -> None:
+    index = full()
+    for number in range(SWEEP_AFTER):
+        index.drop(f"i{number}")
+    assert len(index) == KEYS + EACH, "dropping frees nothing yet"
+    turns = []
+    while len(index) > EACH:
+        before = len(index)
+        index.sweep()
+        turns.append(before - len(index))
+        index.check_invariants()
+        # A whole dict is looked at, so that there may be one more than asked for.
+        assert 0 < turns[-1] <= 2_000 + 2 * (KEYS + EACH) // SHARDS
+    assert len(turns) > 10
+    assert index.count(f"i{SWEEP_AFTER}") == len(index.keys_of(f"i{SWEEP_AFTER}")) == EACH
+
+
+def test_room_is_made_at_once_where_it_is_needed_but_not_by_a_pass_over_all() -> None:
+    index, keys = full(), list(range(EACH))
+    index.drop("i0")
+    before = len(index)
+    with pytest.raises(IndexFull):
+        index.add("new", keys)
+    assert 0 < before - len(index) < EACH, "a pass over all keys would have made room"
+    while not index.has_room(EACH):
+        index.sweep()
+    assert index.add("new", keys) == EACH
+    index.check_invariants()
+
+
+def test_what_is_swept_to_make_room_is_not_counted_as_there() -> None:
+    index = PrefixIndex(max_keys=1_000)
+    index.add("a", range(500))
+    index.add("b", range(500, 1_000))
+    index.drop("a")
+    assert index.add("c", [*range(400), *range(2_000, 2_100)]) == 500
+    index.check_invariants()
+    with pytest.raises(IndexFull):
+        index.add("c", [*range(400), 3_000])
+    index.check_invariants()
+
+
+def test_masks_that_were_in_use_once_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact_index, "MAX_SHARED", 500)
+    index, rng = PrefixIndex(), random.Random(2)
+    keys = range(100)
+    for _ in range(3_000):
+        owner = f"i{rng.randrange(40)}"
+        some = rng.sample(keys, 5)
+        (index.add if rng.random() < 0.5 else index.remove)(owner, some)
+    assert len(index._shared) <= 500 + len(keys)
+    index.check_invariants()
+
+
+def test_the_router_sweeps_as_time_passes() -> None:
+    router = state()
+    for life in range(SWEEP_AFTER + 1):
+        join(router, "a", life, list(range(life * 100, life * 100 + 100)), incarnation=str(life))
+    assert len(router.index) > 100
+    router.handle(ev.Tick(), 1.0)
+    assert len(router.index) == 100
+    router.check_invariants()
