@@ -251,6 +251,16 @@ async def test_an_agent_reports_its_own_instances_only(tmp_path: Path) -> None:
         assert await knock(address, None, "first") == "PERMISSION_DENIED"
 
 
+async def test_a_refused_stream_says_why_however_late_its_first_message_comes() -> None:
+    async with router() as address, grpc.aio.insecure_channel(address) as channel:
+        told = Report(Client(channel, "X"))
+        answered = asyncio.create_task(told.call.code())
+        # A write into a call that is over would make the client report INTERNAL.
+        assert not (await asyncio.wait([answered], timeout=0.3))[0]
+        await told.hello("any:8000")
+        assert await answered is grpc.StatusCode.UNAUTHENTICATED
+
+
 async def test_an_agents_token_may_be_bound_to_its_certificate(
     ours: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import fnmatch
 import hmac
 import ipaddress
@@ -27,6 +29,9 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("/pointsman.router.v1.FleetService/SetPolicy", ("operator",)),
     ("/pointsman.router.v1.FleetService/", ("gateway", "operator", "observer")),
 )
+
+# How long a refused stream waits for its caller's first message.
+FIRST_MESSAGE_S = 5.0
 
 # Begins the words of an agents file that name certificates.
 CERTIFICATE = "cert="
@@ -139,7 +144,13 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 
 def _refusing(handler: Handler, code: grpc.StatusCode, message: str) -> Handler:
-    async def unary(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def refuse(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        if handler.request_streaming:
+            # A client of grpc.aio whose first write fails because its call is over reports INTERNAL in place of this answer
+            # (https://github.com/grpc/grpc/issues/36066).
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FIRST_MESSAGE_S):
+                    await context.read()
         await context.abort(code, message)
 
     if handler.request_streaming and handler.response_streaming:
@@ -150,7 +161,8 @@ def _refusing(handler: Handler, code: grpc.StatusCode, message: str) -> Handler:
         make = grpc.unary_stream_rpc_method_handler
     else:
         make = grpc.unary_unary_rpc_method_handler
-    return make(unary, handler.request_deserializer, handler.response_serializer)
+    # Without a deserializer: nothing of a refused caller's is parsed.
+    return make(refuse, None, handler.response_serializer)
 
 
 def bearer(token: str) -> tuple[tuple[str, str], ...]:
