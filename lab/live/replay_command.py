@@ -30,6 +30,9 @@ from pointsman.lab.workload.trace_files import load_trace
 from pointsman.lab.workload.traces import TINY_TRACE, TraceError, TraceRequest, by_session, first_sessions
 
 INTERRUPTED = 130
+# How long after its answers a gateway's last lines are waited for, and how often its file is read.
+LINES_WITHIN_S = 2.0
+LOOK_AGAIN_S = 0.1
 
 
 class ReplaySettings(BaseSettings):
@@ -154,7 +157,9 @@ async def replay(settings: ReplaySettings, on_result: OnResult | None = None) ->
             watch = FleetWatcher(settings.router, Tokens().of("operator"), settings.sample_s, sender.clock)
             async with watch:
                 replayed.interrupted = await _send_all(sender, sessions)
-                await watch.wait_for_outcomes([record.decision for record in sender.records])
+                asked = [record.decision for record in sender.records if record.decision]
+                await watch.wait_for_outcomes(asked)
+                await log.wait_for_lines(asked)
         except FleetError as error:
             raise ReplayError(str(error)) from error
     _annotate(replayed, watch, log)
@@ -203,6 +208,13 @@ class _GatewayLog:
                 self._begin = file.stat().st_size
             except OSError as error:
                 raise ReplayError(f"{file}: cannot be read: {error.strerror}") from error
+
+    async def wait_for_lines(self, decisions: Sequence[str]) -> None:
+        """Until the lines of all `decisions` are there, for LINES_WITHIN_S at most: the gateway does not wait for its disk."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINES_WITHIN_S):
+                while self._file is not None and not self.read().keys() >= set(decisions):
+                    await asyncio.sleep(LOOK_AGAIN_S)
 
     def read(self) -> dict[str, dict[str, Any]]:
         """By decision; a line that is still being written is left out."""

@@ -304,7 +304,8 @@ async def test_a_client_cannot_steer_a_transfer(up: Stack) -> None:
 TIMES = ("t_recv", "t_placed", "t_prefill_sent", "t_prefill_done", "t_sent", "t_first_token", "t_done")
 
 
-def breakdown(file: Path) -> list[dict[str, Any]]:
+async def breakdown(file: Path, count: int) -> list[dict[str, Any]]:
+    await eventually(lambda: len(file.read_text().splitlines()) == count)
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
@@ -313,7 +314,7 @@ async def test_each_attempt_leaves_a_breakdown_of_its_time(up: Stack, tmp_path: 
     await answered(up, STREAM)
     p.sends = "500"
     await answered(up, CHAT)
-    offloaded, alone = breakdown(tmp_path / "breakdown.jsonl")
+    offloaded, alone = await breakdown(tmp_path / "breakdown.jsonl", 2)
     for line in (offloaded, alone):
         moments = [line[name] for name in TIMES]
         assert moments == sorted(moments)
@@ -330,7 +331,7 @@ async def test_a_breakdown_tells_of_failed_attempts_what_they_came_to(up: Stack,
     async with aiohttp.ClientSession() as http, http.post(f"{up.url}/v1/chat/completions", json=STREAM) as answer:
         assert answer.status == 400
     await up.router.until(lambda: len(up.router.finished) == 2)
-    first, second = breakdown(tmp_path / "breakdown.jsonl")
+    first, second = await breakdown(tmp_path / "breakdown.jsonl", 2)
     assert [line["outcome"] for line in (first, second)] == ["FAILED", "REJECTED"]
     assert "t_prefill_sent" in first
     assert "t_prefill_sent" not in second

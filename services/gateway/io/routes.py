@@ -107,7 +107,7 @@ class Gateway:
         self.telemetry = GatewayMetrics(token_cache)
         self._preparer = ThreadedPreparer(self.telemetry, token_cache)
         self._upstream = Upstream(settings)
-        self._breakdown = LineLog[AttemptBreakdown](settings.breakdown_file)
+        self._breakdown = LineLog[AttemptBreakdown](settings.breakdown_file, settings.breakdown_max_mb << 20)
         self._usage_log = LineLog[UsageLine](settings.usage_file)
         self.telemetry.registry.register(LostLines("gateway", lambda: self._breakdown.lost + self._usage_log.lost))
         self._tracer: Tracer | None = None

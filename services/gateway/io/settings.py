@@ -127,10 +127,15 @@ class GatewaySettings(BaseSettings):
         None,
         description="append a line of JSON for each attempt: where it went and when each part of it began and ended",
     )
+    breakdown_max_mb: int = Field(
+        256,
+        ge=0,
+        description="rotate breakdown_file before it is larger than this; FILE.1 to FILE.4 stay; 0: leave that to others",
+    )
     usage_file: Path | None = Field(
         None,
-        description="append a line of JSON for each request of a tenant, for billing: its tokens, model, id and end; may be "
-        "renamed while it is written",
+        description="append a line of JSON for each request of a tenant, for billing: its tokens, model, id and end; never "
+        "rotated, and may be renamed while it is written",
     )
     otlp_endpoint: OtlpEndpoint = Field(
         "", description="http(s)://HOST:PORT of an OTLP/gRPC collector that spans go to; empty: none are made"

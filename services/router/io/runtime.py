@@ -105,7 +105,9 @@ class Router:
 
             self.tracer = Tracer(settings.otlp_endpoint, "router", settings.router_id)
             self.spans = PlacementSpans(self.tracer.send)
-        self.decisions = DecisionLog(settings.decision_log_size, settings.decision_log_file)
+        self.decisions = DecisionLog(
+            settings.decision_log_size, settings.decision_log_file, settings.decision_log_max_mb << 20
+        )
         self.state = RouterState(
             make_policy(settings.policy, settings.policy_settings),
             StateSettings(

@@ -130,6 +130,11 @@ class RouterSettings(BaseSettings):
     decision_log_file: Path | None = Field(
         None, description="append every decision to this file, one JSON object a line"
     )
+    decision_log_max_mb: int = Field(
+        256,
+        ge=0,
+        description="rotate decision_log_file before it is larger than this; FILE.1 to FILE.4 stay; 0: leave that to others",
+    )
     otlp_endpoint: OtlpEndpoint = Field(
         "", description="http(s)://HOST:PORT of an OTLP/gRPC collector that spans go to; empty: none are made"
     )

@@ -7,18 +7,22 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
 
-from pointsman.common.io.line_file import LineFile
+from pointsman.common.io.line_file import LineWriter
 from pointsman.router.core.analysis.decision_replay import inputs_digest
 from pointsman.router.core.events_and_effects import Finished
 from pointsman.router.core.types import Decision
 
 OPEN = "OPEN"
 DRY_RUN = "DRY_RUN"
+# About what a decision holds, and each candidate of its view besides.
+_LINE_BYTES = 2_000
+_CANDIDATE_BYTES = 280
 
 
 class LoggedDecision(msgspec.Struct, frozen=True, gc=False):
@@ -111,17 +115,20 @@ class DecisionLog:
     """Bounded memory, append-only file, live watchers. The file gets a line when a decision is made, when
     something becomes of it, and when it ends.
 
-    Memory holds `size` decisions, and fewer of a large fleet: their views hold `max_candidates` together, about 280 bytes each.
+    Memory holds `size` decisions, and fewer of a large fleet: their views hold `max_candidates` together.
     """
 
-    def __init__(self, size: int, file: Path | None = None, max_candidates: int = 500_000) -> None:
+    def __init__(
+        self, size: int, file: Path | None = None, max_file_bytes: int = 0, max_candidates: int = 500_000
+    ) -> None:
+        """`max_file_bytes`: the file is rotated before it is larger; 0: never. Raises OSError for one that cannot be opened."""
         self._size = size
         self._max_candidates = max_candidates
         self._candidates = 0
         self._by_id: OrderedDict[str, LoggedDecision] = OrderedDict()
         self._by_request: dict[str, str] = {}
         self._watchers: set[asyncio.Queue[LoggedDecision]] = set()
-        self._file = LineFile(file) if file is not None else None
+        self._file = LineWriter(file, max_file_bytes) if file is not None else None
 
     @property
     def lost(self) -> int:
@@ -140,7 +147,8 @@ class DecisionLog:
         while len(self._by_id) > self._size or (self._candidates > self._max_candidates and len(self._by_id) > 1):
             self._forget_oldest()
         if self._file is not None:
-            self._write(DecidedLine(unix_s, decide_s, decision, inputs_digest(decision)))
+            size = _LINE_BYTES + _CANDIDATE_BYTES * len(decision.view.candidates)
+            self._file.append(partial(_decided_line, logged), size)
         self._publish(logged)
         return logged
 
@@ -203,6 +211,11 @@ class DecisionLog:
                 queue.get_nowait()
             queue.put_nowait(logged)
 
-    def _write(self, line: Line) -> None:
+    def _write(self, line: NotedLine | ClosedLine) -> None:
         if self._file is not None:
-            self._file.append(msgspec.json.encode(line))
+            self._file.append(partial(msgspec.json.encode, line), _LINE_BYTES)
+
+
+def _decided_line(logged: LoggedDecision) -> bytes:
+    decision = logged.decision
+    return msgspec.json.encode(DecidedLine(logged.unix_s, logged.decide_s, decision, inputs_digest(decision)))
