@@ -13,7 +13,7 @@ import grpc.aio
 
 from bench import stack
 from bench.figures import Figure, percentile
-from bench.full_cache_fleet import PROMPT_TOKENS, cached_keys, info, long_prompt
+from bench.full_cache_fleet import KEYS_PER_INSTANCE, PROMPT_TOKENS, cached_keys, info, long_prompt
 from bench.stack import ServerProcess
 from pointsman.common.io.batch_queue import BatchQueue
 from pointsman.common.io.channel import open_channel
@@ -23,12 +23,15 @@ from tests.support.processes.redis import redis_server
 from tests.support.router import Client, Report
 
 INSTANCES = 64
+# A fleet that one router is to carry. Fewer keys on each, so that the case fits a small machine: a decision looks at the prompt's
+# keys only.
+MANY_INSTANCES, MANY_KEYS = 1_000, 4_500
 ROUNDS = 500
 IN_FLIGHT = 64
 
 
 async def place() -> list[Figure]:
-    """place_rpc_*, place_per_s and resync_s, in memory; place_rpc_* with Redis beside them."""
+    """place_rpc_*, place_per_s, place_cpu_* and resync_s, in memory; place_rpc_* with Redis beside them."""
     figures: list[Figure] = []
     keys = long_prompt()
     async with stack.router() as (address, served), open_channel(address) as channel:
@@ -43,6 +46,15 @@ async def place() -> list[Figure]:
         figures += await _rate(session, served)
         for agent in agents:
             agent.call.cancel()
+    async with stack.router() as (address, served), open_channel(address) as channel:
+        agents = await _fill(channel, keys, MANY_INSTANCES, MANY_KEYS)
+        session = await _session(channel)
+        for tokens, goal, prompt in ((1_024, 500.0, None), (PROMPT_TOKENS, 1_000.0, keys)):
+            _, cpu_us = await _played(session, served, 600, tokens, prompt)
+            note = (
+                f"{tokens:,}-token prompts on {MANY_INSTANCES:,} instances, {IN_FLIGHT} in flight; baseline is the goal"
+            )
+            figures.append(Figure(f"place_cpu_us_{MANY_INSTANCES}_{tokens // 1000}k", cpu_us, "us", goal, note))
     with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder)) as (url, _):
         async with stack.router("--redis-url", url) as (address, _), open_channel(address) as channel:
             agents = await _fill(channel, keys)
@@ -73,7 +85,19 @@ async def _latency(
 
 
 async def _rate(session: Session, served: ServerProcess, count: int = 6_000) -> list[Figure]:
-    """Requests as a gateway sends them: IN_FLIGHT at a time, each with its first token and its end, in batches."""
+    spent, cpu_us = await _played(session, served, count, 1_024)
+    note = f"different 1k-token prompts, {IN_FLIGHT} in flight, 64 instances; "
+    return [
+        Figure("place_per_s", count / spent, "1/s", 3_000.0, f"{note}a core each for both ends; baseline is the goal"),
+        Figure("place_cpu_us", cpu_us, "us", None, f"{note}the router's CPU for placement, first token and end"),
+    ]
+
+
+async def _played(
+    session: Session, served: ServerProcess, count: int, tokens: int, prompt: list[int] | None = None
+) -> tuple[float, float]:
+    """`count` requests as a gateway sends them: IN_FLIGHT at a time, each with its first token and its end, in batches. How long
+    they take (s), and the router's CPU for each (us). Without a `prompt` (keys) each has its own."""
     rng = random.Random(1)
     batch_queue: BatchQueue[placement_pb2.SessionRequest] = BatchQueue()
     numbers = iter(range(count))
@@ -81,10 +105,10 @@ async def _rate(session: Session, served: ServerProcess, count: int = 6_000) -> 
 
     async def requests() -> None:
         for number in numbers:
-            name = f"p{number}"
+            name = f"p{tokens}-{number}"
             answer = answers[name] = asyncio.get_running_loop().create_future()
-            keys = [rng.getrandbits(64) for _ in range(64)]
-            request = placement_pb2.PlacementRequest(request_id=name, model="m", input_tokens=1_024, keys=keys)
+            keys = prompt or [rng.getrandbits(64) for _ in range(tokens // 16)]
+            request = placement_pb2.PlacementRequest(request_id=name, model="m", input_tokens=tokens, keys=keys)
             batch_queue.put(placement_pb2.SessionRequest(place=request))
             await answer
             first_token = placement_pb2.FirstToken(request_id=name)
@@ -112,13 +136,7 @@ async def _rate(session: Session, served: ServerProcess, count: int = 6_000) -> 
         spent, cpu = time.perf_counter() - started, stack.cpu_s(*served.pids) - cpu_before
         batch_queue.end()
         await writer
-    note = f"different 1k-token prompts, {IN_FLIGHT} in flight, 64 instances; "
-    return [
-        Figure("place_per_s", count / spent, "1/s", 3_000.0, f"{note}a core each for both ends; baseline is the goal"),
-        Figure(
-            "place_cpu_us", cpu / count * 1e6, "us", None, f"{note}the router's CPU for placement, first token and end"
-        ),
-    ]
+    return spent, cpu / count * 1e6
 
 
 # grpc-stubs types the synchronous calls only.
@@ -149,14 +167,17 @@ async def _placements(session: Session) -> list[placement_pb2.Placement]:
     return found
 
 
-async def _fill(channel: grpc.aio.Channel, keys: list[int]) -> list[Report]:
+async def _fill(
+    channel: grpc.aio.Channel, keys: list[int], instances: int = INSTANCES, count: int = KEYS_PER_INSTANCE
+) -> list[Report]:
+    """Agents of so many instances, each with `count` keys, when the router knows them all."""
     client = Client(channel)
-    agents = [Report(client) for _ in range(INSTANCES)]
+    agents = [Report(client) for _ in range(instances)]
     await asyncio.gather(
-        *(agent.join(info(number).instance_id, cached_keys(keys, number)) for number, agent in enumerate(agents))
+        *(agent.join(info(number).instance_id, cached_keys(keys, number, count)) for number, agent in enumerate(agents))
     )
     while True:
-        instances = await client.instances()
-        if sum(one.state == fleet_pb2.INSTANCE_STATE_READY for one in instances.values()) == INSTANCES:
+        known = await client.instances()
+        if sum(one.state == fleet_pb2.INSTANCE_STATE_READY for one in known.values()) == instances:
             return agents
         await asyncio.sleep(0.02)

@@ -305,8 +305,11 @@ TIMES = ("t_recv", "t_placed", "t_prefill_sent", "t_prefill_done", "t_sent", "t_
 
 
 async def breakdown(file: Path, count: int) -> list[dict[str, Any]]:
-    await eventually(lambda: len(file.read_text().splitlines()) == count)
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    def lines() -> list[str]:
+        return file.read_text().splitlines()
+
+    await eventually(lambda: len(lines()) == count)
+    return [json.loads(line) for line in lines()]
 
 
 async def test_each_attempt_leaves_a_breakdown_of_its_time(up: Stack, tmp_path: Path) -> None:

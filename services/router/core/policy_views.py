@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from msgspec import structs
 
 from pointsman.common.core.block_keys import KEY_TOKENS
+from pointsman.router.core.first_choice import MANY, PoolLoads
 from pointsman.router.core.instances.circuit_breaker import CIRCUIT_OPEN
 from pointsman.router.core.instances.instance_registry import CandidateSnapshot, InstanceRecord, InstanceRegistry
 from pointsman.router.core.instances.saturation import SATURATED, SaturationLimits
@@ -21,6 +22,7 @@ from pointsman.router.core.load.affinity import Affinity
 from pointsman.router.core.load.recent_migrations import Migrations
 from pointsman.router.core.load.reservations import Reservations
 from pointsman.router.core.types import (
+    NOTHING_UNSEEN,
     Candidate,
     FleetView,
     InstanceInfo,
@@ -57,10 +59,26 @@ class Views:
         self._prefill_observer = prefill_observer
         self.limits = limits
         self._stale_report_s = stale_report_s
+        # By pool and name.
+        self._loads: dict[tuple[str, str], PoolLoads] = {}
 
-    def view(self, request: PlacementRequest, pool: str, decision_number: int, now: float) -> FleetView:
-        """All instances of `pool` that answer to the request's model. O(instances + look-ups of the prompt's keys)."""
-        snapshots = self._snapshots(self._instances.members(pool, request.model), now)
+    def view(
+        self, request: PlacementRequest, pool: str, decision_number: int, now: float, *, few: bool = False
+    ) -> FleetView:
+        """All instances of `pool` that answer to the request's model; with `few` the first choice of them, if they are many.
+        O(instances looked at + look-ups of the prompt's keys)."""
+        self._follow_reservations()
+        owner = self._affinity.owner(pool, request.session, now) if request.session_id else ""
+        members, unseen = self._instances.members(pool, request.model), NOTHING_UNSEEN
+        if few and len(members) > MANY:
+            loads = self._pool_loads(pool, request.model, members)
+            indexes = self._prefix_knowledge.indexes()
+            chosen = loads.chosen(
+                request.keys, indexes, owner, decision_number, lambda one: self._eligible(one, request, now)
+            )
+            if chosen:
+                members, unseen = chosen, loads.unseen(chosen)
+        snapshots = self._snapshots(members, now)
         blocks, provisional = self._prefix_knowledge.match(request.keys, [one.candidate for one in snapshots])
         tokens = request.input_tokens
         # An engine reuses whole blocks of its own size, and always computes the last token itself.
@@ -93,13 +111,14 @@ class Views:
             candidates = [
                 structs.replace(one, excluded="") if one.excluded == CIRCUIT_OPEN else one for one in candidates
             ]
-        owner = self._affinity.owner(pool, request.session, now) if request.session_id else ""
         kinds = {candidate.prefill_backlog.hardware for candidate in candidates}
         curves = {kind: self._prefill_observer.curve(pool, kind) for kind in sorted(kinds)}
-        return FleetView(tuple(candidates), owner, decision_number, now, curves, self._prefill_observer.mean_work(pool))
+        mean_work = self._prefill_observer.mean_work(pool)
+        return FleetView(tuple(candidates), owner, decision_number, now, curves, mean_work, unseen)
 
     def has_room(self, pool: str, model: str, now: float) -> bool:
         """Whether any instance of `pool` that answers to `model`, one of its names, may be placed on."""
+        self._follow_reservations()
         seen = [one.candidate for one in self._snapshots(self._instances.members(pool, model), now)]
         seen = [one for one in seen if not one.produces_only] or [
             structs.replace(one, produces_only=False) for one in seen
@@ -114,12 +133,41 @@ class Views:
             kept = record.candidate_snapshot
             if kept is not None and record.info.instance_id not in self._reservations.touched:
                 assert kept == self._snapshot(record, kept.since), record.info.instance_id
+        for loads in self._loads.values():
+            loads.touch(self._reservations.touched)
+            loads.check_invariants()
 
-    def _snapshots(self, members: Sequence[InstanceRecord], now: float) -> list[CandidateSnapshot]:
-        for instance_id in self._reservations.touched:
+    def _follow_reservations(self) -> None:
+        """Forget what is kept of the instances whose open requests have changed."""
+        touched = self._reservations.touched
+        for instance_id in touched:
             if (record := self._instances.get(instance_id)) is not None:
                 record.candidate_snapshot = None
-        self._reservations.touched.clear()
+        for loads in self._loads.values() if touched else ():
+            loads.touch(touched)
+        touched.clear()
+
+    def _pool_loads(self, pool: str, model: str, members: Sequence[InstanceRecord]) -> PoolLoads:
+        loads = self._loads.get((pool, model))
+        if loads is not None and loads.members is not members:
+            # The registry has made its lists anew, all of them.
+            self._loads, loads = {}, None
+        if loads is None:
+            loads = self._loads[pool, model] = PoolLoads(members, self._reservations)
+        return loads
+
+    def _eligible(self, record: InstanceRecord, request: PlacementRequest, now: float) -> bool:
+        candidate = self._seen(record, now).candidate
+        return not candidate.excluded and not candidate.produces_only and candidate.instance_id not in request.exclude
+
+    def _seen(self, record: InstanceRecord, now: float) -> CandidateSnapshot:
+        snapshot = record.candidate_snapshot
+        if snapshot is not None and snapshot.since <= now < snapshot.until:
+            return snapshot
+        return self._refresh(record, now)
+
+    def _snapshots(self, members: Sequence[InstanceRecord], now: float) -> list[CandidateSnapshot]:
+        # As _seen: a call for each of them costs more than the rest.
         return [
             snapshot
             if (snapshot := record.candidate_snapshot) is not None and snapshot.since <= now < snapshot.until

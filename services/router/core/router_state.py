@@ -464,7 +464,9 @@ class RouterState:
         pool = self.instances.pool_of(request.model)
         if not pool:
             return ev.Refused(request.request_id, "NOT_FOUND", f"no instance serves a model {request.model!r}")
-        view = self.views.view(request, pool, self._decision_numbers.get(pool, 0), now)
+        policy = policy or self.policy
+        number = self._decision_numbers.get(pool, 0)
+        view = self.views.view(request, pool, number, now, few=policy.looks_at_few)
         if not view.eligible():
             if any(one.excluded == SATURATED and not one.produces_only for one in view.candidates):
                 return AllSaturated(pool, view)
@@ -475,7 +477,6 @@ class RouterState:
                 self.settings.retry_after_s,
             )
         decision_id = f"{self._id_prefix}-{self._decisions + 1}"
-        policy = policy or self.policy
         return decide(policy, request, pool, view, rng_of(decision_id), decision_id, degraded=self.degraded)
 
     def _drop_snapshots(self, instance_ids: Iterable[str]) -> None:

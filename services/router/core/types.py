@@ -215,8 +215,23 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         return self.kv_gives == other.kv_takes != "" and self.instance_id != other.instance_id
 
 
+class Unseen(msgspec.Struct, frozen=True, gc=False):
+    """The sums over the instances of a large pool that are no candidates of a decision: how many they are, their open requests,
+    and how many of them compute a prompt."""
+
+    instances: int = 0
+    num_requests: int = 0
+    prefilling: int = 0
+
+
+NOTHING_UNSEEN = Unseen()
+
+
 class FleetView(msgspec.Struct, frozen=True, gc=False):
     """All that a policy may know. `decision_number` counts the pool's decisions, for round-robin tie-breaks; `now` in s.
+
+    `candidates` are all instances of the pool; for a policy that `looks_at_few`, of a large pool those that one of its kind may
+    choose (first_choice.py), and `unseen` the sums over the others.
 
     `curves` tells what prefills cost on each kind of hardware among the candidates, `mean_work` the work of the mean request.
     """
@@ -227,6 +242,7 @@ class FleetView(msgspec.Struct, frozen=True, gc=False):
     now: float = 0.0
     curves: Mapping[str, PrefillCurve] = msgspec.field(default_factory=dict)
     mean_work: PrefillWork = PrefillWork()
+    unseen: Unseen = NOTHING_UNSEEN
 
     def find(self, instance_id: str) -> Candidate | None:
         """The candidate of that name."""

@@ -63,6 +63,11 @@ class PrefixKnowledge:
         """The moments at which the source may change by time alone."""
         return record.heard_at + self.stale_keys_s, record.prediction_audit.suspended_until
 
+    def indexes(self) -> tuple[PrefixIndex, ...]:
+        """Where instances' keys are looked up."""
+        assumed = self.approximate_index.index
+        return (self.index, assumed) if len(assumed) else (self.index,)
+
     def match(self, keys: Sequence[int], candidates: Sequence[Candidate]) -> PrefixMatches:
         """What each of `candidates` has, by its prefix_source, of the prompt with these keys. Changes nothing."""
         if not keys:

@@ -88,6 +88,10 @@ class Reservations:
         coming."""
         return [self._open[request_id] for request_id in self._prefilling.get(instance_id, ())]
 
+    def prefills(self, instance_id: str) -> bool:
+        """Whether an instance has any of them."""
+        return instance_id in self._prefilling
+
     def put(self, reservation: Reservation) -> None:
         """Open a reservation, or replace the one with the same request id. Mutates."""
         self.release(reservation.request_id)

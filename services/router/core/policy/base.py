@@ -71,6 +71,9 @@ class Policy(ABC):
     """A pure function from request and view to a result; its dataclass fields are its settings."""
 
     name: ClassVar[str]
+    # Whether, of instances that have equally much of the prompt, it chooses one of the least loaded, and asks of the others no
+    # more than FleetView.unseen: of a large pool it is then shown a part.
+    looks_at_few: ClassVar[bool] = False
 
     @abstractmethod
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:

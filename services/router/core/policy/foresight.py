@@ -41,6 +41,7 @@ class Foresight(Policy):
     """
 
     name: ClassVar[str] = "foresight"
+    looks_at_few: ClassVar[bool] = True
 
     slice_factor: float = setting(
         0.3, 0.0, 1e6, "length of a slice, in multiples of the mean request cost; 0: no slices"
@@ -75,7 +76,9 @@ class Foresight(Policy):
             for one in eligible
         ]
         least = min(own)
-        idle = sum([not one.prefill_backlog.requests for one in eligible]) / len(eligible)
+        unseen = view.unseen
+        without_prefill = sum([not one.prefill_backlog.requests for one in eligible])
+        idle = (without_prefill + unseen.instances - unseen.prefilling) / (len(eligible) + unseen.instances)
         scores: dict[str, float] = {}
         best, best_score, best_cost, second = eligible[0], math.inf, own[0], math.inf
         # The cheapest first: where the own cost alone is more than the second least score, nothing can be the best or next to it.

@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pointsman.router.core.policy.base import Policy, lowest, mean, serve, setting
-from pointsman.router.core.types import Candidate, FleetView, PlacementRequest, PolicyResult
+from pointsman.router.core.policy.base import Policy, lowest, serve, setting
+from pointsman.router.core.types import NOTHING_UNSEEN, Candidate, FleetView, PlacementRequest, PolicyResult, Unseen
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Unified(Policy):
     """
 
     name: ClassVar[str] = "unified"
+    looks_at_few: ClassVar[bool] = True
 
     overload_factor: float = setting(1.3, 0.0, 1e6, "owner keeps its session up to this multiple of the mean requests")
     decode_weight: float = setting(0.01, 0.0, 1e6, "weight of a running decode's context token against a prefill token")
@@ -37,14 +38,15 @@ class Unified(Policy):
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         eligible = view.eligible()
-        below = self.below_ceiling(eligible)
+        below = self.below_ceiling(eligible, view.unseen)
         weight = self.decode_weight
         scores = {
             one.instance_id: (one.pending_prefill_tokens + one.new_tokens + weight * one.ongoing_decode_tokens)
             * (one.num_requests or 1)
             for one in eligible
         }
-        limit = mean([candidate.num_requests for candidate in eligible]) * self.overload_factor
+        requests = sum([candidate.num_requests for candidate in eligible]) + view.unseen.num_requests
+        limit = requests / (len(eligible) + view.unseen.instances) * self.overload_factor
         for candidate in below:
             if (
                 candidate.instance_id == view.session_owner
@@ -57,12 +59,12 @@ class Unified(Policy):
         changed = len(below) < len(eligible) and lowest(eligible, scores, view.decision_number, _work) not in below
         return serve(best, "ceiling_changed_choice" if changed else "least_load_x_work", scores)
 
-    def below_ceiling(self, eligible: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    def below_ceiling(self, eligible: tuple[Candidate, ...], unseen: Unseen = NOTHING_UNSEEN) -> tuple[Candidate, ...]:
         """Those that are not passed over; never empty when `eligible` is not."""
         requests = [candidate.num_requests for candidate in eligible]
-        if len(eligible) == 1 or max(requests) <= self.ceiling_min:
+        total, others = sum(requests) + unseen.num_requests, len(eligible) + unseen.instances - 1
+        if not others or max(requests) <= self.ceiling_min:
             return eligible
-        total, others = sum(requests), len(eligible) - 1
         return tuple(
             candidate
             for candidate in eligible

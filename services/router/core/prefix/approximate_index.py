@@ -17,16 +17,16 @@ class ApproximateIndex:
     """Assumed keys by instance, each instance's bounded by its own capacity."""
 
     def __init__(self) -> None:
-        self._index = PrefixIndex()
+        self.index = PrefixIndex()
         self._used: dict[str, OrderedDict[int, None]] = {}
 
     def count(self, instance_id: str) -> int:
         """How many keys an instance is assumed to hold."""
-        return self._index.count(instance_id)
+        return self.index.count(instance_id)
 
     def leading_blocks(self, keys: Sequence[int], instance_ids: Iterable[str]) -> dict[str, int]:
         """For each instance: how many of `keys`, counted from the first, it is assumed to hold. Changes nothing."""
-        return self._index.leading_blocks(keys, instance_ids)
+        return self.index.leading_blocks(keys, instance_ids)
 
     def learn(self, instance_id: str, keys: Sequence[int], capacity: int) -> None:
         """`keys`, a prompt from its first block on, were just used; of all keys at most `capacity` stay. Mutates."""
@@ -35,24 +35,24 @@ class ApproximateIndex:
         for key in reversed(keys):
             used[key] = None
             used.move_to_end(key)
-        self._index.add(instance_id, keys)
+        self.index.add(instance_id, keys)
         evicted = [used.popitem(last=False)[0] for _ in range(len(used) - capacity)]
-        self._index.remove(instance_id, evicted)
+        self.index.remove(instance_id, evicted)
 
     def correct(self, instance_id: str, keys: Sequence[int]) -> None:
         """The engine turned out not to hold `keys`. Mutates."""
         used = self._used.get(instance_id)
         if used is not None:
-            self._index.remove(instance_id, keys)
+            self.index.remove(instance_id, keys)
             for key in keys:
                 used.pop(key, None)
 
     def drop(self, instance_id: str) -> None:
         """Forget an instance's keys. Mutates."""
         self._used.pop(instance_id, None)
-        self._index.drop(instance_id)
+        self.index.drop(instance_id)
 
     def check_invariants(self) -> None:
         """Raise AssertionError when the order of use and the index hold different keys."""
-        self._index.check_invariants()
-        assert {name: set(used) for name, used in self._used.items()} == self._index.sets()
+        self.index.check_invariants()
+        assert {name: set(used) for name, used in self._used.items()} == self.index.sets()

@@ -10,7 +10,7 @@ scanned once for each instance.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 UNBOUNDED = 1 << 62
 
@@ -49,6 +49,8 @@ class PrefixIndex:
         self._retired: set[int] = set()
         self._sweeping: set[int] = set()
         self._unswept: list[int] = []
+        # Counts the changes of owners' bits.
+        self.generation = 0
         # Whether keys did not fit since the last turn of a sweep.
         self._refused = False
 
@@ -135,6 +137,7 @@ class PrefixIndex:
         bit = self._bit_of.pop(owner, None)
         if bit is None:
             return
+        self.generation += 1
         slot = bit.bit_length() - 1
         del self._owner_of[slot]
         del self._count[owner]
@@ -149,19 +152,44 @@ class PrefixIndex:
             self._sweep_on()
 
     def leading_blocks(self, keys: Sequence[int], owners: Iterable[str]) -> dict[str, int]:
-        """For each of `owners`: how many of `keys`, counted from the first, it holds.
+        """For each of `owners`: how many of `keys`, counted from the first, it holds."""
+        blocks = dict.fromkeys(owners, 0)
+        owner_of = self._owner_of
+        for count, mask in self.runs(keys, self.mask(blocks)):
+            while mask:
+                slot = mask.bit_length() - 1
+                blocks[owner_of[slot]] = count
+                mask ^= 1 << slot
+        return blocks
+
+    def mask(self, owners: Iterable[str]) -> int:
+        """The bits of `owners`, without those that hold nothing; good until `generation` changes."""
+        bit_of, mask = self._bit_of, 0
+        for owner in owners:
+            mask |= bit_of.get(owner, 0)
+        return mask
+
+    def owners(self, mask: int) -> list[str]:
+        """Whose bits they are."""
+        found = []
+        while mask:
+            slot = mask.bit_length() - 1
+            found.append(self._owner_of[slot])
+            mask ^= 1 << slot
+        return found
+
+    def runs(self, keys: Sequence[int], mask: int) -> Iterator[tuple[int, int]]:
+        """How many of `keys`, counted from the first, the owners in `mask` hold: (count, their bits), the highest count first;
+        those that hold none are left out.
 
         Keys are chained, so whoever holds one holds those before it: each owner's end is found by bisection, all owners together
         on one mask, in O(distinct ends x log keys) look-ups. Where an engine evicted a block and kept its successor, the end of
         one of the runs is found; the engine's own report of cached tokens tells the difference afterwards.
         """
-        blocks = dict.fromkeys(owners, 0)
-        bit_of, owner_of, masks = self._bit_of, self._owner_of, self._masks
-        alive = 0
-        for owner in blocks:
-            alive |= bit_of.get(owner, 0)
-        # Each entry: owners that hold keys[:low], and do not hold keys[high] unless that is the end.
-        spans = [(0, len(keys), alive)] if alive else []
+        masks = self._masks
+        # Each entry: owners that hold keys[:low], and do not hold keys[high] unless that is the end. The last one's ends are
+        # behind those of all before it.
+        spans = [(0, len(keys), mask)] if mask else []
         while spans:
             low, high, mask = spans.pop()
             while low < high:
@@ -175,11 +203,8 @@ class PrefixIndex:
                     low, mask = middle + 1, holding
                 else:
                     high = middle
-            while low and mask:
-                slot = mask.bit_length() - 1
-                blocks[owner_of[slot]] = low
-                mask ^= 1 << slot
-        return blocks
+            if low and mask:
+                yield low, mask
 
     def keys_of(self, owner: str) -> set[int]:
         """All keys of `owner`, by a pass over the whole index: for tests and dumps."""
@@ -220,6 +245,7 @@ class PrefixIndex:
             bit = self._bit_of[owner] = 1 << slot
             self._owner_of[slot] = owner
             self._count[owner] = 0
+            self.generation += 1
         return bit
 
     def _sweep_on(self) -> None:

@@ -1,0 +1,180 @@
+"""Which instances of a large pool a decision looks at."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core import first_choice, policy_views
+from pointsman.router.core.policy.registry import make_policy
+from pointsman.router.core.policy.unified import Unified
+from pointsman.router.core.prefix.exact_index import PrefixIndex
+from pointsman.router.core.router_state import RouterState
+from pointsman.router.core.types import Candidate, Decision
+from tests.support.router_values import candidate, join, place, request, state
+
+NAMES = [f"i{number:02d}" for number in range(16)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def a_large_pool_is_small() -> Iterator[None]:
+    """So that few instances show what is meant for many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy_views, "MANY", 8)
+        patch.setattr(first_choice, "MOST_CACHED", 3)
+        patch.setattr(first_choice, "LEAST_LOADED", 2)
+        yield
+
+
+def fleet(policy: str = "unified", names: list[str] = NAMES) -> RouterState:
+    router = state(policy)
+    for number, name in enumerate(names):
+        join(router, name, number)
+    return router
+
+
+def decision_of(router: RouterState, name: str = "asked", **asked: object) -> Decision:
+    answer = place(router, request(name, **asked))  # type: ignore[arg-type]
+    assert isinstance(answer, ev.Placed)
+    return answer.decision
+
+
+def load(router: RouterState, rng: random.Random, steps: int) -> None:
+    """Requests come, answer and go."""
+    for number in range(steps):
+        name = f"o{number}"
+        here = rng.choice(NAMES)
+        others = tuple(one for one in NAMES if one != here)
+        place(router, request(name, tokens=rng.choice((0, 16, 5_000, 40_000)), exclude=others))
+        if rng.random() < 0.6:
+            router.handle(ev.FirstToken(name), 0.0)
+        if rng.random() < 0.3:
+            router.handle(ev.Finished(name, "OK"), 0.0)
+
+
+def weight(one: Candidate) -> tuple[int, float]:
+    return one.num_requests, one.pending_prefill_tokens + 0.01 * one.ongoing_decode_tokens
+
+
+@given(st.integers(0, 1_000_000), st.integers(0, 60))
+def test_of_instances_with_equally_much_of_a_prompt_none_with_less_load_is_passed_over(seed: int, steps: int) -> None:
+    rng = random.Random(seed)
+    router, prompt = fleet(), list(range(160))
+    for name in NAMES:
+        if rng.random() < 0.5:
+            held = prompt[: 16 * rng.choice((1, 1, 4, 10))]
+            place(router, request("cached", prompt=held, exclude=tuple(one for one in NAMES if one != name)))
+            router.handle(ev.FirstToken("cached"), 0.0)
+            router.handle(ev.Finished("cached", "OK", 1, 0, 1), 0.0)
+    load(router, rng, steps)
+    router.check_invariants()
+    asked = request("asked", prompt=prompt)
+    everything = router.views.view(asked, "m", 0, 0.0)
+    decision = decision_of(router, prompt=prompt)
+    assert 0 < len(decision.view.candidates) <= 7
+    assert set(decision.view.candidates) <= set(everything.candidates)
+    if decision.result.reason == "least_load_x_work":
+        chosen = everything.find(decision.instance_id)
+        assert chosen is not None
+        for other in everything.eligible():
+            if other.cached_tokens == chosen.cached_tokens and other.incarnation == chosen.incarnation:
+                (requests, work), (least_requests, least_work) = weight(chosen), weight(other)
+                assert not (least_requests <= requests and least_work <= work and weight(other) != weight(chosen))
+    router.check_invariants()
+
+
+@given(st.integers(0, 1_000_000), st.integers(0, 60))
+def test_what_is_not_looked_at_is_told_in_sums(seed: int, steps: int) -> None:
+    router = fleet()
+    load(router, random.Random(seed), steps)
+    everything = router.views.view(request(), "m", 0, 0.0)
+    view = decision_of(router).view
+    seen = {one.instance_id for one in view.candidates}
+    others = [one for one in everything.candidates if one.instance_id not in seen]
+    assert view.unseen.instances == len(others) > 0
+    assert view.unseen.num_requests == sum(one.num_requests for one in others)
+    assert view.unseen.prefilling == sum(one.prefill_backlog.requests > 0 for one in others)
+
+
+def test_a_policy_that_compares_with_all_is_shown_all() -> None:
+    assert len(decision_of(fleet("round_robin")).view.candidates) == len(NAMES)
+    assert len(decision_of(fleet("migrate")).view.candidates) == len(NAMES)
+    assert len(decision_of(fleet(names=NAMES[:8])).view.candidates) == 8
+
+
+def test_an_idle_fleet_is_used_in_full() -> None:
+    router = fleet()
+    used = set()
+    for number in range(len(NAMES)):
+        used.add(decision_of(router, f"r{number}", tokens=5).instance_id)
+        router.handle(ev.Finished(f"r{number}", "OK"), 0.0)
+    assert used == set(NAMES)
+
+
+def test_a_sessions_owner_is_looked_at_and_those_that_failed_or_drain_are_not() -> None:
+    router = fleet()
+    owner = decision_of(router, "first", tokens=5, session_id="s").instance_id
+    router.handle(ev.FirstToken("first"), 0.0)
+    load(router, random.Random(1), 40)
+    again = decision_of(router, "second", tokens=5, session_id="s")
+    assert again.view.session_owner == owner
+    assert again.view.find(owner) is not None
+    idle = min(router.views.view(request(), "m", 0, 0.0).candidates, key=weight).instance_id
+    assert decision_of(router, "third", tokens=5, exclude=(idle,)).view.find(idle) is None
+    router.handle(ev.DrainsChanged({idle: "1"}), 0.0)
+    assert decision_of(router, "fourth", tokens=5).view.find(idle) is None
+
+
+def test_where_nobody_may_be_chosen_all_are_looked_at() -> None:
+    router = fleet()
+    failed = tuple(NAMES)
+    answer = place(router, request(tokens=5, exclude=failed))
+    assert isinstance(answer, ev.Refused)
+    assert answer.code == "UNAVAILABLE"
+
+
+def test_members_that_come_and_go_are_followed() -> None:
+    router = fleet()
+    decision_of(router, "r1", tokens=5)
+    join(router, "late", 99)
+    assert {decision_of(router, f"l{number}", tokens=5).instance_id for number in range(17)} >= {"late"}
+    router.check_invariants()
+
+
+def test_policies_weigh_the_unseen_with_the_seen() -> None:
+    seen = tuple(candidate(name, num_requests=20) for name in "ab")
+    every = (*seen, *(candidate(name, num_requests=2) for name in "cdefgh"))
+    unified = Unified(ceiling_min=1.0)
+    assert unified.below_ceiling(seen) == seen
+    unseen = first_choice.Unseen(instances=6, num_requests=12)
+    assert unified.below_ceiling(seen, unseen) == tuple(one for one in unified.below_ceiling(every) if one in seen)
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=30))
+def test_runs_come_the_longest_first(held: list[int]) -> None:
+    index, keys = PrefixIndex(), list(range(1, 41))
+    for number, count in enumerate(held):
+        index.add(str(number), keys[:count])
+    runs = [(count, sorted(index.owners(mask))) for count, mask in index.runs(keys, index.mask(map(str, range(99))))]
+    counts = sorted({count for count in held if count}, reverse=True)
+    assert runs == [(count, sorted(str(number) for number, one in enumerate(held) if one == count)) for count in counts]
+
+
+def test_the_bits_of_owners_change_with_the_generation_only() -> None:
+    index = PrefixIndex()
+    index.add("a", [1])
+    before = index.generation, index.mask("ab")
+    index.add("a", [2])
+    assert (index.generation, index.mask("ab")) == before
+    index.add("b", [2])
+    assert index.generation != before[0]
+    between = index.generation
+    index.drop("a")
+    assert index.generation != between
+    assert index.owners(index.mask("ab")) == ["b"]
+    assert make_policy("unified").looks_at_few
