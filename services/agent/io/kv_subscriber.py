@@ -116,23 +116,27 @@ class KvSubscriber:
         assert self._sub is not None
         since_yield = 0
         patience = FIRST_TAIL_CHECK_S
-        while True:
-            try:
-                async with asyncio.timeout(patience):
-                    frames = await self._sub.recv_multipart()
-            except TimeoutError:
-                patience = min(2 * patience, TAIL_CHECK_S)
-                if not await self._check_tail():
+        # A future is waited for and not the call: a timeout that cancels it in the moment in which a message came loses that.
+        coming = self._sub.recv_multipart()
+        try:
+            while True:
+                done, _ = await asyncio.wait({coming}, timeout=patience)
+                if not done:
+                    patience = min(2 * patience, TAIL_CHECK_S)
+                    if not await self._check_tail():
+                        break
+                    continue
+                frames, coming = coming.result(), self._sub.recv_multipart()
+                if len(frames) != 3:
+                    self.counts.undecodable += 1
+                    continue
+                if not await self._live(decode_seq(frames[1]), frames[2]):
                     break
-                continue
-            if len(frames) != 3:
-                self.counts.undecodable += 1
-                continue
-            if not await self._live(decode_seq(frames[1]), frames[2]):
-                break
-            since_yield += 1
-            if since_yield % FAIR_BATCHES == 0:
-                await asyncio.sleep(0)
+                since_yield += 1
+                if since_yield % FAIR_BATCHES == 0:
+                    await asyncio.sleep(0)
+        finally:
+            coming.cancel()
         self._drop("the publisher started over")
 
     def close(self) -> None:
