@@ -2,8 +2,8 @@
 
 `python -m bench growth`, for one: 260,000 requests, which take three to four minutes; the others take a minute or less each.
 `large_fleet` takes an hour, `soak` half of one, `elastic`, `layerwise`, `layerwise_cpu`, `layerwise_cpu_long` and
-`layerwise_trace` minutes, most of them until real engines are up, `hostile` some minutes; `http_lint` installs httplint, `h2load`
-needs Debian's nghttp2-client: only run when they are named.
+`layerwise_trace` minutes, most of them until real engines are up, `hostile` and `stalls` some minutes; `http_lint` installs
+httplint, `h2load` needs Debian's nghttp2-client: only run when they are named.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from bench.memory import growth, memory
 from bench.place import place
 from bench.simulate import simulate
 from bench.soak import soak
+from bench.stalls import stalls
 from bench.takeover import bursts, takeover
 from bench.turns import turns
 from pointsman.common.io.logs import configure_logs
@@ -67,6 +68,7 @@ LONG: dict[str, Callable[[], object]] = {
         layerwise_cpu_long,
         layerwise_trace,
         soak,
+        stalls,
         hostile,
         http_lint,
         h2load,

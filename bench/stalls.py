@@ -1,0 +1,247 @@
+"""What holds a router's event loop, and placements meanwhile, at a fleet's size: `python -m bench stalls`. Takes some minutes.
+
+The router is a process of its own (timed_router.py), and so are the agents; placements are asked for from here, one each
+PROBE_INTERVAL_S. A turn is told in ms of the router's CPU time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import aiohttp
+import grpc.aio
+import redis.asyncio
+
+from bench import stack
+from bench.figures import Figure, percentile
+from pointsman.common.io.channel import open_channel
+from pointsman.router.v1 import fleet_pb2
+from tests.support.http_request import serves
+from tests.support.instances import IN_STEP
+from tests.support.processes.process import free_port
+from tests.support.processes.redis import redis_server
+from tests.support.router import Client, Session
+from tests.support.waiting import eventually
+
+GOAL_TURN_MS, GOAL_PLACE_MS, GOAL_TAKEOVER_S = 20.0, 10.0, 2.0
+PROBE_INTERVAL_S = 0.01
+SESSIONS, OPEN = 1_000_000, 10_000
+# Ahead of the takeover, so that the router's start is not in it.
+WITHIN_S = 300.0
+POOL = "pointsman:{default:m}:"
+Stored: TypeAlias = dict[Any, Any]
+
+
+async def stalls() -> list[Figure]:
+    """The longest turn and the placements' p99 in each case, and how long a takeover takes."""
+    return [*await _restarts(), *await _thousand(), *await _shared_store()]
+
+
+async def _restarts() -> list[Figure]:
+    async with TimedRouter.running() as router:
+        await router.join(64, 62_500, 1)
+        async with router.measured("restart_64", "64 engines with 62,500 keys each restart at once") as told:
+            await router.join(64, 62_500, 2)
+        return told
+
+
+async def _thousand() -> list[Figure]:
+    figures: list[Figure] = []
+    async with TimedRouter.running("--max-keys", "16000000") as router:
+        await router.join(1_000, 4_500, 1)
+        async with router.measured("resync_1000", "1,000 instances with 4,500 keys each restart at once") as told:
+            await router.join(1_000, 4_500, 2)
+        figures += told
+        async with router.measured("what_if", "WhatIf over the newest 1,000 decisions on 1,000 instances") as told:
+            policy = fleet_pb2.Policy(name="foresight")
+            await router.client.fleet.WhatIf(fleet_pb2.WhatIfRequest(last=1_000, policy=policy), timeout=WITHIN_S)
+        figures += told
+        async with router.measured("console", "three consoles on 1,000 instances for 10 s") as told:
+            await asyncio.gather(*(_console(router.console_url) for _ in range(3)))
+        figures += told
+    return figures
+
+
+async def _console(url: str) -> None:
+    """What a page asks for, for 10 s."""
+    ends = time.monotonic() + 10.0
+    async with aiohttp.ClientSession(url) as http, http.get("/api/decisions") as decisions:
+
+        async def read() -> None:
+            async for _ in decisions.content.iter_any():
+                pass
+
+        reading = asyncio.create_task(read())
+        while time.monotonic() < ends:
+            for method in ("ListInstances", "ListReplicas", "ListPolicies"):
+                async with http.post(f"/api/{method}", json={}) as answer:
+                    assert answer.status == 200
+                    await answer.read()
+            await asyncio.sleep(1.0)
+        reading.cancel()
+
+
+async def _shared_store() -> list[Figure]:
+    figures: list[Figure] = []
+    with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder)) as (url, _):
+        async with redis.asyncio.Redis.from_url(url) as store:
+            await _fill(store)
+            async with TimedRouter.running("--redis-url", url) as router:
+                session = Session(router.client, "takes over")
+                await session.hello()
+                begun = time.perf_counter()
+                async with router.measured(
+                    "takeover", "a million sessions, 10,000 open requests", probed=False
+                ) as told:
+                    await router.join(64, 1_000, 1)
+                    # Agents, and who they are, are not a part of it.
+                    await session.place("first")
+                    taken_s = time.perf_counter() - begun
+                    async with router.probed() as placed:
+                        await asyncio.sleep(5.0)
+                figures += [
+                    *told,
+                    Figure(
+                        "stall_takeover_place_p99_ms", percentile(placed, 0.99) * 1e3, "ms", GOAL_PLACE_MS, "as above"
+                    ),
+                    Figure("stall_takeover_s", taken_s, "s", GOAL_TAKEOVER_S, "from the first hello to a placement"),
+                ]
+                async with router.measured("refill", "an emptied Redis is filled again with all of this") as told:
+                    await store.flushall()
+
+                    async def whole() -> bool:
+                        kept = await store.hlen(POOL + "affinity")
+                        return kept >= SESSIONS and not await store.hexists(POOL + "mean_work", "incomplete")
+
+                    await eventually(whole, "all of it is there again", WITHIN_S)
+                figures += told
+    return figures
+
+
+async def _fill(store: redis.asyncio.Redis) -> None:
+    """What an owner that died has left."""
+    kept = {"gateway_id": "g", "decision_id": "d", "input_tokens": 9_000, "new_tokens": 900, "pool": "m"}
+    for first in range(0, OPEN, 1_000):
+        names: dict[str, str] = {f"o{number}": f"i{number % 64:04d}" for number in range(first, first + 1_000)}
+        lines: Stored = {
+            name: json.dumps({"request_id": name, "instance_id": at, **kept}) for name, at in names.items()
+        }
+        await store.hset(POOL + "open", mapping=lines)
+    for first in range(0, SESSIONS, 10_000):
+        sessions: Stored = {f"t/session-{number}": f"i{number % 64:04d}" for number in range(first, first + 10_000)}
+        await store.hset(POOL + "affinity", mapping=sessions)
+
+
+class TimedRouter:
+    """A router in a process that times its turns, and the process of its agents."""
+
+    def __init__(self, pid: int, told: Path, channel: grpc.aio.Channel, console_url: str) -> None:
+        self._pid = pid
+        self._told = told
+        self._numbers = itertools.count()
+        self._agents: asyncio.subprocess.Process | None = None
+        self.client = Client(channel)
+        self.console_url = console_url
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def running(cls, *flags: str) -> AsyncIterator[TimedRouter]:
+        """One that answers."""
+        address, console = (f"127.0.0.1:{free_port()}" for _ in range(2))
+        with tempfile.TemporaryDirectory() as folder:
+            told = Path(folder) / "turns"
+            told.touch()
+            command = [sys.executable, "-m", "bench.timed_router", str(told), "--listen", address]
+            command += ["--metrics-listen", "", "--console-listen", console, "--log-level", "error", *flags]
+            with stack.process(command) as child:
+                async with open_channel(address) as channel:
+                    router = cls(child.pid, told, channel, f"http://{console}")
+                    await eventually(lambda: asyncio.to_thread(serves, router.console_url, "/"), "the router answers")
+                    agents = router._agents = await asyncio.create_subprocess_exec(
+                        *(sys.executable, "-m", "bench.many_agents", address),
+                        stdin=asyncio.subprocess.PIPE,
+                        stdout=asyncio.subprocess.PIPE,
+                    )
+                    try:
+                        yield router
+                    finally:
+                        agents.kill()
+                        await agents.wait()
+
+    async def join(self, instances: int, keys: int, incarnation: int) -> None:
+        """All instances say hello at once, and are known with all their keys."""
+        agents = self._agents
+        assert agents is not None
+        assert agents.stdin is not None
+        assert agents.stdout is not None
+        agents.stdin.write(f"{instances} {keys} {incarnation}\n".encode())
+        async with asyncio.timeout(WITHIN_S):
+            assert await agents.stdout.readline() == b"done\n"
+
+        async def ready() -> bool:
+            known = (await self.client.instances()).values()
+            return sum(one.state in IN_STEP and one.keys >= keys for one in known) == instances
+
+        await eventually(ready, "all instances are known", WITHIN_S)
+
+    @contextlib.asynccontextmanager
+    async def measured(self, name: str, note: str, *, probed: bool = True) -> AsyncIterator[list[Figure]]:
+        """Figures of what goes on in the block, in a list that is filled at its end."""
+        figures: list[Figure] = []
+        await self._tell()
+        async with contextlib.AsyncExitStack() as probing:
+            waits = await probing.enter_async_context(self.probed()) if probed else []
+            yield figures
+        told = await self._tell()
+        note = f"{note}; {told['clock_ms']:.0f} ms by the clock, {told['rss_mb']:.0f} MB; baseline is the goal"
+        figures.append(Figure(f"stall_{name}_ms", told["cpu_ms"], "ms", GOAL_TURN_MS, note))
+        if waits:
+            p99 = percentile(waits, 0.99) * 1e3
+            note = f"{len(waits)} placements of 1k tokens meanwhile, the longest {max(waits) * 1e3:.0f} ms"
+            figures.append(Figure(f"stall_{name}_place_p99_ms", p99, "ms", GOAL_PLACE_MS, note))
+
+    @contextlib.asynccontextmanager
+    async def probed(self) -> AsyncIterator[list[float]]:
+        """Placements are asked for until the block ends; how long each took, in s."""
+        waits: list[float] = []
+        session = Session(self.client, f"probe {next(self._numbers)}")
+        await session.hello()
+        probing = asyncio.create_task(_probe(session, waits))
+        try:
+            yield waits
+        finally:
+            probing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await probing
+            session.call.cancel()
+
+    async def _tell(self) -> dict[str, float]:
+        before = self._told.read_text()
+        os.kill(self._pid, signal.SIGUSR1)
+        await eventually(lambda: len(self._told.read_text()) > len(before), "the router tells its turns", WITHIN_S)
+        told: dict[str, float] = json.loads(self._told.read_text().splitlines()[-1])
+        return told
+
+
+async def _probe(session: Session, waits: list[float]) -> None:
+    rng = random.Random(session.gateway_id)
+    for number in itertools.count():
+        name = f"{session.gateway_id} {number}"
+        keys = [rng.getrandbits(64) for _ in range(64)]
+        begun = time.perf_counter()
+        await session.place(name, 1_024, keys=keys, session_id=f"probe-{number % 50}")
+        waits.append(time.perf_counter() - begun)
+        await session.finish(name)
+        await asyncio.sleep(PROBE_INTERVAL_S)
