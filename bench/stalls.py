@@ -230,7 +230,7 @@ class TimedRouter:
     async def _tell(self) -> dict[str, float]:
         before = self._told.read_text()
         os.kill(self._pid, signal.SIGUSR1)
-        await eventually(lambda: len(self._told.read_text()) > len(before), "the router tells its turns", WITHIN_S)
+        await eventually(lambda: len(self._told.read_text()) > len(before), "the router tells its turns")
         told: dict[str, float] = json.loads(self._told.read_text().splitlines()[-1])
         return told
 

@@ -117,7 +117,7 @@ class KvSubscriber:
         since_yield = 0
         patience = FIRST_TAIL_CHECK_S
         # A future is waited for and not the call: a timeout that cancels it in the moment in which a message came loses that.
-        coming = self._sub.recv_multipart()
+        coming = asyncio.ensure_future(self._sub.recv_multipart())
         try:
             while True:
                 done, _ = await asyncio.wait({coming}, timeout=patience)
@@ -126,7 +126,7 @@ class KvSubscriber:
                     if not await self._check_tail():
                         break
                     continue
-                frames, coming = coming.result(), self._sub.recv_multipart()
+                frames, coming = coming.result(), asyncio.ensure_future(self._sub.recv_multipart())
                 if len(frames) != 3:
                     self.counts.undecodable += 1
                     continue
