@@ -16,7 +16,7 @@ from pointsman.agent.core.cached_blocks import CachedBlocks, Tier
 from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman.common.core.block_keys import KEY_SCHEME
 
-CHUNK_KEYS = 32_768
+CHUNK_KEYS = 2_048
 
 
 class ProtocolError(Exception):

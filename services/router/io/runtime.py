@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 TICK_S = 0.5
+# Between two parts of a sweep of the index, which take about a tenth of that.
+SWEEP_PAUSE_S = 0.02
 # An instance that went for good stays on the list of those that drain; of too many the oldest go.
 MAX_DRAINED = 1_000
 
@@ -456,7 +458,9 @@ class Router:
         while True:
             self._check_ready()
             self.submit(ev.Tick())
-            await asyncio.sleep(TICK_S)
+            ends = time.monotonic() + TICK_S
+            while (left_s := ends - time.monotonic()) > 0:  # noqa: ASYNC110
+                await asyncio.sleep(min(SWEEP_PAUSE_S, left_s) if self.state.index.sweep() else left_s)
 
 
 def _changing(request_id: str, pool: str) -> ev.Refused:

@@ -1,8 +1,8 @@
 """Which instance holds which block keys. Pure.
 
 Dicts map a key to a bit mask of slots; a slot stands for one instance's copy. Masks are shared objects, so a key costs its dict
-entry and little more. The dicts are many and small, because a dict that grows, or is swept, holds the event loop: for a
-millisecond at 30,000 keys, for a second at 8 million. Dropping an instance only retires its slot: the retired bits are swept out
+entry and little more. The dicts are many and small, because a dict that grows, or is swept, holds the event loop: for
+milliseconds at 30,000 keys, for a second at 8 million. Dropping an instance only retires its slot: the retired bits are swept out
 dict by dict, a few at a time, in one pass over all keys once several have gathered, so that a fleet that resyncs at once is not
 scanned once for each instance.
 """
@@ -15,12 +15,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 UNBOUNDED = 1 << 62
 
 # Keys are hashes: their lowest bits name their dict.
-SHARDS = 256
+SHARDS = 4_096
 _SHARD = SHARDS - 1
 # Sweeping costs one pass over all keys; this many retired slots share it.
 SWEEP_AFTER = 8
-# So many keys are looked at in one turn, which takes some milliseconds; four times as many where room is needed at once.
-SWEEP_KEYS = 20_000
+# So many keys are looked at in one turn, which takes about two milliseconds; four times as many where room is needed at once.
+SWEEP_KEYS = 3_000
 TURNS_FOR_ROOM = 4
 # From this share of its bound on the index does not wait for more slots to share a sweep.
 SHORT_OF_ROOM = 0.75
@@ -143,13 +143,14 @@ class PrefixIndex:
         del self._count[owner]
         self._retired.add(slot)
 
-    def sweep(self) -> None:
-        """Free a part of what dropped owners held, if there is enough of it, or room is short. To be called now and then.
-        Mutates."""
+    def sweep(self) -> bool:
+        """Free a part of what dropped owners held, if there is enough of it, or room is short. To be called now and then, and
+        soon again while it returns True. Mutates."""
         short = self._refused or self._size > SHORT_OF_ROOM * self.max_keys
         if self._unswept or len(self._retired) >= (1 if short else SWEEP_AFTER):
             self._refused = False
             self._sweep_on()
+        return bool(self._unswept)
 
     def leading_blocks(self, keys: Sequence[int], owners: Iterable[str]) -> dict[str, int]:
         """For each of `owners`: how many of `keys`, counted from the first, it holds."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeAlias
 from urllib.parse import urlsplit
 
@@ -17,7 +18,11 @@ from pointsman.common.io.channel import END_OF_STREAM
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.io.convert import agent_messages
 from pointsman.router.io.rpc.duplex_stream import run_duplex
+from pointsman.router.io.rpc.turn_budget import TurnBudget
 from pointsman.router.io.runtime import AgentStream, Router
+
+# Block keys of many agents that come at once (a chunk of a snapshot takes some ms) hold placements up for so long.
+KEYS_BUDGET_S = 0.002
 
 Context: TypeAlias = "grpc.aio.ServicerContext[agent_pb2.ReportRequest, agent_pb2.ReportResponse]"
 
@@ -31,6 +36,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         self._router = router
         self._may_report = may_report
         self._stream_ids = itertools.count(1)
+        self._key_turns = TurnBudget(KEYS_BUDGET_S)
 
     async def Report(self, requests: object, context: Context) -> None:  # type: ignore[override]  # noqa: N802
         """Read the agent's messages, write the router's, until either side ends."""
@@ -80,7 +86,8 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             elif kind == "goodbye":
                 self._router.submit(ev.AgentGoodbye(stream_id, instance_id))
             elif (about_keys := agent_messages.key_message(message)) is not None:
-                self._router.submit(ev.KeysReported(stream_id, instance_id, about_keys))
+                about = ev.KeysReported(stream_id, instance_id, about_keys)
+                await self._key_turns.run(partial(self._router.submit, about))
 
     def _check_right(self, context: Context, instance: agent_pb2.Instance) -> None:
         """Raise _NotYours unless the agent may report the instance, and have prompts sent where it says."""
