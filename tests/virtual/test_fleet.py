@@ -22,6 +22,7 @@ from pointsman.router.core.ownership import preferred
 from pointsman.router.io.store import redis_store
 from pointsman.router.io.store.store import StoreEvent
 from pointsman.router.v1 import placement_pb2 as pb
+from tests.support.fleet_updates import fleet_update
 from tests.support.virtual.loop import EPOCH, VirtualLoop, virtual_clocks
 from tests.support.virtual.network import Channel, Method, Network, Node, clock_offset_s, owner_of, track_tasks
 from tests.support.virtual.run import run
@@ -297,6 +298,7 @@ class ScriptedRouter:
         self.router_id = router_id
         self.heard: list[pb.SessionRequest] = []
         self.context: Any = None
+        self.told = pb.Fleet()
 
     async def session(self, _: object, context: Any) -> None:
         """PlacementService.Session."""
@@ -304,6 +306,7 @@ class ScriptedRouter:
         await context.write(
             pb.SessionResponse(welcome=pb.GatewayWelcome(router_id=self.router_id, key_scheme=KEY_SCHEME))
         )
+        await context.write(pb.SessionResponse(fleet=self.told))
         while message := await context.read():
             self.heard += message.batch.requests if message.HasField("batch") else [message]
 
@@ -311,7 +314,8 @@ class ScriptedRouter:
         """Say who owns the pool; empty: there is no such pool."""
         owner = pb.Owner(router_id=router_id, address=f"{router_id}:1", epoch=epoch)
         pools = [pb.Pool(model="m", served_names=["m"], owner=owner)] if router_id else []
-        await self.context.write(pb.SessionResponse(fleet=pb.Fleet(pools=pools)))
+        before, self.told = self.told, pb.Fleet(pools=pools)
+        await self.context.write(pb.SessionResponse(fleet_update=fleet_update(before, self.told)))
 
     async def place(self, request_id: str) -> None:
         """Answer a question."""

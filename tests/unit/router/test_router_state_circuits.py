@@ -41,7 +41,7 @@ def break_(state_: RouterState, instance: str, now: float = 0.0) -> None:
 
 def told(state_: RouterState) -> list[str]:
     [pool] = state_.instances.pools()
-    return [one.instance_id for one in pool.instances]
+    return sorted(pool.instances)
 
 
 def test_an_instance_that_fails_gets_nothing_until_one_request_on_trial_is_answered() -> None:
