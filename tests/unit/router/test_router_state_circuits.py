@@ -180,3 +180,12 @@ def test_a_trial_that_went_on_elsewhere_leaves_its_place_to_another() -> None:
     assert {placed_on(state_, f"r{number}", 1.4) for number in range(3)} == {"b"}, "the next one is on trial"
     finish(state_, "next", "OK", 1.5)
     assert placed_on(state_, "after", 1.6) == "a"
+
+
+def test_a_pool_that_changes_hands_begins_with_closed_circuits_and_gateways_are_told() -> None:
+    state_ = fleet("a", "b")
+    break_(state_, "a")
+    assert told(state_) == ["b"]
+    assert ev.FleetChanged() in state_.handle(ev.PoolLost("m"), 0.5)
+    state_.check_invariants()
+    assert told(state_) == ["a", "b"]
