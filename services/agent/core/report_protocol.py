@@ -16,7 +16,9 @@ from pointsman.agent.core.cached_blocks import CachedBlocks, Tier
 from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman.common.core.block_keys import KEY_SCHEME
 
-CHUNK_KEYS = 32_768
+# Of a snapshot, in one message: it holds a router's event loop for 3 ms where the router knows 4 million keys. 32,768 held it
+# for 20 to 40.
+CHUNK_KEYS = 4_096
 
 
 class ProtocolError(Exception):
