@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import aiohttp
@@ -108,7 +109,7 @@ async def test_other_tokens_than_the_engines_are_not_used(tmp_path: Path) -> Non
         pool = up.router.pools[0]
         for ref in pool.instances:
             ref.incarnation = "2"
-        up.gateway.pools.update(placement_pb2.Fleet(pools=[pool]))
+        up.gateway.pools.update([pool])
         (state,) = up.gateway.pools.states()
         await up.gateway.pools.checked()
         assert (state.tokenizer_status, state.reason) == (
@@ -146,15 +147,15 @@ async def test_a_fault_in_a_check_or_a_session_does_not_stop_the_gateway(
             TokenizerStatus.INEXACT,
             "the check failed: ZeroDivisionError",
         )
-        update, calls = up.gateway.router._on_fleet, []
+        update, calls = up.gateway.router._on_pools, []
 
-        def once(fleet: placement_pb2.Fleet) -> None:
-            calls.append(fleet)
+        def once(pools: Sequence[placement_pb2.Pool]) -> None:
+            calls.append(pools)
             if len(calls) == 1:
                 raise ZeroDivisionError
-            update(fleet)
+            update(pools)
 
-        monkeypatch.setattr(up.gateway.router, "_on_fleet", once)
+        monkeypatch.setattr(up.gateway.router, "_on_pools", once)
         port = int(up.router.address.rpartition(":")[2])
         await up.router.stop()
         await up.router.start(port)
@@ -186,7 +187,7 @@ async def test_an_api_whose_counts_disagree_is_placed_without_keys(tmp_path: Pat
         assert state.tokenizer_for(Endpoint.MESSAGES) is None
         assert state.tokenizer_for(Endpoint.CHAT) is state.tokenizer is not None
         state.pool.instances[0].incarnation = "2"
-        up.gateway.pools.update(placement_pb2.Fleet(pools=[state.pool]))
+        up.gateway.pools.update([state.pool])
         assert state.tokenizer_for(Endpoint.MESSAGES) is not None
 
 

@@ -88,7 +88,7 @@ async def test_a_replica_that_does_not_own_the_pool_names_the_one_that_does(tmp_
         async with fleet.client(other) as client:
             session = Session(client, "shell")
             await session.hello()
-            while [pool.owner.router_id for pool in (await session.read("fleet")).fleet.pools] != [owner]:
+            while [pool.owner.router_id for pool in (await session.fleet()).pools.values()] != [owner]:
                 pass
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await client.placement.Place(placement_pb2.PlaceRequest(request=wanted))

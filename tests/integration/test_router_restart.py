@@ -65,7 +65,7 @@ async def test_a_router_serves_when_its_instances_and_those_that_gateways_rememb
         session = Session(client)
         hello = placement_pb2.GatewayHello(gateway_id="g", known_instance_ids=["a", "b"])
         await session.send(hello=hello)
-        assert (await session.read("fleet")).fleet.starting
+        assert (await session.fleet()).starting
         await Report(client).join("a")
         b = Report(client)
         await b.hello("b")

@@ -16,6 +16,7 @@ from pointsman.common.core.block_keys import KEY_SCHEME, digest_of
 from pointsman.common.io.auth import bearer
 from pointsman.common.io.channel import open_channel
 from pointsman.common.io.settings import Tokens
+from pointsman.gateway.core.told_fleet import ToldFleet
 from pointsman.router.io.main import RouterServer
 from pointsman.router.io.settings import RouterSettings
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placement_pb2_grpc
@@ -93,6 +94,7 @@ class Session:
         self.gateway_id = gateway_id
         self.call = client.placement.Session(metadata=client.metadata)
         self._unread: deque[placement_pb2.SessionResponse] = deque()
+        self._told = ToldFleet(placement_pb2.Fleet())
 
     async def hello(self, *open_streams: placement_pb2.OpenStream) -> placement_pb2.GatewayWelcome:
         await self.send(hello=placement_pb2.GatewayHello(gateway_id=self.gateway_id, open_streams=open_streams))
@@ -111,6 +113,15 @@ class Session:
             message = await asyncio.wait_for(self.call.read(), WITHIN_S)
             assert isinstance(message, placement_pb2.SessionResponse), "the stream ended"
             self._unread.extend(message.batch.responses if message.HasField("batch") else (message,))
+
+    async def fleet(self) -> ToldFleet:
+        """The fleet as of the next message that tells of it."""
+        message = await self.read("fleet", "fleet_update")
+        if message.HasField("fleet"):
+            self._told = ToldFleet(message.fleet)
+        else:
+            self._told.apply(message.fleet_update)
+        return self._told
 
     async def place(self, request_id: str, tokens: int = 100, **changes: Any) -> placement_pb2.Placement:
         """Where a request goes. Asks again while the pool's owner changes, as gateways do; any other refusal is an error."""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ from pointsman.router.core.ownership import preferred
 from pointsman.router.io.store import redis_store
 from pointsman.router.io.store.store import StoreEvent
 from pointsman.router.v1 import placement_pb2 as pb
+from tests.support.fleet_updates import fleet_update
 from tests.support.virtual.loop import EPOCH, VirtualLoop, virtual_clocks
 from tests.support.virtual.network import Channel, Method, Network, Node, clock_offset_s, owner_of, track_tasks
 from tests.support.virtual.run import run
@@ -293,17 +295,22 @@ def test_an_owner_that_always_has_something_to_write_keeps_its_pools() -> None:
 class ScriptedRouter:
     """Tells what it is told to, and remembers what it hears."""
 
-    def __init__(self, router_id: str) -> None:
+    def __init__(self, router_id: str, network: Network) -> None:
         self.router_id = router_id
+        self.network = network
         self.heard: list[pb.SessionRequest] = []
         self.context: Any = None
+        self.told = pb.Fleet()
+        self.sessions = 0
 
     async def session(self, _: object, context: Any) -> None:
         """PlacementService.Session."""
         self.context = context
+        self.sessions += 1
         await context.write(
             pb.SessionResponse(welcome=pb.GatewayWelcome(router_id=self.router_id, key_scheme=KEY_SCHEME))
         )
+        await context.write(pb.SessionResponse(fleet=self.told))
         while message := await context.read():
             self.heard += message.batch.requests if message.HasField("batch") else [message]
 
@@ -311,7 +318,8 @@ class ScriptedRouter:
         """Say who owns the pool; empty: there is no such pool."""
         owner = pb.Owner(router_id=router_id, address=f"{router_id}:1", epoch=epoch)
         pools = [pb.Pool(model="m", served_names=["m"], owner=owner)] if router_id else []
-        await self.context.write(pb.SessionResponse(fleet=pb.Fleet(pools=pools)))
+        before, self.told = self.told, pb.Fleet(pools=pools)
+        await self.context.write(pb.SessionResponse(fleet_update=fleet_update(before, self.told)))
 
     async def place(self, request_id: str) -> None:
         """Answer a question."""
@@ -329,17 +337,22 @@ class ScriptedRouter:
         return [one.place.request_id for one in self.heard if one.HasField("place")]
 
 
+def dialling(network: Network) -> AbstractContextManager[object]:
+    """Gateways reach routers by this network meanwhile."""
+    return mock.patch.object(router_stream, "open_channel", lambda address: Channel(network, address))
+
+
 async def two_routers() -> tuple[RouterClient, ScriptedRouter, ScriptedRouter]:
     """A gateway's client, connected to both; the first owns the pool."""
     network = Network(random.Random(1))
-    routers = ScriptedRouter("r0"), ScriptedRouter("r1")
+    routers = ScriptedRouter("r0", network), ScriptedRouter("r1", network)
     for one in routers:
         method = Method(one.session, pb.SessionRequest.FromString)
         network.listen(
             f"{one.router_id}:1", Node(one.router_id), {"/pointsman.router.v1.PlacementService/Session": method}
         )
-    with mock.patch.object(router_stream, "open_channel", lambda address: Channel(network, address)):
-        client = RouterClient(["r0:1", "r1:1"], "g", "", 5.0, lambda fleet: None, lambda connected: None)
+    with dialling(network):
+        client = RouterClient(["r0:1", "r1:1"], "g", "", 5.0, lambda pools: None, lambda connected: None)
         await client.start()
         await asyncio.sleep(1.0)
     await routers[0].owner("r0", 1)
@@ -386,6 +399,23 @@ def test_while_no_owner_is_known_the_router_that_was_asked_is_waited_for() -> No
         # Who has it by now is not known, so the end is told to all.
         assert first.finished() == second.finished() == [("x", pb.OUTCOME_OK)]
         assert first.asked() == []
+
+    virtually(work())
+
+
+def test_a_router_that_tells_what_changed_of_an_unknown_pool_is_asked_for_the_whole_fleet() -> None:
+    """Passed over, the update would leave the gateway with another fleet than the router's until one of them restarts."""
+
+    async def work() -> None:
+        client, first, second = await two_routers()
+        unknown = pb.PoolUpdate(model="n", removed_instance_ids=["x"])
+        await first.context.write(pb.SessionResponse(fleet_update=pb.FleetUpdate(pools=[unknown])))
+        asking = asyncio.create_task(client.first_step(pb.PlacementRequest(request_id="x", model="m"), 9.0))
+        with dialling(first.network):
+            await asyncio.sleep(1.5)
+        assert (first.sessions, second.sessions, client.connected) == (2, 1, True)
+        await first.place("x")
+        assert (await asking).step.instance.instance_id == "e"
 
     virtually(work())
 

@@ -16,6 +16,8 @@ from pointsman.agent.core.cached_blocks import CachedBlocks, Tier
 from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman.common.core.block_keys import KEY_SCHEME
 
+# Of a snapshot, in one message: it holds a router's event loop for 2 ms where the router knows 4 million keys. 32,768 held it
+# for 20 to 40.
 CHUNK_KEYS = 2_048
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pointsman.gateway.core.told_fleet import OutOfStep, ToldFleet
 from pointsman.router.v1 import placement_pb2
 
 # Until a router has said how long a pool may have no owner.
@@ -12,13 +13,14 @@ class PoolOwners:
     """The fleet as told by every router that a session stands with, by the session's address."""
 
     def __init__(self) -> None:
-        self._fleets: dict[str, tuple[str, placement_pb2.Fleet]] = {}
+        self._fleets: dict[str, tuple[str, ToldFleet]] = {}
         self._pools: dict[str, placement_pb2.Pool] = {}
         self._pool_of: dict[str, str] = {}
 
-    def fleet(self) -> placement_pb2.Fleet:
-        """One fleet of them all: each pool as its owner describes it, or else as the first router that knows it does."""
-        return placement_pb2.Fleet(pools=[self._pools[model] for model in sorted(self._pools)])
+    def pools(self) -> list[placement_pb2.Pool]:
+        """The pools of all routers by name: each as its owner describes it, or else as the first router that knows it does. What
+        changes is another object."""
+        return [self._pools[model] for model in sorted(self._pools)]
 
     def pool_of(self, model: str) -> str:
         """The pool that a name means, or the name itself."""
@@ -36,16 +38,24 @@ class PoolOwners:
     @property
     def timeout_s(self) -> float:
         """How long to wait for a pool to have an owner that answers, in s: as the most patient of the routers says."""
-        told = [fleet.ownerless_timeout for _, fleet in self._fleets.values() if fleet.HasField("ownerless_timeout")]
-        return max((one.ToNanoseconds() / 1e9 for one in told), default=DEFAULT_OWNER_TIMEOUT_S)
+        told = [fleet.ownerless_timeout_s for _, fleet in self._fleets.values()]
+        return max((one for one in told if one is not None), default=DEFAULT_OWNER_TIMEOUT_S)
 
     def addresses(self) -> set[str]:
         """The addresses of all owners."""
         return {pool.owner.address for pool in self._pools.values() if pool.HasField("owner")}
 
-    def update(self, address: str, router_id: str, fleet: placement_pb2.Fleet) -> None:
-        """Take over what the router at `address` says. Mutates."""
-        self._fleets[address] = (router_id, fleet)
+    def begin(self, address: str, router_id: str, fleet: placement_pb2.Fleet) -> None:
+        """Take over all that the router at `address` says. Mutates."""
+        self._fleets[address] = (router_id, ToldFleet(fleet))
+        self._merge()
+
+    def update(self, address: str, update: placement_pb2.FleetUpdate) -> None:
+        """Take over what the router at `address` says has changed. Raises OutOfStep where that does not fit what it said before:
+        the session is to be opened again. Mutates."""
+        if address not in self._fleets:
+            raise OutOfStep("the router tells what has changed of a fleet that it never told")
+        self._fleets[address][1].apply(update)
         self._merge()
 
     def forget(self, address: str) -> None:
@@ -57,25 +67,18 @@ class PoolOwners:
         pools: dict[str, placement_pb2.Pool] = {}
         owners: dict[str, placement_pb2.Owner] = {}
         for _, fleet in self._fleets.values():
-            for pool in fleet.pools:
-                pools.setdefault(pool.model, pool)
+            for model, pool in fleet.pools.items():
+                pools.setdefault(model, pool)
                 # The higher epoch is right where two disagree: an owner that Redis cannot reach does not know its successor.
-                if pool.HasField("owner") and pool.owner.epoch > self._epoch(owners, pool.model):
-                    owners[pool.model] = pool.owner
+                if pool.HasField("owner") and pool.owner.epoch > self._epoch(owners, model):
+                    owners[model] = pool.owner
         for router_id, fleet in self._fleets.values():
-            for pool in fleet.pools:
-                if pool.model in owners and owners[pool.model].router_id == router_id:
-                    pools[pool.model] = pool
+            owned = (model for model, owner in owners.items() if owner.router_id == router_id)
+            pools |= {model: fleet.pools[model] for model in owned if model in fleet.pools}
         if any(fleet.starting for _, fleet in self._fleets.values()):
             for model, pool in self._pools.items():
                 pools.setdefault(model, pool)
-        self._pools = {}
-        for model, pool in pools.items():
-            merged = self._pools[model] = placement_pb2.Pool()
-            merged.CopyFrom(pool)
-            merged.ClearField("owner")
-            if model in owners:
-                merged.owner.CopyFrom(owners[model])
+        self._pools = {model: _owned_by(owners.get(model), pool) for model, pool in pools.items()}
         self._pool_of = {}
         for model, pool in self._pools.items():
             for name in (*pool.served_names, *pool.lora_names):
@@ -85,3 +88,15 @@ class PoolOwners:
     @staticmethod
     def _epoch(owners: dict[str, placement_pb2.Owner], model: str) -> int:
         return owners[model].epoch if model in owners else -1
+
+
+def _owned_by(owner: placement_pb2.Owner | None, pool: placement_pb2.Pool) -> placement_pb2.Pool:
+    """The pool with that owner; itself where it says so already."""
+    if owner == (pool.owner if pool.HasField("owner") else None):
+        return pool
+    owned = placement_pb2.Pool()
+    owned.CopyFrom(pool)
+    owned.ClearField("owner")
+    if owner is not None:
+        owned.owner.CopyFrom(owner)
+    return owned

@@ -150,8 +150,9 @@ class Views:
     def _pool_loads(self, pool: str, model: str, members: Sequence[InstanceRecord]) -> PoolLoads:
         loads = self._loads.get((pool, model))
         if loads is not None and loads.members is not members:
-            # The registry has made its lists anew, all of them.
-            self._loads, loads = {}, None
+            # The registry has made the lists of this pool anew, all of them.
+            self._loads = {key: one for key, one in self._loads.items() if key[0] != pool}
+            loads = None
         if loads is None:
             loads = self._loads[pool, model] = PoolLoads(members, self._reservations)
         return loads

@@ -222,6 +222,7 @@ class RouterState:
     def check_invariants(self) -> None:
         """Raise AssertionError when anything in here contradicts itself. For tests: costs a pass over everything."""
         self.index.check_invariants()
+        self.instances.check_invariants()
         self.reservations.check_invariants()
         self.affinity.check_invariants()
         self.held_requests.queue.check_invariants()
@@ -442,6 +443,7 @@ class RouterState:
             self.prefill_observer.forget(record.info.instance_id)
             record.circuit = Circuit()
             record.candidate_snapshot = None
+            self.instances.refresh(record)
 
     def _tick(self, now: float) -> list[ev.Effect]:
         effects: list[ev.Effect] = []

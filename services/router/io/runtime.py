@@ -26,6 +26,7 @@ from pointsman.router.core.router_state import RouterState, StateSettings
 from pointsman.router.core.types import InstanceInfo, PlacementRequest
 from pointsman.router.core.usage_accounts import UsageAccounts
 from pointsman.router.io.convert import gateway_messages, usage_messages
+from pointsman.router.io.convert.told_fleet import ToldFleet
 from pointsman.router.io.settings import RouterSettings
 from pointsman.router.io.store.redis_store import RedisStore
 from pointsman.router.io.store.store import MemoryStore, Store, StoreEffect
@@ -144,7 +145,7 @@ class Router:
         self.store: Store
         self._ready_watchers: list[Callable[[bool], None]] = []
         self._ready = False
-        self._sent_fleet: placement_pb2.Fleet | None = None
+        self._told_fleet = ToldFleet(settings.ownerless_timeout_s)
         self._told_shared_names: dict[str, list[str]] = {}
         if url:
             self.store = RedisStore(
@@ -155,7 +156,7 @@ class Router:
                 settle_s=settings.settle_s,
                 affinity_ttl_s=settings.affinity_ttl_s,
                 on_event=self.submit,
-                on_owners=self._send_fleet,
+                on_owners=self._tell_gateways,
                 snapshot=self._snapshot,
             )
         else:
@@ -290,7 +291,7 @@ class Router:
             self._tell_shared_names()
             self.store.compete_for(pool.model for pool in self.state.instances.pools())
             self._check_ready()
-            self._send_fleet()
+            self._tell_gateways()
         return effects
 
     def _tell_shared_names(self) -> None:
@@ -300,19 +301,14 @@ class Router:
                 log.warning("several models answer to a name; requests for it go to the first", name=name, models=pools)
         self._told_shared_names = shared
 
-    def fleet(self) -> placement_pb2.Fleet:
-        """The fleet for gateways."""
-        return gateway_messages.fleet_to_wire(
-            self.state.instances.pools(),
-            self.store.owner,
-            starting=not self._ready,
-            ownerless_timeout_s=self.settings.ownerless_timeout_s,
-        )
-
     def opened(self, hello: ev.GatewayHello, stream: GatewayStream) -> None:
-        """A gateway opened a stream: from now on its answers go there, and an older stream of it is done with."""
+        """A gateway opened a stream: it is told the fleet, from now on its answers go there, and an older stream of it is done
+        with."""
         if (before := self.gateways.get(hello.gateway_id)) is not None:
             before.batch_queue.end()
+        # What the others do not know yet goes to them first: the newcomer begins with what all have been told.
+        self._tell_gateways()
+        stream.send(fleet=self._told_fleet.whole())
         self.gateways[hello.gateway_id] = stream
         self.submit(hello)
 
@@ -390,13 +386,15 @@ class Router:
             if not waiting.done():
                 waiting.set_result(answer)
 
-    def _send_fleet(self) -> None:
-        fleet = self.fleet()
-        if fleet == self._sent_fleet:
+    def _tell_gateways(self) -> None:
+        """Tell all gateways what has changed of the fleet since they were told."""
+        pools = self.state.instances.pools()
+        update = self._told_fleet.update(pools, self.store.owner, starting=not self._ready)
+        if update is None:
             return
-        self._sent_fleet = fleet
+        response = placement_pb2.SessionResponse(fleet_update=update)
         for gateway in self.gateways.values():
-            gateway.send(fleet=fleet)
+            gateway.batch_queue.put(response)
 
     def _reply_to_agent(self, effect: ev.Welcome | ev.Resync | ev.RefuseReport) -> None:
         stream = self.agents.get(effect.stream_id)
@@ -439,7 +437,7 @@ class Router:
             self._ready = ready
             for watcher in self._ready_watchers:
                 watcher(ready)
-            self._send_fleet()
+            self._tell_gateways()
 
     def _snapshot(self, pool: str) -> Iterator[StoreEffect | None]:
         """All that is known of a pool, each as it is when it is its turn: events may come meanwhile. The first None comes after

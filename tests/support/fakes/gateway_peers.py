@@ -25,6 +25,7 @@ from pointsman.gateway.io.tokenizer_files import load_tokenizer
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placement_pb2_grpc
 from tests.support.fakes.engine_answers import MODEL as MODEL
 from tests.support.fakes.engine_answers import Script
+from tests.support.fleet_updates import fleet_update
 from tests.support.tiny_tokenizer import CHATML, make_tokenizer
 from tests.support.waiting import eventually
 
@@ -212,13 +213,16 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
         self.metadata: dict[str, str] = {}
         self.address = ""
         self.changed = asyncio.Condition()
-        self._sessions: set[asyncio.Queue[placement_pb2.SessionResponse | None]] = set()
+        # By stream: what it has been told of the fleet.
+        self._sessions: dict[asyncio.Queue[placement_pb2.SessionResponse | None], placement_pb2.Fleet] = {}
         self._server: grpc.aio.Server | None = None
 
     async def tell_fleet(self) -> None:
-        """Tell all gateways of `pools` as they are now."""
-        for session in self._sessions:
-            await session.put(placement_pb2.SessionResponse(fleet=placement_pb2.Fleet(pools=self.pools)))
+        """Tell all gateways what has changed of `pools`."""
+        fleet = placement_pb2.Fleet(pools=self.pools)
+        for session, told in self._sessions.items():
+            self._sessions[session] = fleet
+            await session.put(placement_pb2.SessionResponse(fleet_update=fleet_update(told, fleet)))
 
     def first(self, request: placement_pb2.PlacementRequest) -> placement_pb2.Placement | placement_pb2.Refusal:
         pool = next(
@@ -240,12 +244,11 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
             await batch_queue.put(None)
 
         reader = asyncio.create_task(read())
-        self._sessions.add(batch_queue)
         try:
             while (answer := await batch_queue.get()) is not None:
                 yield answer
         finally:
-            self._sessions.discard(batch_queue)
+            self._sessions.pop(batch_queue, None)
             reader.cancel()
 
     async def _take(self, message: placement_pb2.SessionRequest, batch_queue: asyncio.Queue[Any]) -> None:
@@ -256,7 +259,8 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
                 self.reserved = {one.request.request_id for one in message.hello.open_streams}
                 welcome = placement_pb2.GatewayWelcome(router_id="fake", epoch=1, key_scheme=KEY_SCHEME)
                 await batch_queue.put(placement_pb2.SessionResponse(welcome=welcome))
-                await batch_queue.put(placement_pb2.SessionResponse(fleet=placement_pb2.Fleet(pools=self.pools)))
+                fleet = self._sessions[batch_queue] = placement_pb2.Fleet(pools=self.pools)
+                await batch_queue.put(placement_pb2.SessionResponse(fleet=fleet))
             case "place":
                 self.places.append(message.place)
                 answer = self.placer(message.place)

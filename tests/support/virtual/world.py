@@ -6,7 +6,7 @@ import asyncio
 import random
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -161,7 +161,7 @@ class GatewayNode:
     async def _run(self) -> None:
         self._states = {}
         client = self.client = RouterClient(
-            ROUTERS, self.name, "", 2.0, on_fleet=self._fleet, on_connected=lambda _: None
+            ROUTERS, self.name, "", 2.0, on_pools=self._take_pools, on_connected=lambda _: None
         )
         up = upstream(self._world.network, self._world.engines)
         pools: Any = SimpleNamespace(check_token_count=lambda *_: None)
@@ -189,8 +189,8 @@ class GatewayNode:
         self.client = None
         self._world.network.kill(self.node)
 
-    def _fleet(self, fleet: placement_pb2.Fleet) -> None:
-        self._states = {pool.model: PoolState(pool) for pool in fleet.pools}
+    def _take_pools(self, pools: Sequence[placement_pb2.Pool]) -> None:
+        self._states = {pool.model: PoolState(pool) for pool in pools}
 
     async def ask(self, leaves_after_s: float = 0.0) -> int:
         """A request of a client that perhaps leaves; the status of its answer, 0 where there was none."""

@@ -16,9 +16,9 @@ def fleet(timeout_s: int | None = None) -> placement_pb2.Fleet:
 def test_the_most_patient_router_says_how_long_a_pool_may_have_no_owner() -> None:
     owners = PoolOwners()
     assert owners.timeout_s == DEFAULT_OWNER_TIMEOUT_S
-    owners.update("1", "one", fleet(3))
-    owners.update("2", "two", fleet(8))
-    owners.update("3", "three", fleet())
+    owners.begin("1", "one", fleet(3))
+    owners.begin("2", "two", fleet(8))
+    owners.begin("3", "three", fleet())
     assert owners.timeout_s == 8
     owners.forget("2")
     assert owners.timeout_s == 3

@@ -21,9 +21,6 @@ class Router:
         self.store = SimpleNamespace(epoch=1)
         self.calls: list[str] = []
 
-    def fleet(self) -> placement_pb2.Fleet:
-        return placement_pb2.Fleet()
-
     def opened(self, hello: Any, stream: Any) -> None:
         self.calls.append(f"{hello.gateway_id} opened")
 

@@ -41,7 +41,7 @@ def break_(state_: RouterState, instance: str, now: float = 0.0) -> None:
 
 def told(state_: RouterState) -> list[str]:
     [pool] = state_.instances.pools()
-    return [one.instance_id for one in pool.instances]
+    return sorted(pool.instances)
 
 
 def test_an_instance_that_fails_gets_nothing_until_one_request_on_trial_is_answered() -> None:
@@ -180,3 +180,12 @@ def test_a_trial_that_went_on_elsewhere_leaves_its_place_to_another() -> None:
     assert {placed_on(state_, f"r{number}", 1.4) for number in range(3)} == {"b"}, "the next one is on trial"
     finish(state_, "next", "OK", 1.5)
     assert placed_on(state_, "after", 1.6) == "a"
+
+
+def test_a_pool_that_changes_hands_begins_with_closed_circuits_and_gateways_are_told() -> None:
+    state_ = fleet("a", "b")
+    break_(state_, "a")
+    assert told(state_) == ["b"]
+    assert ev.FleetChanged() in state_.handle(ev.PoolLost("m"), 0.5)
+    state_.check_invariants()
+    assert told(state_) == ["a", "b"]

@@ -198,6 +198,7 @@ class SessionResponse(_message.Message):
     REFUSAL_FIELD_NUMBER: _builtins.int
     FLEET_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    FLEET_UPDATE_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___GatewayWelcome:
@@ -213,11 +214,15 @@ class SessionResponse(_message.Message):
 
     @_builtins.property
     def fleet(self) -> Global___Fleet:
-        """fleet is sent after welcome and whenever models, instances or their readiness change."""
+        """fleet is all of the fleet; it follows welcome, once on a stream."""
 
     @_builtins.property
     def usage(self) -> Global___UsageAnswer:
         """usage answers a usage report."""
+
+    @_builtins.property
+    def fleet_update(self) -> Global___FleetUpdate:
+        """fleet_update is sent whenever pools, owners or placeable instances change; never before fleet."""
 
     @_builtins.property
     def batch(self) -> Global___SessionResponseBatch:
@@ -231,13 +236,14 @@ class SessionResponse(_message.Message):
         refusal: Global___Refusal | None = ...,
         fleet: Global___Fleet | None = ...,
         usage: Global___UsageAnswer | None = ...,
+        fleet_update: Global___FleetUpdate | None = ...,
         batch: Global___SessionResponseBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "fleet", b"fleet", "kind", b"kind", "placement", b"placement", "refusal", b"refusal", "usage", b"usage", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "fleet", b"fleet", "fleet_update", b"fleet_update", "kind", b"kind", "placement", b"placement", "refusal", b"refusal", "usage", b"usage", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "fleet", b"fleet", "kind", b"kind", "placement", b"placement", "refusal", b"refusal", "usage", b"usage", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "fleet", b"fleet", "fleet_update", b"fleet_update", "kind", b"kind", "placement", b"placement", "refusal", b"refusal", "usage", b"usage", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "placement", "refusal", "fleet", "usage", "batch"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "placement", "refusal", "fleet", "usage", "fleet_update", "batch"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -1082,7 +1088,9 @@ class Fleet(_message.Message):
 
     @_builtins.property
     def ownerless_timeout(self) -> _duration_pb2.Duration:
-        """ownerless_timeout: how long a pool may have no owner that places, by this router's settings; gateways ask again for so long."""
+        """ownerless_timeout: how long a pool may have no owner that places, by this router's settings, which hold while it runs; gateways
+        ask again for so long.
+        """
 
     def __init__(
         self,
@@ -1098,6 +1106,84 @@ class Fleet(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Fleet: _TypeAlias = Fleet  # noqa: Y015
+
+@_typing.final
+class FleetUpdate(_message.Message):
+    """FleetUpdate is what has changed since the stream's Fleet or the FleetUpdate before: with all updates in order applied, a gateway
+    has what a Fleet would tell now. None may be left out; a gateway that cannot apply one opens its stream again.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOLS_FIELD_NUMBER: _builtins.int
+    REMOVED_MODELS_FIELD_NUMBER: _builtins.int
+    STARTING_FIELD_NUMBER: _builtins.int
+    starting: _builtins.bool
+    """starting as it is now, as in Fleet."""
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolUpdate]:
+        """pools that are new or changed, each once."""
+
+    @_builtins.property
+    def removed_models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """removed_models are pools that are gone."""
+
+    def __init__(
+        self,
+        *,
+        pools: _abc.Iterable[Global___PoolUpdate] | None = ...,
+        removed_models: _abc.Iterable[_builtins.str] | None = ...,
+        starting: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pools", b"pools", "removed_models", b"removed_models", "starting", b"starting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FleetUpdate: _TypeAlias = FleetUpdate  # noqa: Y015
+
+@_typing.final
+class PoolUpdate(_message.Message):
+    """PoolUpdate is what has changed of one pool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    INSTANCES_FIELD_NUMBER: _builtins.int
+    REMOVED_INSTANCE_IDS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """model is the pool's name."""
+    @_builtins.property
+    def description(self) -> Global___Pool:
+        """description is the pool as it is now, owner included, without its instances; absent where nothing of that has changed. A new
+        pool has one.
+        """
+
+    @_builtins.property
+    def instances(self) -> _containers.RepeatedCompositeFieldContainer[Global___InstanceRef]:
+        """instances that are new, or changed: each replaces the one of its instance_id."""
+
+    @_builtins.property
+    def removed_instance_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """removed_instance_ids are no longer placeable."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        description: Global___Pool | None = ...,
+        instances: _abc.Iterable[Global___InstanceRef] | None = ...,
+        removed_instance_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "instances", b"instances", "model", b"model", "removed_instance_ids", b"removed_instance_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolUpdate: _TypeAlias = PoolUpdate  # noqa: Y015
 
 @_typing.final
 class Pool(_message.Message):
@@ -1128,7 +1214,7 @@ class Pool(_message.Message):
 
     @_builtins.property
     def instances(self) -> _containers.RepeatedCompositeFieldContainer[Global___InstanceRef]:
-        """instances that are placeable."""
+        """instances that are placeable, by instance_id."""
 
     @_builtins.property
     def owner(self) -> Global___Owner:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import structlog
@@ -36,7 +36,7 @@ _CONVERTED = frozenset({Endpoint.RESPONSES, Endpoint.MESSAGES})
 
 
 class ModelPools:
-    """All models of the fleet as last told, each with its self-check. update() is called for every Fleet."""
+    """All models of the fleet as last told, each with its self-check. update() is called whenever the fleet changes."""
 
     def __init__(
         self,
@@ -60,17 +60,17 @@ class ModelPools:
         ] = {}  # by source, and whether it is to be the newest
         self._names: dict[str, tuple[str, str]] = {}  # any name -> (pool, LoRA adapter or "")
 
-    def update(self, fleet: placement_pb2.Fleet) -> None:
-        """Take over the fleet's state, and check new instances in the background. Mutates."""
-        gone = self._states.keys() - {pool.model for pool in fleet.pools}
+    def update(self, pools: Sequence[placement_pb2.Pool]) -> None:
+        """Take over the fleet's pools, all of them, and check new instances in the background. Mutates."""
+        gone = self._states.keys() - {pool.model for pool in pools}
         for model in gone:
             del self._states[model]
             closing = asyncio.ensure_future(self._checks.pop(model).close())
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
             self._telemetry.exact.remove(model)
-        self._names = names_of(fleet.pools)
-        for pool in fleet.pools:
+        self._names = names_of(pools)
+        for pool in pools:
             state = self._states.setdefault(pool.model, PoolState(pool))
             state.pool = pool
             if pool.model not in self._checks:

@@ -78,14 +78,14 @@ class RouterClient:
         gateway_id: str,
         token: str,
         grace_s: float,
-        on_fleet: Callable[[placement_pb2.Fleet], None],
+        on_pools: Callable[[Sequence[placement_pb2.Pool]], None],
         on_connected: Callable[[bool], None],
     ) -> None:
         self._configured = list(dict.fromkeys(routers))
         self._gateway_id = gateway_id
         self._metadata = bearer(token)
         self._grace_s = grace_s
-        self._on_fleet = on_fleet
+        self._on_pools = on_pools
         self._on_connected = on_connected
         self._owners = PoolOwners()
         self._sessions: dict[str, RouterSession] = {}
@@ -312,7 +312,7 @@ class RouterClient:
             gateway_id=self._gateway_id,
             open_streams=[one.open_stream() for one in requests if one.instance_id],
             waiting_request_ids=[one.request.request_id for one in requests if one.asking],
-            known_instance_ids=[one.instance_id for pool in self._owners.fleet().pools for one in pool.instances],
+            known_instance_ids=[one.instance_id for pool in self._owners.pools() for one in pool.instances],
         )
 
     def _session_up(self, session: RouterSession) -> None:
@@ -353,7 +353,11 @@ class RouterClient:
             case "usage":
                 self.on_usage(session, message.usage)
             case "fleet":
-                self._owners.update(session.address, session.router_id, message.fleet)
+                self._owners.begin(session.address, session.router_id, message.fleet)
+                self._routes.clear()
+                self._fleet_changed()
+            case "fleet_update":
+                self._owners.update(session.address, message.fleet_update)
                 self._routes.clear()
                 self._fleet_changed()
 
@@ -378,8 +382,8 @@ class RouterClient:
 
     def _fleet_changed(self) -> None:
         """The fleet, or who owns its pools, may have changed."""
-        fleet = self._owners.fleet()
-        wanted = {*self._configured, *self._unreached(fleet)}
+        pools = self._owners.pools()
+        wanted = {*self._configured, *self._unreached(pools)}
         for address in wanted - self._sessions.keys():
             self._dial(address)
         for address in self._sessions.keys() - wanted - self._owners.addresses():
@@ -391,7 +395,7 @@ class RouterClient:
             # A new epoch begins with what was written down, whoever had the pool before.
             taken = {
                 pool.model: (session.router_id, pool.owner.epoch)
-                for pool in fleet.pools
+                for pool in pools
                 if session.connected
                 and pool.HasField("owner")
                 and pool.owner.router_id == session.router_id
@@ -401,15 +405,15 @@ class RouterClient:
                 self._announced_epochs.update(taken)
                 session.send(placement_pb2.SessionRequest(hello=self._hello()))
         self._reroute()
-        self._on_fleet(fleet)
+        self._on_pools(pools)
         self.on_routes()
 
-    def _unreached(self, fleet: placement_pb2.Fleet) -> set[str]:
+    def _unreached(self, pools: Sequence[placement_pb2.Pool]) -> set[str]:
         """The addresses of owners that no session stands with."""
         reached = {session.router_id for session in self._sessions.values() if session.connected}
         return {
             pool.owner.address
-            for pool in fleet.pools
+            for pool in pools
             if pool.HasField("owner") and pool.owner.router_id not in reached and pool.owner.address
         }
 

@@ -14,6 +14,7 @@ import structlog
 from pointsman.common.core.block_keys import KEY_SCHEME
 from pointsman.common.io.batch_queue import BatchQueue
 from pointsman.common.io.channel import END_OF_STREAM, open_channel
+from pointsman.gateway.core.told_fleet import OutOfStep
 from pointsman.router.v1 import placement_pb2, placement_pb2_grpc
 
 log = structlog.get_logger()
@@ -93,6 +94,8 @@ class RouterSession:
                 reason = f"{error.code().name}: {error.details()}"
             except TimeoutError:
                 reason = "no welcome in time"
+            except OutOfStep as error:
+                reason = str(error)
             except Exception as error:
                 # This task is the gateway's only tie to the router: a fault ends the session, never the task.
                 log.exception("a fault in the session with the router", router=self.address)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -74,14 +76,106 @@ class InstanceRecord:
 
 @dataclass(frozen=True, slots=True)
 class PoolInfo:
-    """The instances that serve one model and the names they answer to. `max_model_len` is the smallest, 0 when unknown."""
+    """The names that a model's instances answer to, and the placeable ones by id, in no order. `max_model_len` is the smallest, 0
+    when unknown."""
 
     model: str
     served_names: tuple[str, ...]
     lora_names: tuple[str, ...]
     model_root: str
     max_model_len: int
-    instances: tuple[InstanceInfo, ...]
+    instances: Mapping[str, InstanceInfo]
+
+
+# What an instance adds to its pool's description: served names, LoRA adapters, context in tokens.
+_Traits = tuple[tuple[str, ...], tuple[str, ...], int]
+
+
+class _Pool:
+    """All instances of one model, and what gateways are to know of them, kept up to date instance by instance: with a thousand, a
+    pass over all at each change would hold the event loop."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.records: list[InstanceRecord] = []  # by id
+        # By a name of the pool: the instances that answer to it. Emptied when instances come and go.
+        self.members: dict[str, list[InstanceRecord]] = {}
+        # Most instances of a model are alike, so that these are few.
+        self._traits: Counter[_Traits] = Counter()
+        self._closed: dict[str, InstanceInfo] = {}
+        self._opened: dict[str, InstanceInfo] = {}
+        self._info: PoolInfo | None = None
+
+    def add(self, record: InstanceRecord) -> None:
+        """Take a new instance in. Mutates."""
+        insort(self.records, record, key=_id_of)
+        self._traits[_traits(record)] += 1
+        self.members, self._info = {}, None
+        self.refresh(record)
+
+    def remove(self, record: InstanceRecord) -> None:
+        """Let an instance go, whose `info` is still that which it came with. Mutates."""
+        del self.records[bisect_left(self.records, _id_of(record), key=_id_of)]
+        traits = _traits(record)
+        self._traits[traits] -= 1
+        if not self._traits[traits]:
+            del self._traits[traits]
+        self._closed.pop(record.info.instance_id, None)
+        self._opened.pop(record.info.instance_id, None)
+        self.members, self._info = {}, None
+
+    def refresh(self, record: InstanceRecord) -> None:
+        """Take up whether an instance is placeable, and whether its circuit is closed. Mutates."""
+        instance_id = record.info.instance_id
+        holding = (self._opened if record.circuit.opened else self._closed) if record.state in _PLACEABLE else None
+        for infos in (self._closed, self._opened):
+            if infos is holding:
+                if infos.get(instance_id) is not record.info:
+                    infos[instance_id] = record.info
+                    self._info = None
+            elif infos.pop(instance_id, None) is not None:
+                self._info = None
+
+    def names(self) -> set[str]:
+        """All names besides the pool's own that an instance answers to."""
+        return {name for served, adapters, _ in self._traits for name in (*served, *adapters)}
+
+    def info(self) -> PoolInfo:
+        """What gateways need to know; the same object until that changes."""
+        if self._info is None:
+            self._info = PoolInfo(
+                model=self.model,
+                served_names=tuple(sorted({name for served, _, _ in self._traits for name in served} - {self.model})),
+                lora_names=tuple(sorted({name for _, adapters, _ in self._traits for name in adapters})),
+                model_root=next((one.info.model_root for one in self.records if one.info.model_root), ""),
+                max_model_len=min((limit for _, _, limit in self._traits if limit), default=0),
+                # As for the router itself: where all fail, they are better than none.
+                instances=dict(self._closed or self._opened),
+            )
+        return self._info
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when what is kept is not what the records say."""
+        assert self.records == sorted(self.records, key=_id_of)
+        assert self._traits == Counter(map(_traits, self.records))
+        up = [record for record in self.records if record.state in _PLACEABLE]
+        told = [record for record in up if not record.circuit.opened] or up
+        info = self.info()
+        assert {one: id(known) for one, known in info.instances.items()} == {_id_of(one): id(one.info) for one in told}
+        for name, members in self.members.items():
+            assert members == [record for record in self.records if _answers(record, name)]
+
+
+_PLACEABLE = frozenset({InstanceState.READY, InstanceState.SYNCING, InstanceState.LOST})
+
+
+def _id_of(record: InstanceRecord) -> str:
+    return record.info.instance_id
+
+
+def _traits(record: InstanceRecord) -> _Traits:
+    info = record.info
+    return info.served_names, info.lora_names, info.max_model_len
 
 
 class InstanceRegistry:
@@ -93,10 +187,10 @@ class InstanceRegistry:
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
         self._records: dict[str, InstanceRecord] = {}
-        self._pools: dict[str, list[InstanceRecord]] = {}
+        self._pools: dict[str, _Pool] = {}
+        self._named: dict[str, set[str]] = {}
         self._pool_of: dict[str, str] = {}
         self.shared_names: dict[str, list[str]] = {}
-        self._members: dict[tuple[str, str], list[InstanceRecord]] = {}
         self._drained: Mapping[str, str] = {}
 
     def get(self, instance_id: str) -> InstanceRecord | None:
@@ -113,11 +207,11 @@ class InstanceRegistry:
 
     def members(self, pool: str, model: str) -> list[InstanceRecord]:
         """The pool's instances, by id, that answer to `model`, one of its names: an adapter may be loaded on some only."""
-        members = self._members.get((pool, model))
+        if (known := self._pools.get(pool)) is None:
+            return []
+        members = known.members.get(model)
         if members is None:
-            members = self._members[pool, model] = [
-                record for record in self._pools.get(pool, ()) if _answers(record, model)
-            ]
+            members = known.members[model] = [record for record in known.records if _answers(record, model)]
         return members
 
     def answers(self, instance_id: str, model: str) -> bool:
@@ -131,6 +225,8 @@ class InstanceRegistry:
         A known incarnation keeps its keys, so that its agent may resume; a new one starts empty, and ends a drain.
         """
         before = self._records.get(info.instance_id)
+        if before is not None:
+            self._leave_pool(before)
         if before is not None and before.info.incarnation == info.incarnation:
             record = before
             record.info, record.stream_id, record.heard_at, record.lost_at = info, stream_id, now, None
@@ -140,8 +236,15 @@ class InstanceRegistry:
             sync.reset()
             record = InstanceRecord(info, sync, stream_id, now, draining=self._drains(info))
         self._records[info.instance_id] = record
-        self._rebuild()
+        if info.model not in self._pools:
+            self._pools[info.model] = _Pool(info.model)
+        self._pools[info.model].add(record)
+        self._name_pools()
         return record
+
+    def refresh(self, record: InstanceRecord) -> None:
+        """Take up that a known instance's health or circuit has changed, which decides what gateways are told. Mutates."""
+        self._pools[record.info.model].refresh(record)
 
     def drain(self, incarnations: Mapping[str, str]) -> bool:
         """Let these instances, known or not, each in the incarnation given, be the ones that drain; whether that changes any.
@@ -151,6 +254,7 @@ class InstanceRegistry:
         for record in changed:
             record.draining = not record.draining
             record.candidate_snapshot = None
+            self.refresh(record)
         return bool(changed)
 
     def _drains(self, info: InstanceInfo) -> bool:
@@ -158,36 +262,38 @@ class InstanceRegistry:
 
     def remove(self, instance_id: str) -> None:
         """Forget an instance and its keys. Mutates."""
-        self._records.pop(instance_id).sync.reset()
-        self._rebuild()
+        record = self._records.pop(instance_id)
+        record.sync.reset()
+        self._leave_pool(record)
+        self._name_pools()
 
     def pools(self) -> list[PoolInfo]:
-        """What gateways need to know: pools with their placeable instances."""
-        return [self._pool(model, records) for model, records in sorted(self._pools.items())]
+        """What gateways need to know: pools by name with their placeable instances. A pool of which none of that has changed is
+        the same object as before."""
+        return [self._pools[model].info() for model in sorted(self._pools)]
 
-    def _pool(self, model: str, records: list[InstanceRecord]) -> PoolInfo:
-        limits = [record.info.max_model_len for record in records if record.info.max_model_len]
-        placeable = (InstanceState.READY, InstanceState.SYNCING, InstanceState.LOST)
-        up = [record for record in records if record.state in placeable]
-        # As for the router itself: where all fail, they are better than none.
-        told = [record for record in up if not record.circuit.opened] or up
-        return PoolInfo(
-            model=model,
-            served_names=tuple(sorted({name for record in records for name in record.info.served_names} - {model})),
-            lora_names=tuple(sorted({name for record in records for name in record.info.lora_names})),
-            model_root=next((record.info.model_root for record in records if record.info.model_root), ""),
-            max_model_len=min(limits, default=0),
-            instances=tuple(record.info for record in told),
-        )
+    def check_invariants(self) -> None:
+        """Raise AssertionError when pools are not what the records say."""
+        for model, pool in self._pools.items():
+            assert pool.records == [record for record in self.records() if record.info.model == model] != []
+            pool.check_invariants()
+        assert sum(len(pool.records) for pool in self._pools.values()) == len(self._records)
+        assert self._named == {model: pool.names() for model, pool in self._pools.items()}
 
-    def _rebuild(self) -> None:
-        self._members = {}
-        self._pools = {}
-        for record in self.records():
-            self._pools.setdefault(record.info.model, []).append(record)
-        pools_of: dict[str, list[str]] = {pool: [pool] for pool in self._pools}
-        for pool, records in sorted(self._pools.items()):
-            for name in {name for record in records for name in (*record.info.served_names, *record.info.lora_names)}:
+    def _leave_pool(self, record: InstanceRecord) -> None:
+        pool = self._pools[record.info.model]
+        pool.remove(record)
+        if not pool.records:
+            del self._pools[record.info.model]
+
+    def _name_pools(self) -> None:
+        named = {model: pool.names() for model, pool in self._pools.items()}
+        if named == self._named:
+            return
+        self._named = named
+        pools_of: dict[str, list[str]] = {pool: [pool] for pool in named}
+        for pool, names in sorted(named.items()):
+            for name in names:
                 if pool not in (pools := pools_of.setdefault(name, [])):
                     pools.append(pool)
         self._pool_of = {name: pools[0] for name, pools in pools_of.items()}

@@ -83,9 +83,11 @@ class Reports:
         if record is None:
             return []
         effects: list[ev.Effect] = []
-        if event.load.healthy is not (record.load is None or record.load.healthy):
-            effects.append(ev.FleetChanged())
+        healthy = record.load is None or record.load.healthy
         record.load = event.load
+        if event.load.healthy is not healthy:
+            self._instances.refresh(record)
+            effects.append(ev.FleetChanged())
         if record.idle_reports.observe(event.load, now, self._stale_report_s):
             effects += self._release_stale(record, now)
         return effects

@@ -202,7 +202,7 @@ class Plans:
         if record is None or record.circuit.opened:  # or it was judged as a trial
             return []
         record.candidate_snapshot = None
-        return [ev.FleetChanged()] if record.circuit.failed("", now, self._circuit) else []
+        return self._circuit_changed(record) if record.circuit.failed("", now, self._circuit) else []
 
     def _judge_circuit(self, reservation: Reservation, outcome: str, now: float) -> list[ev.Effect]:
         """What the end of a request, or of its step, tells of its instance. REFUSED: it answered 5xx, which may be the request's
@@ -220,4 +220,8 @@ class Plans:
             changed = False
             record.circuit.left(reservation.request_id)
         record.candidate_snapshot = None
-        return [ev.FleetChanged()] if changed else []
+        return self._circuit_changed(record) if changed else []
+
+    def _circuit_changed(self, record: InstanceRecord) -> list[ev.Effect]:
+        self._instances.refresh(record)
+        return [ev.FleetChanged()]

@@ -1,15 +1,14 @@
-"""What gateways ask and hear: requests, steps, ends, the fleet."""
+"""What gateways ask and hear: requests, steps, ends."""
 
 from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from google.rpc import code_pb2
 
 from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.instances.instance_registry import PoolInfo
 from pointsman.router.core.ownership import Owner
 from pointsman.router.core.router_state import RouterState
 from pointsman.router.core.types import InstanceInfo, Phase, PlacementRequest, Step, StepKind
@@ -188,25 +187,3 @@ def owner_to_wire(owner: Owner | None) -> placement_pb2.Owner | None:
     if owner is None:
         return None
     return placement_pb2.Owner(router_id=owner.router_id, address=owner.address, epoch=owner.epoch)
-
-
-def fleet_to_wire(
-    pools: list[PoolInfo], owner: Callable[[str], Owner | None], *, starting: bool, ownerless_timeout_s: float
-) -> placement_pb2.Fleet:
-    """The pools for gateways, each with its owner."""
-    return placement_pb2.Fleet(
-        starting=starting,
-        ownerless_timeout=duration(ownerless_timeout_s),
-        pools=[
-            placement_pb2.Pool(
-                model=pool.model,
-                served_names=pool.served_names,
-                lora_names=pool.lora_names,
-                model_root=pool.model_root,
-                max_model_len=pool.max_model_len,
-                instances=[instance_ref(info) for info in pool.instances],
-                owner=owner_to_wire(owner(pool.model)),
-            )
-            for pool in pools
-        ],
-    )

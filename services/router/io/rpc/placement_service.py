@@ -48,7 +48,6 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
             accounts_usage=True,
         )
         await context.write(placement_pb2.SessionResponse(welcome=welcome))
-        stream.send(fleet=self._router.fleet())
         self._router.opened(gateway_messages.gateway_hello(hello), stream)
         ended = await run_duplex(
             self._read(hello.gateway_id, context),

@@ -1,0 +1,68 @@
+"""The fleet as one router tells it: all of it first, then what changes. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from pointsman.router.v1 import placement_pb2
+
+
+class OutOfStep(Exception):
+    """An update that does not fit what its router has told before. What the fleet is from there on is known only when the stream
+    is opened again, which begins with all of it."""
+
+
+class ToldFleet:
+    """What one stream has told. `pools` by model: a pool that was given out stays as it is, one that changes is another object.
+    `ownerless_timeout_s` is in s, None where the router does not say."""
+
+    def __init__(self, fleet: placement_pb2.Fleet) -> None:
+        self.starting = fleet.starting
+        self.ownerless_timeout_s = (
+            fleet.ownerless_timeout.ToNanoseconds() / 1e9 if fleet.HasField("ownerless_timeout") else None
+        )
+        self.pools: dict[str, placement_pb2.Pool] = {}
+        # The ids of each pool's instances, in the order that they have there: sorted, to be found in a thousand.
+        self._ids: dict[str, list[str]] = {}
+        for pool in fleet.pools:
+            self._ids[pool.model] = ids = [one.instance_id for one in pool.instances]
+            if ids != sorted(ids):
+                pool.instances.sort(key=lambda one: one.instance_id)
+                ids.sort()
+            self.pools[pool.model] = pool
+
+    def apply(self, update: placement_pb2.FleetUpdate) -> None:
+        """Take over what has changed. To remove what is not there has no effect. Raises OutOfStep. Mutates."""
+        self.starting = update.starting
+        for model in update.removed_models:
+            self.pools.pop(model, None)
+            self._ids.pop(model, None)
+        for changed in update.pools:
+            self._apply(changed)
+
+    def _apply(self, changed: placement_pb2.PoolUpdate) -> None:
+        before, pool = self.pools.get(changed.model), placement_pb2.Pool()
+        if not changed.HasField("description"):
+            if before is None:
+                raise OutOfStep(
+                    f"the router tells what changed of the pool {changed.model!r}, which it has not told of"
+                )
+            # A copy takes a fifth of the time that as many instances take to be added one by one.
+            pool.CopyFrom(before)
+        else:
+            pool.CopyFrom(changed.description)
+            del pool.instances[:]
+            pool.instances.extend(before.instances if before is not None else ())
+        ids = self._ids.setdefault(changed.model, [])
+        for instance_id in changed.removed_instance_ids:
+            at = bisect_left(ids, instance_id)
+            if ids[at : at + 1] == [instance_id]:
+                del ids[at], pool.instances[at]
+        for one in changed.instances:
+            at = bisect_left(ids, one.instance_id)
+            if ids[at : at + 1] == [one.instance_id]:
+                pool.instances[at].CopyFrom(one)
+            else:
+                ids.insert(at, one.instance_id)
+                pool.instances.insert(at, one)
+        self.pools[changed.model] = pool

@@ -1,0 +1,34 @@
+"""What a router tells of a fleet that has changed, made from two whole ones."""
+
+from __future__ import annotations
+
+from pointsman.router.v1 import placement_pb2
+
+
+def fleet_update(before: placement_pb2.Fleet, after: placement_pb2.Fleet) -> placement_pb2.FleetUpdate:
+    """What makes `after` of `before`."""
+    told, now = ({pool.model: pool for pool in fleet.pools} for fleet in (before, after))
+    return placement_pb2.FleetUpdate(
+        starting=after.starting,
+        pools=[_pool_update(told.get(model), pool) for model, pool in now.items() if told.get(model) != pool],
+        removed_models=sorted(told.keys() - now.keys()),
+    )
+
+
+def _pool_update(before: placement_pb2.Pool | None, after: placement_pb2.Pool) -> placement_pb2.PoolUpdate:
+    known = {one.instance_id: one for one in before.instances} if before is not None else {}
+    update = placement_pb2.PoolUpdate(
+        model=after.model,
+        instances=[one for one in after.instances if known.get(one.instance_id) != one],
+        removed_instance_ids=sorted(known.keys() - {one.instance_id for one in after.instances}),
+    )
+    if before is None or _description(before) != _description(after):
+        update.description.CopyFrom(_description(after))
+    return update
+
+
+def _description(pool: placement_pb2.Pool) -> placement_pb2.Pool:
+    described = placement_pb2.Pool()
+    described.CopyFrom(pool)
+    del described.instances[:]
+    return described

@@ -1,0 +1,100 @@
+"""What a router tells of its fleet, as one gateway keeps it."""
+
+from __future__ import annotations
+
+import pytest
+
+from pointsman.gateway.core.pool_owners import PoolOwners
+from pointsman.gateway.core.told_fleet import OutOfStep, ToldFleet
+from pointsman.router.v1 import placement_pb2
+
+
+def ref(instance_id: str, incarnation: str = "1") -> placement_pb2.InstanceRef:
+    return placement_pb2.InstanceRef(instance_id=instance_id, url=f"http://{instance_id}", incarnation=incarnation)
+
+
+def fleet(*instances: str, owner: str = "r") -> placement_pb2.Fleet:
+    pool = placement_pb2.Pool(model="m", lora_names=["l"], instances=map(ref, instances))
+    pool.owner.router_id = owner
+    return placement_pb2.Fleet(pools=[pool])
+
+
+def update(*pools: placement_pb2.PoolUpdate, **values: object) -> placement_pb2.FleetUpdate:
+    return placement_pb2.FleetUpdate(pools=pools, **values)  # type: ignore[arg-type]
+
+
+def test_instances_come_change_and_go_in_order_and_the_rest_stays() -> None:
+    told = ToldFleet(fleet("b", "d"))
+    told.apply(update(placement_pb2.PoolUpdate(model="m", instances=[ref("c"), ref("a"), ref("d", "2")])))
+    assert [(one.instance_id, one.incarnation) for one in told.pools["m"].instances] == [
+        ("a", "1"),
+        ("b", "1"),
+        ("c", "1"),
+        ("d", "2"),
+    ]
+    told.apply(update(placement_pb2.PoolUpdate(model="m", removed_instance_ids=["d", "a", "nobody"])))
+    assert list(told.pools["m"].instances) == [ref("b"), ref("c")]
+    assert (told.pools["m"].owner.router_id, list(told.pools["m"].lora_names)) == ("r", ["l"])
+
+
+def test_a_description_replaces_all_but_the_instances() -> None:
+    told = ToldFleet(fleet("a"))
+    described = placement_pb2.Pool(model="m", max_model_len=7)
+    told.apply(update(placement_pb2.PoolUpdate(model="m", description=described)))
+    assert told.pools["m"] == placement_pb2.Pool(model="m", max_model_len=7, instances=[ref("a")])
+
+
+def test_pools_come_and_go_and_the_start_comes_to_its_end() -> None:
+    told = ToldFleet(placement_pb2.Fleet(starting=True))
+    described = placement_pb2.Pool(model="n")
+    told.apply(update(placement_pb2.PoolUpdate(model="n", description=described, instances=[ref("x")]), starting=True))
+    assert (told.starting, [*told.pools], list(told.pools["n"].instances)) == (True, ["n"], [ref("x")])
+    told.apply(update(removed_models=["n", "nothing"]))
+    assert (told.starting, told.pools) == (False, {})
+    told.apply(update(placement_pb2.PoolUpdate(model="n", description=described)))
+    assert told.pools == {"n": described}, "it begins without the instances of the pool that went"
+
+
+def test_a_pool_that_was_given_out_stays_as_it_is() -> None:
+    told = ToldFleet(fleet("a"))
+    before = told.pools["m"]
+    told.apply(update(placement_pb2.PoolUpdate(model="m", instances=[ref("a", "2"), ref("b")])))
+    assert before == fleet("a").pools[0]
+    assert told.pools["m"] is not before
+
+
+def test_a_fleet_that_was_told_in_no_order_is_put_in_order() -> None:
+    told = ToldFleet(fleet("b", "a", "c"))
+    told.apply(update(placement_pb2.PoolUpdate(model="m", removed_instance_ids=["a"], instances=[ref("c", "2")])))
+    assert list(told.pools["m"].instances) == [ref("b"), ref("c", "2")]
+
+
+def test_an_update_of_what_was_never_told_is_out_of_step() -> None:
+    told = ToldFleet(fleet("a"))
+    with pytest.raises(OutOfStep, match="'other'"):
+        told.apply(update(placement_pb2.PoolUpdate(model="other", instances=[ref("x")])))
+    owners = PoolOwners()
+    with pytest.raises(OutOfStep):
+        owners.update("1", update(starting=True))
+    owners.begin("1", "r", fleet("a"))
+    owners.update("1", update(starting=True))
+    owners.forget("1")
+    with pytest.raises(OutOfStep):
+        owners.update("1", update())
+
+
+def test_what_one_router_updates_is_merged_with_what_the_others_tell() -> None:
+    owners = PoolOwners()
+    mine, other = fleet("a", owner="one"), fleet("b", owner="two")
+    mine.pools[0].owner.epoch, other.pools[0].owner.epoch = 1, 2
+    owners.begin("1", "one", mine)
+    owners.begin("2", "two", other)
+    owners.update("1", update(placement_pb2.PoolUpdate(model="m", instances=[ref("c")])))
+    assert owners.pools() == [other.pools[0]], "two owns it by the higher epoch, and describes it"
+    owners.update("2", update(placement_pb2.PoolUpdate(model="m", instances=[ref("d")])))
+    [pool] = owners.pools()
+    assert ([one.instance_id for one in pool.instances], pool.owner.router_id) == (["b", "d"], "two")
+    described = placement_pb2.Pool(model="m", owner=placement_pb2.Owner(router_id="one", epoch=3))
+    owners.update("1", update(placement_pb2.PoolUpdate(model="m", description=described)))
+    [pool] = owners.pools()
+    assert ([one.instance_id for one in pool.instances], pool.owner.epoch) == (["a", "c"], 3)

@@ -1,0 +1,172 @@
+"""What a router tells its gateways of the fleet: whatever happens, whoever comes when, all have the whole of it."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec.structs import replace
+
+from pointsman.gateway.core.told_fleet import ToldFleet as GatewaysFleet
+from pointsman.router.core.instances.circuit_breaker import Circuit
+from pointsman.router.core.instances.instance_registry import InstanceRegistry
+from pointsman.router.core.ownership import Owner
+from pointsman.router.core.prefix.exact_index import PrefixIndex
+from pointsman.router.core.types import InstanceInfo, KvTransfer, Load
+from pointsman.router.io.convert.told_fleet import ToldFleet
+from pointsman.router.v1 import placement_pb2
+from tests.support.router_values import info
+
+MODELS = st.sampled_from("mno")
+NAMES = st.lists(st.sampled_from("pqrs"), max_size=2, unique=True).map(tuple)
+INSTANCES = st.builds(
+    info,
+    st.sampled_from("abcdef"),
+    incarnation=st.sampled_from("12"),
+    model=MODELS,
+    served_names=NAMES,
+    lora_names=NAMES,
+    model_root=st.sampled_from(["", "root"]),
+    max_model_len=st.integers(0, 2),
+    kv_capacity_tokens=st.integers(0, 1),
+)
+
+
+class FleetMachine(RuleBasedStateMachine):
+    """Instances come, go, fail, drain and change their names; owners change; gateways come in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registry = InstanceRegistry(PrefixIndex())
+        self.owners: dict[str, Owner] = {}
+        self.starting = True
+        self.told = ToldFleet(5.0)
+        self.gateways: list[GatewaysFleet] = []
+
+    @rule(one=INSTANCES)
+    def add(self, one: InstanceInfo) -> None:
+        self.registry.add(one, 1, 0.0)
+
+    @precondition(lambda self: self.registry.records())
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        self.registry.remove(self._one(data))
+
+    @precondition(lambda self: self.registry.records())
+    @rule(data=st.data(), healthy=st.booleans())
+    def report(self, data: st.DataObject, healthy: bool) -> None:
+        record = self.registry.get(self._one(data))
+        assert record is not None
+        record.load = Load(0.0, healthy=healthy)
+        self.registry.refresh(record)
+
+    @precondition(lambda self: self.registry.records())
+    @rule(data=st.data(), opened=st.integers(0, 2))
+    def judge(self, data: st.DataObject, opened: int) -> None:
+        record = self.registry.get(self._one(data))
+        assert record is not None
+        record.circuit = Circuit(opened=opened)
+        self.registry.refresh(record)
+
+    @precondition(lambda self: self.registry.records())
+    @rule(data=st.data())
+    def drain(self, data: st.DataObject) -> None:
+        self.registry.drain({self._one(data): "1"})
+
+    @rule(model=MODELS, epoch=st.integers(0, 2))
+    def own(self, model: str, epoch: int) -> None:
+        self.owners.pop(model, None)
+        if epoch:
+            self.owners[model] = Owner("r", "r:1", epoch)
+
+    @rule()
+    def start(self) -> None:
+        self.starting = not self.starting
+
+    @rule(after=st.booleans())
+    def tell(self, after: bool) -> None:
+        """Updates go out, and a gateway comes that needs none of what came before."""
+        update = self.told.update(self.registry.pools(), self.owners.get, starting=self.starting)
+        if update is not None:
+            for gateway in self.gateways:
+                gateway.apply(_sent(update))
+        assert self.told.update(self.registry.pools(), self.owners.get, starting=self.starting) is None
+        if after:
+            self.gateways.append(GatewaysFleet(_whole(self.told)))
+        afresh = ToldFleet(5.0)
+        afresh.update(self.registry.pools(), self.owners.get, starting=self.starting)
+        now = _whole(afresh)
+        assert self.told.whole() == now
+        for gateway in self.gateways:
+            assert (gateway.starting, gateway.pools) == (now.starting, {pool.model: pool for pool in now.pools})
+
+    @invariant()
+    def is_consistent(self) -> None:
+        self.registry.check_invariants()
+
+    def _one(self, data: st.DataObject) -> str:
+        return data.draw(st.sampled_from([one.info.instance_id for one in self.registry.records()]))
+
+
+TestFleet = FleetMachine.TestCase
+TestFleet.settings = settings(max_examples=60, stateful_step_count=40)
+
+
+def _sent(update: placement_pb2.FleetUpdate) -> placement_pb2.FleetUpdate:
+    return placement_pb2.FleetUpdate.FromString(update.SerializeToString())
+
+
+def _whole(told: ToldFleet) -> placement_pb2.Fleet:
+    return placement_pb2.Fleet.FromString(told.whole().SerializeToString())
+
+
+def registry(*infos: InstanceInfo) -> InstanceRegistry:
+    known = InstanceRegistry(PrefixIndex())
+    for one in infos:
+        known.add(one, 1, 0.0)
+    return known
+
+
+def told_of(known: InstanceRegistry) -> ToldFleet:
+    told = ToldFleet(5.0)
+    assert told.update(known.pools(), {}.get, starting=True) is not None
+    return told
+
+
+def test_only_what_changed_is_told() -> None:
+    known = registry(info("a"), info("b"), info("x", model="n"))
+    told = told_of(known)
+    known.add(replace(info("a"), incarnation="2", kv_transfer=KvTransfer("NIXL")), 2, 0.0)
+    update = told.update(known.pools(), {}.get, starting=True)
+    assert update is not None
+    [pool] = update.pools
+    assert (pool.model, pool.HasField("description"), pool.removed_instance_ids) == ("m", False, [])
+    assert [(one.instance_id, one.incarnation) for one in pool.instances] == [("a", "2")]
+    known.remove("x")
+    assert told.update(known.pools(), {}.get, starting=True) == placement_pb2.FleetUpdate(
+        starting=True, removed_models=["n"]
+    )
+    update = told.update(known.pools(), {"m": Owner("r", "r:1", 1)}.get, starting=True)
+    assert update is not None
+    assert (update.pools[0].description.owner.epoch, len(update.pools[0].instances)) == (1, 0)
+
+
+def test_an_agent_that_comes_back_and_tells_the_same_is_no_news() -> None:
+    known = registry(info("a"), info("b"))
+    told = told_of(known)
+    known.add(replace(info("a"), kv_capacity_tokens=99), 2, 1.0)
+    assert told.update(known.pools(), {}.get, starting=True) is None
+
+
+def test_a_pool_is_the_same_object_until_gateways_are_to_know_something_else_of_it() -> None:
+    known = registry(info("a"), info("b"), info("x", model="n"))
+    before = known.pools()
+    record = known.get("a")
+    assert record is not None
+    record.load = Load(0.0, running=7)
+    known.refresh(record)
+    assert [one is two for one, two in zip(before, known.pools(), strict=True)] == [True, True]
+    record.load = Load(0.0, healthy=False)
+    known.refresh(record)
+    assert [one is two for one, two in zip(before, known.pools(), strict=True)] == [False, True]
+    assert [*known.pools()[0].instances] == ["b"]
