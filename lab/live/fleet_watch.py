@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc.aio
 
-from pointsman.common.io.auth import bearer
+from pointsman.common.io.auth import CallMetadata
 from pointsman.common.io.channel import open_channel
 from pointsman.lab.report.instance_samples import GpuSample, InstanceSample
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
@@ -34,12 +34,12 @@ class FleetWatcher:
     A router that goes away in between is asked again until it is back; `missed` counts the samples that there are not.
     """
 
-    def __init__(self, address: str, token: str, every_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, address: str, metadata: CallMetadata, every_s: float, clock: Callable[[], float]) -> None:
         self.samples: list[InstanceSample] = []
         self.decisions: dict[str, fleet_pb2.Decision] = {}
         self.missed = 0
         self._address = address
-        self._metadata = bearer(token)
+        self._metadata = metadata
         self._every_s = every_s
         self._clock = clock
         self._first: list[fleet_pb2.InstanceStatus] = []
@@ -111,13 +111,13 @@ class FleetWatcher:
 
     async def _list(self) -> list[fleet_pb2.InstanceStatus]:
         request = fleet_pb2.ListInstancesRequest()
-        answer = await self._fleet.ListInstances(request, timeout=CALL_S, metadata=self._metadata)
+        answer = await self._fleet.ListInstances(request, timeout=CALL_S, metadata=self._metadata())
         return list(answer.instances)
 
     async def _watch(self) -> None:
         while True:
             with contextlib.suppress(grpc.aio.AioRpcError):
-                stream = self._fleet.WatchDecisions(fleet_pb2.WatchDecisionsRequest(), metadata=self._metadata)
+                stream = self._fleet.WatchDecisions(fleet_pb2.WatchDecisionsRequest(), metadata=self._metadata())
                 async for told in stream:
                     self.decisions[told.decision.decision_id] = told.decision
             await asyncio.sleep(RETRY_S)
@@ -125,7 +125,7 @@ class FleetWatcher:
     async def _newest(self) -> list[fleet_pb2.Decision]:
         """What the stream may have missed while it was not there."""
         request = fleet_pb2.ListDecisionsRequest(page_size=PAGE)
-        answer = await self._fleet.ListDecisions(request, timeout=CALL_S, metadata=self._metadata)
+        answer = await self._fleet.ListDecisions(request, timeout=CALL_S, metadata=self._metadata())
         return list(answer.decisions)
 
 

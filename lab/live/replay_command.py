@@ -15,6 +15,7 @@ import typer
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from pointsman.common.io.auth import showing
 from pointsman.common.io.settings import Tokens
 from pointsman.lab.live.fleet_watch import FleetError, FleetWatcher
 from pointsman.lab.live.latency_breakdown import break_down, parts, rule_of
@@ -151,7 +152,7 @@ async def replay(settings: ReplaySettings, on_result: OnResult | None = None) ->
             replayed.interrupted = await _send_all(sender, sessions)
             return replayed
         try:
-            watch = FleetWatcher(settings.router, Tokens().of("operator"), settings.sample_s, sender.clock)
+            watch = FleetWatcher(settings.router, showing(Tokens(), "operator"), settings.sample_s, sender.clock)
             async with watch:
                 replayed.interrupted = await _send_all(sender, sessions)
                 await watch.wait_for_outcomes([record.decision for record in sender.records])

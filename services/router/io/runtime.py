@@ -15,6 +15,7 @@ from pointsman.agent.v1 import agent_pb2
 from pointsman.common.io.batch_queue import BatchQueue
 from pointsman.common.io.line_file import LostLines
 from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.gateway_claims import GatewayClaims
 from pointsman.router.core.instances.circuit_breaker import CircuitSettings
 from pointsman.router.core.instances.saturation import SaturationLimits
 from pointsman.router.core.ownership import Owner
@@ -135,6 +136,7 @@ class Router:
         )
         self.agents: dict[int, AgentStream] = {}
         self.gateways: dict[str, GatewayStream] = {}
+        self.gateway_claims = GatewayClaims(settings.gateway_lease_s)
         self.usage_accounts = UsageAccounts()
         self._callers: dict[str, set[asyncio.Future[ev.Placed | ev.Refused]]] = {}
         self.store: Store
@@ -306,16 +308,19 @@ class Router:
         )
 
     def opened(self, hello: ev.GatewayHello, stream: GatewayStream) -> None:
-        """A gateway opened a stream: from now on its answers go there, and an older stream of it is done with."""
+        """A gateway opened a stream under an id that it has claimed: from now on its answers go there, and an older stream of it
+        is done with."""
         if (before := self.gateways.get(hello.gateway_id)) is not None:
             before.batch_queue.end()
         self.gateways[hello.gateway_id] = stream
+        self.gateway_claims.opened(hello.gateway_id)
         self.submit(hello)
 
     def closed(self, gateway_id: str, stream: GatewayStream) -> None:
         """A gateway's stream ended. What a newer one of it announced is not touched."""
         if self.gateways.get(gateway_id) is stream:
             del self.gateways[gateway_id]
+            self.gateway_claims.closed(gateway_id, time.monotonic())
             if self.spans is not None:
                 self.spans.gateway_left(gateway_id)
             self.submit(ev.GatewayLost(gateway_id))
@@ -454,6 +459,7 @@ class Router:
         while True:
             self._check_ready()
             self.submit(ev.Tick())
+            self.gateway_claims.expire(time.monotonic())
             await asyncio.sleep(TICK_S)
 
 

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 import structlog
 
-from pointsman.common.io.auth import bearer
+from pointsman.common.io.auth import showing
 from pointsman.common.io.channel import open_channel
 from pointsman.common.io.settings import Tokens
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2
@@ -87,7 +87,7 @@ class FleetQueries:
         self._policy.settings.update(policy_settings)
         self._channel = open_channel(address)
         self._fleet = fleet_pb2_grpc.FleetServiceStub(self._channel)
-        self._metadata = bearer(Tokens().of("observer"))
+        self._metadata = showing(Tokens(), "observer")
         self._counters: dict[tuple[str, str], _Counter] = {}
         self.totals = LivePlacementTotals()
 
@@ -101,7 +101,7 @@ class FleetQueries:
         while True:
             try:
                 answer = await self._fleet.ListInstances(
-                    fleet_pb2.ListInstancesRequest(), timeout=ANSWER_S, metadata=self._metadata
+                    fleet_pb2.ListInstancesRequest(), timeout=ANSWER_S, metadata=self._metadata()
                 )
             except grpc.aio.AioRpcError as error:
                 if not away:
@@ -119,7 +119,7 @@ class FleetQueries:
             answer = await self._fleet.Explain(
                 fleet_pb2.ExplainRequest(request=request, policy=self._policy),
                 timeout=ANSWER_S,
-                metadata=self._metadata,
+                metadata=self._metadata(),
             )
         except grpc.aio.AioRpcError as error:
             log.debug("not explained", code=error.code().name)

@@ -277,11 +277,19 @@ class GatewayHello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GATEWAY_ID_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
     OPEN_STREAMS_FIELD_NUMBER: _builtins.int
     WAITING_REQUEST_IDS_FIELD_NUMBER: _builtins.int
     KNOWN_INSTANCE_IDS_FIELD_NUMBER: _builtins.int
     gateway_id: _builtins.str
-    """gateway_id is unique for the gateway process's life."""
+    """gateway_id is unique for the gateway process's life. PERMISSION_DENIED where the caller's token is good for other ids
+    (gateways_file of the router). ALREADY_EXISTS with an ErrorInfo GATEWAY_ID_IN_USE where it is another gateway's: that has a
+    session open here, or had one so lately that its reservations live on.
+    """
+    secret: _builtins.bytes
+    """secret that goes with gateway_id, on every stream to every router: 16 random bytes or more, made up when the process starts
+    and told to nobody else. Who shows another one is another gateway.
+    """
     @_builtins.property
     def open_streams(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenStream]:
         """open_streams are the requests still running, of all pools; a replica takes up those of the pools it owns."""
@@ -300,13 +308,14 @@ class GatewayHello(_message.Message):
         self,
         *,
         gateway_id: _builtins.str = ...,
+        secret: _builtins.bytes = ...,
         open_streams: _abc.Iterable[Global___OpenStream] | None = ...,
         waiting_request_ids: _abc.Iterable[_builtins.str] | None = ...,
         known_instance_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "known_instance_ids", b"known_instance_ids", "open_streams", b"open_streams", "waiting_request_ids", b"waiting_request_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "known_instance_ids", b"known_instance_ids", "open_streams", b"open_streams", "secret", b"secret", "waiting_request_ids", b"waiting_request_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,6 +14,8 @@ from pointsman.router.core.ownership import Owner
 from pointsman.router.core.policy.base import SettingError
 from pointsman.router.io.convert.times import duration
 
+DOMAIN = "pointsman"
+
 
 async def abort(context: Any, status: grpc.Status) -> NoReturn:
     """End a call with `status`; raises, as `context.abort` does."""
@@ -30,7 +32,7 @@ def refusal_status(refused: ev.Refused, owner: Owner | None = None) -> grpc.Stat
     if owner is not None:
         message += f"; its owner is {owner.router_id} at {owner.address}"
         known = {"router_id": owner.router_id, "address": owner.address}
-        details.append(_any(error_details_pb2.ErrorInfo(reason="NOT_OWNER", domain="pointsman", metadata=known)))
+        details.append(_error_info("NOT_OWNER", known))
     return _status(int(code_pb2.Code.Value(refused.code)), message, details)
 
 
@@ -40,6 +42,16 @@ def setting_status(error: SettingError) -> grpc.Status:
     violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=str(error))
     bad_request = error_details_pb2.BadRequest(field_violations=[violation])
     return _status(code_pb2.INVALID_ARGUMENT, f"policy.{error}", [_any(bad_request)])
+
+
+def gateway_id_taken(gateway_id: str) -> grpc.Status:
+    """ALREADY_EXISTS: another gateway has the id."""
+    message = f"the gateway id {gateway_id!r} is another gateway's"
+    return _status(code_pb2.ALREADY_EXISTS, message, [_error_info("GATEWAY_ID_IN_USE", {"gateway_id": gateway_id})])
+
+
+def _error_info(reason: str, metadata: dict[str, str]) -> any_pb2.Any:
+    return _any(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata))
 
 
 def _any(message: object) -> any_pb2.Any:
