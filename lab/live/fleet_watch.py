@@ -13,6 +13,7 @@ import grpc.aio
 
 from pointsman.common.io.auth import CallMetadata
 from pointsman.common.io.channel import open_channel
+from pointsman.common.io.pages import whole_async
 from pointsman.lab.report.instance_samples import GpuSample, InstanceSample
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 
@@ -94,7 +95,7 @@ class FleetWatcher:
 
     def _open(self, decision_id: str) -> bool:
         decision = self.decisions.get(decision_id)
-        return decision is None or decision.outcome in ("", "OPEN")
+        return decision is None or decision.outcome == fleet_pb2.DECISION_OUTCOME_OPEN
 
     async def _sample_on(self) -> None:
         while True:
@@ -110,8 +111,11 @@ class FleetWatcher:
         self.samples += (_sample_of(status, now) for status in self._last)
 
     async def _list(self) -> list[fleet_pb2.InstanceStatus]:
-        request = fleet_pb2.ListInstancesRequest()
-        answer = await self._fleet.ListInstances(request, timeout=CALL_S, metadata=self._metadata())
+        answer = await whole_async(
+            lambda request: self._fleet.ListInstances(request, timeout=CALL_S, metadata=self._metadata()),
+            fleet_pb2.ListInstancesRequest(),
+            "instances",
+        )
         return list(answer.instances)
 
     async def _watch(self) -> None:

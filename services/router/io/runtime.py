@@ -27,6 +27,7 @@ from pointsman.router.core.router_state import RouterState, StateSettings
 from pointsman.router.core.types import InstanceInfo, PlacementRequest
 from pointsman.router.core.usage_accounts import UsageAccounts
 from pointsman.router.io.convert import gateway_messages, usage_messages
+from pointsman.router.io.convert.operator_messages import policy_etag
 from pointsman.router.io.settings import RouterSettings
 from pointsman.router.io.store.redis_store import RedisStore
 from pointsman.router.io.store.store import MemoryStore, Store, StoreEffect
@@ -59,6 +60,14 @@ class ReplicaInfo(msgspec.Struct):
             return msgspec.json.decode(text or "{}", type=cls)
         except msgspec.MsgspecError:
             return cls()
+
+
+class PolicyChanged(Exception):
+    """Another policy is in force than the one to be replaced; `etag` stands for it."""
+
+    def __init__(self, etag: str) -> None:
+        super().__init__(etag)
+        self.etag = etag
 
 
 class OperatorConfig(msgspec.Struct, frozen=True):
@@ -200,10 +209,25 @@ class Router:
         for gateway in self.gateways.values():
             gateway.batch_queue.end()
 
-    async def set_policy(self, policy: Policy) -> bool:
-        """Place by `policy` from now on, here and at all replicas. False when those get it only once the shared store is back."""
+    async def set_policy(self, policy: Policy, etag: str) -> bool:
+        """Place by `policy` from now on, here and at all replicas. False when those get it only once the shared store is back.
+        Raises PolicyChanged unless `etag` is empty or stands for the policy that this one replaces."""
         ref = policy.ref()
-        return await self._change_config(lambda config: replace(config, policy=(ref.name, dict(ref.settings))))
+
+        def change(config: OperatorConfig) -> OperatorConfig:
+            # What the shared store has, which another replica may have changed by now.
+            if etag and (found := policy_etag(self._policy_of(config).ref())) != etag:
+                raise PolicyChanged(found)
+            return replace(config, policy=(ref.name, dict(ref.settings)))
+
+        return await self._change_config(change)
+
+    def _policy_of(self, config: OperatorConfig) -> Policy:
+        """The policy that this replica places by under a configuration: its own where that says none, or one unknown here."""
+        try:
+            return make_policy(*config.policy) if config.policy else self.state.policy
+        except SettingError:
+            return self.state.policy
 
     async def drain(self, info: InstanceInfo, resume: bool) -> bool:
         """Let the instance get nothing new from any replica while its incarnation lasts, or again. False as for set_policy."""

@@ -16,6 +16,7 @@ import structlog
 
 from pointsman.common.io.auth import showing
 from pointsman.common.io.channel import open_channel
+from pointsman.common.io.pages import whole_async
 from pointsman.common.io.settings import Tokens
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2
 from pointsman.shadow.io.placement_comparison import ModelEngines
@@ -100,8 +101,10 @@ class FleetQueries:
         away = False
         while True:
             try:
-                answer = await self._fleet.ListInstances(
-                    fleet_pb2.ListInstancesRequest(), timeout=ANSWER_S, metadata=self._metadata()
+                answer = await whole_async(
+                    lambda request: self._fleet.ListInstances(request, timeout=ANSWER_S, metadata=self._metadata()),
+                    fleet_pb2.ListInstancesRequest(),
+                    "instances",
                 )
             except grpc.aio.AioRpcError as error:
                 if not away:

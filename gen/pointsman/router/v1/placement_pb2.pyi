@@ -438,7 +438,9 @@ class PlacementRequest(_message.Message):
     """
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """keys of the prompt's full 16-token blocks, in order; empty where no tokenizer is known."""
+        """keys of the prompt's full 16-token blocks, in order, made as GatewayWelcome.key_scheme names; empty where no tokenizer is
+        known, or not the scheme: the request is then placed without what is known of instances' caches.
+        """
 
     @_builtins.property
     def exclude(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -446,7 +448,7 @@ class PlacementRequest(_message.Message):
 
     @_builtins.property
     def deadline(self) -> _duration_pb2.Duration:
-        """deadline left to the first step."""
+        """deadline left to the first step; absent for the router's own bound of a hold. What comes after is the gateway's to time."""
 
     @_builtins.property
     def age(self) -> _duration_pb2.Duration:
@@ -489,7 +491,6 @@ class Step(_message.Message):
     PREFIX_TOKENS_FIELD_NUMBER: _builtins.int
     KV_SOURCE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
-    DEADLINE_FIELD_NUMBER: _builtins.int
     KV_TARGET_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """index counts from 0."""
@@ -508,10 +509,6 @@ class Step(_message.Message):
         """kv_source holds the prompt's KV already (SERVE after a PREFILL elsewhere)."""
 
     @_builtins.property
-    def deadline(self) -> _duration_pb2.Duration:
-        """deadline for the step to be done (PREFILL) or to answer its first byte (SERVE)."""
-
-    @_builtins.property
     def kv_target(self) -> Global___InstanceRef:
         """kv_target is what will answer from the KV (PREFILL for another instance only)."""
 
@@ -524,12 +521,11 @@ class Step(_message.Message):
         prefix_tokens: _builtins.int = ...,
         kv_source: Global___InstanceRef | None = ...,
         reason: _builtins.str = ...,
-        deadline: _duration_pb2.Duration | None = ...,
         kv_target: Global___InstanceRef | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "instance", b"instance", "kv_source", b"kv_source", "kv_target", b"kv_target"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "kv_source", b"kv_source", "kv_target", b"kv_target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "index", b"index", "instance", b"instance", "kind", b"kind", "kv_source", b"kv_source", "kv_target", b"kv_target", "prefix_tokens", b"prefix_tokens", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "instance", b"instance", "kind", b"kind", "kv_source", b"kv_source", "kv_target", b"kv_target", "prefix_tokens", b"prefix_tokens", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,7 +20,7 @@ from pointsman.router.core.requests.place_or_hold import not_serving
 from pointsman.router.io.convert import gateway_messages
 from pointsman.router.io.convert.times import duration
 from pointsman.router.io.rpc.duplex_stream import run_duplex
-from pointsman.router.io.rpc.errors import abort, gateway_id_taken, refusal_status
+from pointsman.router.io.rpc.errors import abort, field_status, gateway_id_status, refusal_status
 from pointsman.router.io.runtime import GatewayStream, Router
 from pointsman.router.v1 import placement_pb2, placement_pb2_grpc
 
@@ -46,16 +46,14 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
             return
         hello = first.hello
         if first.WhichOneof("kind") != "hello" or not hello.gateway_id:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a hello with a gateway_id")
+            await abort(context, field_status("hello", "the first message must be one, with a gateway_id"))
         if len(hello.secret) < MIN_SECRET_BYTES:
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, f"hello.secret: {MIN_SECRET_BYTES} random bytes are needed"
-            )
+            await abort(context, field_status("hello.secret", f"{MIN_SECRET_BYTES} random bytes are needed"))
         authorization, names = credentials(context)
         if not self._may_be(authorization, names, hello.gateway_id):
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"this gateway may not be {hello.gateway_id!r}")
         if not self._router.gateway_claims.claim(hello.gateway_id, hello.secret, time.monotonic()):
-            await abort(context, gateway_id_taken(hello.gateway_id))
+            await abort(context, gateway_id_status(hello.gateway_id))
         stream = GatewayStream()
         welcome = placement_pb2.GatewayWelcome(
             router_id=self._router.settings.router_id,
@@ -80,7 +78,7 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
     ) -> placement_pb2.PlaceResponse:
         """One placement under a lease; a request that is held is answered within the call's deadline."""
         if not request.request.request_id:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "request.request_id must not be empty")
+            await abort(context, field_status("request.request_id", "must not be empty"))
         asked = gateway_messages.placement_request(request.request)
         answer = await self._router.placed(asked, context.time_remaining(), request.request.traceparent)
         if isinstance(answer, ev.Refused):
