@@ -44,7 +44,7 @@ def position_of(request: Any, router_id: str, kind: type[P]) -> P | None:
         raise InvalidPageToken("page_token: not one that this router has given") from None
     if digest != _digest(request, router_id):
         raise InvalidPageToken("page_token: given for another request, or by another router")
-    return position  # type: ignore[no-any-return]
+    return position
 
 
 def _digest(request: Any, router_id: str) -> str:
