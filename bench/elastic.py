@@ -65,9 +65,9 @@ def elastic() -> list[Figure]:
 
 def _share(decisions: list[fleet_pb2.Decision], clients: int) -> Figure:
     heavy = [decision for decision in decisions if decision.reason != BELOW_THRESHOLD]
-    failed = sum(decision.outcome != "OK" for decision in heavy)
+    failed = sum(decision.outcome != fleet_pb2.DECISION_OUTCOME_OK for decision in heavy)
     broken = sum(bool(decision.notes) for decision in heavy)
-    share = sum(decision.mode == "OFFLOAD" for decision in heavy) / len(heavy)
+    share = sum(decision.mode == fleet_pb2.PLACEMENT_MODE_OFFLOAD for decision in heavy) / len(heavy)
     reasons = ", ".join(f"{reason} {n}" for reason, n in Counter(one.reason for one in heavy).most_common())
     note = f"of {len(heavy)} HEAVY on two real vLLM: {reasons}; {broken} fell back, {failed} failed"
     return Figure(f"elastic_offloaded_{clients}", share, "share", note=note)

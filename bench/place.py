@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 import tempfile
 import time
 from pathlib import Path
@@ -146,7 +147,11 @@ Session: TypeAlias = Any
 async def _session(channel: grpc.aio.Channel) -> Session:
     stub: Any = placement_pb2_grpc.PlacementServiceStub(channel)
     session = stub.Session()
-    await session.write(placement_pb2.SessionRequest(hello=placement_pb2.GatewayHello(gateway_id="bench")))
+    await session.write(
+        placement_pb2.SessionRequest(
+            hello=placement_pb2.GatewayHello(gateway_id="bench", secret=secrets.token_bytes(16))
+        )
+    )
     return session
 
 

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Makes the secrets that the services show each other, in the folder given: one random token for each role, a first
 # API key for clients, Grafana's password, a Redis password and the Redis user list that goes with it. What exists is kept, so that it may run again at any time;
-# delete a file and run it again to rotate that secret.
+# delete a file and run it again to rotate that secret; tokens of roles are rotated without a break as docs/security.md says.
 #   ./make-secrets.sh compose/secrets      for compose/compose.yaml
 #   ./make-secrets.sh k8s/base/secrets     for k8s/base
 set -eu

@@ -11,8 +11,9 @@ from typing import Any
 
 import grpc.aio
 
-from pointsman.common.io.auth import bearer
+from pointsman.common.io.auth import CallMetadata
 from pointsman.common.io.channel import open_channel
+from pointsman.common.io.pages import whole_async
 from pointsman.lab.report.instance_samples import GpuSample, InstanceSample
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 
@@ -34,12 +35,12 @@ class FleetWatcher:
     A router that goes away in between is asked again until it is back; `missed` counts the samples that there are not.
     """
 
-    def __init__(self, address: str, token: str, every_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, address: str, metadata: CallMetadata, every_s: float, clock: Callable[[], float]) -> None:
         self.samples: list[InstanceSample] = []
         self.decisions: dict[str, fleet_pb2.Decision] = {}
         self.missed = 0
         self._address = address
-        self._metadata = bearer(token)
+        self._metadata = metadata
         self._every_s = every_s
         self._clock = clock
         self._first: list[fleet_pb2.InstanceStatus] = []
@@ -94,7 +95,7 @@ class FleetWatcher:
 
     def _open(self, decision_id: str) -> bool:
         decision = self.decisions.get(decision_id)
-        return decision is None or decision.outcome in ("", "OPEN")
+        return decision is None or decision.outcome == fleet_pb2.DECISION_OUTCOME_OPEN
 
     async def _sample_on(self) -> None:
         while True:
@@ -110,14 +111,17 @@ class FleetWatcher:
         self.samples += (_sample_of(status, now) for status in self._last)
 
     async def _list(self) -> list[fleet_pb2.InstanceStatus]:
-        request = fleet_pb2.ListInstancesRequest()
-        answer = await self._fleet.ListInstances(request, timeout=CALL_S, metadata=self._metadata)
+        answer = await whole_async(
+            lambda request: self._fleet.ListInstances(request, timeout=CALL_S, metadata=self._metadata()),
+            fleet_pb2.ListInstancesRequest(),
+            "instances",
+        )
         return list(answer.instances)
 
     async def _watch(self) -> None:
         while True:
             with contextlib.suppress(grpc.aio.AioRpcError):
-                stream = self._fleet.WatchDecisions(fleet_pb2.WatchDecisionsRequest(), metadata=self._metadata)
+                stream = self._fleet.WatchDecisions(fleet_pb2.WatchDecisionsRequest(), metadata=self._metadata())
                 async for told in stream:
                     self.decisions[told.decision.decision_id] = told.decision
             await asyncio.sleep(RETRY_S)
@@ -125,7 +129,7 @@ class FleetWatcher:
     async def _newest(self) -> list[fleet_pb2.Decision]:
         """What the stream may have missed while it was not there."""
         request = fleet_pb2.ListDecisionsRequest(page_size=PAGE)
-        answer = await self._fleet.ListDecisions(request, timeout=CALL_S, metadata=self._metadata)
+        answer = await self._fleet.ListDecisions(request, timeout=CALL_S, metadata=self._metadata())
         return list(answer.decisions)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from pointsman.common.core.enum_words import word
 from pointsman.common.core.request_timing import RequestTiming
 from pointsman.lab.report.request_record import RequestRecord
 from pointsman.lab.report.run_summary import percentiles
@@ -96,11 +97,11 @@ def _of_decision(record: RequestRecord, decision: fleet_pb2.Decision) -> Request
         turn=record.turn,
         decision=record.decision,
         policy=decision.policy.name,
-        mode=decision.mode,
-        route_class=decision.route_class,
+        mode=word(fleet_pb2.PlacementMode, decision.mode),
+        route_class=word(fleet_pb2.RouteClass, decision.route_class),
         reason=decision.reason,
         rule=rule_of(decision),
-        outcome=decision.outcome,
+        outcome=word(fleet_pb2.DecisionOutcome, decision.outcome),
         status=record.status,
         instances=[step.instance.instance_id for step in decision.steps],
         runner_up=decision.runner_up,

@@ -15,6 +15,8 @@ import typer
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from pointsman.common.core.enum_words import word
+from pointsman.common.io.auth import showing
 from pointsman.common.io.settings import Tokens
 from pointsman.lab.live.fleet_watch import FleetError, FleetWatcher
 from pointsman.lab.live.latency_breakdown import break_down, parts, rule_of
@@ -28,6 +30,7 @@ from pointsman.lab.workload.chat_maker import ChatMaker
 from pointsman.lab.workload.tokenizer import TOKENIZER_DIR, ChatTokenizer
 from pointsman.lab.workload.trace_files import load_trace
 from pointsman.lab.workload.traces import TINY_TRACE, TraceError, TraceRequest, by_session, first_sessions
+from pointsman.router.v1 import fleet_pb2
 
 INTERRUPTED = 130
 # How long after its answers a gateway's last lines are waited for, and how often its file is read.
@@ -154,7 +157,7 @@ async def replay(settings: ReplaySettings, on_result: OnResult | None = None) ->
             replayed.interrupted = await _send_all(sender, sessions)
             return replayed
         try:
-            watch = FleetWatcher(settings.router, Tokens().of("operator"), settings.sample_s, sender.clock)
+            watch = FleetWatcher(settings.router, showing(Tokens(), "operator"), settings.sample_s, sender.clock)
             async with watch:
                 replayed.interrupted = await _send_all(sender, sessions)
                 asked = [record.decision for record in sender.records if record.decision]
@@ -182,7 +185,8 @@ def _annotate(replayed: ReplayResult, watch: FleetWatcher, log: _GatewayLog) -> 
     """Add what the router and the gateway's log tell."""
     for record in replayed.records:
         if (decision := watch.decisions.get(record.decision)) is not None:
-            record.mode, record.route_class = decision.mode, decision.route_class
+            record.mode = word(fleet_pb2.PlacementMode, decision.mode)
+            record.route_class = word(fleet_pb2.RouteClass, decision.route_class)
             record.reason, record.rule = decision.reason, rule_of(decision)
     lines = log.read()
     rows = break_down(replayed.records, watch.decisions, lines)

@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pointsman.agent.v1 import agent_pb2
 from pointsman.cli.router_call import dial, operator
 from pointsman.common.core.block_keys import KEY_TOKENS
+from pointsman.common.io.pages import whole
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 
 TIMEOUT_S = 10.0
@@ -64,8 +65,11 @@ def examine(
             health = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(service="pointsman.router.v1.PlacementService"), timeout=TIMEOUT_S
             )
-            fleet = fleet_pb2_grpc.FleetServiceStub(channel).ListInstances(
-                fleet_pb2.ListInstancesRequest(), timeout=TIMEOUT_S, metadata=shown
+            list_instances = fleet_pb2_grpc.FleetServiceStub(channel).ListInstances
+            fleet = whole(
+                lambda request: list_instances(request, timeout=TIMEOUT_S, metadata=shown),
+                fleet_pb2.ListInstancesRequest(),
+                "instances",
             )
         except grpc.RpcError as error:
             code, details = error.code().name, error.details()

@@ -23,7 +23,9 @@ from rich.table import Table
 
 from pointsman.cli.doctor import EngineAccess, Finding, examine
 from pointsman.cli.policy_commands import set_policy, verify, what_if
-from pointsman.cli.router_call import DEFAULT_ROUTER, call, fail
+from pointsman.cli.router_call import DEFAULT_ROUTER, UNUSABLE, call, fail
+from pointsman.common.core.enum_words import values, word
+from pointsman.common.io.pages import whole
 from pointsman.common.io.tls import client_context
 from pointsman.router.core.policy.base import bounds
 from pointsman.router.core.policy.registry import POLICIES
@@ -57,7 +59,11 @@ def add_fleet_commands(app: typer.Typer) -> None:
 
 def instances(router: RouterFlag = DEFAULT_ROUTER, model: str = "", as_json: JsonFlag = False) -> None:
     """The fleet now: state, load, cached keys and sessions of every instance."""
-    answer = call(router, lambda fleet: fleet.ListInstances, fleet_pb2.ListInstancesRequest(model=model), TIMEOUT_S)
+    answer = whole(
+        lambda request: call(router, lambda fleet: fleet.ListInstances, request, TIMEOUT_S),
+        fleet_pb2.ListInstancesRequest(model=model),
+        "instances",
+    )
     if as_json:
         typer.echo(json_format.MessageToJson(answer, preserving_proto_field_name=True, sort_keys=True))
         return
@@ -108,7 +114,7 @@ def decisions(
     router: RouterFlag = DEFAULT_ROUTER,
     session: str = "",
     instance: str = "",
-    route_class: str = "",
+    route_class: Annotated[str, typer.Option(help="light, medium or heavy")] = "",
     reason: str = "",
     since: Annotated[float | None, typer.Option(help="made at most so many seconds ago")] = None,
     until: Annotated[float | None, typer.Option(help="made at least so many seconds ago")] = None,
@@ -118,7 +124,12 @@ def decisions(
     """The newest decisions: where each request went and why."""
     if context.invoked_subcommand is not None:
         return
-    wanted = fleet_pb2.DecisionFilter(session_id=session, instance_id=instance, route_class=route_class, reason=reason)
+    classes = values(fleet_pb2.RouteClass)
+    if route_class.upper() not in classes:
+        fail(f"--route-class {route_class}: one of {', '.join(filter(None, classes))} is needed", UNUSABLE)
+    wanted = fleet_pb2.DecisionFilter(
+        session_id=session, instance_id=instance, route_class=classes[route_class.upper()], reason=reason
+    )
     for bound, seconds in ((wanted.since, since), (wanted.until, until)):
         if seconds is not None:
             bound.FromNanoseconds(int(seconds * 1e9))
@@ -138,11 +149,11 @@ def decisions(
             f"{one.input_tokens:,}",
             f"{one.cached_tokens:,}",
             f"{done.cached_tokens:,}" if done.HasField("cached_tokens") else "-",
-            one.route_class,
+            word(fleet_pb2.RouteClass, one.route_class),
             one.reason,
             " -> ".join(step.instance.instance_id for step in one.steps),
             f"{one.margin:,.0f}" if one.HasField("margin") else "-",
-            one.outcome,
+            word(fleet_pb2.DecisionOutcome, one.outcome),
             f"{done.timings.first_token_ms:,.0f} ms" if done.timings.first_token_ms else "-",
         )
     console.print(table)
@@ -232,11 +243,12 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
     owner = decision.session_owner or "none"
     console.print(
         f"[bold]{decision.decision_id}[/bold]  request {decision.request_id}  session {decision.session_id or '-'} "
-        f"(owner then: {owner})  {decision.outcome}"
+        f"(owner then: {owner})  {word(fleet_pb2.DecisionOutcome, decision.outcome)}"
     )
     console.print(
         f"{decision.input_tokens:,} input tokens ({decision.key_count:,} keys), {decision.cached_tokens:,} cached -> "
-        f"{decision.route_class}, {decision.mode}, reason [bold]{decision.reason}[/bold]"
+        f"{word(fleet_pb2.RouteClass, decision.route_class)}, {word(fleet_pb2.PlacementMode, decision.mode)}, "
+        f"reason [bold]{decision.reason}[/bold]"
         + (" (degraded)" if decision.degraded else "")
         + (f", held {decision.held.ToMilliseconds() / 1e3:,.2f} s" if decision.held.ToNanoseconds() else "")
         + (f" ({', '.join(decision.notes)})" if decision.notes else "")

@@ -9,6 +9,7 @@ import typer
 from google.protobuf import json_format
 
 from pointsman.cli.router_call import DEFAULT_ROUTER, call, fail
+from pointsman.common.core.enum_words import word
 from pointsman.router.core.analysis.decision_replay import differences, inputs_digest, redecide
 from pointsman.router.core.policy.base import SettingError
 from pointsman.router.io.telemetry.decision_log import DecidedLine, MalformedLine, read_log
@@ -74,7 +75,7 @@ def what_if(
         typer.echo(f"... and {answer.changed - len(answer.changes)} more")
     for group in answer.groups:
         typer.echo(
-            f"{group.route_class} {group.reason}: {group.changed:,} of {group.decided:,} changed, "
+            f"{word(fleet_pb2.RouteClass, group.route_class)} {group.reason}: {group.changed:,} of {group.decided:,} changed, "
             f"{group.cached_tokens_change:+,} cached tokens"
         )
     share = answer.changed / answer.decided if answer.decided else 0.0

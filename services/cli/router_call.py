@@ -47,7 +47,7 @@ def operator() -> tuple[tuple[str, str], ...]:
     """Metadata that shows the operator's token, if there is one. Ends the program with 2 when its file cannot be read."""
     try:
         return bearer(Tokens().of("operator"))
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         fail(f"the operator's token: {error}", UNUSABLE)
 
 

@@ -13,6 +13,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
+from pointsman.router.v1 import fleet_pb2
 from tests.support.engines.chat_client import Answer, chat, complete, fresh_words, open_chat, user
 from tests.support.engines.servers import ADAPTER, SERVED_NAME, Engine
 from tests.support.http_request import ask
@@ -62,7 +63,7 @@ def test_a_completion_equals_the_engines_own(
         own = complete(direct, prompt, max_tokens=40)
     assert (through.text, through.finish_reason) == (own.text, own.finish_reason)
     decision = plane.finished_decision(through.decision_id)
-    assert (decision.input_tokens, decision.key_count, decision.outcome) == (90, 5, "OK")
+    assert (decision.input_tokens, decision.key_count, decision.outcome) == (90, 5, fleet_pb2.DECISION_OUTCOME_OK)
 
 
 def test_the_model_list_names_the_pool(client: openai.OpenAI) -> None:
@@ -127,7 +128,7 @@ def test_a_client_that_leaves_a_stream_frees_the_engine_and_the_counters(
         assert counters(plane.instance(engine))["num_requests"] == 1
         assert counters(plane.instance(engine))["pending_prefill_tokens"] == 0
     plane.wait_idle()
-    assert plane.finished_decision(answer.decision_id).outcome == "CANCELLED"
+    assert plane.finished_decision(answer.decision_id).outcome == fleet_pb2.DECISION_OUTCOME_CANCELLED
     assert _generated(engines) - before < 3_500, "the engine went on to the end"
 
 
@@ -142,7 +143,7 @@ def test_a_client_that_leaves_before_the_answer_frees_the_engine_and_the_counter
         connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
         until(lambda: sum(engine.running() for engine in engines) == 1, within_s=60, what="the request in an engine")
     plane.wait_idle()
-    assert plane.finished_decision(plane.newest_decision().decision_id).outcome == "CANCELLED"
+    assert plane.finished_decision(plane.newest_decision().decision_id).outcome == fleet_pb2.DECISION_OUTCOME_CANCELLED
     assert _generated(engines) - before < 3_500
 
 
@@ -160,10 +161,11 @@ def test_many_leaving_clients_leave_nothing_behind(
             second.read(3)
             assert len(third.read_all().split()) == 4
         outcomes = [plane.finished_decision(answer.decision_id).outcome for answer in (first, second, third)]
-        assert outcomes[2] == "OK"
-        assert set(outcomes[:2]) <= {"CANCELLED", "OK"}
+        ok, cancelled = fleet_pb2.DECISION_OUTCOME_OK, fleet_pb2.DECISION_OUTCOME_CANCELLED
+        assert outcomes[2] == ok
+        assert set(outcomes[:2]) <= {cancelled, ok}
         # On a machine that stalls, an engine may be through before its client leaves.
-        assert outcomes.count("OK") <= _ended(engines) - before, "more whole answers than the engines gave"
+        assert outcomes.count(ok) <= _ended(engines) - before, "more whole answers than the engines gave"
 
 
 def test_kv_transfer_params_of_a_client_never_reach_an_engine(client: openai.OpenAI, engines: list[Engine]) -> None:

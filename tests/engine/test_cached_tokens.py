@@ -5,6 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 
+from pointsman.router.v1 import fleet_pb2
 from tests.support.engines.chat_client import (
     MESSAGE_END,
     ONE_MESSAGE,
@@ -161,7 +162,7 @@ def test_sessions_side_by_side_keep_their_instances_and_counts(plane: ControlPla
                 known[session] = answer.decision_id
         for decision_id in known.values():
             decision = plane.finished_decision(decision_id)
-            assert decision.outcome == "OK"
+            assert decision.outcome == fleet_pb2.DECISION_OUTCOME_OK
             assert decision.cached_tokens == decision.finished.cached_tokens
             assert (decision.cached_tokens > 0) == (turn > 0)
         plane.wait_settled()

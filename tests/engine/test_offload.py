@@ -16,6 +16,7 @@ from typing import Any
 import openai
 import pytest
 
+from pointsman.router.v1 import fleet_pb2
 from tests.support.engines.announcement_proxy import announcing
 from tests.support.engines.chat_client import chat, complete, fresh_words, open_chat, user
 from tests.support.engines.offloading import (
@@ -198,7 +199,7 @@ def test_p_stands_still(plane: ControlPlane, pair: list[Engine]) -> None:
         def offloaded() -> bool:
             answer = complete(client, with_cache_on(d, plane) + fresh_words(40), max_tokens=1)
             decision = plane.finished_decision(answer.decision_id)
-            return decision.mode == "OFFLOAD" and not decision.notes
+            return decision.mode == fleet_pb2.PLACEMENT_MODE_OFFLOAD and not decision.notes
 
         # From here on it knows P's engine id, so that it sends D's request whatever P does.
         until(offloaded, within_s=WITHIN_S, what="an offload")

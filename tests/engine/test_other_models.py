@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from pointsman.common.core.tracing import SpanContext
+from pointsman.router.v1 import fleet_pb2
 from tests.support.engines.chat_client import (
     Answer,
     Message,
@@ -129,7 +130,7 @@ def assert_text_is_predicted(plane: ControlPlane, answer: Answer, before: int, c
     assert decision.key_count == before // 16
     assert decision.cached_tokens == min(blocks(before), cached)
     assert decision.finished.cached_tokens == answer.cached_tokens == cached
-    assert decision.outcome == "OK"
+    assert decision.outcome == fleet_pb2.DECISION_OUTCOME_OK
 
 
 def test_pictures_are_placed_by_the_text_before_the_first(plane: ControlPlane, client: openai.OpenAI) -> None:
@@ -178,7 +179,7 @@ def test_the_text_before_a_picture_goes_in_slices(plane: ControlPlane, client: o
         ("slice", 3 * part),
         ("last_part", 0),
     ]
-    assert {one.outcome for one in plan} == {"OK"}
+    assert {one.outcome for one in plan} == {fleet_pb2.DECISION_OUTCOME_OK}
     assert answer.cached_tokens == 3 * part
     assert see(client, seen).text == answer.text
 
@@ -223,7 +224,7 @@ def test_pictures_come_by_every_api(plane: ControlPlane, client: openai.OpenAI, 
         answer = ask(plane.gateway_url + path, {"model": EYES, **body})
         assert answer.status == 200, answer.text
         decision = plane.finished_decision(plane.newest_decision().decision_id)
-        assert (decision.key_count, decision.outcome) == (0, "OK")
+        assert (decision.key_count, decision.outcome) == (0, fleet_pb2.DECISION_OUTCOME_OK)
         assert decision.finished.prompt_tokens > IMAGE_TOKENS
 
 
@@ -248,7 +249,7 @@ def test_texts_are_embedded_as_the_engine_does(plane: ControlPlane, client: open
         assert ours.index == theirs.index
         assert ours.embedding == pytest.approx(theirs.embedding, abs=1e-4)
     decision = plane.finished_decision(raw.headers["X-Pointsman-Decision"])
-    assert decision.outcome == "OK"
+    assert decision.outcome == fleet_pb2.DECISION_OUTCOME_OK
     assert decision.finished.prompt_tokens == answer.usage.prompt_tokens == 345
     assert (decision.key_count, decision.session_id) == (0, "")
     ids = pair[1].tokenize({"prompt": texts[0]})

@@ -10,6 +10,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from pointsman.router.v1 import fleet_pb2
 from tests.support.engines.chat_client import chat, fresh_words, user
 from tests.support.engines.servers import Engine
 from tests.support.http_request import ask
@@ -67,7 +68,7 @@ def test_what_only_the_engine_refuses_is_passed_on_and_released(
     with pytest.raises(openai.BadRequestError):
         chat(client, [user(fresh_words(40))], extra_body={"structured_outputs": {"regex": "("}})
     plane.wait_idle()
-    assert plane.finished_decision(plane.newest_decision().decision_id).outcome == "REJECTED"
+    assert plane.finished_decision(plane.newest_decision().decision_id).outcome == fleet_pb2.DECISION_OUTCOME_REJECTED
     assert all(engine.healthy() for engine in engines)
 
 

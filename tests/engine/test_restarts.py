@@ -113,7 +113,7 @@ def test_an_engine_that_ends_is_left_noticed_and_taken_back_empty(
         # The client is told, instead of being left with half an answer that looks whole.
         with pytest.raises(openai.APIError):
             cut.read_all()
-    assert plane.finished_decision(cut.decision_id).outcome == "FAILED"
+    assert plane.finished_decision(cut.decision_id).outcome == fleet_pb2.DECISION_OUTCOME_FAILED
 
     # At once, before anybody may have noticed: the session's next turn is answered elsewhere.
     rescued = chat(client, messages, session=how.name)
@@ -167,7 +167,7 @@ def test_redis_lost_and_back_is_survived(plane: ControlPlane, client: openai.Ope
                 messages += [assistant(first.text), user(fresh_words(10))]
                 without = chat(client, messages, session="no-redis", max_tokens=20)
                 assert without.instance_id == first.instance_id
-                assert plane.finished_decision(without.decision_id).outcome == "OK"
+                assert plane.finished_decision(without.decision_id).outcome == fleet_pb2.DECISION_OUTCOME_OK
             finally:
                 plane.redis.start()
 
@@ -177,11 +177,11 @@ def test_redis_lost_and_back_is_survived(plane: ControlPlane, client: openai.Ope
 
             until(normal, within_s=60, what="a placement that is not degraded")
             assert counters(plane.instance(other))["num_requests"] == 1
-            assert plane.decision(through.decision_id).outcome == "OPEN"
+            assert plane.decision(through.decision_id).outcome == fleet_pb2.DECISION_OUTCOME_OPEN
         through.read(3)
     plane.wait_idle()
     ended = plane.finished_decision(through.decision_id)
-    assert ended.outcome == "CANCELLED"
+    assert ended.outcome == fleet_pb2.DECISION_OUTCOME_CANCELLED
     assert ended.finished.timings.first_token_ms > 0, "the gateway itself told of the end"
 
 

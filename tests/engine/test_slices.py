@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from pointsman.router.v1 import fleet_pb2
 from tests.support.engines.chat_client import Answer, complete, fresh_words, prompt_tokens
 from tests.support.engines.offloading import assert_same
 from tests.support.engines.servers import Engine
@@ -66,7 +67,7 @@ def test_small_requests_go_between_the_slices_of_a_heavy_one(
     assert [one.reason for one in plan] == ["slice"] * slices + ["last_part"]
     assert [one.steps[0].prefix_tokens for one in plan] == [SLICE * number for number in range(1, slices + 1)] + [0]
     assert [one.cached_tokens for one in plan] == [SLICE * number for number in range(slices + 1)]
-    assert {one.outcome for one in plan} == {"OK"}
+    assert {one.outcome for one in plan} == {fleet_pb2.DECISION_OUTCOME_OK}
     assert [plane.decision(one.decision_id).reason for one in small] == ["last_part"] * 4
 
     # Each slice found those before it, and the answer found them all; the small ones found nothing.

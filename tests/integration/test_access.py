@@ -22,18 +22,19 @@ import redis
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from pointsman.agent.v1 import agent_pb2_grpc
-from pointsman.common.io.auth import bearer
+from pointsman.common.io.auth import bearer, showing
 from pointsman.common.io.channel import CHANNEL_OPTIONS, ReloadingChannel
 from pointsman.common.io.settings import Tokens
 from pointsman.gateway.io.main import serving
+from pointsman.gateway.io.routing.router_client import RouterClient
 from pointsman.gateway.io.settings import GatewaySettings
 from pointsman.router.io.main import RouterServer
 from pointsman.router.io.settings import RouterSettings
-from pointsman.router.v1 import fleet_pb2
+from pointsman.router.v1 import fleet_pb2, placement_pb2
 from tests.support.certificates import Authority, Signed
 from tests.support.processes.pointsman import pointsman_command
 from tests.support.processes.process import Process, free_port
-from tests.support.router import Client, Report
+from tests.support.router import Client, Report, Session
 from tests.support.waiting import eventually
 from tools.check_deploy import make_secrets
 
@@ -51,10 +52,10 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 @asynccontextmanager
-async def router(**settings: object) -> AsyncIterator[str]:
+async def router(tokens: Tokens = TOKENS, **settings: object) -> AsyncIterator[str]:
     """A router with tokens on a free port: its address."""
     told = RouterSettings(listen="127.0.0.1:0", metrics_listen="", **settings)  # type: ignore[arg-type]
-    server = RouterServer(told, TOKENS)
+    server = RouterServer(told, tokens)
     await server.start()
     try:
         yield f"127.0.0.1:{server.port}"
@@ -285,11 +286,123 @@ async def test_an_agents_token_may_be_bound_to_its_certificate(
         assert await report(Client(channel, "mine"), "vllm-0.x:8000", url="http://vllm-0.x:8000") == "PERMISSION_DENIED"
 
 
+async def opened(session: Session) -> str:
+    """The status of a gateway's hello: OK where the router welcomes it."""
+    try:
+        await session.hello()
+        return "OK"
+    except (grpc.aio.AioRpcError, AssertionError):
+        return (await session.call.code()).name
+
+
+async def test_a_gateways_id_is_its_own_and_so_are_its_streams() -> None:
+    async with (
+        router(gateway_lease_s=60.0, startup_wait_s=0.0) as address,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        gateway, operator = Client(channel, "G"), Client(channel, "O")
+        await Report(Client(channel, "A"), operator).join("a")
+        first = Session(gateway, "g")
+        assert await opened(first) == "OK"
+        await first.place("r", 100)
+
+        async def thief(secret: bytes) -> str:
+            session = Session(gateway, "g")
+            session.secret = secret
+            return await opened(session)
+
+        async def load() -> int:
+            return (await operator.instances())["a"].num_requests
+
+        assert await thief(b"somebody else's") == "INVALID_ARGUMENT"  # 15 bytes
+        assert await thief(b"somebody else's!") == "ALREADY_EXISTS"
+        assert await load() == 1
+        await first.place("s", 100)  # its stream stands
+        # Nor while its reservations outlive its stream.
+        first.call.cancel()
+
+        async def gone() -> bool:
+            answer = await operator.fleet.ListReplicas(fleet_pb2.ListReplicasRequest(), metadata=operator.metadata)
+            return answer.this_replica.gateways == 0
+
+        await eventually(gone, "the stream is gone")
+        assert await thief(b"somebody else's!") == "ALREADY_EXISTS"
+        assert await load() == 2
+        assert await opened(Session(gateway, "g")) == "OK"
+
+
+async def test_a_second_stream_of_the_same_gateway_takes_over() -> None:
+    async with router() as address, grpc.aio.insecure_channel(address) as channel:
+        first, second = Session(Client(channel, "G")), Session(Client(channel, "G"))
+        assert await opened(first) == "OK"
+        assert await opened(second) == "OK"
+        with pytest.raises(AssertionError, match="the stream ended"):
+            await first.read("nothing more")
+        await second.send(place=placement_pb2.PlacementRequest(request_id="r", model="nobody's"))
+        assert (await second.read("refusal")).refusal.request_id == "r"
+
+
+async def test_a_gateways_token_may_be_bound_to_its_id(tmp_path: Path) -> None:
+    file = tmp_path / "gateways"
+    file.write_text("first gw-a-*\nsecond gw-b-* cert=node-1\n")
+    async with router(gateways_file=file) as address, grpc.aio.insecure_channel(address) as channel:
+
+        async def outcome(token: str, name: str) -> str:
+            return await opened(Session(Client(channel, token), name))
+
+        assert await outcome("first", "gw-a-1") == "OK"
+        assert await outcome("first", "gw-b-1") == "PERMISSION_DENIED"
+        assert await outcome("second", "gw-b-1") == "PERMISSION_DENIED"  # without a certificate
+        assert await outcome("G", "gw-b-2") == "OK"  # the token of all
+        assert await outcome("third", "gw-a-2") == "UNAUTHENTICATED"
+        # A bound token is a gateway's and nothing else.
+        assert await knock(address, None, "first") == "OK"
+        assert await report(Client(channel, "first"), "gw-a-1") == "PERMISSION_DENIED"
+
+
+async def test_a_gateway_shows_its_new_token_when_it_dials_again(tmp_path: Path) -> None:
+    here, there = tmp_path / "router", tmp_path / "gateway"
+    for folder in (here, there):
+        folder.mkdir()
+        (folder / "gateway").write_text("old\n")
+
+    def write(folder: Path, text: str) -> None:
+        (folder / "new").write_text(text)
+        (folder / "new").replace(folder / "gateway")
+
+    tokens = Tokens(token_dir=here, operator_token="O")  # type: ignore[arg-type]
+    shown = showing(Tokens(token_dir=there), "gateway")
+    server = RouterServer(RouterSettings(listen="127.0.0.1:0", metrics_listen=""), tokens)
+    await server.start()
+    client = RouterClient([f"127.0.0.1:{server.port}"], "gw", shown, 1.0, lambda fleet: None, lambda connected: None)
+    try:
+        await client.start()
+
+        async def connected() -> bool:
+            return client.connected and len(server.router.gateways) == 1
+
+        await eventually(connected, "connected")
+        write(here, "old\nnew\n")
+        write(there, "new\n")
+        write(here, "new\n")
+        assert client.connected  # what is open stays open
+        (before,) = server.router.gateways.values()
+        server.router.end_sessions()
+
+        async def again() -> bool:
+            return await connected() and before not in server.router.gateways.values()
+
+        await eventually(again, "connected again")
+    finally:
+        await client.close()
+        await server.stop()
+
+
 @pytest.mark.parametrize("line", ["secret", "secret cert=node-1", "secret vllm-0.* cert="])
 def test_a_line_without_instances_is_refused_and_its_token_not_shown(line: str, tmp_path: Path) -> None:
     file = tmp_path / "agents"
     file.write_text(f"first vllm-0.*\n{line}\n")
-    with pytest.raises(ValueError, match="line 2: a token and the instances") as refused:
+    with pytest.raises(ValueError, match="line 2: a token and the ids") as refused:
         RouterServer(RouterSettings(agents_file=file), TOKENS)
     assert "secret" not in str(refused.value)
 

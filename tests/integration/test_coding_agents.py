@@ -14,6 +14,7 @@ import anthropic
 import openai
 import pytest
 
+from pointsman.router.v1 import fleet_pb2
 from tests.support.processes.emulated_fleet import MODEL, EmulatedFleet, emulated_fleet
 from tests.support.repository import REPOSITORY
 
@@ -187,7 +188,7 @@ def test_codex_does_its_task(fleet: EmulatedFleet, tmp_path: Path) -> None:
 def assert_prefixes_grew(fleet: EmulatedFleet, session: str) -> None:
     """Each turn was placed by its very tokens, and found the turn before it where it went."""
     turns = fleet.decisions(len(SCRIPT), session)
-    assert [turn.outcome for turn in turns] == ["OK"] * len(SCRIPT)
+    assert [turn.outcome for turn in turns] == [fleet_pb2.DECISION_OUTCOME_OK] * len(SCRIPT)
     for turn in turns:
         assert turn.input_tokens == turn.finished.prompt_tokens
         assert turn.key_count == turn.input_tokens // BLOCK > 0

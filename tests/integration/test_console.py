@@ -106,9 +106,9 @@ async def test_an_operator_drains_and_changes_the_policy() -> None:
         ("ListInstances", '{"nonsense": 1}', 400, "INVALID_ARGUMENT"),
         ("ListInstances", '{"model": ', 400, "INVALID_ARGUMENT"),
         ("ListInstances", b"\xff", 400, "INVALID_ARGUMENT"),
-        ("ListDecisions", '{"pageSize": 1001}', 400, "INVALID_ARGUMENT"),
+        ("ListDecisions", '{"pageSize": -1}', 400, "INVALID_ARGUMENT"),
         ("SummarizeDecisions", '{"last": 10001}', 400, "INVALID_ARGUMENT"),
-        ("ListSessions", '{"pageSize": 1001}', 400, "INVALID_ARGUMENT"),
+        ("ListSessions", '{"pageToken": "none"}', 400, "INVALID_ARGUMENT"),
         ("WatchDecisions", "{}", 404, "NOT_FOUND"),
         ("Nonsense", "{}", 404, "NOT_FOUND"),
         ("ListInstances", '{"model": "' + 70_000 * "x" + '"}', 413, "HTTP"),
@@ -132,7 +132,9 @@ async def test_the_answers_are_the_messages_of_fleet_service() -> None:
         await session.finish("r", cached_tokens=16, timings=placement_pb2.Timings(first_token_ms=40.0))
 
         async def ended() -> bool:
-            return (await browser.call("GetDecision", {"decisionId": "r"}))[1]["decision"]["outcome"] == "OK"
+            return (await browser.call("GetDecision", {"decisionId": "r"}))[1]["decision"][
+                "outcome"
+            ] == "DECISION_OUTCOME_OK"
 
         await eventually(ended, "the end of the request")
         for method, request in (
@@ -158,10 +160,12 @@ async def test_decisions_are_streamed_as_they_are_made_and_as_they_end() -> None
         async with browser.http.get(f"{browser.address}/api/decisions") as stream:
             assert stream.content_type == "text/event-stream"
             await session.place("r", session_id="s")
-            assert [(one["requestId"], one["outcome"]) for one in await told(stream)] == [("r", "OPEN")]
+            assert [(one["requestId"], one["outcome"]) for one in await told(stream)] == [
+                ("r", "DECISION_OUTCOME_OPEN")
+            ]
             await session.finish("r")
             (ended,) = await told(stream)
-            assert (ended["requestId"], ended["outcome"], "candidates" in ended) == ("r", "OK", False)
+            assert (ended["requestId"], ended["outcome"], "candidates" in ended) == ("r", "DECISION_OUTCOME_OK", False)
 
 
 async def test_a_busy_fleet_is_thinned_out_and_nobody_is_watched_for_in_vain() -> None:

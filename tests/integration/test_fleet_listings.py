@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from pathlib import Path
+from typing import Any
 
+import grpc
 import grpc.aio
 import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
 
+from pointsman.common.core.block_keys import KEY_SCHEME
+from pointsman.common.core.enum_words import word
+from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.policy.registry import POLICIES
+from pointsman.router.core.types import InstanceInfo, PlacementRequest
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 from tests.support.processes.redis import redis_server
 from tests.support.router import Client, Report, Session, running
@@ -16,6 +26,10 @@ from tests.support.waiting import eventually
 
 async def replicas_of(client: Client) -> fleet_pb2.ListReplicasResponse:
     return await client.fleet.ListReplicas(fleet_pb2.ListReplicasRequest())
+
+
+def ends(group: fleet_pb2.SummarizeDecisionsResponse.Group) -> dict[str, int]:
+    return {word(fleet_pb2.DecisionOutcome, one.outcome): one.decided for one in group.outcomes}
 
 
 async def sessions_of(client: Client, **wanted: object) -> list[tuple[str, str, str]]:
@@ -58,16 +72,17 @@ async def test_decisions_are_summed_up_by_how_they_ended() -> None:
             return await client.fleet.SummarizeDecisions(fleet_pb2.SummarizeDecisionsRequest(**wanted))  # type: ignore[arg-type]
 
         async def both_ended() -> bool:
-            return dict((await summed()).groups[0].outcomes) == {"OK": 1, "FAILED": 1, "OPEN": 1}
+            return ends((await summed()).groups[0]) == {"OK": 1, "FAILED": 1, "OPEN": 1}
 
         await eventually(both_ended, "the ends of two requests")
         answer = await summed()
         (group,) = answer.groups
-        assert (answer.decided, group.decided, group.route_class, group.mode) == (3, 3, "LIGHT", "COLOCATED")
+        assert (answer.decided, group.decided) == (3, 3)
+        assert (group.route_class, group.mode) == (fleet_pb2.ROUTE_CLASS_LIGHT, fleet_pb2.PLACEMENT_MODE_COLOCATED)
         assert (group.input_tokens, group.reported, group.reported_cached_tokens) == (480, 1, 32)
         assert group.ttft_p50.ToMilliseconds() == group.ttft_p95.ToMilliseconds() == 250
         assert (await summed(last=2)).decided == 2
-        assert (await summed(filter=fleet_pb2.DecisionFilter(session_id="s1"))).groups[0].outcomes == {"FAILED": 1}
+        assert ends((await summed(filter=fleet_pb2.DecisionFilter(session_id="s1"))).groups[0]) == {"FAILED": 1}
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await summed(last=10_001)
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -143,3 +158,159 @@ async def test_replicas_that_share_a_redis_see_each_other_come_and_go(tmp_path: 
                 return (await replicas_of(client)).this_replica.store_answer_age.ToNanoseconds() > heartbeat_age
 
             await eventually(more_silent, "the silence lasts")
+
+
+def reason_of(error: grpc.aio.AioRpcError) -> str:
+    """Why a call failed, as its ErrorInfo tells."""
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    info = error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info)
+    assert info.domain == "pointsman"
+    return info.reason
+
+
+async def pages(method: Any, request: Any, entries: str) -> list[list[Any]]:
+    """All pages of a list."""
+    found = []
+    while True:
+        answer = await method(request)
+        found.append(list(getattr(answer, entries)))
+        if not answer.next_page_token:
+            return found
+        request.page_token = answer.next_page_token
+
+
+def hello_of(number: int) -> ev.AgentHello:
+    name = f"i{number:04}"
+    info = InstanceInfo(instance_id=name, incarnation="1", url=f"http://{name}", model=f"m{number % 2}", block_size=16)
+    return ev.AgentHello(number + 1_000_000, info, KEY_SCHEME, 1, 0)
+
+
+async def test_a_thousand_instances_come_in_pages() -> None:
+    async with running() as (server, client):
+        for number in range(1_001):
+            server.router.submit(hello_of(number))
+        every = [f"i{number:04}" for number in range(1_001)]
+        for size, expected in ((0, [1_000, 1]), (400, [400, 400, 201]), (5_000, [1_000, 1])):
+            found = await pages(client.fleet.ListInstances, fleet_pb2.ListInstancesRequest(page_size=size), "instances")
+            assert [len(page) for page in found] == expected
+            assert [one.instance.instance_id for page in found for one in page] == every
+        of_one = fleet_pb2.ListInstancesRequest(model="m0", page_size=300)
+        found = await pages(client.fleet.ListInstances, of_one, "instances")
+        assert [len(page) for page in found] == [300, 201]
+        # An instance that goes between two pages moves none of the others.
+        first = await client.fleet.ListInstances(fleet_pb2.ListInstancesRequest(page_size=2))
+        server.router.submit(ev.AgentGoodbye(1_000_001, "i0001"))
+        then = fleet_pb2.ListInstancesRequest(page_size=2, page_token=first.next_page_token)
+        second = await client.fleet.ListInstances(then)
+        assert [one.instance.instance_id for one in second.instances] == ["i0002", "i0003"]
+
+
+async def test_ten_thousand_decisions_come_in_pages_while_more_are_made() -> None:
+    async with running(policy="round_robin") as (server, client):
+        for number in range(2):
+            server.router.submit(hello_of(number * 2))
+
+        def decide(number: int) -> None:
+            asked = PlacementRequest(f"r{number}", "m0", 16, session_id=f"s{number % 3}")
+            server.router.submit(ev.PlaceRequested(asked, "g"))
+
+        for number in range(10_000):
+            decide(number)
+        request = fleet_pb2.ListDecisionsRequest(page_size=1_000)
+        seen: list[str] = []
+        sizes = []
+        while True:
+            answer = await client.fleet.ListDecisions(request)
+            seen += [one.request_id for one in answer.decisions]
+            sizes.append(len(answer.decisions))
+            if not answer.next_page_token:
+                break
+            request.page_token = answer.next_page_token
+            decide(10_000 + len(sizes))
+        # Nine more pushed nine of the oldest out of the log.
+        assert sizes == [1_000] * 9 + [991]
+        assert seen == [f"r{number}" for number in range(9_999, 8, -1)]
+        filtered = fleet_pb2.ListDecisionsRequest(filter=fleet_pb2.DecisionFilter(session_id="s1"))
+        assert len((await client.fleet.ListDecisions(filtered)).decisions) == 50
+        # Of 10,000 sessions' owners, in pages of what was used last.
+        listed = await pages(client.fleet.ListSessions, fleet_pb2.ListSessionsRequest(page_size=2), "sessions")
+        assert sorted(one.session_id for page in listed for one in page) == ["s0", "s1", "s2"]
+
+
+async def test_sessions_used_in_one_moment_are_told_once_each() -> None:
+    async with running() as (server, client):
+        affinity, now = server.router.state.affinity, time.monotonic()
+        for number in range(10):
+            affinity.assign("m", f"t/s{number}", "a", now + number // 4 - 5)
+        for size in (1, 2, 3, 10):
+            request = fleet_pb2.ListSessionsRequest(page_size=size, text="t/")
+            found = await pages(client.fleet.ListSessions, request, "sessions")
+            assert all(len(page) == size for page in found[:-1])
+            assert sorted(one.session_id for page in found for one in page) == [f"s{n}" for n in range(10)]
+
+
+async def test_a_page_that_there_is_not_is_an_invalid_argument() -> None:
+    async with running() as (server, client):
+        for number in range(3):
+            server.router.submit(hello_of(number))
+        first = await client.fleet.ListInstances(fleet_pb2.ListInstancesRequest(page_size=1))
+        token = first.next_page_token
+        for method, request, reason in (
+            (client.fleet.ListInstances, fleet_pb2.ListInstancesRequest(page_token="x"), "INVALID_PAGE_TOKEN"),
+            (
+                client.fleet.ListInstances,
+                fleet_pb2.ListInstancesRequest(page_token=token, model="m0"),
+                "INVALID_PAGE_TOKEN",
+            ),
+            (client.fleet.ListDecisions, fleet_pb2.ListDecisionsRequest(page_token=token), "INVALID_PAGE_TOKEN"),
+            (client.fleet.ListSessions, fleet_pb2.ListSessionsRequest(page_token=token), "INVALID_PAGE_TOKEN"),
+            (client.fleet.ListSessions, fleet_pb2.ListSessionsRequest(page_size=-1), "INVALID_FIELD"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await method(request)
+            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert reason_of(error.value) == reason
+
+
+async def test_errors_tell_their_reason() -> None:
+    async with running() as (_, client):
+        for call, code, reason in (
+            (
+                client.fleet.GetDecision(fleet_pb2.GetDecisionRequest(decision_id="d")),
+                "NOT_FOUND",
+                "DECISION_NOT_FOUND",
+            ),
+            (
+                client.fleet.GetInstance(fleet_pb2.GetInstanceRequest(instance_id="i")),
+                "NOT_FOUND",
+                "INSTANCE_NOT_FOUND",
+            ),
+            (client.fleet.Explain(fleet_pb2.ExplainRequest()), "NOT_FOUND", "MODEL_NOT_FOUND"),
+            (client.fleet.WhatIf(fleet_pb2.WhatIfRequest()), "INVALID_ARGUMENT", "INVALID_POLICY"),
+            (client.placement.Place(placement_pb2.PlaceRequest()), "INVALID_ARGUMENT", "INVALID_FIELD"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await call
+            assert (error.value.code().name, reason_of(error.value)) == (code, reason)
+
+
+async def test_a_slow_reader_is_told_how_many_decisions_it_missed() -> None:
+    async with running(policy="round_robin") as (server, client):
+        server.router.submit(hello_of(0))
+        wanted = fleet_pb2.DecisionFilter(session_id="s")
+        watch: Any = client.fleet.WatchDecisions(fleet_pb2.WatchDecisionsRequest(filter=wanted))
+        reader = asyncio.ensure_future(watch.read())
+
+        async def watched() -> bool:
+            return server.router.decisions.watched
+
+        await eventually(watched, "the watch has begun")
+        for number in range(3_000):  # in one turn of the router's loop: nobody could read in between
+            asked = PlacementRequest(f"r{number}", "m0", 16, session_id="s" if number % 2 else "other")
+            server.router.submit(ev.PlaceRequested(asked, "g"))
+        first = await reader
+        assert (first.dropped, first.decision.request_id) == (500, "r1001")
+        second = await watch.read()
+        assert (second.dropped, second.decision.request_id) == (0, "r1003")
+        watch.cancel()

@@ -95,8 +95,9 @@ async def test_a_replica_that_does_not_own_the_pool_names_the_one_that_does(tmp_
             assert error.value.code() is grpc.StatusCode.UNAVAILABLE
             told, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
             details = rpc_status.from_call(error.value).details  # type: ignore[arg-type]
-            assert details[0].Unpack(retry)
-            assert details[1].Unpack(told)
+            assert details[0].Unpack(told)
+            assert details[1].Unpack(retry)
+            assert (told.reason, told.domain) == ("NOT_OWNER", "pointsman")
             assert dict(told.metadata) == {"router_id": owner, "address": fleet.routers[owner].address}
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await client.fleet.Explain(fleet_pb2.ExplainRequest(request=wanted))

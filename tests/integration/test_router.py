@@ -100,13 +100,13 @@ async def test_a_gateways_session_from_place_to_finish_and_the_questions_about_i
 
         async def closed() -> fleet_pb2.Decision | None:
             answer = await client.fleet.GetDecision(fleet_pb2.GetDecisionRequest(decision_id="r"))
-            return answer.decision if answer.decision.outcome == "OK" else None
+            return answer.decision if answer.decision.outcome == fleet_pb2.DECISION_OUTCOME_OK else None
 
         decision = await eventually(closed, "closed")
         assert decision.decision_id == placement.decision_id
         assert decision.finished.cached_tokens == 96
         assert {one.instance_id: one.score for one in decision.candidates} == {"a": 160.0, "b": 64.0}
-        assert (decision.runner_up, decision.margin, decision.route_class) == ("a", 96.0, "LIGHT")
+        assert (decision.runner_up, decision.margin, decision.route_class) == ("a", 96.0, fleet_pb2.ROUTE_CLASS_LIGHT)
         assert (await client.instances())["b"].num_requests == 0
 
         listed = await client.fleet.ListDecisions(
@@ -124,7 +124,10 @@ async def test_a_gateways_session_from_place_to_finish_and_the_questions_about_i
                 )
             )
         )
-        assert (would.decision.outcome, would.decision.reason) == ("DRY_RUN", "session_affinity")
+        assert (would.decision.outcome, would.decision.reason) == (
+            fleet_pb2.DECISION_OUTCOME_DRY_RUN,
+            "session_affinity",
+        )
         assert (await client.instances())["b"].num_requests == 0
 
         what_if = await client.fleet.WhatIf(
@@ -163,8 +166,8 @@ async def test_watching_decisions_sees_them_made_and_ended() -> None:
         await eventually(watched, "the watch has begun")
         await session.place("r")
         await session.finish("r")
-        assert (await reader).decision.outcome == "OPEN"
-        assert (await watch.read()).decision.outcome == "OK"
+        assert (await reader).decision.outcome == fleet_pb2.DECISION_OUTCOME_OPEN
+        assert (await watch.read()).decision.outcome == fleet_pb2.DECISION_OUTCOME_OK
         watch.cancel()
 
 
@@ -218,8 +221,10 @@ async def test_the_unary_form_and_its_errors() -> None:
             await client.placement.Place(wanted)
         assert nowhere.value.code() is grpc.StatusCode.UNAVAILABLE
         status = rpc_status.from_call(nowhere.value)  # type: ignore[arg-type]
-        retry = error_details_pb2.RetryInfo()
-        assert status.details[0].Unpack(retry)
+        why, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        assert status.details[0].Unpack(why)
+        assert (why.reason, why.domain) == ("NO_INSTANCE", "pointsman")
+        assert status.details[1].Unpack(retry)
         assert retry.retry_delay.seconds == 1
         await client.fleet.Drain(fleet_pb2.DrainRequest(instance_id="a", resume=True))
         first, again = await client.placement.Place(wanted), await client.placement.Place(wanted)
@@ -249,7 +254,7 @@ async def test_the_policy_can_be_changed_and_wrong_settings_name_the_field() -> 
             )
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         bad = error_details_pb2.BadRequest()
-        assert rpc_status.from_call(error.value).details[0].Unpack(bad)  # type: ignore[arg-type]
+        assert rpc_status.from_call(error.value).details[1].Unpack(bad)  # type: ignore[arg-type]
         assert bad.field_violations[0].field == "policy.settings.decode_weight"
 
 

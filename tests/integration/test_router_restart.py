@@ -26,7 +26,7 @@ from tests.support.processes.pointsman import pointsman_process
 from tests.support.processes.process import Process, free_port
 from tests.support.processes.redis import redis_server
 from tests.support.processes.replicas import RouterProcess
-from tests.support.router import Client, Report, Session, running
+from tests.support.router import Client, Report, Session, gateway_hello, running
 from tests.support.waiting import eventually
 
 AGENT, PLACEMENT, FLEET = (
@@ -63,7 +63,7 @@ async def test_a_router_serves_when_its_instances_and_those_that_gateways_rememb
         address = f"127.0.0.1:{server.port}"
         assert await health(address) == NOT_PLACING
         session = Session(client)
-        hello = placement_pb2.GatewayHello(gateway_id="g", known_instance_ids=["a", "b"])
+        hello = gateway_hello("g", known_instance_ids=["a", "b"])
         await session.send(hello=hello)
         assert (await session.fleet()).starting
         await Report(client).join("a")
@@ -93,7 +93,7 @@ class Sessions:
     """Agentic load through a gateway's router client: each session's prompt grows turn by turn, and its engine computes it."""
 
     def __init__(self, router: str) -> None:
-        self.client = RouterClient([router], "g", "", LONG_S, lambda fleet: None, lambda connected: None)
+        self.client = RouterClient([router], "g", tuple, LONG_S, lambda fleet: None, lambda connected: None)
         self.turns: list[tuple[str, placement_pb2.Placement, int]] = []  # (session, answer, prompt tokens)
         self.open: list[str] = []
         self._http = aiohttp.ClientSession()

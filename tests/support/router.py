@@ -87,17 +87,24 @@ class Report:
         await eventually(ready, f"{name} has joined")
 
 
+def gateway_hello(gateway_id: str, **fields: Any) -> placement_pb2.GatewayHello:
+    """A hello as of one gateway whenever it has this id."""
+    return placement_pb2.GatewayHello(gateway_id=gateway_id, secret=gateway_id.encode().ljust(16), **fields)
+
+
 class Session:
     """One gateway's stream."""
 
     def __init__(self, client: Client, gateway_id: str = "g") -> None:
         self.gateway_id = gateway_id
+        self.secret = gateway_hello(gateway_id).secret
         self.call = client.placement.Session(metadata=client.metadata)
         self._unread: deque[placement_pb2.SessionResponse] = deque()
         self._told = ToldFleet(placement_pb2.Fleet())
 
     async def hello(self, *open_streams: placement_pb2.OpenStream) -> placement_pb2.GatewayWelcome:
-        await self.send(hello=placement_pb2.GatewayHello(gateway_id=self.gateway_id, open_streams=open_streams))
+        hello = placement_pb2.GatewayHello(gateway_id=self.gateway_id, secret=self.secret, open_streams=open_streams)
+        await self.send(hello=hello)
         return (await self.read("welcome")).welcome
 
     async def send(self, **kind: Any) -> None:

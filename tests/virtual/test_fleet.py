@@ -352,7 +352,7 @@ async def two_routers() -> tuple[RouterClient, ScriptedRouter, ScriptedRouter]:
             f"{one.router_id}:1", Node(one.router_id), {"/pointsman.router.v1.PlacementService/Session": method}
         )
     with dialling(network):
-        client = RouterClient(["r0:1", "r1:1"], "g", "", 5.0, lambda pools: None, lambda connected: None)
+        client = RouterClient(["r0:1", "r1:1"], "g", tuple, 5.0, lambda pools: None, lambda connected: None)
         await client.start()
         await asyncio.sleep(1.0)
     await routers[0].owner("r0", 1)

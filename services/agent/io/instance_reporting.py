@@ -16,9 +16,10 @@ from msgspec.structs import replace
 
 from pointsman.agent.core.cached_blocks import CachedBlocks
 from pointsman.agent.io.kv_subscriber import KvEventSource, KvSubscriber
-from pointsman.agent.io.report_sender import Metadata, Reporter
+from pointsman.agent.io.report_sender import Reporter
 from pointsman.agent.io.state_file import SavedState, StateFile, restore_cached_blocks, to_saved_state
 from pointsman.agent.v1 import agent_pb2 as pb
+from pointsman.common.io.auth import CallMetadata
 from pointsman.common.io.channel import ReloadingChannel
 
 log = structlog.get_logger()
@@ -32,7 +33,7 @@ class AgentContext:
     """What all instances of an agent share."""
 
     channels: Mapping[str, ReloadingChannel]
-    metadata: Metadata
+    metadata: CallMetadata
     zmq: zmq.asyncio.Context
     agent_id: str
     state_dir: Path

@@ -20,7 +20,7 @@ from pointsman.agent.io.instance_reporting import AgentContext
 from pointsman.agent.io.settings import AgentSettings
 from pointsman.agent.io.status import make_app
 from pointsman.agent.io.step_load_receiver import receive_step_loads
-from pointsman.common.io.auth import bearer
+from pointsman.common.io.auth import showing
 from pointsman.common.io.channel import ReloadingChannel
 from pointsman.common.io.logs import configure_logs
 from pointsman.common.io.settings import Tokens
@@ -34,6 +34,7 @@ def run(settings: AgentSettings) -> None:
     configure_logs("agent", settings.log_level)
     try:
         TlsSettings().for_channel()
+        Tokens().of("agent")
         _engine_tls(settings)
     except (ValueError, OSError) as error:
         raise SystemExit(f"pointsman agent: {error}") from None
@@ -48,7 +49,7 @@ async def serve(settings: AgentSettings, stop: asyncio.Event) -> None:
 
 
 async def _serve(settings: AgentSettings, stop: asyncio.Event, resources: AsyncExitStack) -> None:
-    tokens = Tokens()
+    metadata = showing(Tokens(), "agent")
     sampler = await asyncio.to_thread(GpuSampler)
     resources.callback(sampler.close)
     context = zmq.asyncio.Context()
@@ -60,7 +61,7 @@ async def _serve(settings: AgentSettings, stop: asyncio.Event, resources: AsyncE
         resources.push_async_callback(channels[router].close)
     agent_context = AgentContext(
         channels=channels,
-        metadata=bearer(tokens.of("agent")),
+        metadata=metadata,
         zmq=context,
         agent_id=f"{socket.gethostname()}-{os.getpid()}",
         state_dir=settings.state_dir,

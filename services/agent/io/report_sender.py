@@ -16,6 +16,7 @@ from pointsman.agent.core.cached_blocks import CachedBlocks
 from pointsman.agent.core.report_protocol import ProtocolError, ReportProtocol
 from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman.agent.v1 import agent_pb2_grpc
+from pointsman.common.io.auth import CallMetadata
 from pointsman.common.io.channel import ReloadingChannel
 
 log = structlog.get_logger()
@@ -41,7 +42,6 @@ _REFUSED_FOR = {
     grpc.StatusCode.ABORTED: DISPLACED_RETRY_S,
 }
 
-Metadata = tuple[tuple[str, str], ...]
 Call = grpc.aio.StreamStreamCall[pb.ReportRequest, pb.ReportResponse]
 
 
@@ -61,7 +61,7 @@ class Reporter:
         self,
         router: str,
         channel: ReloadingChannel,
-        metadata: Metadata,
+        metadata: CallMetadata,
         cached_blocks: CachedBlocks,
         instance: pb.Instance,
         agent_id: str,
@@ -122,7 +122,7 @@ class Reporter:
     async def _run(self) -> None:
         retry_s = FIRST_RETRY_S
         while not self._stopping.is_set():
-            call: Call = self._stub.Report(None, metadata=self._metadata)
+            call: Call = self._stub.Report(None, metadata=self._metadata())
             slower_s = min(LAST_RETRY_S, retry_s * 2)
             try:
                 await self._stream(call)

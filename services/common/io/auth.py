@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fnmatch
+import functools
 import hmac
 import ipaddress
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any, TypeAlias
 import grpc
 import grpc.aio
 
+from pointsman.common.io.reloading_file import ReloadingFile
 from pointsman.common.io.settings import Tokens
 
 ROLES = ("agent", "gateway", "operator", "observer")
@@ -33,11 +35,14 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
 # How long a refused stream waits for its caller's first message.
 FIRST_MESSAGE_S = 5.0
 
-# Begins the words of an agents file that name certificates.
+# Begins the words of a file of bound tokens that name certificates.
 CERTIFICATE = "cert="
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]"
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
+# What a caller shows with a call that begins now.
+CallMetadata: TypeAlias = Callable[[], Metadata]
 
 
 def may_call(method: str, role: str | None) -> bool:
@@ -48,28 +53,30 @@ def may_call(method: str, role: str | None) -> bool:
     return False
 
 
-def role_of(tokens: Mapping[str, str], authorization: str) -> str | None:
-    """The role whose token `authorization` ("Bearer ...") carries, or None, in a time that tells nothing of the token."""
+def role_of(tokens: Mapping[str, tuple[str, ...]], authorization: str) -> str | None:
+    """The role one of whose `tokens` `authorization` ("Bearer ...") carries, or None, in a time that tells nothing of them."""
     scheme, _, presented = authorization.partition(" ")
     found = None
-    for role, token in tokens.items():
-        if token and hmac.compare_digest(token.encode(), presented.encode()) and scheme.lower() == "bearer":
-            found = role
+    for role, accepted in tokens.items():
+        for token in accepted:
+            if token and hmac.compare_digest(token.encode(), presented.encode()) and scheme.lower() == "bearer":
+                found = role
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class BoundToken:
-    """An agent's token that is good for the instances whose ids match one of `patterns` (shell style) only; with `names`, only
-    together with a client's certificate that has one of these names (shell style, too)."""
+    """A token of an agent or a gateway that is good for the ids that match one of `patterns` (shell style) only: those of
+    instances, or of gateways; with `names`, only together with a client's certificate that has one of these names (shell style,
+    too)."""
 
     token: str
     patterns: tuple[str, ...]
     names: tuple[str, ...] = ()
 
-    def covers(self, instance_id: str, shown: Sequence[str]) -> bool:
-        """Whether its agent, whose certificate has the names `shown`, may report this instance."""
-        return _matches([instance_id], self.patterns) and (not self.names or _matches(shown, self.names))
+    def covers(self, name: str, shown: Sequence[str]) -> bool:
+        """Whether who shows it, with a certificate that has the names `shown`, may speak for `name`."""
+        return _matches([name], self.patterns) and (not self.names or _matches(shown, self.names))
 
 
 def _matches(texts: Sequence[str], patterns: Sequence[str]) -> bool:
@@ -85,7 +92,7 @@ def read_bound_tokens(file: Path) -> tuple[BoundToken, ...]:
             names = tuple(word.removeprefix(CERTIFICATE) for word in words[1:] if word.startswith(CERTIFICATE))
             patterns = tuple(word for word in words[1:] if not word.startswith(CERTIFICATE))
             if not patterns or not all(names):
-                raise ValueError(f"{file}, line {number}: a token and the instances that it is good for are needed")
+                raise ValueError(f"{file}, line {number}: a token and the ids that it is good for are needed")
             bound.append(BoundToken(words[0], patterns, names))
     return tuple(bound)
 
@@ -99,34 +106,47 @@ def certificate_names(context: Mapping[str, Iterable[bytes]]) -> tuple[str, ...]
     return ()
 
 
+def credentials(context: grpc.aio.ServicerContext[Any, Any]) -> tuple[str, tuple[str, ...]]:
+    """What a caller has shown: its `authorization` ("Bearer ..."), empty for none, and its certificate's names."""
+    authorization = str(dict(context.invocation_metadata() or ()).get("authorization", ""))
+    return authorization, certificate_names(context.auth_context())
+
+
 class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Refuses calls without the right role: UNAUTHENTICATED without a valid token, PERMISSION_DENIED with another role's."""
 
-    def __init__(self, tokens: Tokens, bound: Sequence[BoundToken] = ()) -> None:
-        """`bound`: tokens of agents besides the one for all of them."""
-        self._tokens = {role: token for role in ROLES if (token := tokens.of(role))}
-        self._bound = tuple(bound)
-
-    @property
-    def open(self) -> bool:
+    def __init__(self, tokens: Tokens, bound: Mapping[str, Path] | None = None) -> None:
+        """`bound`: by role, the file of its tokens that are good for some ids only, besides those for all of the role. All files
+        are read again when they have changed. Raises OSError and ValueError for files that cannot be used."""
+        self._tokens = {role: tokens.reader(role) for role in ROLES}
+        self._bound = {
+            role: ReloadingFile([file], functools.partial(read_bound_tokens, file))
+            for role, file in (bound or {}).items()
+        }
+        # Once and for all: no change of a file lets everybody in.
+        self.open = not self._bound and not any(reader.accepted for reader in self._tokens.values())
         """True when no token is configured, so that every caller passes."""
-        return not self._tokens and not self._bound
 
     def role(self, authorization: str) -> str | None:
         """The role that `authorization` ("Bearer ...") proves; None without a valid token."""
-        role = role_of(self._tokens, authorization)
-        return "agent" if role is None and self._bound_of(authorization) is not None else role
+        role = role_of({role: reader.accepted for role, reader in self._tokens.items()}, authorization)
+        if role is None:
+            role = next((one for one in self._bound if self._bound_of(one, authorization) is not None), None)
+        return role
 
-    def may_report(self, authorization: str, names: Sequence[str], instance_id: str) -> bool:
-        """Whether an agent that shows `authorization` and a certificate with `names` may report this instance: any, but for a
-        bound token."""
-        bound = self._bound_of(authorization)
-        return bound is None or bound.covers(instance_id, names)
+    def may_speak_for(self, role: str, authorization: str, names: Sequence[str], name: str) -> bool:
+        """Whether who shows `authorization` and a certificate with `names` may, in `role`, use the id `name`: an agent an
+        instance's, a gateway its own. Any, but for a bound token."""
+        bound = self._bound_of(role, authorization)
+        return bound is None or bound.covers(name, names)
 
-    def _bound_of(self, authorization: str) -> BoundToken | None:
-        found = None
-        for one in self._bound:
-            if role_of({"agent": one.token}, authorization) is not None:
+    def _bound_of(self, role: str, authorization: str) -> BoundToken | None:
+        if role not in self._bound:
+            return None
+        file, found = self._bound[role], None
+        file.reload_if_changed()
+        for one in file.value:
+            if role_of({role: (one.token,)}, authorization) is not None:
                 found = one
         return found
 
@@ -165,9 +185,16 @@ def _refusing(handler: Handler, code: grpc.StatusCode, message: str) -> Handler:
     return make(refuse, None, handler.response_serializer)
 
 
-def bearer(token: str) -> tuple[tuple[str, str], ...]:
+def bearer(token: str) -> Metadata:
     """Call metadata that shows `token`; empty when there is none."""
     return (("authorization", f"Bearer {token}"),) if token else ()
+
+
+def showing(tokens: Tokens, role: str) -> CallMetadata:
+    """What a process that lives long shows as `role`, with each call the token that is in its file then. Raises OSError and
+    ValueError when that cannot be used now."""
+    reader = tokens.reader(role)
+    return lambda: bearer(reader.shown)
 
 
 def is_loopback(listen: str) -> bool:

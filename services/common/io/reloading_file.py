@@ -1,4 +1,4 @@
-"""Files that are written anew while a process runs: certificates, keys."""
+"""Files that are written anew while a process runs: certificates, keys, tokens."""
 
 from __future__ import annotations
 
@@ -34,9 +34,12 @@ class ReloadingFile(Generic[T]):
         """What is new; None when nothing is. May be called by any thread."""
         try:
             found = stamps(self._files)
-            if found == self._seen:
-                return None
-            self._seen = found
+        except OSError:
+            found = ()  # one is gone, which `make` says better; callers ask often
+        if found == self._seen:
+            return None
+        self._seen = found
+        try:
             self.value = self._make()
         except (OSError, ValueError) as error:
             log.error("renewed files cannot be used; what was made of those before stays", error=str(error))

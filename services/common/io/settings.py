@@ -13,6 +13,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, Validati
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
 
+from pointsman.common.io.reloading_file import ReloadingFile
+
 S = TypeVar("S", bound=BaseSettings)
 # json_schema_extra of a field that is given by its place on the command line.
 ARGUMENT: dict[str, Any] = {"argument": True}
@@ -67,15 +69,54 @@ class Tokens(BaseSettings):
         SecretStr(""), description="what shadows show to routers: they look and ask, no more"
     )
     token_dir: Path | None = Field(
-        None, description="folder with files agent, gateway, operator and observer, one token each"
+        None,
+        description="folder with files agent, gateway, operator and observer: one token each, or two while it is rotated, one a "
+        "line: both are taken, the first is shown; read again when they change",
     )
 
-    def of(self, role: str) -> str:
-        """The token of `role` (agent, gateway, operator or observer); a file in token_dir wins over the environment."""
-        if self.token_dir is not None and (file := self.token_dir / role).is_file():
-            return file.read_text().strip()
+    def reader(self, role: str) -> RoleTokens:
+        """The tokens of `role` (agent, gateway, operator or observer) for as long as the process lives; a file in token_dir wins
+        over the environment. Raises OSError and ValueError, which name the file, when it cannot be used."""
         secret: SecretStr = getattr(self, f"{role}_token")
-        return secret.get_secret_value()
+        file = None if self.token_dir is None else self.token_dir / role
+        return RoleTokens(file if file is not None and file.is_file() else None, secret.get_secret_value())
+
+    def of(self, role: str) -> str:
+        """The token that `role` shows now; empty where it has none. Raises as `reader`."""
+        return self.reader(role).shown
+
+
+class RoleTokens:
+    """The tokens of one role: those of `file`, as it is whenever they are asked for, or without one `otherwise`, which stays. A
+    file that becomes unusable (gone, empty) changes nothing: whoever writes it anew opens no door meanwhile."""
+
+    def __init__(self, file: Path | None, otherwise: str) -> None:
+        """Raises OSError, and ValueError that names the file."""
+        self._fixed = (otherwise,) if otherwise else ()
+        self._file = None if file is None else ReloadingFile([file], lambda: _read_tokens(file))
+
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        """Those that prove the role, two at most; none where the role has none."""
+        if self._file is None:
+            return self._fixed
+        self._file.reload_if_changed()
+        return self._file.value
+
+    @property
+    def shown(self) -> str:
+        """The one to show, the first; empty where the role has none."""
+        return next(iter(self.accepted), "")
+
+
+def _read_tokens(file: Path) -> tuple[str, ...]:
+    found = tuple(filter(None, map(str.strip, file.read_text().splitlines())))
+    if len(found) not in (1, 2):
+        # More would be some other file.
+        raise ValueError(
+            f"{file}: one token is needed, or two while it is rotated, one a line; it has {len(found)} lines"
+        )
+    return found
 
 
 def by_name(pairs: list[str]) -> dict[str, str]:

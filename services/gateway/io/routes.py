@@ -18,6 +18,7 @@ import structlog
 from google.protobuf.json_format import MessageToDict
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from pointsman.common.io.auth import showing
 from pointsman.common.io.line_file import LostLines
 from pointsman.common.io.settings import Tokens
 from pointsman.common.io.tls import TlsSettings
@@ -121,8 +122,8 @@ class Gateway:
         self.pools = ModelPools(self._upstream, self.telemetry, settings.tokenizer_paths(), token_cache, hub)
         self.router = RouterClient(
             settings.routers,
-            settings.gateway_id,
-            Tokens().of("gateway"),
+            f"{settings.gateway_id}-{secrets.token_hex(4)}",
+            showing(Tokens(), "gateway"),
             settings.router_grace_s,
             self.pools.update,
             self.telemetry.router.set,

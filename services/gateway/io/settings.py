@@ -121,7 +121,8 @@ class GatewaySettings(BaseSettings):
         description="gateways that share the address and the keys' limits; each knows its own sessions",
     )
     gateway_id: str = Field(
-        default_factory=lambda: f"gw-{uuid.uuid4().hex[:12]}", description="unique for this process"
+        default_factory=lambda: f"gw-{uuid.uuid4().hex[:12]}",
+        description="unique for this gateway; routers know each process by it and random characters",
     )
     breakdown_file: Path | None = Field(
         None,

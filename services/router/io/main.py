@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import signal
 import socket
@@ -18,7 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
-from pointsman.common.io.auth import TokenInterceptor, is_loopback, read_bound_tokens
+from pointsman.common.io.auth import TokenInterceptor, is_loopback
 from pointsman.common.io.channel import SERVER_OPTIONS
 from pointsman.common.io.logs import configure_logs
 from pointsman.common.io.metrics_page import metrics_page
@@ -50,8 +51,8 @@ class RouterServer:
     def __init__(self, settings: RouterSettings, tokens: Tokens) -> None:
         self.settings = settings
         self.router = Router(settings)
-        bound = read_bound_tokens(settings.agents_file) if settings.agents_file else ()
-        interceptor = TokenInterceptor(tokens, bound)
+        bound = {"agent": settings.agents_file, "gateway": settings.gateways_file}
+        interceptor = TokenInterceptor(tokens, {role: file for role, file in bound.items() if file is not None})
         tls = TlsSettings()
         self._credentials = tls.for_server()
         for listen in filter(None, (settings.listen, settings.console_listen)):
@@ -62,9 +63,11 @@ class RouterServer:
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._server = grpc.aio.server(interceptors=[interceptor], options=SERVER_OPTIONS)
         agent_pb2_grpc.add_AgentServiceServicer_to_server(
-            AgentService(self.router, interceptor.may_report), self._server
+            AgentService(self.router, functools.partial(interceptor.may_speak_for, "agent")), self._server
         )
-        placement_pb2_grpc.add_PlacementServiceServicer_to_server(PlacementService(self.router), self._server)
+        placement_pb2_grpc.add_PlacementServiceServicer_to_server(
+            PlacementService(self.router, functools.partial(interceptor.may_speak_for, "gateway")), self._server
+        )
         fleet = FleetService(self.router)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

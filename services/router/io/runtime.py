@@ -15,6 +15,7 @@ from pointsman.agent.v1 import agent_pb2
 from pointsman.common.io.batch_queue import BatchQueue
 from pointsman.common.io.line_file import LostLines
 from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.gateway_claims import GatewayClaims
 from pointsman.router.core.instances.circuit_breaker import CircuitSettings
 from pointsman.router.core.instances.saturation import SaturationLimits
 from pointsman.router.core.ownership import Owner
@@ -26,6 +27,7 @@ from pointsman.router.core.router_state import RouterState, StateSettings
 from pointsman.router.core.types import InstanceInfo, PlacementRequest
 from pointsman.router.core.usage_accounts import UsageAccounts
 from pointsman.router.io.convert import gateway_messages, usage_messages
+from pointsman.router.io.convert.operator_messages import policy_etag
 from pointsman.router.io.convert.told_fleet import ToldFleet
 from pointsman.router.io.settings import RouterSettings
 from pointsman.router.io.store.redis_store import RedisStore
@@ -61,6 +63,14 @@ class ReplicaInfo(msgspec.Struct):
             return msgspec.json.decode(text or "{}", type=cls)
         except msgspec.MsgspecError:
             return cls()
+
+
+class PolicyChanged(Exception):
+    """Another policy is in force than the one to be replaced; `etag` stands for it."""
+
+    def __init__(self, etag: str) -> None:
+        super().__init__(etag)
+        self.etag = etag
 
 
 class OperatorConfig(msgspec.Struct, frozen=True):
@@ -140,6 +150,7 @@ class Router:
         )
         self.agents: dict[int, AgentStream] = {}
         self.gateways: dict[str, GatewayStream] = {}
+        self.gateway_claims = GatewayClaims(settings.gateway_lease_s)
         self.usage_accounts = UsageAccounts()
         self._callers: dict[str, set[asyncio.Future[ev.Placed | ev.Refused]]] = {}
         self.store: Store
@@ -203,10 +214,25 @@ class Router:
         for gateway in self.gateways.values():
             gateway.batch_queue.end()
 
-    async def set_policy(self, policy: Policy) -> bool:
-        """Place by `policy` from now on, here and at all replicas. False when those get it only once the shared store is back."""
+    async def set_policy(self, policy: Policy, etag: str) -> bool:
+        """Place by `policy` from now on, here and at all replicas. False when those get it only once the shared store is back.
+        Raises PolicyChanged unless `etag` is empty or stands for the policy that this one replaces."""
         ref = policy.ref()
-        return await self._change_config(lambda config: replace(config, policy=(ref.name, dict(ref.settings))))
+
+        def change(config: OperatorConfig) -> OperatorConfig:
+            # What the shared store has, which another replica may have changed by now.
+            if etag and (found := policy_etag(self._policy_of(config).ref())) != etag:
+                raise PolicyChanged(found)
+            return replace(config, policy=(ref.name, dict(ref.settings)))
+
+        return await self._change_config(change)
+
+    def _policy_of(self, config: OperatorConfig) -> Policy:
+        """The policy that this replica places by under a configuration: its own where that says none, or one unknown here."""
+        try:
+            return make_policy(*config.policy) if config.policy else self.state.policy
+        except SettingError:
+            return self.state.policy
 
     async def drain(self, info: InstanceInfo, resume: bool) -> bool:
         """Let the instance get nothing new from any replica while its incarnation lasts, or again. False as for set_policy."""
@@ -302,20 +328,22 @@ class Router:
         self._told_shared_names = shared
 
     def opened(self, hello: ev.GatewayHello, stream: GatewayStream) -> None:
-        """A gateway opened a stream: it is told the fleet, from now on its answers go there, and an older stream of it is done
-        with."""
+        """A gateway opened a stream under an id that it has claimed: it is told the fleet, from now on its answers go there, and
+        an older stream of it is done with."""
         if (before := self.gateways.get(hello.gateway_id)) is not None:
             before.batch_queue.end()
         # What the others do not know yet goes to them first: the newcomer begins with what all have been told.
         self._tell_gateways()
         stream.send(fleet=self._told_fleet.whole())
         self.gateways[hello.gateway_id] = stream
+        self.gateway_claims.opened(hello.gateway_id)
         self.submit(hello)
 
     def closed(self, gateway_id: str, stream: GatewayStream) -> None:
         """A gateway's stream ended. What a newer one of it announced is not touched."""
         if self.gateways.get(gateway_id) is stream:
             del self.gateways[gateway_id]
+            self.gateway_claims.closed(gateway_id, time.monotonic())
             if self.spans is not None:
                 self.spans.gateway_left(gateway_id)
             self.submit(ev.GatewayLost(gateway_id))
@@ -456,6 +484,7 @@ class Router:
         while True:
             self._check_ready()
             self.submit(ev.Tick())
+            self.gateway_claims.expire(time.monotonic())
             ends = time.monotonic() + TICK_S
             while (left_s := ends - time.monotonic()) > 0:  # noqa: ASYNC110
                 await asyncio.sleep(min(SWEEP_PAUSE_S, left_s) if self.state.index.sweep() else left_s)

@@ -39,7 +39,12 @@ class RouterSettings(BaseSettings):
         None,
         description="file with lines TOKEN PATTERN... [cert=NAME...]: tokens of agents that may report only instances whose ids, "
         "and the addresses that they are called at, match a pattern (vllm-0.*), and only with a certificate of such a name where "
-        "one is given; besides the token of all agents, if there is one",
+        "one is given; besides the token of all agents, if there is one; read again when it changes",
+    )
+    gateways_file: Path | None = Field(
+        None,
+        description="the same for gateways: tokens that open sessions only under ids that match a pattern (gw-a-*), "
+        "and cert=NAME; besides the token of all gateways, if there is one; read again when it changes",
     )
     reflection: bool = Field(
         True, description="let anybody who reaches the gRPC port list its services (gRPC reflection)"

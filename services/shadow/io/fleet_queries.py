@@ -14,8 +14,9 @@ import grpc
 import grpc.aio
 import structlog
 
-from pointsman.common.io.auth import bearer
+from pointsman.common.io.auth import showing
 from pointsman.common.io.channel import open_channel
+from pointsman.common.io.pages import whole_async
 from pointsman.common.io.settings import Tokens
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2
 from pointsman.shadow.io.placement_comparison import ModelEngines
@@ -87,7 +88,7 @@ class FleetQueries:
         self._policy.settings.update(policy_settings)
         self._channel = open_channel(address)
         self._fleet = fleet_pb2_grpc.FleetServiceStub(self._channel)
-        self._metadata = bearer(Tokens().of("observer"))
+        self._metadata = showing(Tokens(), "observer")
         self._counters: dict[tuple[str, str], _Counter] = {}
         self.totals = LivePlacementTotals()
 
@@ -100,8 +101,10 @@ class FleetQueries:
         away = False
         while True:
             try:
-                answer = await self._fleet.ListInstances(
-                    fleet_pb2.ListInstancesRequest(), timeout=ANSWER_S, metadata=self._metadata
+                answer = await whole_async(
+                    lambda request: self._fleet.ListInstances(request, timeout=ANSWER_S, metadata=self._metadata()),
+                    fleet_pb2.ListInstancesRequest(),
+                    "instances",
                 )
             except grpc.aio.AioRpcError as error:
                 if not away:
@@ -119,7 +122,7 @@ class FleetQueries:
             answer = await self._fleet.Explain(
                 fleet_pb2.ExplainRequest(request=request, policy=self._policy),
                 timeout=ANSWER_S,
-                metadata=self._metadata,
+                metadata=self._metadata(),
             )
         except grpc.aio.AioRpcError as error:
             log.debug("not explained", code=error.code().name)

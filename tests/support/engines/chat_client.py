@@ -12,6 +12,7 @@ import openai
 from openai.types.chat import ChatCompletionChunk
 from openai.types.completion_usage import CompletionUsage
 
+from pointsman.router.v1 import fleet_pb2
 from tests.support.engines.model import words
 from tests.support.engines.servers import SERVED_NAME
 from tests.support.processes.control_plane import ControlPlane
@@ -101,7 +102,7 @@ def assert_agree(plane: ControlPlane, answer: Answer, expected: int) -> None:
         "reported": decision.finished.cached_tokens,
     } == {"router": expected, "engine": expected, "reported": expected}
     assert decision.input_tokens == decision.finished.prompt_tokens == prompt_tokens(answer)
-    assert decision.outcome == "OK"
+    assert decision.outcome == fleet_pb2.DECISION_OUTCOME_OK
 
 
 def prompt_tokens(answer: Answer) -> int:

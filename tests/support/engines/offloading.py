@@ -90,8 +90,8 @@ def wait_for_external(engines: Sequence[Engine], expected: float) -> None:
 def decided(plane: ControlPlane, decision_id: str) -> fleet_pb2.Decision:
     """The decision on a request that ended well, and was to be offloaded."""
     decision = plane.finished_decision(decision_id)
-    assert decision.outcome == "OK"
-    assert decision.mode == "OFFLOAD"
+    assert decision.outcome == fleet_pb2.DECISION_OUTCOME_OK
+    assert decision.mode == fleet_pb2.PLACEMENT_MODE_OFFLOAD
     return decision
 
 

@@ -229,7 +229,7 @@ class ControlPlane:
 
         def ended() -> fleet_pb2.Decision | None:
             decision = self.decision(decision_id)
-            return None if decision.outcome in ("", "OPEN") else decision
+            return None if decision.outcome == fleet_pb2.DECISION_OUTCOME_OPEN else decision
 
         return until(ended, within_s=SETTLE_WITHIN_S, what=f"the end of decision {decision_id}")
 

@@ -35,7 +35,7 @@ class EmulatedFleet:
                 request = fleet_pb2.ListDecisionsRequest(page_size=1_000)
                 every = fleet_pb2_grpc.FleetServiceStub(channel).ListDecisions(request, timeout=20).decisions
             found = [one for one in every if session in ("", one.session_id)]
-            return found if sum(one.outcome == "OK" for one in found) >= count else []
+            return found if sum(one.outcome == fleet_pb2.DECISION_OUTCOME_OK for one in found) >= count else []
 
         found = until(ended, within_s=60, what=f"{count} decisions that ended well")
         return sorted(found, key=lambda one: one.time.ToNanoseconds())

@@ -59,7 +59,7 @@ class Gateway:
     """A gateway as routers see it: its router client, and requests that it opens and ends."""
 
     def __init__(self, name: str, routers: list[str]) -> None:
-        self.client = RouterClient(routers, name, "", 20.0, lambda fleet: None, lambda connected: None)
+        self.client = RouterClient(routers, name, tuple, 20.0, lambda fleet: None, lambda connected: None)
         self.answers: Counter[str] = Counter()
 
     async def place(self, request_id: str, model: str = "m", tokens: int = BIG) -> placement_pb2.Placement:

@@ -248,7 +248,7 @@ class _Watched:
             ),
         )
         reporters = [
-            Reporter(router, Channel(network, router), (), self.cached_blocks, instance, self._agent, 1.0)  # type: ignore[arg-type]
+            Reporter(router, Channel(network, router), tuple, self.cached_blocks, instance, self._agent, 1.0)  # type: ignore[arg-type]
             for router in routers
         ]
         load_at = save_at = loop.time()

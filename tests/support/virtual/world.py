@@ -109,7 +109,7 @@ class RouterNode:
         router.store.address = self._address
         services = {
             "/pointsman.router.v1.PlacementService/Session": Method(
-                PlacementService(router).Session, placement_pb2.SessionRequest.FromString
+                PlacementService(router, lambda *_: True).Session, placement_pb2.SessionRequest.FromString
             ),
             "/pointsman.agent.v1.AgentService/Report": Method(
                 AgentService(router, lambda authorization, names, instance: True).Report,
@@ -147,7 +147,7 @@ class GatewayNode:
 
     def __init__(self, world: World, name: str) -> None:
         self._world, self.name = world, name
-        self._sent = 0
+        self._sent = self._processes = 0
         self.node = Node(name)
         self.client: RouterClient | None = None
         self._shared: SharedContext | None = None
@@ -160,8 +160,14 @@ class GatewayNode:
 
     async def _run(self) -> None:
         self._states = {}
+        self._processes += 1
         client = self.client = RouterClient(
-            ROUTERS, self.name, "", 2.0, on_pools=self._take_pools, on_connected=lambda _: None
+            ROUTERS,
+            f"{self.name}-{self._processes}",
+            tuple,
+            2.0,
+            on_pools=self._take_pools,
+            on_connected=lambda _: None,
         )
         up = upstream(self._world.network, self._world.engines)
         pools: Any = SimpleNamespace(check_token_count=lambda *_: None)

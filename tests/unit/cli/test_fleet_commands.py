@@ -1,4 +1,4 @@
-"""Operators' commands with settings that cannot be used: a sentence and status 2, and no traceback."""
+"""Operators' commands with what cannot be used: a sentence and status 2, and no traceback."""
 
 from __future__ import annotations
 
@@ -47,3 +47,11 @@ def test_what_cannot_be_used_is_said(
     assert done.exit_code == 2
     assert done.output.startswith("pointsman: ")
     assert said in done.output
+
+
+def test_a_route_class_that_there_is_not_is_said() -> None:
+    app = typer.Typer()
+    fleet_commands.add_fleet_commands(app)
+    done = CliRunner().invoke(app, ["decisions", "--route-class", "warm"])
+    assert done.exit_code == 2
+    assert done.output == "pointsman: --route-class warm: one of LIGHT, MEDIUM, HEAVY is needed\n"

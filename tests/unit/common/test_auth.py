@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
-from pointsman.common.io.auth import ROLES, TokenInterceptor, bearer, is_loopback, may_call, role_of
+from pointsman.common.io.auth import ROLES, TokenInterceptor, bearer, is_loopback, may_call, role_of, showing
 from pointsman.common.io.channel import SERVER_OPTIONS, open_channel
 from pointsman.common.io.settings import Tokens
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placement_pb2_grpc
 
 TOKENS = {"agent": "a-token", "gateway": "g-token", "operator": "o-token", "observer": "s-token"}
+ACCEPTED = {role: (token, f"old-{token}") for role, token in TOKENS.items()}
 EVERYBODY = {None, *ROLES}
 LOOKING: set[str | None] = {"gateway", "operator", "observer"}
 FLEET = "/pointsman.router.v1.FleetService/"
@@ -79,6 +80,8 @@ def test_no_role_has_no_name() -> None:
         ("bearer o-token", "operator"),
         ("Bearer g-token", "gateway"),
         ("Bearer s-token", "observer"),
+        ("Bearer old-a-token", "agent"),
+        ("Bearer a-token\nold-a-token", None),
         ("Bearer x-token", None),
         ("Bearer a-toke", None),
         ("Bearer a-token2", None),
@@ -91,19 +94,19 @@ def test_no_role_has_no_name() -> None:
     ],
 )
 def test_role_of(header: str, role: str | None) -> None:
-    assert role_of(TOKENS, header) == role
+    assert role_of(ACCEPTED, header) == role
 
 
 @given(st.text(max_size=20))
 def test_an_empty_token_is_nobodys(presented: str) -> None:
-    assert role_of(dict.fromkeys(ROLES, ""), f"Bearer {presented}") is None
+    assert role_of(dict.fromkeys(ROLES, ("",)), f"Bearer {presented}") is None
 
 
 @pytest.mark.parametrize("role", ROLES)
 def test_bearer_is_what_role_of_reads(role: str) -> None:
     ((name, value),) = bearer(TOKENS[role])
     assert name == "authorization"
-    assert role_of(TOKENS, value) == role
+    assert role_of(ACCEPTED, value) == role
     assert bearer("") == ()
 
 
@@ -247,3 +250,64 @@ async def test_one_token_closes_all_doors() -> None:
     finally:
         await door.channel.close()
         await server.stop(None)
+
+
+def write(file: Path, text: str) -> None:
+    """Write `file` anew, as a secret that is mounted is."""
+    beside = file.with_suffix(".new")
+    beside.write_text(text)
+    beside.replace(file)
+
+
+async def test_a_token_is_rotated_while_processes_run(door: Door, tmp_path: Path) -> None:
+    shown = showing(Tokens(token_dir=tmp_path), "operator")
+
+    async def statuses() -> list[grpc.StatusCode]:
+        return [await door.knock("drain", token) for token in ("o-token", "new")]
+
+    assert (await statuses(), shown()) == ([OK, UNKNOWN], bearer("o-token"))
+    write(tmp_path / "operator", "o-token\nnew\n")
+    assert (await statuses(), shown()) == ([OK, OK], bearer("o-token"))
+    write(tmp_path / "operator", "new\no-token\n")
+    assert (await statuses(), shown()) == ([OK, OK], bearer("new"))
+    write(tmp_path / "operator", "new\n")
+    assert (await statuses(), shown()) == ([UNKNOWN, OK], bearer("new"))
+
+
+@pytest.mark.parametrize("broken", ["", "\n\n", "o-token\nb\nc\n"])
+async def test_a_file_that_cannot_be_used_changes_nothing(
+    broken: str, door: Door, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = showing(Tokens(token_dir=tmp_path), "operator")
+    for role in TOKENS:
+        write(tmp_path / role, broken)
+    assert await door.knock("drain", "o-token") is OK
+    assert await door.knock("drain", "") is UNKNOWN
+    for role in TOKENS:
+        (tmp_path / role).unlink()
+    assert await door.knock("drain", "o-token") is OK
+    assert await door.knock("drain", "") is UNKNOWN
+    assert shown() == bearer("o-token")
+    said = capsys.readouterr()
+    assert "operator" in said.out + said.err
+    assert "o-token" not in said.out + said.err
+
+
+async def test_bound_tokens_are_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "agents"
+    file.write_text("first a-*\n")
+    auth = TokenInterceptor(Tokens(), {"agent": file})
+
+    def known(token: str, name: str) -> tuple[str | None, bool]:
+        return auth.role(f"Bearer {token}"), auth.may_speak_for("agent", f"Bearer {token}", (), name)
+
+    assert known("first", "a-1") == ("agent", True)
+    assert known("first", "b-1") == ("agent", False)
+    write(file, "second b-*\n")
+    assert known("first", "a-1")[0] is None
+    assert known("second", "b-1") == ("agent", True)
+    write(file, "second\n")  # good for nothing: what was read before stays
+    assert known("second", "b-1") == ("agent", True)
+    write(file, "# nobody\n")
+    assert known("second", "b-1")[0] is None
+    assert not auth.open

@@ -151,3 +151,19 @@ def test_rotated_token_file_is_read_again(tmp_path: Path) -> None:
     assert tokens.of("gateway") == "old"
     (tmp_path / "gateway").write_text("new")
     assert tokens.of("gateway") == "new"
+
+
+def test_of_two_tokens_the_first_is_shown_and_both_are_taken(tmp_path: Path) -> None:
+    (tmp_path / "gateway").write_text("new\n\n  old \n")
+    reader = Tokens(token_dir=tmp_path).reader("gateway")
+    assert reader.accepted == ("new", "old")
+    assert reader.shown == "new"
+    assert Tokens(token_dir=tmp_path).reader("agent").accepted == ()
+
+
+@pytest.mark.parametrize("text", ["", "\n", "secret\nb\nc\n"])
+def test_a_token_file_of_other_lines_is_refused_and_not_shown(text: str, tmp_path: Path) -> None:
+    (tmp_path / "gateway").write_text(text)
+    with pytest.raises(ValueError, match="gateway: one token is needed") as refused:
+        Tokens(token_dir=tmp_path).of("gateway")
+    assert "secret" not in str(refused.value)

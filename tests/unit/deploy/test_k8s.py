@@ -114,9 +114,10 @@ def test_a_size_that_is_patched_for_one_role_is_followed_by_its_gpus() -> None:
     assert problem.endswith("limits 4 GPUs, and TENSOR_PARALLEL_SIZE is 1")
 
 
-def test_a_new_key_of_a_client_rolls_nothing() -> None:
+@pytest.mark.parametrize("name", ["api-keys", "tokens"])
+def test_what_is_read_again_in_place_rolls_nothing(name: str) -> None:
     objects = check_deploy.render(OVERLAYS / "gpu")
-    assert find(objects, "Secret", "api-keys")["metadata"]["name"] == "api-keys"
+    assert find(objects, "Secret", name)["metadata"]["name"] == name
 
 
 def test_prefill_and_decode_instances_reach_each_other_and_know_their_side() -> None:
@@ -314,7 +315,7 @@ def define_twice(objects: Objects) -> None:
     [
         (rename_target_port, "Service/gateway: targetPort https is not a port of Deployment/gateway"),
         (select_nobody, "Service/redis: its selector matches 0 workloads"),
-        (drop_secret, "no Secret tokens-"),
+        (drop_secret, "no Secret tokens"),
         (ask_for_unknown_key, "has no key admin"),
         (leave_out_a_token, "StatefulSet/router/router: no token file observer is mounted"),
         (drop_config, "StatefulSet/vllm/vllm: no ConfigMap engine-"),

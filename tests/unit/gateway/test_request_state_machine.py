@@ -41,11 +41,6 @@ def test_the_plain_way() -> None:
     assert machine.phase is Phase.DONE
 
 
-def test_a_steps_own_deadline_is_kept() -> None:
-    assert serving(deadline_s=5.0).deadline == 6.0
-    assert serving(deadline_s=500.0).deadline == 31.0
-
-
 def test_prefill_then_serve() -> None:
     machine = begun()
     first = StepAssigned("r", A, prefill_tokens=64)
@@ -315,7 +310,7 @@ def test_after_an_offload_without_its_router_the_instance_that_has_the_prefix_se
 
 # Both instances want the second request before the first has ended.
 EAGER_A, EAGER_B = Target("a", "http://a", layerwise=True), Target("b", "http://b", 1, layerwise=True)
-EAGER = StepAssigned("r", EAGER_A, prefill_tokens=64, kv_target=EAGER_B, deadline_s=50.0, decision_id="d")
+EAGER = StepAssigned("r", EAGER_A, prefill_tokens=64, kv_target=EAGER_B, decision_id="d")
 AHEAD = StepAssigned("r", EAGER_B, index=1, kv_source=EAGER_A, decision_id="d")
 # As the router gives it later, with what it predicts.
 FOLLOWS = StepAssigned("r", EAGER_B, index=1, kv_source=EAGER_A, decision_id="d", cached_tokens=32)
@@ -583,16 +578,14 @@ class Conversation(RuleBasedStateMachine):
     @rule(
         where=st.sampled_from([A, B]),
         shape=st.sampled_from(["serve", "slice", "prefill", "fetch", "eager", "follows", "follows"]),
-        own=st.booleans(),
     )
-    def step_given(self, where: Target, shape: str, own: bool) -> None:
+    def step_given(self, where: Target, shape: str) -> None:
         step = StepAssigned(
             self.machine.attempt_id,
             {"eager": EAGER_A, "follows": EAGER_B}.get(shape, where),
             prefill_tokens=64 * (shape in ("slice", "prefill", "eager")),
             kv_target={"prefill": B, "eager": EAGER_B}.get(shape),
             kv_source={"fetch": A, "follows": EAGER_A}.get(shape),
-            deadline_s=2.0 * own,
         )
         self.tell(step)
 

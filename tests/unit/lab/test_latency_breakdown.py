@@ -16,7 +16,13 @@ def decided(name: str, at_s: float) -> fleet_pb2.Decision:
     ]
     timings = placement_pb2.Timings(placed_ms=250, sent_ms=900, first_token_ms=1_000, done_ms=3_000)
     finished = placement_pb2.Finished(cached_tokens=0, timings=timings)
-    decision = fleet_pb2.Decision(decision_id=name, mode="OFFLOAD", steps=steps, outcome="OK", finished=finished)
+    decision = fleet_pb2.Decision(
+        decision_id=name,
+        mode=fleet_pb2.PLACEMENT_MODE_OFFLOAD,
+        steps=steps,
+        outcome=fleet_pb2.DECISION_OUTCOME_OK,
+        finished=finished,
+    )
     decision.time.FromNanoseconds(int(at_s * 1e9))
     decision.held.FromMilliseconds(200)
     return decision

@@ -54,7 +54,7 @@ def test_owners_are_those_of_a_dict(actions: list[tuple[str, str, str, str]]) ->
             }
         listed = list(known.newest(now))
         assert {one[:3] for one in listed} == {(*one, value[0]) for one, value in model.items()}
-        assert [one[3] for one in listed] == sorted(one[3] for one in listed)
+        assert [one[3] for one in listed] == sorted((one[3] for one in listed), reverse=True)
 
 
 def test_the_oldest_of_all_pools_goes_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:

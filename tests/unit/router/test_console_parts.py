@@ -22,6 +22,8 @@ from pointsman.router.v1 import fleet_pb2, placement_pb2
 
 PAGE = Path(__file__).resolve().parents[3] / "services" / "router" / "io" / "console" / "page"
 
+TWO_OK = fleet_pb2.SummarizeDecisionsResponse.OutcomeCount(outcome=fleet_pb2.DECISION_OUTCOME_OK, decided=2)
+
 
 def decision(candidates: int) -> fleet_pb2.Decision:
     wire = fleet_pb2.Decision(
@@ -49,7 +51,7 @@ def decision(candidates: int) -> fleet_pb2.Decision:
         fleet_pb2.GetDecisionResponse(decision=decision(3)),
         fleet_pb2.GetDecisionResponse(decision=decision(0)),
         fleet_pb2.ListDecisionsResponse(decisions=[decision(0), decision(2)]),
-        fleet_pb2.SummarizeDecisionsResponse(groups=[fleet_pb2.SummarizeDecisionsResponse.Group(outcomes={"OK": 2})]),
+        fleet_pb2.SummarizeDecisionsResponse(groups=[fleet_pb2.SummarizeDecisionsResponse.Group(outcomes=[TWO_OK])]),
     ],
 )
 def test_the_pieces_are_protobufs_json(message: Message) -> None:
@@ -99,7 +101,7 @@ def test_sessions_are_told_by_their_last_use() -> None:
     affinity.assign("m", "t/s", "a", 2.0)
     affinity.assign("m", "t/r", "b", 3.0)
     affinity.assign("m", "t/s", "b", 5.0)
-    assert list(affinity.newest(11.0)) == [("m", "t/s", "b", 6.0), ("m", "t/r", "b", 8.0)]
+    assert list(affinity.newest(11.0)) == [("m", "t/s", "b", 5.0), ("m", "t/r", "b", 3.0)]
 
 
 def test_policies_are_described_in_a_sentence_with_all_their_settings() -> None:

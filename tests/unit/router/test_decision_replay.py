@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from pointsman.router.core.analysis.decision_replay import differences, inputs_d
 from pointsman.router.core.policy.registry import POLICIES, make_policy
 from pointsman.router.core.router_state import RouterState, StateSettings
 from pointsman.router.core.types import Decision, Load
+from pointsman.router.io.console.decision_stream import DecisionStream
 from pointsman.router.io.telemetry.decision_log import (
     ClosedLine,
     DecidedLine,
@@ -25,7 +27,9 @@ from pointsman.router.io.telemetry.decision_log import (
     MalformedLine,
     read_log,
 )
+from pointsman.router.v1 import fleet_pb2
 from tests.support.router_values import join, place, request, state
+from tests.support.waiting import eventually
 
 app = typer.Typer()
 add_fleet_commands(app)
@@ -204,3 +208,45 @@ def test_a_request_that_was_decided_again_is_found_after_its_first_decision_left
     found = log.get("same")
     assert found is not None
     assert found.decision.decision_id == "d2"
+
+
+def logged_decision() -> Decision:
+    router = state()
+    join(router, "a", 1)
+    answer = place(router, request("r", tokens=1))
+    assert isinstance(answer, ev.Placed)
+    return answer.decision
+
+
+async def test_a_slow_reader_of_the_log_is_told_what_it_missed() -> None:
+    log, decision = DecisionLog(10), logged_decision()
+    watch, other = log.watch(lambda one: one.unix_s % 2 == 0), log.watch()
+    for number in range(2_010):
+        log.decided(replace(decision, decision_id=str(number)), float(number), 0.0)
+    first, dropped = await watch.next()
+    assert (first.decision.decision_id, dropped) == ("10", 5)
+    second, dropped = await watch.next()
+    assert (second.decision.decision_id, dropped) == ("12", 0)
+    news, dropped = other.read_all()
+    assert ([one.decision.decision_id for one in news], dropped) == ([str(n) for n in range(1_010, 2_010)], 1_010)
+    assert other.read_all() == ([], 0)
+    log.unwatch(watch)
+    log.unwatch(other)
+    assert not log.watched
+
+
+async def test_viewers_are_told_of_decisions_that_were_dropped_before_they_were_looked_at() -> None:
+    log, decision = DecisionLog(10), logged_decision()
+    stream = DecisionStream(log, lambda one: fleet_pb2.Decision(decision_id=one.decision.decision_id))
+    viewer = stream.join(lambda: None)
+
+    async def watched() -> bool:
+        return log.watched
+
+    await eventually(watched, "the log is watched")
+    for number in range(1_200):
+        log.decided(replace(decision, decision_id=str(number)), 0.0, 0.0)
+    told = json.loads((await viewer.next(60.0)).removeprefix("data: "))
+    assert [one["decisionId"] for one in told["decisions"]] == [str(number) for number in range(1_180, 1_200)]
+    assert told["skipped"] == 1_180
+    stream.leave(viewer)

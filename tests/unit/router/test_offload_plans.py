@@ -28,6 +28,7 @@ from pointsman.router.core.types import (
 )
 from pointsman.router.io.convert import operator_messages
 from pointsman.router.io.telemetry.decision_log import LoggedDecision
+from pointsman.router.v1 import fleet_pb2
 from tests.support.router_values import hello, join, place, request
 
 PROMPT = list(range(2_000))
@@ -290,7 +291,7 @@ def test_the_wire_tells_figures_next_owner_and_the_new_features() -> None:
     decision = placed(router, "r1", 2.0).decision
     wire = operator_messages.decision_to_wire(router, LoggedDecision(decision, 0.0, 0.0))
     assert dict(wire.figures) == {"host_load": 4.0, "target_load": 1.0}
-    assert (wire.next_owner, wire.mode, wire.reason) == ("a", "OFFLOAD", "migrate")
+    assert (wire.next_owner, wire.mode, wire.reason) == ("a", fleet_pb2.PLACEMENT_MODE_OFFLOAD, "migrate")
     assert [step.instance.instance_id for step in wire.steps] == ["a", "b"]
     assert wire.policy.settings["picker"] == "rotation"
     assert wire.policy.settings["rotate_affinity"] is False

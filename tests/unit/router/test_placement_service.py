@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from pointsman.common.io.channel import END_OF_STREAM
+from pointsman.router.core.gateway_claims import GatewayClaims
 from pointsman.router.io.rpc.placement_service import PlacementService
 from pointsman.router.v1 import placement_pb2
+from tests.support.router import gateway_hello
 
 
 class Router:
@@ -19,6 +21,7 @@ class Router:
     def __init__(self) -> None:
         self.settings = SimpleNamespace(router_id="r1")
         self.store = SimpleNamespace(epoch=1)
+        self.gateway_claims = GatewayClaims(15.0)
         self.calls: list[str] = []
 
     def opened(self, hello: Any, stream: Any) -> None:
@@ -38,9 +41,15 @@ class Context:
     async def read(self) -> Any:
         if not self._read:
             self._read = True
-            return placement_pb2.SessionRequest(hello=placement_pb2.GatewayHello(gateway_id="gw-1"))
+            return placement_pb2.SessionRequest(hello=gateway_hello("gw-1"))
         await asyncio.sleep(0)
         return END_OF_STREAM
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {}
 
     async def write(self, message: Any) -> None:
         await asyncio.sleep(0)
@@ -55,7 +64,7 @@ class Context:
 def test_a_gateway_that_is_gone_is_lost_whenever_its_call_is_cancelled(turns: int) -> None:
     async def play() -> list[str]:
         router, context = Router(), Context(turns)
-        service = PlacementService(router)  # type: ignore[arg-type]
+        service = PlacementService(router, lambda *_: True)  # type: ignore[arg-type]
         session = asyncio.ensure_future(service.Session(None, context))  # type: ignore[arg-type]
         await asyncio.gather(context.play(session), session, return_exceptions=True)
         return router.calls

@@ -24,6 +24,102 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _RouteClass:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RouteClassEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RouteClass.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ROUTE_CLASS_UNSPECIFIED: _RouteClass.ValueType  # 0
+    """ROUTE_CLASS_UNSPECIFIED is not told; in a filter it matches all."""
+    ROUTE_CLASS_LIGHT: _RouteClass.ValueType  # 1
+    """ROUTE_CLASS_LIGHT: few new tokens, or most of the prompt is cached."""
+    ROUTE_CLASS_MEDIUM: _RouteClass.ValueType  # 2
+    """ROUTE_CLASS_MEDIUM: all others."""
+    ROUTE_CLASS_HEAVY: _RouteClass.ValueType  # 3
+    """ROUTE_CLASS_HEAVY: very many new tokens."""
+
+class RouteClass(_RouteClass, metaclass=_RouteClassEnumTypeWrapper):
+    """RouteClass is how much work a request was, by what was not cached of it."""
+
+ROUTE_CLASS_UNSPECIFIED: RouteClass.ValueType  # 0
+"""ROUTE_CLASS_UNSPECIFIED is not told; in a filter it matches all."""
+ROUTE_CLASS_LIGHT: RouteClass.ValueType  # 1
+"""ROUTE_CLASS_LIGHT: few new tokens, or most of the prompt is cached."""
+ROUTE_CLASS_MEDIUM: RouteClass.ValueType  # 2
+"""ROUTE_CLASS_MEDIUM: all others."""
+ROUTE_CLASS_HEAVY: RouteClass.ValueType  # 3
+"""ROUTE_CLASS_HEAVY: very many new tokens."""
+Global___RouteClass: _TypeAlias = RouteClass  # noqa: Y015
+
+class _PlacementMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PlacementModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PlacementMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PLACEMENT_MODE_UNSPECIFIED: _PlacementMode.ValueType  # 0
+    """PLACEMENT_MODE_UNSPECIFIED is not told."""
+    PLACEMENT_MODE_COLOCATED: _PlacementMode.ValueType  # 1
+    """PLACEMENT_MODE_COLOCATED: one instance computes the prompt and answers."""
+    PLACEMENT_MODE_OFFLOAD: _PlacementMode.ValueType  # 2
+    """PLACEMENT_MODE_OFFLOAD: another instance computes the prompt, or a part of it, before."""
+    PLACEMENT_MODE_HELD: _PlacementMode.ValueType  # 3
+    """PLACEMENT_MODE_HELD: the policy would hold the request (Explain and WhatIf only)."""
+
+class PlacementMode(_PlacementMode, metaclass=_PlacementModeEnumTypeWrapper):
+    """PlacementMode is the form of a plan."""
+
+PLACEMENT_MODE_UNSPECIFIED: PlacementMode.ValueType  # 0
+"""PLACEMENT_MODE_UNSPECIFIED is not told."""
+PLACEMENT_MODE_COLOCATED: PlacementMode.ValueType  # 1
+"""PLACEMENT_MODE_COLOCATED: one instance computes the prompt and answers."""
+PLACEMENT_MODE_OFFLOAD: PlacementMode.ValueType  # 2
+"""PLACEMENT_MODE_OFFLOAD: another instance computes the prompt, or a part of it, before."""
+PLACEMENT_MODE_HELD: PlacementMode.ValueType  # 3
+"""PLACEMENT_MODE_HELD: the policy would hold the request (Explain and WhatIf only)."""
+Global___PlacementMode: _TypeAlias = PlacementMode  # noqa: Y015
+
+class _DecisionOutcome:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DecisionOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DecisionOutcome.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DECISION_OUTCOME_UNSPECIFIED: _DecisionOutcome.ValueType  # 0
+    """DECISION_OUTCOME_UNSPECIFIED is not told."""
+    DECISION_OUTCOME_OK: _DecisionOutcome.ValueType  # 1
+    """DECISION_OUTCOME_OK: OUTCOME_OK was reported, and so on."""
+    DECISION_OUTCOME_CANCELLED: _DecisionOutcome.ValueType  # 2
+    """DECISION_OUTCOME_CANCELLED: the client left."""
+    DECISION_OUTCOME_REJECTED: _DecisionOutcome.ValueType  # 3
+    """DECISION_OUTCOME_REJECTED: the engine answered 4xx."""
+    DECISION_OUTCOME_FAILED: _DecisionOutcome.ValueType  # 4
+    """DECISION_OUTCOME_FAILED: the engine failed or could not be reached."""
+    DECISION_OUTCOME_OPEN: _DecisionOutcome.ValueType  # 5
+    """DECISION_OUTCOME_OPEN: the request runs."""
+    DECISION_OUTCOME_DRY_RUN: _DecisionOutcome.ValueType  # 6
+    """DECISION_OUTCOME_DRY_RUN: of Explain; nothing was reserved."""
+
+class DecisionOutcome(_DecisionOutcome, metaclass=_DecisionOutcomeEnumTypeWrapper):
+    """DecisionOutcome is how the request of a decision ended."""
+
+DECISION_OUTCOME_UNSPECIFIED: DecisionOutcome.ValueType  # 0
+"""DECISION_OUTCOME_UNSPECIFIED is not told."""
+DECISION_OUTCOME_OK: DecisionOutcome.ValueType  # 1
+"""DECISION_OUTCOME_OK: OUTCOME_OK was reported, and so on."""
+DECISION_OUTCOME_CANCELLED: DecisionOutcome.ValueType  # 2
+"""DECISION_OUTCOME_CANCELLED: the client left."""
+DECISION_OUTCOME_REJECTED: DecisionOutcome.ValueType  # 3
+"""DECISION_OUTCOME_REJECTED: the engine answered 4xx."""
+DECISION_OUTCOME_FAILED: DecisionOutcome.ValueType  # 4
+"""DECISION_OUTCOME_FAILED: the engine failed or could not be reached."""
+DECISION_OUTCOME_OPEN: DecisionOutcome.ValueType  # 5
+"""DECISION_OUTCOME_OPEN: the request runs."""
+DECISION_OUTCOME_DRY_RUN: DecisionOutcome.ValueType  # 6
+"""DECISION_OUTCOME_DRY_RUN: of Explain; nothing was reserved."""
+Global___DecisionOutcome: _TypeAlias = DecisionOutcome  # noqa: Y015
+
 class _InstanceState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -184,21 +280,29 @@ Global___InstanceStatus: _TypeAlias = InstanceStatus  # noqa: Y015
 
 @_typing.final
 class ListInstancesRequest(_message.Message):
-    """ListInstancesRequest filters."""
+    """ListInstancesRequest filters and bounds."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """model to list; empty for all."""
+    page_size: _builtins.int
+    """page_size is 1,000 at most, which 0 means, too."""
+    page_token: _builtins.str
+    """page_token is next_page_token of the page before; empty for the first."""
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -214,10 +318,16 @@ class ListInstancesResponse(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     HELD_REQUESTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    POLICY_ETAG_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """router_id of the replica that answers."""
     held_requests: _builtins.int
     """held_requests wait in this replica for a placement."""
+    next_page_token: _builtins.str
+    """next_page_token for the instances after these; empty at the end."""
+    policy_etag: _builtins.str
+    """policy_etag stands for the policy in force, for SetPolicyRequest.etag."""
     @_builtins.property
     def instances(self) -> _containers.RepeatedCompositeFieldContainer[Global___InstanceStatus]:
         """instances by id."""
@@ -233,10 +343,12 @@ class ListInstancesResponse(_message.Message):
         policy: Global___Policy | None = ...,
         router_id: _builtins.str = ...,
         held_requests: _builtins.int = ...,
+        next_page_token: _builtins.str = ...,
+        policy_etag: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_requests", b"held_requests", "instances", b"instances", "policy", b"policy", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_requests", b"held_requests", "instances", b"instances", "next_page_token", b"next_page_token", "policy", b"policy", "policy_etag", b"policy_etag", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -377,6 +489,11 @@ class SetPolicyRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_FIELD_NUMBER: _builtins.int
+    ETAG_FIELD_NUMBER: _builtins.int
+    etag: _builtins.str
+    """etag of the policy that this one is to replace (https://google.aip.dev/154), as ListInstances or SetPolicy told it; empty to
+    replace whatever is in force.
+    """
     @_builtins.property
     def policy(self) -> Global___Policy:
         """policy to use from now on."""
@@ -385,10 +502,11 @@ class SetPolicyRequest(_message.Message):
         self,
         *,
         policy: Global___Policy | None = ...,
+        etag: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "policy", b"policy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -401,7 +519,10 @@ class SetPolicyResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_FIELD_NUMBER: _builtins.int
+    ETAG_FIELD_NUMBER: _builtins.int
     THIS_REPLICA_ONLY_FIELD_NUMBER: _builtins.int
+    etag: _builtins.str
+    """etag stands for it."""
     this_replica_only: _builtins.bool
     """this_replica_only: the shared store is away, so that other replicas take the policy when it is back."""
     @_builtins.property
@@ -412,11 +533,12 @@ class SetPolicyResponse(_message.Message):
         self,
         *,
         policy: Global___Policy | None = ...,
+        etag: _builtins.str = ...,
         this_replica_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy", "this_replica_only", b"this_replica_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "policy", b"policy", "this_replica_only", b"this_replica_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -595,10 +717,10 @@ class Decision(_message.Message):
     """input_tokens of the prompt."""
     key_count: _builtins.int
     """key_count: full 16-token blocks; 0 when placed without prefix knowledge."""
-    route_class: _builtins.str
-    """route_class: LIGHT, MEDIUM or HEAVY."""
-    mode: _builtins.str
-    """mode: COLOCATED or OFFLOAD; HELD (Explain only) when the policy would hold the request."""
+    route_class: Global___RouteClass.ValueType
+    """route_class of the request on the chosen instance."""
+    mode: Global___PlacementMode.ValueType
+    """mode of the plan."""
     reason: _builtins.str
     """reason in a word: session_affinity, least_load_x_work, ..."""
     cached_tokens: _builtins.int
@@ -613,8 +735,8 @@ class Decision(_message.Message):
     """inputs_digest is equal for equal inputs."""
     degraded: _builtins.bool
     """degraded: made while the shared store was away."""
-    outcome: _builtins.str
-    """outcome: OK, CANCELLED, REJECTED, FAILED, or OPEN while the request runs, DRY_RUN for Explain."""
+    outcome: Global___DecisionOutcome.ValueType
+    """outcome so far."""
     next_owner: _builtins.str
     """next_owner is the session's owner after the decision; empty without a session."""
     @_builtins.property
@@ -667,8 +789,8 @@ class Decision(_message.Message):
         session_id: _builtins.str = ...,
         input_tokens: _builtins.int = ...,
         key_count: _builtins.int = ...,
-        route_class: _builtins.str = ...,
-        mode: _builtins.str = ...,
+        route_class: Global___RouteClass.ValueType = ...,
+        mode: Global___PlacementMode.ValueType = ...,
         reason: _builtins.str = ...,
         steps: _abc.Iterable[_placement_pb2.Step] | None = ...,
         cached_tokens: _builtins.int = ...,
@@ -678,7 +800,7 @@ class Decision(_message.Message):
         margin: _builtins.float | None = ...,
         inputs_digest: _builtins.int = ...,
         degraded: _builtins.bool = ...,
-        outcome: _builtins.str = ...,
+        outcome: Global___DecisionOutcome.ValueType = ...,
         finished: _placement_pb2.Finished | None = ...,
         decide_time: _duration_pb2.Duration | None = ...,
         held: _duration_pb2.Duration | None = ...,
@@ -713,7 +835,7 @@ class DecisionFilter(_message.Message):
     """session_id to match."""
     instance_id: _builtins.str
     """instance_id of any step."""
-    route_class: _builtins.str
+    route_class: Global___RouteClass.ValueType
     """route_class to match."""
     reason: _builtins.str
     """reason to match."""
@@ -732,7 +854,7 @@ class DecisionFilter(_message.Message):
         *,
         session_id: _builtins.str = ...,
         instance_id: _builtins.str = ...,
-        route_class: _builtins.str = ...,
+        route_class: Global___RouteClass.ValueType = ...,
         reason: _builtins.str = ...,
         since: _duration_pb2.Duration | None = ...,
         request_id: _builtins.str = ...,
@@ -754,8 +876,11 @@ class ListDecisionsRequest(_message.Message):
 
     FILTER_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """page_size is 1 to 1000; 0 means 50."""
+    """page_size is 1,000 at most; 0 means 50."""
+    page_token: _builtins.str
+    """page_token is next_page_token of the page before; empty for the first. Decisions made since the first page are on none."""
     @_builtins.property
     def filter(self) -> Global___DecisionFilter:
         """filter to apply."""
@@ -765,10 +890,11 @@ class ListDecisionsRequest(_message.Message):
         *,
         filter: Global___DecisionFilter | None = ...,
         page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "page_size", b"page_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -781,6 +907,9 @@ class ListDecisionsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DECISIONS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """next_page_token for older ones; empty at the end."""
     @_builtins.property
     def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Decision]:
         """decisions without their candidates and inputs_digest."""
@@ -789,10 +918,11 @@ class ListDecisionsResponse(_message.Message):
         self,
         *,
         decisions: _abc.Iterable[Global___Decision] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -829,6 +959,11 @@ class WatchDecisionsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DECISION_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    dropped: _builtins.int
+    """dropped is how many messages that match the filter there would have been between the one before and this one: the reader was
+    slow, and 1,000 waited already. ListDecisions may still have what they told.
+    """
     @_builtins.property
     def decision(self) -> Global___Decision:
         """decision without its candidates and inputs_digest: when it is made, and again when its request ended."""
@@ -837,10 +972,11 @@ class WatchDecisionsResponse(_message.Message):
         self,
         *,
         decision: Global___Decision | None = ...,
+        dropped: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "dropped", b"dropped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -995,7 +1131,7 @@ class WhatIfResponse(_message.Message):
         DECIDED_FIELD_NUMBER: _builtins.int
         CHANGED_FIELD_NUMBER: _builtins.int
         CACHED_TOKENS_CHANGE_FIELD_NUMBER: _builtins.int
-        route_class: _builtins.str
+        route_class: Global___RouteClass.ValueType
         """route_class as recorded."""
         reason: _builtins.str
         """reason under the other policy."""
@@ -1008,7 +1144,7 @@ class WhatIfResponse(_message.Message):
         def __init__(
             self,
             *,
-            route_class: _builtins.str = ...,
+            route_class: Global___RouteClass.ValueType = ...,
             reason: _builtins.str = ...,
             decided: _builtins.int = ...,
             changed: _builtins.int = ...,
@@ -1044,10 +1180,10 @@ class WhatIfResponse(_message.Message):
         """cached_tokens_change: would-be less recorded."""
         reason: _builtins.str
         """reason under the other policy."""
-        from_mode: _builtins.str
-        """from_mode as recorded: COLOCATED or OFFLOAD."""
-        to_mode: _builtins.str
-        """to_mode under the other policy: COLOCATED, OFFLOAD or HELD."""
+        from_mode: Global___PlacementMode.ValueType
+        """from_mode as recorded."""
+        to_mode: Global___PlacementMode.ValueType
+        """to_mode under the other policy."""
         to_prefill_instance_id: _builtins.str
         """to_prefill_instance_id prefills first, where that is another than the one it would have gone to."""
         def __init__(
@@ -1058,8 +1194,8 @@ class WhatIfResponse(_message.Message):
             to_instance_id: _builtins.str = ...,
             cached_tokens_change: _builtins.int = ...,
             reason: _builtins.str = ...,
-            from_mode: _builtins.str = ...,
-            to_mode: _builtins.str = ...,
+            from_mode: Global___PlacementMode.ValueType = ...,
+            to_mode: Global___PlacementMode.ValueType = ...,
             to_prefill_instance_id: _builtins.str = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -1148,26 +1284,6 @@ class SummarizeDecisionsResponse(_message.Message):
 
         DESCRIPTOR: _descriptor.Descriptor
 
-        @_typing.final
-        class OutcomesEntry(_message.Message):
-            DESCRIPTOR: _descriptor.Descriptor
-
-            KEY_FIELD_NUMBER: _builtins.int
-            VALUE_FIELD_NUMBER: _builtins.int
-            key: _builtins.str
-            value: _builtins.int
-            def __init__(
-                self,
-                *,
-                key: _builtins.str = ...,
-                value: _builtins.int = ...,
-            ) -> None: ...
-            _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-            def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-            _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-            def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-            def WhichOneof(self, oneof_group: _Never) -> None: ...
-
         ROUTE_CLASS_FIELD_NUMBER: _builtins.int
         MODE_FIELD_NUMBER: _builtins.int
         REASON_FIELD_NUMBER: _builtins.int
@@ -1182,9 +1298,9 @@ class SummarizeDecisionsResponse(_message.Message):
         REPORTED_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
         TTFT_P50_FIELD_NUMBER: _builtins.int
         TTFT_P95_FIELD_NUMBER: _builtins.int
-        route_class: _builtins.str
+        route_class: Global___RouteClass.ValueType
         """route_class, as Decision.route_class."""
-        mode: _builtins.str
+        mode: Global___PlacementMode.ValueType
         """mode, as Decision.mode."""
         reason: _builtins.str
         """reason, as Decision.reason."""
@@ -1205,8 +1321,8 @@ class SummarizeDecisionsResponse(_message.Message):
         reported_cached_tokens: _builtins.int
         """reported_cached_tokens of those."""
         @_builtins.property
-        def outcomes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-            """outcomes by Decision.outcome; they add up to decided."""
+        def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___SummarizeDecisionsResponse.OutcomeCount]:
+            """outcomes that there were, each once; they add up to decided."""
 
         @_builtins.property
         def ttft_p50(self) -> _duration_pb2.Duration:
@@ -1219,11 +1335,11 @@ class SummarizeDecisionsResponse(_message.Message):
         def __init__(
             self,
             *,
-            route_class: _builtins.str = ...,
-            mode: _builtins.str = ...,
+            route_class: Global___RouteClass.ValueType = ...,
+            mode: Global___PlacementMode.ValueType = ...,
             reason: _builtins.str = ...,
             decided: _builtins.int = ...,
-            outcomes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+            outcomes: _abc.Iterable[Global___SummarizeDecisionsResponse.OutcomeCount] | None = ...,
             fell_back: _builtins.int = ...,
             held: _builtins.int = ...,
             input_tokens: _builtins.int = ...,
@@ -1237,6 +1353,30 @@ class SummarizeDecisionsResponse(_message.Message):
         _HasFieldArgType: _TypeAlias = _typing.Literal["ttft_p50", b"ttft_p50", "ttft_p95", b"ttft_p95"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
         _ClearFieldArgType: _TypeAlias = _typing.Literal["decided", b"decided", "fell_back", b"fell_back", "held", b"held", "input_tokens", b"input_tokens", "mode", b"mode", "outcomes", b"outcomes", "predicted_cached_tokens", b"predicted_cached_tokens", "reason", b"reason", "reported", b"reported", "reported_cached_tokens", b"reported_cached_tokens", "reported_input_tokens", b"reported_input_tokens", "route_class", b"route_class", "ttft_p50", b"ttft_p50", "ttft_p95", b"ttft_p95"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class OutcomeCount(_message.Message):
+        """OutcomeCount is how many decisions of a group ended so."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        OUTCOME_FIELD_NUMBER: _builtins.int
+        DECIDED_FIELD_NUMBER: _builtins.int
+        outcome: Global___DecisionOutcome.ValueType
+        """outcome, as Decision.outcome."""
+        decided: _builtins.int
+        """decided is how many there are."""
+        def __init__(
+            self,
+            *,
+            outcome: Global___DecisionOutcome.ValueType = ...,
+            decided: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["decided", b"decided", "outcome", b"outcome"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1318,6 +1458,7 @@ class ListSessionsRequest(_message.Message):
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """model to list; empty for all."""
     instance_id: _builtins.str
@@ -1325,7 +1466,9 @@ class ListSessionsRequest(_message.Message):
     text: _builtins.str
     """text that the session's TENANT/SESSION_ID contains; empty for all."""
     page_size: _builtins.int
-    """page_size is 1 to 1000; 0 means 50."""
+    """page_size is 1,000 at most; 0 means 50."""
+    page_token: _builtins.str
+    """page_token is next_page_token of the page before; empty for the first. Sessions used since the first page may be on none."""
     def __init__(
         self,
         *,
@@ -1333,10 +1476,11 @@ class ListSessionsRequest(_message.Message):
         instance_id: _builtins.str = ...,
         text: _builtins.str = ...,
         page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "model", b"model", "page_size", b"page_size", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "model", b"model", "page_size", b"page_size", "page_token", b"page_token", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1351,8 +1495,11 @@ class ListSessionsResponse(_message.Message):
     SESSIONS_FIELD_NUMBER: _builtins.int
     TOTAL_FIELD_NUMBER: _builtins.int
     TIME_TO_LIVE_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     total: _builtins.int
     """total is how many sessions have an owner, whatever the filter."""
+    next_page_token: _builtins.str
+    """next_page_token for those used before these; empty at the end."""
     @_builtins.property
     def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionStatus]:
         """sessions that match, among the 20000 lately used ones."""
@@ -1367,10 +1514,11 @@ class ListSessionsResponse(_message.Message):
         sessions: _abc.Iterable[Global___SessionStatus] | None = ...,
         total: _builtins.int = ...,
         time_to_live: _duration_pb2.Duration | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["time_to_live", b"time_to_live"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sessions", b"sessions", "time_to_live", b"time_to_live", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "sessions", b"sessions", "time_to_live", b"time_to_live", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

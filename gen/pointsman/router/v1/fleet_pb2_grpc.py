@@ -27,6 +27,17 @@ if _version_not_supported:
 
 class FleetServiceStub:
     """FleetService is for people, shells and consoles.
+
+    Long lists come in pages (https://google.aip.dev/158): page_size bounds a page, which may have fewer entries than there are.
+    The next one is asked for by the same request with next_page_token as its page_token; at the end that is empty.
+    INVALID_ARGUMENT (INVALID_PAGE_TOKEN) for a token of another request, of another replica, or of nobody.
+
+    Errors carry a google.rpc.ErrorInfo of the domain "pointsman" (https://google.aip.dev/193) in the trailer
+    grpc-status-details-bin: branch on its reason, not on the message. Reasons are named in brackets here, behind the code. Besides
+    those of methods there are NOT_FOUND (MODEL_NOT_FOUND), RESOURCE_EXHAUSTED (SATURATED), UNAVAILABLE (NO_INSTANCE, NOT_SERVING,
+    NOT_OWNER), each with a RetryInfo where trying again may help; INVALID_ARGUMENT (INVALID_POLICY) with a BadRequest that names
+    the field, and (INVALID_FIELD) with the field in the metadata. UNAUTHENTICATED, without a valid token, and PERMISSION_DENIED,
+    with another role's, have no details. A token is shown as metadata `authorization: Bearer TOKEN`.
     """
 
     def __init__(self, channel):
@@ -104,17 +115,28 @@ class FleetServiceStub:
 
 class FleetServiceServicer:
     """FleetService is for people, shells and consoles.
+
+    Long lists come in pages (https://google.aip.dev/158): page_size bounds a page, which may have fewer entries than there are.
+    The next one is asked for by the same request with next_page_token as its page_token; at the end that is empty.
+    INVALID_ARGUMENT (INVALID_PAGE_TOKEN) for a token of another request, of another replica, or of nobody.
+
+    Errors carry a google.rpc.ErrorInfo of the domain "pointsman" (https://google.aip.dev/193) in the trailer
+    grpc-status-details-bin: branch on its reason, not on the message. Reasons are named in brackets here, behind the code. Besides
+    those of methods there are NOT_FOUND (MODEL_NOT_FOUND), RESOURCE_EXHAUSTED (SATURATED), UNAVAILABLE (NO_INSTANCE, NOT_SERVING,
+    NOT_OWNER), each with a RetryInfo where trying again may help; INVALID_ARGUMENT (INVALID_POLICY) with a BadRequest that names
+    the field, and (INVALID_FIELD) with the field in the metadata. UNAUTHENTICATED, without a valid token, and PERMISSION_DENIED,
+    with another role's, have no details. A token is shown as metadata `authorization: Bearer TOKEN`.
     """
 
     def ListInstances(self, request, context):
-        """ListInstances tells every known instance with its load.
+        """ListInstances tells every known instance with its load, by id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetInstance(self, request, context):
-        """GetInstance tells one. NOT_FOUND when unknown.
+        """GetInstance tells one. NOT_FOUND (INSTANCE_NOT_FOUND) when unknown.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -122,7 +144,7 @@ class FleetServiceServicer:
 
     def Drain(self, request, context):
         """Drain stops or resumes placing on an instance, while its incarnation lasts. Replicas that share a store all do, those that
-        start later, too. NOT_FOUND when unknown.
+        start later, too. NOT_FOUND (INSTANCE_NOT_FOUND) when unknown.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -130,7 +152,8 @@ class FleetServiceServicer:
 
     def SetPolicy(self, request, context):
         """SetPolicy changes the policy or its settings; reservations and affinity stay. Replicas that share a store all take it, those
-        that start later, too. INVALID_ARGUMENT names the field.
+        that start later, too. INVALID_ARGUMENT names the field. ABORTED (POLICY_CHANGED) when another policy than the one that the
+        request's etag stands for is in force.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -144,14 +167,15 @@ class FleetServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchDecisions(self, request, context):
-        """WatchDecisions streams decisions as they are made.
+        """WatchDecisions streams decisions as they are made, until the caller ends it or the router stops. Initial metadata comes at
+        once: what is decided after it is told.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetDecision(self, request, context):
-        """GetDecision tells one with all its candidates. NOT_FOUND when it left the log.
+        """GetDecision tells one with all its candidates. NOT_FOUND (DECISION_NOT_FOUND) when it left the log.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -187,14 +211,15 @@ class FleetServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListPolicies(self, request, context):
-        """ListPolicies tells the policies there are, with their settings.
+        """ListPolicies tells the policies there are, a dozen, with their settings: all at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListReplicas(self, request, context):
-        """ListReplicas tells the fleet's live routers, who owns which pool, and how the replica that answers is.
+        """ListReplicas tells the fleet's live routers, who owns which pool, and how the replica that answers is: all at once, since
+        they are few.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -278,6 +303,17 @@ def add_FleetServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class FleetService:
     """FleetService is for people, shells and consoles.
+
+    Long lists come in pages (https://google.aip.dev/158): page_size bounds a page, which may have fewer entries than there are.
+    The next one is asked for by the same request with next_page_token as its page_token; at the end that is empty.
+    INVALID_ARGUMENT (INVALID_PAGE_TOKEN) for a token of another request, of another replica, or of nobody.
+
+    Errors carry a google.rpc.ErrorInfo of the domain "pointsman" (https://google.aip.dev/193) in the trailer
+    grpc-status-details-bin: branch on its reason, not on the message. Reasons are named in brackets here, behind the code. Besides
+    those of methods there are NOT_FOUND (MODEL_NOT_FOUND), RESOURCE_EXHAUSTED (SATURATED), UNAVAILABLE (NO_INSTANCE, NOT_SERVING,
+    NOT_OWNER), each with a RetryInfo where trying again may help; INVALID_ARGUMENT (INVALID_POLICY) with a BadRequest that names
+    the field, and (INVALID_FIELD) with the field in the metadata. UNAUTHENTICATED, without a valid token, and PERMISSION_DENIED,
+    with another role's, have no details. A token is shown as metadata `authorization: Bearer TOKEN`.
     """
 
     @staticmethod

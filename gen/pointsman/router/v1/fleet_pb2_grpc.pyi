@@ -27,30 +27,45 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class FleetServiceStub:
-    """FleetService is for people, shells and consoles."""
+    """FleetService is for people, shells and consoles.
+
+    Long lists come in pages (https://google.aip.dev/158): page_size bounds a page, which may have fewer entries than there are.
+    The next one is asked for by the same request with next_page_token as its page_token; at the end that is empty.
+    INVALID_ARGUMENT (INVALID_PAGE_TOKEN) for a token of another request, of another replica, or of nobody.
+
+    Errors carry a google.rpc.ErrorInfo of the domain "pointsman" (https://google.aip.dev/193) in the trailer
+    grpc-status-details-bin: branch on its reason, not on the message. Reasons are named in brackets here, behind the code. Besides
+    those of methods there are NOT_FOUND (MODEL_NOT_FOUND), RESOURCE_EXHAUSTED (SATURATED), UNAVAILABLE (NO_INSTANCE, NOT_SERVING,
+    NOT_OWNER), each with a RetryInfo where trying again may help; INVALID_ARGUMENT (INVALID_POLICY) with a BadRequest that names
+    the field, and (INVALID_FIELD) with the field in the metadata. UNAUTHENTICATED, without a valid token, and PERMISSION_DENIED,
+    with another role's, have no details. A token is shown as metadata `authorization: Bearer TOKEN`.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> FleetServiceAsyncStub: ...
     ListInstances: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListInstancesRequest, _fleet_pb2.ListInstancesResponse]
-    """ListInstances tells every known instance with its load."""
+    """ListInstances tells every known instance with its load, by id."""
     GetInstance: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.GetInstanceRequest, _fleet_pb2.GetInstanceResponse]
-    """GetInstance tells one. NOT_FOUND when unknown."""
+    """GetInstance tells one. NOT_FOUND (INSTANCE_NOT_FOUND) when unknown."""
     Drain: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.DrainRequest, _fleet_pb2.DrainResponse]
     """Drain stops or resumes placing on an instance, while its incarnation lasts. Replicas that share a store all do, those that
-    start later, too. NOT_FOUND when unknown.
+    start later, too. NOT_FOUND (INSTANCE_NOT_FOUND) when unknown.
     """
     SetPolicy: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.SetPolicyRequest, _fleet_pb2.SetPolicyResponse]
     """SetPolicy changes the policy or its settings; reservations and affinity stay. Replicas that share a store all take it, those
-    that start later, too. INVALID_ARGUMENT names the field.
+    that start later, too. INVALID_ARGUMENT names the field. ABORTED (POLICY_CHANGED) when another policy than the one that the
+    request's etag stands for is in force.
     """
     ListDecisions: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListDecisionsRequest, _fleet_pb2.ListDecisionsResponse]
     """ListDecisions tells the newest decisions first."""
     WatchDecisions: _grpc.UnaryStreamMultiCallable[_fleet_pb2.WatchDecisionsRequest, _fleet_pb2.WatchDecisionsResponse]
-    """WatchDecisions streams decisions as they are made."""
+    """WatchDecisions streams decisions as they are made, until the caller ends it or the router stops. Initial metadata comes at
+    once: what is decided after it is told.
+    """
     GetDecision: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.GetDecisionRequest, _fleet_pb2.GetDecisionResponse]
-    """GetDecision tells one with all its candidates. NOT_FOUND when it left the log."""
+    """GetDecision tells one with all its candidates. NOT_FOUND (DECISION_NOT_FOUND) when it left the log."""
     Explain: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ExplainRequest, _fleet_pb2.ExplainResponse]
     """Explain decides on a hypothetical request and reserves nothing. At a replica that does not own the pool: UNAVAILABLE with
     an ErrorInfo NOT_OWNER, as PlacementService.Place.
@@ -62,33 +77,50 @@ class FleetServiceStub:
     ListSessions: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListSessionsRequest, _fleet_pb2.ListSessionsResponse]
     """ListSessions tells which instance owns which session, the lately used first."""
     ListPolicies: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListPoliciesRequest, _fleet_pb2.ListPoliciesResponse]
-    """ListPolicies tells the policies there are, with their settings."""
+    """ListPolicies tells the policies there are, a dozen, with their settings: all at once."""
     ListReplicas: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListReplicasRequest, _fleet_pb2.ListReplicasResponse]
-    """ListReplicas tells the fleet's live routers, who owns which pool, and how the replica that answers is."""
+    """ListReplicas tells the fleet's live routers, who owns which pool, and how the replica that answers is: all at once, since
+    they are few.
+    """
 
 @_typing.type_check_only
 class FleetServiceAsyncStub(FleetServiceStub):
-    """FleetService is for people, shells and consoles."""
+    """FleetService is for people, shells and consoles.
+
+    Long lists come in pages (https://google.aip.dev/158): page_size bounds a page, which may have fewer entries than there are.
+    The next one is asked for by the same request with next_page_token as its page_token; at the end that is empty.
+    INVALID_ARGUMENT (INVALID_PAGE_TOKEN) for a token of another request, of another replica, or of nobody.
+
+    Errors carry a google.rpc.ErrorInfo of the domain "pointsman" (https://google.aip.dev/193) in the trailer
+    grpc-status-details-bin: branch on its reason, not on the message. Reasons are named in brackets here, behind the code. Besides
+    those of methods there are NOT_FOUND (MODEL_NOT_FOUND), RESOURCE_EXHAUSTED (SATURATED), UNAVAILABLE (NO_INSTANCE, NOT_SERVING,
+    NOT_OWNER), each with a RetryInfo where trying again may help; INVALID_ARGUMENT (INVALID_POLICY) with a BadRequest that names
+    the field, and (INVALID_FIELD) with the field in the metadata. UNAUTHENTICATED, without a valid token, and PERMISSION_DENIED,
+    with another role's, have no details. A token is shown as metadata `authorization: Bearer TOKEN`.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListInstances: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListInstancesRequest, _fleet_pb2.ListInstancesResponse]  # type: ignore[assignment]
-    """ListInstances tells every known instance with its load."""
+    """ListInstances tells every known instance with its load, by id."""
     GetInstance: _aio.UnaryUnaryMultiCallable[_fleet_pb2.GetInstanceRequest, _fleet_pb2.GetInstanceResponse]  # type: ignore[assignment]
-    """GetInstance tells one. NOT_FOUND when unknown."""
+    """GetInstance tells one. NOT_FOUND (INSTANCE_NOT_FOUND) when unknown."""
     Drain: _aio.UnaryUnaryMultiCallable[_fleet_pb2.DrainRequest, _fleet_pb2.DrainResponse]  # type: ignore[assignment]
     """Drain stops or resumes placing on an instance, while its incarnation lasts. Replicas that share a store all do, those that
-    start later, too. NOT_FOUND when unknown.
+    start later, too. NOT_FOUND (INSTANCE_NOT_FOUND) when unknown.
     """
     SetPolicy: _aio.UnaryUnaryMultiCallable[_fleet_pb2.SetPolicyRequest, _fleet_pb2.SetPolicyResponse]  # type: ignore[assignment]
     """SetPolicy changes the policy or its settings; reservations and affinity stay. Replicas that share a store all take it, those
-    that start later, too. INVALID_ARGUMENT names the field.
+    that start later, too. INVALID_ARGUMENT names the field. ABORTED (POLICY_CHANGED) when another policy than the one that the
+    request's etag stands for is in force.
     """
     ListDecisions: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListDecisionsRequest, _fleet_pb2.ListDecisionsResponse]  # type: ignore[assignment]
     """ListDecisions tells the newest decisions first."""
     WatchDecisions: _aio.UnaryStreamMultiCallable[_fleet_pb2.WatchDecisionsRequest, _fleet_pb2.WatchDecisionsResponse]  # type: ignore[assignment]
-    """WatchDecisions streams decisions as they are made."""
+    """WatchDecisions streams decisions as they are made, until the caller ends it or the router stops. Initial metadata comes at
+    once: what is decided after it is told.
+    """
     GetDecision: _aio.UnaryUnaryMultiCallable[_fleet_pb2.GetDecisionRequest, _fleet_pb2.GetDecisionResponse]  # type: ignore[assignment]
-    """GetDecision tells one with all its candidates. NOT_FOUND when it left the log."""
+    """GetDecision tells one with all its candidates. NOT_FOUND (DECISION_NOT_FOUND) when it left the log."""
     Explain: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ExplainRequest, _fleet_pb2.ExplainResponse]  # type: ignore[assignment]
     """Explain decides on a hypothetical request and reserves nothing. At a replica that does not own the pool: UNAVAILABLE with
     an ErrorInfo NOT_OWNER, as PlacementService.Place.
@@ -100,12 +132,26 @@ class FleetServiceAsyncStub(FleetServiceStub):
     ListSessions: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListSessionsRequest, _fleet_pb2.ListSessionsResponse]  # type: ignore[assignment]
     """ListSessions tells which instance owns which session, the lately used first."""
     ListPolicies: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListPoliciesRequest, _fleet_pb2.ListPoliciesResponse]  # type: ignore[assignment]
-    """ListPolicies tells the policies there are, with their settings."""
+    """ListPolicies tells the policies there are, a dozen, with their settings: all at once."""
     ListReplicas: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListReplicasRequest, _fleet_pb2.ListReplicasResponse]  # type: ignore[assignment]
-    """ListReplicas tells the fleet's live routers, who owns which pool, and how the replica that answers is."""
+    """ListReplicas tells the fleet's live routers, who owns which pool, and how the replica that answers is: all at once, since
+    they are few.
+    """
 
 class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
-    """FleetService is for people, shells and consoles."""
+    """FleetService is for people, shells and consoles.
+
+    Long lists come in pages (https://google.aip.dev/158): page_size bounds a page, which may have fewer entries than there are.
+    The next one is asked for by the same request with next_page_token as its page_token; at the end that is empty.
+    INVALID_ARGUMENT (INVALID_PAGE_TOKEN) for a token of another request, of another replica, or of nobody.
+
+    Errors carry a google.rpc.ErrorInfo of the domain "pointsman" (https://google.aip.dev/193) in the trailer
+    grpc-status-details-bin: branch on its reason, not on the message. Reasons are named in brackets here, behind the code. Besides
+    those of methods there are NOT_FOUND (MODEL_NOT_FOUND), RESOURCE_EXHAUSTED (SATURATED), UNAVAILABLE (NO_INSTANCE, NOT_SERVING,
+    NOT_OWNER), each with a RetryInfo where trying again may help; INVALID_ARGUMENT (INVALID_POLICY) with a BadRequest that names
+    the field, and (INVALID_FIELD) with the field in the metadata. UNAUTHENTICATED, without a valid token, and PERMISSION_DENIED,
+    with another role's, have no details. A token is shown as metadata `authorization: Bearer TOKEN`.
+    """
 
     @_abc_1.abstractmethod
     def ListInstances(
@@ -113,7 +159,7 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _fleet_pb2.ListInstancesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.ListInstancesResponse, _abc.Awaitable[_fleet_pb2.ListInstancesResponse]]:
-        """ListInstances tells every known instance with its load."""
+        """ListInstances tells every known instance with its load, by id."""
 
     @_abc_1.abstractmethod
     def GetInstance(
@@ -121,7 +167,7 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _fleet_pb2.GetInstanceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.GetInstanceResponse, _abc.Awaitable[_fleet_pb2.GetInstanceResponse]]:
-        """GetInstance tells one. NOT_FOUND when unknown."""
+        """GetInstance tells one. NOT_FOUND (INSTANCE_NOT_FOUND) when unknown."""
 
     @_abc_1.abstractmethod
     def Drain(
@@ -130,7 +176,7 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.DrainResponse, _abc.Awaitable[_fleet_pb2.DrainResponse]]:
         """Drain stops or resumes placing on an instance, while its incarnation lasts. Replicas that share a store all do, those that
-        start later, too. NOT_FOUND when unknown.
+        start later, too. NOT_FOUND (INSTANCE_NOT_FOUND) when unknown.
         """
 
     @_abc_1.abstractmethod
@@ -140,7 +186,8 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.SetPolicyResponse, _abc.Awaitable[_fleet_pb2.SetPolicyResponse]]:
         """SetPolicy changes the policy or its settings; reservations and affinity stay. Replicas that share a store all take it, those
-        that start later, too. INVALID_ARGUMENT names the field.
+        that start later, too. INVALID_ARGUMENT names the field. ABORTED (POLICY_CHANGED) when another policy than the one that the
+        request's etag stands for is in force.
         """
 
     @_abc_1.abstractmethod
@@ -157,7 +204,9 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _fleet_pb2.WatchDecisionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_fleet_pb2.WatchDecisionsResponse], _abc.AsyncIterator[_fleet_pb2.WatchDecisionsResponse]]:
-        """WatchDecisions streams decisions as they are made."""
+        """WatchDecisions streams decisions as they are made, until the caller ends it or the router stops. Initial metadata comes at
+        once: what is decided after it is told.
+        """
 
     @_abc_1.abstractmethod
     def GetDecision(
@@ -165,7 +214,7 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _fleet_pb2.GetDecisionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.GetDecisionResponse, _abc.Awaitable[_fleet_pb2.GetDecisionResponse]]:
-        """GetDecision tells one with all its candidates. NOT_FOUND when it left the log."""
+        """GetDecision tells one with all its candidates. NOT_FOUND (DECISION_NOT_FOUND) when it left the log."""
 
     @_abc_1.abstractmethod
     def Explain(
@@ -207,7 +256,7 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _fleet_pb2.ListPoliciesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.ListPoliciesResponse, _abc.Awaitable[_fleet_pb2.ListPoliciesResponse]]:
-        """ListPolicies tells the policies there are, with their settings."""
+        """ListPolicies tells the policies there are, a dozen, with their settings: all at once."""
 
     @_abc_1.abstractmethod
     def ListReplicas(
@@ -215,6 +264,8 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _fleet_pb2.ListReplicasRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.ListReplicasResponse, _abc.Awaitable[_fleet_pb2.ListReplicasResponse]]:
-        """ListReplicas tells the fleet's live routers, who owns which pool, and how the replica that answers is."""
+        """ListReplicas tells the fleet's live routers, who owns which pool, and how the replica that answers is: all at once, since
+        they are few.
+        """
 
 def add_FleetServiceServicer_to_server(servicer: FleetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

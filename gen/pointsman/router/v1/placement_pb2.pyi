@@ -283,11 +283,19 @@ class GatewayHello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GATEWAY_ID_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
     OPEN_STREAMS_FIELD_NUMBER: _builtins.int
     WAITING_REQUEST_IDS_FIELD_NUMBER: _builtins.int
     KNOWN_INSTANCE_IDS_FIELD_NUMBER: _builtins.int
     gateway_id: _builtins.str
-    """gateway_id is unique for the gateway process's life."""
+    """gateway_id is unique for the gateway process's life. PERMISSION_DENIED where the caller's token is good for other ids
+    (gateways_file of the router). ALREADY_EXISTS with an ErrorInfo GATEWAY_ID_IN_USE where it is another gateway's: that has a
+    session open here, or had one so lately that its reservations live on.
+    """
+    secret: _builtins.bytes
+    """secret that goes with gateway_id, on every stream to every router: 16 random bytes or more, made up when the process starts
+    and told to nobody else. Who shows another one is another gateway.
+    """
     @_builtins.property
     def open_streams(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenStream]:
         """open_streams are the requests still running, of all pools; a replica takes up those of the pools it owns."""
@@ -306,13 +314,14 @@ class GatewayHello(_message.Message):
         self,
         *,
         gateway_id: _builtins.str = ...,
+        secret: _builtins.bytes = ...,
         open_streams: _abc.Iterable[Global___OpenStream] | None = ...,
         waiting_request_ids: _abc.Iterable[_builtins.str] | None = ...,
         known_instance_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "known_instance_ids", b"known_instance_ids", "open_streams", b"open_streams", "waiting_request_ids", b"waiting_request_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "known_instance_ids", b"known_instance_ids", "open_streams", b"open_streams", "secret", b"secret", "waiting_request_ids", b"waiting_request_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -435,7 +444,9 @@ class PlacementRequest(_message.Message):
     """
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """keys of the prompt's full 16-token blocks, in order; empty where no tokenizer is known."""
+        """keys of the prompt's full 16-token blocks, in order, made as GatewayWelcome.key_scheme names; empty where no tokenizer is
+        known, or not the scheme: the request is then placed without what is known of instances' caches.
+        """
 
     @_builtins.property
     def exclude(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -443,7 +454,7 @@ class PlacementRequest(_message.Message):
 
     @_builtins.property
     def deadline(self) -> _duration_pb2.Duration:
-        """deadline left to the first step."""
+        """deadline left to the first step; absent for the router's own bound of a hold. What comes after is the gateway's to time."""
 
     @_builtins.property
     def age(self) -> _duration_pb2.Duration:
@@ -486,7 +497,6 @@ class Step(_message.Message):
     PREFIX_TOKENS_FIELD_NUMBER: _builtins.int
     KV_SOURCE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
-    DEADLINE_FIELD_NUMBER: _builtins.int
     KV_TARGET_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """index counts from 0."""
@@ -505,10 +515,6 @@ class Step(_message.Message):
         """kv_source holds the prompt's KV already (SERVE after a PREFILL elsewhere)."""
 
     @_builtins.property
-    def deadline(self) -> _duration_pb2.Duration:
-        """deadline for the step to be done (PREFILL) or to answer its first byte (SERVE)."""
-
-    @_builtins.property
     def kv_target(self) -> Global___InstanceRef:
         """kv_target is what will answer from the KV (PREFILL for another instance only)."""
 
@@ -521,12 +527,11 @@ class Step(_message.Message):
         prefix_tokens: _builtins.int = ...,
         kv_source: Global___InstanceRef | None = ...,
         reason: _builtins.str = ...,
-        deadline: _duration_pb2.Duration | None = ...,
         kv_target: Global___InstanceRef | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "instance", b"instance", "kv_source", b"kv_source", "kv_target", b"kv_target"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "kv_source", b"kv_source", "kv_target", b"kv_target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "index", b"index", "instance", b"instance", "kind", b"kind", "kv_source", b"kv_source", "kv_target", b"kv_target", "prefix_tokens", b"prefix_tokens", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "instance", b"instance", "kind", b"kind", "kv_source", b"kv_source", "kv_target", b"kv_target", "prefix_tokens", b"prefix_tokens", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,7 +27,23 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class PlacementServiceStub:
-    """PlacementService answers where requests go."""
+    """PlacementService answers where requests go.
+
+    A gateway opens a Session with every router that it knows and says hello on it; the router answers with a welcome and the
+    fleet, and with the fleet again whenever that changes. Then, for each request:
+
+     1. The gateway sends place to the owner of the model's pool, and reads a placement or a refusal with the request's id. It
+        comes at once or, where the request is held, by its deadline. From then on the instance counts the request as its load.
+     2. It does the step. SERVE: it sends the client's request to step.instance.url, and the answer to the client. PREFILL: it has
+        the instance compute step.prefix_tokens of the prompt and nothing else, and sends step_done; another placement follows.
+        A gateway that can do SERVE alone sets single_instance, and leaves sliceable_tokens 0: its placements have last set.
+     3. It sends first_token when the answer's first byte is there, and finished when the request is over, however it ended: until
+        then, or until its session has been gone for the router's gateway_lease_s, the load stays. Where no byte of an answer came
+        it may place the request again, under another id, with the instance in exclude.
+
+    A gateway whose stream has ended opens another and lists what still runs in its hello. Calls show the metadata
+    `authorization: Bearer TOKEN` with a gateway's token, where the router has tokens. Errors are as in FleetService.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -42,15 +58,33 @@ class PlacementServiceStub:
     Place: _grpc.UnaryUnaryMultiCallable[_placement_pb2.PlaceRequest, _placement_pb2.PlaceResponse]
     """Place is the one-step form for shells and other clients: the whole plan must be one SERVE. The reservation ends with
     Finish or with the lease. A request that is held is answered within the call's deadline. RESOURCE_EXHAUSTED with
-    RetryInfo when saturated, UNAVAILABLE when no instance is ready, NOT_FOUND for an unknown model. At a replica that does
-    not own the pool: UNAVAILABLE with an ErrorInfo NOT_OWNER whose metadata has the owner's router_id and address.
+    RetryInfo when saturated, UNAVAILABLE when no instance is ready, NOT_FOUND for an unknown model; reasons as FleetService has
+    them, and ABORTED (REQUEST_ENDED) when the request is finished while it is held. At a replica that does
+    not own the pool: UNAVAILABLE (NOT_OWNER), with the owner's router_id and address in the metadata, or (NOT_SERVING) where
+    none is known.
     """
     Finish: _grpc.UnaryUnaryMultiCallable[_placement_pb2.FinishRequest, _placement_pb2.FinishResponse]
     """Finish releases a reservation that Place made; twice has no effect. UNAVAILABLE at a replica that does not own the pool."""
 
 @_typing.type_check_only
 class PlacementServiceAsyncStub(PlacementServiceStub):
-    """PlacementService answers where requests go."""
+    """PlacementService answers where requests go.
+
+    A gateway opens a Session with every router that it knows and says hello on it; the router answers with a welcome and the
+    fleet, and with the fleet again whenever that changes. Then, for each request:
+
+     1. The gateway sends place to the owner of the model's pool, and reads a placement or a refusal with the request's id. It
+        comes at once or, where the request is held, by its deadline. From then on the instance counts the request as its load.
+     2. It does the step. SERVE: it sends the client's request to step.instance.url, and the answer to the client. PREFILL: it has
+        the instance compute step.prefix_tokens of the prompt and nothing else, and sends step_done; another placement follows.
+        A gateway that can do SERVE alone sets single_instance, and leaves sliceable_tokens 0: its placements have last set.
+     3. It sends first_token when the answer's first byte is there, and finished when the request is over, however it ended: until
+        then, or until its session has been gone for the router's gateway_lease_s, the load stays. Where no byte of an answer came
+        it may place the request again, under another id, with the instance in exclude.
+
+    A gateway whose stream has ended opens another and lists what still runs in its hello. Calls show the metadata
+    `authorization: Bearer TOKEN` with a gateway's token, where the router has tokens. Errors are as in FleetService.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Session: _aio.StreamStreamMultiCallable[_placement_pb2.SessionRequest, _placement_pb2.SessionResponse]  # type: ignore[assignment]
@@ -62,14 +96,32 @@ class PlacementServiceAsyncStub(PlacementServiceStub):
     Place: _aio.UnaryUnaryMultiCallable[_placement_pb2.PlaceRequest, _placement_pb2.PlaceResponse]  # type: ignore[assignment]
     """Place is the one-step form for shells and other clients: the whole plan must be one SERVE. The reservation ends with
     Finish or with the lease. A request that is held is answered within the call's deadline. RESOURCE_EXHAUSTED with
-    RetryInfo when saturated, UNAVAILABLE when no instance is ready, NOT_FOUND for an unknown model. At a replica that does
-    not own the pool: UNAVAILABLE with an ErrorInfo NOT_OWNER whose metadata has the owner's router_id and address.
+    RetryInfo when saturated, UNAVAILABLE when no instance is ready, NOT_FOUND for an unknown model; reasons as FleetService has
+    them, and ABORTED (REQUEST_ENDED) when the request is finished while it is held. At a replica that does
+    not own the pool: UNAVAILABLE (NOT_OWNER), with the owner's router_id and address in the metadata, or (NOT_SERVING) where
+    none is known.
     """
     Finish: _aio.UnaryUnaryMultiCallable[_placement_pb2.FinishRequest, _placement_pb2.FinishResponse]  # type: ignore[assignment]
     """Finish releases a reservation that Place made; twice has no effect. UNAVAILABLE at a replica that does not own the pool."""
 
 class PlacementServiceServicer(metaclass=_abc_1.ABCMeta):
-    """PlacementService answers where requests go."""
+    """PlacementService answers where requests go.
+
+    A gateway opens a Session with every router that it knows and says hello on it; the router answers with a welcome and the
+    fleet, and with the fleet again whenever that changes. Then, for each request:
+
+     1. The gateway sends place to the owner of the model's pool, and reads a placement or a refusal with the request's id. It
+        comes at once or, where the request is held, by its deadline. From then on the instance counts the request as its load.
+     2. It does the step. SERVE: it sends the client's request to step.instance.url, and the answer to the client. PREFILL: it has
+        the instance compute step.prefix_tokens of the prompt and nothing else, and sends step_done; another placement follows.
+        A gateway that can do SERVE alone sets single_instance, and leaves sliceable_tokens 0: its placements have last set.
+     3. It sends first_token when the answer's first byte is there, and finished when the request is over, however it ended: until
+        then, or until its session has been gone for the router's gateway_lease_s, the load stays. Where no byte of an answer came
+        it may place the request again, under another id, with the instance in exclude.
+
+    A gateway whose stream has ended opens another and lists what still runs in its hello. Calls show the metadata
+    `authorization: Bearer TOKEN` with a gateway's token, where the router has tokens. Errors are as in FleetService.
+    """
 
     @_abc_1.abstractmethod
     def Session(
@@ -91,8 +143,10 @@ class PlacementServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_placement_pb2.PlaceResponse, _abc.Awaitable[_placement_pb2.PlaceResponse]]:
         """Place is the one-step form for shells and other clients: the whole plan must be one SERVE. The reservation ends with
         Finish or with the lease. A request that is held is answered within the call's deadline. RESOURCE_EXHAUSTED with
-        RetryInfo when saturated, UNAVAILABLE when no instance is ready, NOT_FOUND for an unknown model. At a replica that does
-        not own the pool: UNAVAILABLE with an ErrorInfo NOT_OWNER whose metadata has the owner's router_id and address.
+        RetryInfo when saturated, UNAVAILABLE when no instance is ready, NOT_FOUND for an unknown model; reasons as FleetService has
+        them, and ABORTED (REQUEST_ENDED) when the request is finished while it is held. At a replica that does
+        not own the pool: UNAVAILABLE (NOT_OWNER), with the owner's router_id and address in the metadata, or (NOT_SERVING) where
+        none is known.
         """
 
     @_abc_1.abstractmethod

@@ -24,7 +24,6 @@ def event_of(attempt_id: str, step: placement_pb2.Placement | placement_pb2.Refu
         target_of(given.instance),
         given.index,
         prefill,
-        _seconds(given.deadline),
         step.decision_id,
         step.cached_tokens,
         step.degraded,

@@ -49,7 +49,7 @@ class RequestTimeouts:
 # What happened.
 @dataclass(frozen=True)
 class StepAssigned:
-    """The router's (or the gateway's own) next step. `deadline_s` 0: none of its own.
+    """The router's (or the gateway's own) next step.
 
     `kv_target`: who answers from the KV of this PREFILL, where it is another instance. `kv_source`: who has it for this SERVE.
     """
@@ -58,7 +58,6 @@ class StepAssigned:
     target: Target
     index: int = 0
     prefill_tokens: int = 0  # 0: SERVE
-    deadline_s: float = 0.0
     decision_id: str = ""
     cached_tokens: int = 0
     degraded: bool = False

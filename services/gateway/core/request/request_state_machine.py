@@ -164,7 +164,6 @@ class RequestStateMachine:
                     index=step.index + 1,
                     prefill_tokens=0,
                     cached_tokens=0,
-                    deadline_s=0.0,
                     kv_target=None,
                     kv_source=step.target,
                 )
@@ -179,7 +178,7 @@ class RequestStateMachine:
 
     def _begin(self, phase: Phase, step: StepAssigned, effect: Effect, timeout_s: float, now: float) -> list[Effect]:
         self.phase, self.step = phase, step
-        self._deadline = now + (min(timeout_s, step.deadline_s) if step.deadline_s > 0 else timeout_s)
+        self._deadline = now + timeout_s
         return [effect]
 
     def _adopt_early_step(self, early: StepAssigned, step: StepAssigned, now: float) -> list[Effect]:

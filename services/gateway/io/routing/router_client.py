@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from pointsman.common.io.auth import bearer
+from pointsman.common.io.auth import CallMetadata
 from pointsman.gateway.core.pool_owners import PoolOwners
 from pointsman.gateway.io.routing.router_stream import RouterSession
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2
@@ -70,20 +71,22 @@ class _Request:
 
 
 class RouterClient:
-    """Asks routers and reports to them. Everything happens on the event loop that start() ran on."""
+    """Asks routers and reports to them. Everything happens on the event loop that start() ran on. `gateway_id` is never used
+    again by another process: routers keep it for the one that had it first."""
 
     def __init__(
         self,
         routers: Sequence[str],
         gateway_id: str,
-        token: str,
+        metadata: CallMetadata,
         grace_s: float,
         on_pools: Callable[[Sequence[placement_pb2.Pool]], None],
         on_connected: Callable[[bool], None],
     ) -> None:
         self._configured = list(dict.fromkeys(routers))
         self._gateway_id = gateway_id
-        self._metadata = bearer(token)
+        self._secret = secrets.token_bytes(16)
+        self._metadata = metadata
         self._grace_s = grace_s
         self._on_pools = on_pools
         self._on_connected = on_connected
@@ -202,7 +205,7 @@ class RouterClient:
             raise NoRouter
         stub = fleet_pb2_grpc.FleetServiceStub(session.channel)
         answer = await stub.Explain(
-            fleet_pb2.ExplainRequest(request=request), timeout=timeout_s, metadata=self._metadata
+            fleet_pb2.ExplainRequest(request=request), timeout=timeout_s, metadata=self._metadata()
         )
         return answer.decision
 
@@ -310,6 +313,7 @@ class RouterClient:
         requests = self._requests.values()
         return placement_pb2.GatewayHello(
             gateway_id=self._gateway_id,
+            secret=self._secret,
             open_streams=[one.open_stream() for one in requests if one.instance_id],
             waiting_request_ids=[one.request.request_id for one in requests if one.asking],
             known_instance_ids=[one.instance_id for pool in self._owners.pools() for one in pool.instances],

@@ -12,6 +12,7 @@ import grpc.aio
 import structlog
 
 from pointsman.common.core.block_keys import KEY_SCHEME
+from pointsman.common.io.auth import CallMetadata
 from pointsman.common.io.batch_queue import BatchQueue
 from pointsman.common.io.channel import END_OF_STREAM, open_channel
 from pointsman.gateway.core.told_fleet import OutOfStep
@@ -35,7 +36,7 @@ class RouterSession:
     def __init__(
         self,
         address: str,
-        metadata: tuple[tuple[str, str], ...],
+        metadata: CallMetadata,
         hello: Callable[[], placement_pb2.GatewayHello],
         on_up: Callable[[RouterSession], None],
         on_down: Callable[[RouterSession], None],
@@ -121,7 +122,7 @@ class RouterSession:
         async with open_channel(self.address) as channel:
             # grpc-stubs types the synchronous call only.
             open_session: Any = placement_pb2_grpc.PlacementServiceStub(channel).Session
-            call = open_session(metadata=self._metadata)
+            call = open_session(metadata=self._metadata())
             # From here on reports queue up behind the hello: what ends between hello and welcome is not lost. A request placed
             # locally in between is not announced; the router undercounts it until it ends, which is harmless.
             batch_queue: _Queue = BatchQueue()

@@ -76,7 +76,7 @@ class Affinity:
         return sum(owned.get(instance_id, 0) for owned in self._owned.values())
 
     def newest(self, now: float) -> Iterator[tuple[str, str, str, float]]:
-        """(pool, session, owner instance, s since it was assigned), the lately assigned first, those past their time left out."""
+        """(pool, session, owner instance, when it was assigned), the lately assigned first, those past their time left out."""
 
         def of(pool: str) -> Iterator[tuple[float, str, str, str]]:
             return ((one.expires, pool, session, one.owner) for session, one in reversed(self._pools[pool].items()))
@@ -85,7 +85,7 @@ class Affinity:
         for expires, pool, session, owner in latest_first:
             if expires <= now:
                 return
-            yield pool, session, owner, now + self.ttl_s - expires
+            yield pool, session, owner, expires - self.ttl_s
 
     def returning(self, pool: str) -> Iterator[tuple[str, str] | None]:
         """(session, owner) of those that have come back, as each is when it is its turn; sessions may come and go meanwhile. None

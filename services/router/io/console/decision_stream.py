@@ -86,24 +86,24 @@ class DecisionStream:
                 viewer.tell(message)
 
     async def _run(self) -> None:
-        queue = self._log.watch()
+        watch = self._log.watch()
         try:
             while True:
                 await asyncio.sleep(PERIOD_S)
                 news: dict[str, LoggedDecision] = {}
-                while not queue.empty():
-                    logged = queue.get_nowait()
+                waiting, dropped = watch.read_all()
+                for logged in waiting:
                     # Of a decision that ended at once only the end is told.
                     news.pop(logged.decision.decision_id, None)
                     news[logged.decision.decision_id] = logged
                 if news:
-                    self.tell(await self._message(list(news.values())))
+                    self.tell(await self._message(list(news.values()), dropped))
         finally:
-            self._log.unwatch(queue)
+            self._log.unwatch(watch)
 
-    async def _message(self, news: list[LoggedDecision]) -> str:
+    async def _message(self, news: list[LoggedDecision], dropped: int) -> str:
         told: list[dict[str, Any]] = []
         for logged in news[-AT_MOST:]:
             told.append(json_format.MessageToDict(self._to_wire(logged)))
             await asyncio.sleep(0)  # Placements go first.
-        return f"data: {json.dumps({'decisions': told, 'skipped': len(news) - len(told)})}\n\n"
+        return f"data: {json.dumps({'decisions': told, 'skipped': len(news) - len(told) + dropped})}\n\n"

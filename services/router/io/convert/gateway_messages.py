@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from google.rpc import code_pb2
 
+from pointsman.common.core.enum_words import values
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.ownership import Owner
 from pointsman.router.core.router_state import RouterState
@@ -16,12 +17,8 @@ from pointsman.router.io.convert import agent_messages
 from pointsman.router.io.convert.times import duration, finite, seconds
 from pointsman.router.v1 import placement_pb2
 
-STEP_DEADLINE_S = 600.0
-
 # An outcome that nobody gave, or that a newer gateway knows, must not count as an answer, nor end its stream.
-_OUTCOMES: dict[int, str] = {
-    number: name.removeprefix("OUTCOME_") for name, number in placement_pb2.Outcome.items() if number
-}
+_OUTCOMES: dict[int, str] = {number: name for name, number in values(placement_pb2.Outcome).items() if number}
 
 
 def _keys(wire: placement_pb2.PlacementRequest) -> array[int]:
@@ -104,7 +101,7 @@ def finished_to_wire(done: ev.Finished) -> placement_pb2.Finished:
     """The inverse of `finished`."""
     wire = placement_pb2.Finished(
         request_id=done.request_id,
-        outcome=placement_pb2.Outcome.Value(f"OUTCOME_{done.outcome}"),
+        outcome=values(placement_pb2.Outcome)[done.outcome],
         prompt_tokens=done.prompt_tokens,
         cached_tokens=done.cached_tokens,
         output_tokens=done.output_tokens,
@@ -135,7 +132,6 @@ def _ref(state: RouterState, instance_id: str) -> placement_pb2.InstanceRef:
 
 
 _KINDS = {kind: placement_pb2.StepKind.Value(f"STEP_KIND_{kind}") for kind in StepKind}
-_STEP_DEADLINE = duration(STEP_DEADLINE_S)
 
 
 def step_to_wire(state: RouterState, plan: Sequence[Step], index: int) -> placement_pb2.Step:
@@ -147,7 +143,6 @@ def step_to_wire(state: RouterState, plan: Sequence[Step], index: int) -> placem
         instance=_ref(state, step.instance_id),
         prefix_tokens=step.prefix_tokens,
         reason=step.reason,
-        deadline=_STEP_DEADLINE,
     )
     if step.kv_source:
         wire.kv_source.CopyFrom(_ref(state, step.kv_source))

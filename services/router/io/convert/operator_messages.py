@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+import msgspec
 from google.protobuf import struct_pb2
 
+from pointsman.common.core.enum_words import values
 from pointsman.router.core.analysis.decision_replay import inputs_digest
 from pointsman.router.core.analysis.outcome_stats import OutcomeGroup, quantile
 from pointsman.router.core.analysis.policy_comparison import PolicyComparison, grouped
@@ -22,12 +25,22 @@ from pointsman.router.v1 import fleet_pb2
 
 MAX_CHANGES = 100
 
+_CLASSES = values(fleet_pb2.RouteClass)
+_MODES = values(fleet_pb2.PlacementMode)
+_OUTCOMES = values(fleet_pb2.DecisionOutcome)
+
 
 def policy_to_wire(ref: PolicyRef) -> fleet_pb2.Policy:
     """A policy's name and settings."""
     settings = struct_pb2.Struct()
     settings.update(dict(ref.settings))
     return fleet_pb2.Policy(name=ref.name, settings=settings)
+
+
+def policy_etag(ref: PolicyRef) -> str:
+    """Stands for a policy with all its settings, in the form of an HTTP entity tag; equal for equal ones."""
+    text = msgspec.json.encode((ref.name, sorted(dict(ref.settings).items())))
+    return f'"{hashlib.sha256(text).hexdigest()[:16]}"'
 
 
 def policy_settings(wire: struct_pb2.Struct) -> dict[str, object]:
@@ -47,7 +60,7 @@ def what_if_to_wire(made_again: Sequence[PolicyComparison]) -> fleet_pb2.WhatIfR
         cached_tokens_change=sum(one.cached_tokens_change for one in made_again),
         groups=[
             fleet_pb2.WhatIfResponse.Group(
-                route_class=group.route_class,
+                route_class=_CLASSES[group.route_class],
                 reason=group.reason,
                 decided=group.decided,
                 changed=group.changed,
@@ -62,8 +75,8 @@ def what_if_to_wire(made_again: Sequence[PolicyComparison]) -> fleet_pb2.WhatIfR
                 to_instance_id=one.would.instance_id,
                 cached_tokens_change=one.would.cached_tokens - one.was.cached_tokens,
                 reason=one.would.result.reason,
-                from_mode=one.was.mode,
-                to_mode=one.would.mode,
+                from_mode=_MODES[one.was.mode],
+                to_mode=_MODES[one.would.mode],
                 to_prefill_instance_id=_prefills_elsewhere(one.would),
             )
             for one in changed[:MAX_CHANGES]
@@ -76,11 +89,14 @@ def groups_to_wire(groups: Sequence[OutcomeGroup]) -> list[fleet_pb2.SummarizeDe
     wires = []
     for group in groups:
         wire = fleet_pb2.SummarizeDecisionsResponse.Group(
-            route_class=group.route_class,
-            mode=group.mode,
+            route_class=_CLASSES[group.route_class],
+            mode=_MODES[group.mode],
             reason=group.reason,
             decided=group.decided,
-            outcomes=group.outcomes,
+            outcomes=[
+                fleet_pb2.SummarizeDecisionsResponse.OutcomeCount(outcome=_OUTCOMES[name], decided=decided)
+                for name, decided in group.outcomes.items()
+            ],
             fell_back=group.fell_back,
             held=group.held,
             input_tokens=group.input_tokens,
@@ -193,8 +209,8 @@ def decision_to_wire(state: RouterState, logged: LoggedDecision, *, candidates: 
         session_id=request.session_id,
         input_tokens=request.input_tokens,
         key_count=decision.key_count,
-        route_class=decision.route_class,
-        mode=decision.mode,
+        route_class=_CLASSES[decision.route_class],
+        mode=_MODES[decision.mode],
         reason=result.reason,
         steps=[gateway_messages.step_to_wire(state, result.steps, index) for index in range(len(result.steps))],
         cached_tokens=decision.cached_tokens,
@@ -203,7 +219,7 @@ def decision_to_wire(state: RouterState, logged: LoggedDecision, *, candidates: 
         margin=decision.margin,
         inputs_digest=inputs_digest(decision) if candidates else 0,
         degraded=decision.degraded,
-        outcome=logged.outcome,
+        outcome=_OUTCOMES[logged.outcome],
         decide_time=duration(logged.decide_s),
         held=duration(decision.held_s),
         notes=decision.notes,

@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 
 from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
-from pointsman.common.io.auth import certificate_names
+from pointsman.common.io.auth import credentials
 from pointsman.common.io.channel import END_OF_STREAM
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.io.convert import agent_messages
@@ -91,8 +91,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
 
     def _check_right(self, context: Context, instance: agent_pb2.Instance) -> None:
         """Raise _NotYours unless the agent may report the instance, and have prompts sent where it says."""
-        shown = str(dict(context.invocation_metadata() or ()).get("authorization", ""))
-        names = certificate_names(context.auth_context())
+        shown, names = credentials(context)
         for name in (instance.instance_id, _address(instance.url)):
             if not self._may_report(shown, names, name):
                 raise _NotYours(f"this agent may not report {name}")

@@ -1,4 +1,4 @@
-"""Errors as google.rpc.Status, with the details that clients act on."""
+"""Errors as google.rpc.Status, with the details that clients act on: an ErrorInfo in each (https://google.aip.dev/193)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,16 @@ from pointsman.router.core.ownership import Owner
 from pointsman.router.core.policy.base import SettingError
 from pointsman.router.io.convert.times import duration
 
+DOMAIN = "pointsman"
+
+# Why a request is refused, by the code of the refusal.
+_REFUSALS = {
+    "NOT_FOUND": "MODEL_NOT_FOUND",
+    "RESOURCE_EXHAUSTED": "SATURATED",
+    "UNAVAILABLE": "NO_INSTANCE",
+    "ABORTED": "REQUEST_ENDED",
+}
+
 
 async def abort(context: Any, status: grpc.Status) -> NoReturn:
     """End a call with `status`; raises, as `context.abort` does."""
@@ -22,32 +32,62 @@ async def abort(context: Any, status: grpc.Status) -> NoReturn:
 
 
 def refusal_status(refused: ev.Refused, owner: Owner | None = None) -> grpc.Status:
-    """A refusal as a status; with RetryInfo when trying again may help, and ErrorInfo naming the `owner` to ask instead."""
-    details = []
+    """A refusal as a status; with RetryInfo when trying again may help, and NOT_OWNER naming the `owner` to ask instead."""
+    details: list[object] = []
     if refused.retry_after_s is not None:
-        details.append(_any(error_details_pb2.RetryInfo(retry_delay=duration(refused.retry_after_s))))
-    message = refused.message
+        details.append(error_details_pb2.RetryInfo(retry_delay=duration(refused.retry_after_s)))
     if owner is not None:
-        message += f"; its owner is {owner.router_id} at {owner.address}"
+        message = f"{refused.message}; its owner is {owner.router_id} at {owner.address}"
         known = {"router_id": owner.router_id, "address": owner.address}
-        details.append(_any(error_details_pb2.ErrorInfo(reason="NOT_OWNER", domain="pointsman", metadata=known)))
-    return _status(int(code_pb2.Code.Value(refused.code)), message, details)
+        return _status(refused.code, "NOT_OWNER", message, known, *details)
+    reason = "NOT_SERVING" if refused.not_serving else _REFUSALS[refused.code]
+    return _status(refused.code, reason, refused.message, {}, *details)
 
 
 def setting_status(error: SettingError) -> grpc.Status:
     """INVALID_ARGUMENT with a BadRequest that names the field under `policy`."""
-    field = f"policy.{error.field}"
-    violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=str(error))
+    violation = error_details_pb2.BadRequest.FieldViolation(field=f"policy.{error.field}", description=str(error))
     bad_request = error_details_pb2.BadRequest(field_violations=[violation])
-    return _status(code_pb2.INVALID_ARGUMENT, f"policy.{error}", [_any(bad_request)])
+    return _status("INVALID_ARGUMENT", "INVALID_POLICY", f"policy.{error}", {}, bad_request)
+
+
+def field_status(field: str, message: str) -> grpc.Status:
+    """INVALID_ARGUMENT: a field of the request has a value that it cannot have."""
+    return _status("INVALID_ARGUMENT", "INVALID_FIELD", f"{field}: {message}", {"field": field})
+
+
+def page_token_status(message: str) -> grpc.Status:
+    """INVALID_ARGUMENT: a page_token that this router did not give for this request."""
+    return _status("INVALID_ARGUMENT", "INVALID_PAGE_TOKEN", message, {})
+
+
+def not_found_status(what: str, name: str, message: str) -> grpc.Status:
+    """NOT_FOUND: there is no `what` (a word such as "instance") with this name."""
+    return _status("NOT_FOUND", f"{what.upper()}_NOT_FOUND", message, {what: name})
+
+
+def policy_changed_status(etag: str) -> grpc.Status:
+    """ABORTED: another policy is in force than the one to replace; `etag` stands for it."""
+    message = "another policy is in force by now: read it, and decide again"
+    return _status("ABORTED", "POLICY_CHANGED", message, {"etag": etag})
+
+
+def gateway_id_status(gateway_id: str) -> grpc.Status:
+    """ALREADY_EXISTS: another gateway has the id."""
+    message = f"the gateway id {gateway_id!r} is another gateway's"
+    return _status("ALREADY_EXISTS", "GATEWAY_ID_IN_USE", message, {"gateway_id": gateway_id})
+
+
+def _status(code: str, reason: str, message: str, metadata: dict[str, str], *details: object) -> grpc.Status:
+    info = error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata)
+    packed = [_any(detail) for detail in (info, *details)]
+    status: grpc.Status = rpc_status.to_status(
+        status_pb2.Status(code=code_pb2.Code.Value(code), message=message, details=packed)
+    )
+    return status
 
 
 def _any(message: object) -> any_pb2.Any:
     packed = any_pb2.Any()
     packed.Pack(message)  # type: ignore[arg-type]
     return packed
-
-
-def _status(code: int, message: str, details: list[any_pb2.Any]) -> grpc.Status:
-    status: grpc.Status = rpc_status.to_status(status_pb2.Status(code=code, message=message, details=details))
-    return status

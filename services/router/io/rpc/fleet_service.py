@@ -8,11 +8,9 @@ import math
 import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import grpc
-import grpc.aio
-
+from pointsman.common.core.enum_words import word
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.analysis.outcome_stats import OutcomeStats
 from pointsman.router.core.analysis.policy_comparison import PolicyComparison
@@ -22,13 +20,27 @@ from pointsman.router.core.policy.registry import POLICIES, make_policy
 from pointsman.router.core.types import PolicyRef
 from pointsman.router.io.convert import gateway_messages, operator_messages
 from pointsman.router.io.convert.times import duration, timestamp
-from pointsman.router.io.rpc.errors import abort, refusal_status, setting_status
-from pointsman.router.io.runtime import ReplicaInfo, Router
+from pointsman.router.io.rpc.errors import (
+    abort,
+    field_status,
+    not_found_status,
+    page_token_status,
+    policy_changed_status,
+    refusal_status,
+    setting_status,
+)
+from pointsman.router.io.rpc.pages import (
+    DEFAULT_PAGE,
+    MAX_PAGE,
+    InvalidPageToken,
+    page_size,
+    position_of,
+    token_after,
+)
+from pointsman.router.io.runtime import PolicyChanged, ReplicaInfo, Router
 from pointsman.router.io.telemetry.decision_log import DecisionFilter, LoggedDecision
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 
-DEFAULT_PAGE = 50
-MAX_PAGE = 1_000
 DEFAULT_SUMMARIZED = 1_000
 MAX_SUMMARIZED = 10_000
 # Sessions are kept by the million, and looked through while placements wait.
@@ -37,6 +49,18 @@ SESSIONS_LOOKED_AT = 20_000
 TURN_S = 0.001
 
 T = TypeVar("T")
+P = TypeVar("P")
+
+
+class SessionPosition(NamedTuple):
+    """A session in the order of use: when it was used last (monotonic s), and which one it is of those used then, from 1."""
+
+    used_at: float
+    number: int
+
+    def precedes(self, other: SessionPosition) -> bool:
+        """Whether it is listed before the other."""
+        return (-self.used_at, self.number) < (-other.used_at, other.number)
 
 
 class FleetService(fleet_pb2_grpc.FleetServiceServicer):
@@ -51,17 +75,22 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     async def ListInstances(  # noqa: N802
         self, request: fleet_pb2.ListInstancesRequest, context: Any
     ) -> fleet_pb2.ListInstancesResponse:
-        """All instances, or those of one model."""
+        """All instances, or those of one model, by id."""
+        size, after = await self._page(request, str, context, default=MAX_PAGE)
         pool = self._router.state.instances.pool_of(request.model)
+        found = [
+            record
+            for record in self._router.state.instances.records()
+            if (not request.model or record.info.model == pool) and (after is None or record.info.instance_id > after)
+        ]
+        policy = self._router.state.policy.ref()
         return fleet_pb2.ListInstancesResponse(
-            instances=[
-                self._status(record)
-                async for record in _in_turns(self._router.state.instances.records())
-                if not request.model or record.info.model == pool
-            ],
-            policy=operator_messages.policy_to_wire(self._router.state.policy.ref()),
+            instances=[self._status(record) async for record in _in_turns(found[:size])],
+            policy=operator_messages.policy_to_wire(policy),
+            policy_etag=operator_messages.policy_etag(policy),
             router_id=self._router.settings.router_id,
             held_requests=len(self._router.state.held_requests.queue),
+            next_page_token=self._token(found[size - 1].info.instance_id, request) if len(found) > size else "",
         )
 
     async def GetInstance(  # noqa: N802
@@ -83,21 +112,27 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     ) -> fleet_pb2.SetPolicyResponse:
         """Change the policy of all replicas; everything else stays."""
         policy = await self._policy(request.policy, context)
-        everywhere = await self._router.set_policy(policy)
+        try:
+            everywhere = await self._router.set_policy(policy, request.etag)
+        except PolicyChanged as changed:
+            await abort(context, policy_changed_status(changed.etag))
         return fleet_pb2.SetPolicyResponse(
-            policy=operator_messages.policy_to_wire(policy.ref()), this_replica_only=not everywhere
+            policy=operator_messages.policy_to_wire(policy.ref()),
+            etag=operator_messages.policy_etag(policy.ref()),
+            this_replica_only=not everywhere,
         )
 
     async def ListDecisions(  # noqa: N802
         self, request: fleet_pb2.ListDecisionsRequest, context: Any
     ) -> fleet_pb2.ListDecisionsResponse:
         """The newest decisions that match."""
-        if request.page_size > MAX_PAGE:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"page_size: at most {MAX_PAGE}")
+        size, before = await self._page(request, int, context)
         wanted = _filter(request.filter)
-        found = itertools.islice(self._router.decisions.newest(wanted.matches), request.page_size or DEFAULT_PAGE)
+        # One more tells whether there is a next page.
+        found = list(itertools.islice(self._router.decisions.newest(wanted.matches, before), size + 1))
         return fleet_pb2.ListDecisionsResponse(
-            decisions=[self.without_candidates(one) async for one in _in_turns(list(found))]
+            decisions=[self.without_candidates(one) async for one in _in_turns(found[:size])],
+            next_page_token=self._token(found[size - 1].number, request) if len(found) > size else "",
         )
 
     async def WatchDecisions(  # noqa: N802
@@ -105,14 +140,15 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     ) -> AsyncIterator[fleet_pb2.WatchDecisionsResponse]:
         """Decisions as they are made and as they end."""
         wanted = replace(_filter(request.filter), since_unix_s=0.0, until_unix_s=math.inf)
-        queue = self._router.decisions.watch()
+        watch = self._router.decisions.watch(wanted.matches)
         try:
+            # Otherwise they come with the first decision, and nobody could tell when a watch has begun.
+            await context.send_initial_metadata(())
             while True:
-                logged = await queue.get()
-                if wanted.matches(logged):
-                    yield fleet_pb2.WatchDecisionsResponse(decision=self.without_candidates(logged))
+                logged, dropped = await watch.next()
+                yield fleet_pb2.WatchDecisionsResponse(decision=self.without_candidates(logged), dropped=dropped)
         finally:
-            self._router.decisions.unwatch(queue)
+            self._router.decisions.unwatch(watch)
 
     async def GetDecision(  # noqa: N802
         self, request: fleet_pb2.GetDecisionRequest, context: Any
@@ -143,7 +179,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         if request.decision_id:
             recorded = [await self._logged(request.decision_id, context)]
         elif request.last > MAX_PAGE:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"last: at most {MAX_PAGE}")
+            await abort(context, field_status("last", f"at most {MAX_PAGE}"))
         else:
             newest = self._router.decisions.newest(lambda _: True)
             recorded = list(itertools.islice(newest, request.last or 1))
@@ -159,7 +195,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     ) -> fleet_pb2.SummarizeDecisionsResponse:
         """How the newest decisions that match ended."""
         if request.last > MAX_SUMMARIZED:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"last: at most {MAX_SUMMARIZED}")
+            await abort(context, field_status("last", f"at most {MAX_SUMMARIZED}"))
         newest = self._router.decisions.newest(_filter(request.filter).matches)
         found = list(itertools.islice(newest, request.last or DEFAULT_SUMMARIZED))
         outcomes = OutcomeStats()
@@ -175,18 +211,23 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         self, request: fleet_pb2.ListSessionsRequest, context: Any
     ) -> fleet_pb2.ListSessionsResponse:
         """The lately used sessions that match, with their owners."""
-        if request.page_size > MAX_PAGE:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"page_size: at most {MAX_PAGE}")
-        affinity = self._router.state.affinity
+        size, after = await self._page(request, SessionPosition, context)
+        affinity, now = self._router.state.affinity, time.monotonic()
         answer = fleet_pb2.ListSessionsResponse(total=len(affinity), time_to_live=duration(affinity.ttl_s))
-        for model, session, owner, idle_s in itertools.islice(affinity.newest(time.monotonic()), SESSIONS_LOOKED_AT):
+        here = last = SessionPosition(math.inf, 0)
+        for model, session, owner, used_at in itertools.islice(affinity.newest(now), SESSIONS_LOOKED_AT):
+            here = SessionPosition(used_at, here.number + 1 if used_at == here.used_at else 1)
+            if after is not None and not after.precedes(here):
+                continue
             if request.model in ("", model) and request.instance_id in ("", owner) and request.text in session:
+                if len(answer.sessions) == size:
+                    answer.next_page_token = self._token(last, request)
+                    break
+                last = here
                 tenant, _, session_id = session.partition("/")
                 answer.sessions.add(
-                    tenant=tenant, session_id=session_id, model=model, instance_id=owner, idle=duration(idle_s)
+                    tenant=tenant, session_id=session_id, model=model, instance_id=owner, idle=duration(now - used_at)
                 )
-                if len(answer.sessions) == (request.page_size or DEFAULT_PAGE):
-                    break
         return answer
 
     async def ListPolicies(  # noqa: N802
@@ -222,6 +263,20 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
             )
         return answer
 
+    async def _page(
+        self, request: Any, kind: type[P], context: Any, default: int = DEFAULT_PAGE
+    ) -> tuple[int, P | None]:
+        """How many entries to tell, and after which position (None: from the beginning on)."""
+        try:
+            return page_size(request.page_size, default), position_of(request, self._router.settings.router_id, kind)
+        except InvalidPageToken as error:
+            await abort(context, page_token_status(str(error)))
+        except ValueError as error:
+            await abort(context, field_status("page_size", str(error)))
+
+    def _token(self, position: object, request: Any) -> str:
+        return token_after(position, request, self._router.settings.router_id)
+
     def _router_status(self) -> fleet_pb2.RouterStatus:
         router, state = self._router, self._router.state
         answered_at = router.store.answered_at
@@ -255,13 +310,14 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     async def _instance(self, instance_id: str, context: Any) -> InstanceRecord:
         record = self._router.state.instances.get(instance_id)
         if record is None:
-            await _not_found(context, f"no instance {instance_id!r}")
+            await abort(context, not_found_status("instance", instance_id, f"no instance {instance_id!r}"))
         return record
 
     async def _logged(self, decision_id: str, context: Any) -> LoggedDecision:
         logged = self._router.decisions.get(decision_id)
         if logged is None:
-            await _not_found(context, f"no decision {decision_id!r} in this router's log")
+            message = f"no decision {decision_id!r} in this router's log"
+            await abort(context, not_found_status("decision", decision_id, message))
         return logged
 
     async def _policy(self, wire: fleet_pb2.Policy, context: Any) -> Policy:
@@ -281,17 +337,12 @@ async def _in_turns(items: Iterable[T]) -> AsyncIterator[T]:
             until = time.perf_counter() + TURN_S
 
 
-async def _not_found(context: Any, message: str) -> NoReturn:
-    await context.abort(grpc.StatusCode.NOT_FOUND, message)
-    raise AssertionError("abort raises")
-
-
 def _filter(wire: fleet_pb2.DecisionFilter) -> DecisionFilter:
     now = time.time()
     return DecisionFilter(
         session_id=wire.session_id,
         instance_id=wire.instance_id,
-        route_class=wire.route_class,
+        route_class=word(fleet_pb2.RouteClass, wire.route_class),
         reason=wire.reason,
         request_id=wire.request_id,
         since_unix_s=now - wire.since.ToNanoseconds() / 1e9 if wire.HasField("since") else 0.0,

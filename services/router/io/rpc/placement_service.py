@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import grpc
@@ -11,13 +13,14 @@ import grpc.aio
 from msgspec.structs import replace
 
 from pointsman.common.core.block_keys import KEY_SCHEME
+from pointsman.common.io.auth import credentials
 from pointsman.common.io.channel import END_OF_STREAM
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.requests.place_or_hold import not_serving
 from pointsman.router.io.convert import gateway_messages
 from pointsman.router.io.convert.times import duration
 from pointsman.router.io.rpc.duplex_stream import run_duplex
-from pointsman.router.io.rpc.errors import abort, refusal_status
+from pointsman.router.io.rpc.errors import abort, field_status, gateway_id_status, refusal_status
 from pointsman.router.io.runtime import GatewayStream, Router
 from pointsman.router.v1 import placement_pb2, placement_pb2_grpc
 
@@ -25,12 +28,16 @@ SessionContext: TypeAlias = "grpc.aio.ServicerContext[placement_pb2.SessionReque
 PlaceContext: TypeAlias = "grpc.aio.ServicerContext[placement_pb2.PlaceRequest, placement_pb2.PlaceResponse]"
 FinishContext: TypeAlias = "grpc.aio.ServicerContext[placement_pb2.FinishRequest, placement_pb2.FinishResponse]"
 
+MIN_SECRET_BYTES = 16
+
 
 class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
     """Answers where requests go for the pools that this replica owns, and who owns the others."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, may_be: Callable[[str, Sequence[str], str], bool]) -> None:
+        """`may_be`: whether who shows this `authorization` and a certificate with these names may be the gateway with this id."""
         self._router = router
+        self._may_be = may_be
 
     async def Session(self, requests: object, context: SessionContext) -> None:  # type: ignore[override]  # noqa: N802
         """One gateway's stream; ends with UNAVAILABLE when another replica takes over."""
@@ -39,7 +46,14 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
             return
         hello = first.hello
         if first.WhichOneof("kind") != "hello" or not hello.gateway_id:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a hello with a gateway_id")
+            await abort(context, field_status("hello", "the first message must be one, with a gateway_id"))
+        if len(hello.secret) < MIN_SECRET_BYTES:
+            await abort(context, field_status("hello.secret", f"{MIN_SECRET_BYTES} random bytes are needed"))
+        authorization, names = credentials(context)
+        if not self._may_be(authorization, names, hello.gateway_id):
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"this gateway may not be {hello.gateway_id!r}")
+        if not self._router.gateway_claims.claim(hello.gateway_id, hello.secret, time.monotonic()):
+            await abort(context, gateway_id_status(hello.gateway_id))
         stream = GatewayStream()
         welcome = placement_pb2.GatewayWelcome(
             router_id=self._router.settings.router_id,
@@ -63,7 +77,7 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
     ) -> placement_pb2.PlaceResponse:
         """One placement under a lease; a request that is held is answered within the call's deadline."""
         if not request.request.request_id:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "request.request_id must not be empty")
+            await abort(context, field_status("request.request_id", "must not be empty"))
         asked = gateway_messages.placement_request(request.request)
         answer = await self._router.placed(asked, context.time_remaining(), request.request.traceparent)
         if isinstance(answer, ev.Refused):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -26,13 +26,15 @@ _CANDIDATE_BYTES = 280
 
 
 class LoggedDecision(msgspec.Struct, frozen=True, gc=False):
-    """A decision, when it was made (unix s), how long that took (s), and how its request ended (None while it runs)."""
+    """A decision, when it was made (unix s), how long that took (s), and how its request ended (None while it runs). `number`
+    counts the log's decisions in their order."""
 
     decision: Decision
     unix_s: float
     decide_s: float
     finished: Finished | None = None
     dry_run: bool = False
+    number: int = 0
 
     @property
     def outcome(self) -> str:
@@ -111,6 +113,45 @@ def read_log(file: Path) -> Iterator[tuple[int, Line]]:
                 raise MalformedLine(f"{file}, line {number}: {error}") from None
 
 
+class DecisionWatch:
+    """The log's news that match, for one reader, who may be slow: so many that it has not read yet wait for it, and of more the
+    oldest are dropped, and counted."""
+
+    def __init__(self, wanted: Callable[[LoggedDecision], bool], most: int = 1_000) -> None:
+        self._wanted = wanted
+        self._most = most
+        self._waiting: deque[LoggedDecision] = deque()
+        self._some = asyncio.Event()
+        self._dropped = 0
+
+    def put(self, logged: LoggedDecision) -> None:
+        """Keep for the reader what it wants."""
+        if not self._wanted(logged):
+            return
+        if len(self._waiting) == self._most:
+            self._waiting.popleft()
+            self._dropped += 1
+        self._waiting.append(logged)
+        self._some.set()
+
+    async def next(self) -> tuple[LoggedDecision, int]:
+        """The oldest that waits, and how many before it were dropped since the one that was read last; waits for one."""
+        while not self._waiting:
+            self._some.clear()
+            await self._some.wait()
+        return self._waiting.popleft(), self._take_dropped()
+
+    def read_all(self) -> tuple[list[LoggedDecision], int]:
+        """All that wait, the oldest first, and how many before them were dropped."""
+        news = list(self._waiting)
+        self._waiting.clear()
+        return news, self._take_dropped()
+
+    def _take_dropped(self) -> int:
+        dropped, self._dropped = self._dropped, 0
+        return dropped
+
+
 class DecisionLog:
     """Bounded memory, append-only file, live watchers. The file gets a line when a decision is made, when
     something becomes of it, and when it ends.
@@ -127,7 +168,8 @@ class DecisionLog:
         self._candidates = 0
         self._by_id: OrderedDict[str, LoggedDecision] = OrderedDict()
         self._by_request: dict[str, str] = {}
-        self._watchers: set[asyncio.Queue[LoggedDecision]] = set()
+        self._decided = 0
+        self._watchers: set[DecisionWatch] = set()
         self._file = LineWriter(file, max_file_bytes) if file is not None else None
 
     @property
@@ -140,7 +182,8 @@ class DecisionLog:
 
     def decided(self, decision: Decision, unix_s: float, decide_s: float) -> LoggedDecision:
         """Remember a new decision."""
-        logged = LoggedDecision(decision, unix_s, decide_s)
+        self._decided += 1
+        logged = LoggedDecision(decision, unix_s, decide_s, number=self._decided)
         self._by_id[decision.decision_id] = logged
         self._by_request[decision.request.request_id] = decision.decision_id
         self._candidates += len(decision.view.candidates)
@@ -181,24 +224,28 @@ class DecisionLog:
         """A decision by its own id or its request's."""
         return self._by_id.get(self._by_request.get(either_id, either_id))
 
-    def newest(self, wanted: Callable[[LoggedDecision], bool]) -> Iterator[LoggedDecision]:
-        """Matching decisions, newest first."""
-        return (logged for logged in reversed(self._by_id.values()) if wanted(logged))
+    def newest(self, wanted: Callable[[LoggedDecision], bool], before: int | None = None) -> Iterator[LoggedDecision]:
+        """Matching decisions, newest first; with `before`, those made before the one of that number."""
+        return (
+            logged
+            for logged in reversed(self._by_id.values())
+            if (before is None or logged.number < before) and wanted(logged)
+        )
 
     @property
     def watched(self) -> bool:
         """Whether anybody watches."""
         return bool(self._watchers)
 
-    def watch(self) -> asyncio.Queue[LoggedDecision]:
-        """A queue that gets every new and every ended decision until `unwatch`. A slow reader misses the oldest."""
-        queue: asyncio.Queue[LoggedDecision] = asyncio.Queue(maxsize=1_000)
-        self._watchers.add(queue)
-        return queue
+    def watch(self, wanted: Callable[[LoggedDecision], bool] = lambda _: True) -> DecisionWatch:
+        """Every new and every ended decision that matches from now on, until `unwatch`."""
+        watch = DecisionWatch(wanted)
+        self._watchers.add(watch)
+        return watch
 
-    def unwatch(self, queue: asyncio.Queue[LoggedDecision]) -> None:
-        """Stop feeding a queue."""
-        self._watchers.discard(queue)
+    def unwatch(self, watch: DecisionWatch) -> None:
+        """Stop feeding a watch."""
+        self._watchers.discard(watch)
 
     def close(self) -> None:
         """Close the file."""
@@ -206,10 +253,8 @@ class DecisionLog:
             self._file.close()
 
     def _publish(self, logged: LoggedDecision) -> None:
-        for queue in self._watchers:
-            if queue.full():
-                queue.get_nowait()
-            queue.put_nowait(logged)
+        for watch in self._watchers:
+            watch.put(logged)
 
     def _write(self, line: NotedLine | ClosedLine) -> None:
         if self._file is not None:

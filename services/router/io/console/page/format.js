@@ -7,6 +7,10 @@ export const num = (value) => Number(value ?? 0);
 export const seconds = (duration) => (duration === undefined ? undefined : parseFloat(duration));
 export const count = (value) => grouped.format(num(value));
 export const bare = (name, prefix) => (name ?? "").replace(prefix, "");
+/** The words of a decision, or of a group of them: LIGHT, OFFLOAD, OK. */
+export const classOf = (one) => bare(one.routeClass, "ROUTE_CLASS_");
+export const modeOf = (one) => bare(one.mode, "PLACEMENT_MODE_");
+export const outcomeOf = (one) => bare(one.outcome, "DECISION_OUTCOME_");
 
 /** A share, 0 to 1, as per cent; "–" when there is none. */
 export function percent(share, digits = 0) {

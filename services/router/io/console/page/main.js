@@ -33,6 +33,16 @@ const app = {
       throw error;
     }
   },
+  /** A list to its end: the first page's answer with the `entries` of all. */
+  async list(method, entries) {
+    const whole = await app.call(method);
+    for (let token = whole.nextPageToken; token;) {
+      const page = await app.call(method, { pageToken: token });
+      whole[entries].push(...(page[entries] ?? []));
+      token = page.nextPageToken;
+    }
+    return whole;
+  },
   refresh: () => poll(),
   lost,
 };
@@ -73,7 +83,7 @@ async function poll() {
     if (!app.who.read) {
       if (app.trouble) await identify();
     } else {
-      [app.fleet, app.replicas] = [await app.call("ListInstances"), await app.call("ListReplicas")];
+      [app.fleet, app.replicas] = [await app.list("ListInstances", "instances"), await app.call("ListReplicas")];
       app.heardAt = Date.now();
       app.trouble = "";
       setText(at("router"), app.fleet.routerId ?? "");

@@ -31,7 +31,8 @@ export function askDrain(app, status) {
 /** A form of the policies and their settings; those in force are filled in. */
 export async function askPolicy(app) {
   const { policies } = await app.call("ListPolicies");
-  const inForce = app.fleet.policy;
+  // As it is while the form is filled in: a change by somebody else meanwhile must not be undone unseen.
+  const { policy: inForce, policyEtag: etag } = app.fleet;
   const summary = el("p", { className: "muted" });
   const settings = el("div", { className: "settings" });
   let inputs = [];
@@ -45,7 +46,7 @@ export async function askPolicy(app) {
   fill();
   ask("Change the policy", [el("label", {}, "Policy", choose), summary, settings], "Change", async () => {
     const given = Object.fromEntries(inputs.map(({ name, read }) => [name, read()]));
-    const { thisReplicaOnly } = await app.call("SetPolicy", { policy: { name: choose.value, settings: given } });
+    const { thisReplicaOnly } = await app.call("SetPolicy", { policy: { name: choose.value, settings: given }, etag });
     say(`The policy is ${choose.value} now.${alone(thisReplicaOnly)}`);
     await app.refresh();
   });

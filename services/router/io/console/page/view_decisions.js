@@ -1,7 +1,7 @@
 // Decisions as they are made, or those in the log that match a filter.
 
 import { el, setText } from "./dom.js";
-import { clock, count, num, orNone, seconds, span } from "./format.js";
+import { classOf, clock, count, modeOf, num, orNone, outcomeOf, seconds, span } from "./format.js";
 import { Table } from "./table.js";
 
 export const whyHref = (id) => `#/decisions/${encodeURIComponent(id)}`;
@@ -21,16 +21,16 @@ const reported = (decision) => decision.finished?.cachedTokens;
 export const DECISION_COLUMNS = [
   { id: "time", title: "Time", value: (d) => d.time, text: (d) => clock(d.time), href: (d) => whyHref(d.decisionId), note: (d) => `Why? Decision ${d.decisionId} on request ${d.requestId}` },
   { id: "session", title: "Session", value: (d) => orNone(d.sessionId), note: (d) => (d.tenant ? `tenant ${d.tenant}` : "") },
-  { id: "class", title: "Class", value: (d) => d.routeClass, text: (d) => (d.routeClass ?? "").toLowerCase() },
+  { id: "class", title: "Class", value: classOf, text: (d) => classOf(d).toLowerCase() },
   { id: "to", title: "Placed on", value: route, note: plan },
-  { id: "mode", title: "Mode", value: (d) => d.mode, text: (d) => (d.mode ?? "").toLowerCase() },
+  { id: "mode", title: "Mode", value: modeOf, text: (d) => modeOf(d).toLowerCase() },
   { id: "reason", title: "Reason", value: (d) => d.reason, note: (d) => (d.notes ?? []).join("; ") },
   { id: "input", title: "Input", unit: "tok", num: true, value: (d) => num(d.inputTokens), text: (d) => count(d.inputTokens) },
   { id: "cached", title: "Predicted cached", unit: "tok", num: true, value: (d) => num(d.cachedTokens), text: (d) => count(d.cachedTokens) },
   { id: "reported", title: "Reported", unit: "tok", num: true, hint: "Cached tokens as the engine told them at the end", value: reported, text: (d) => (reported(d) === undefined ? "–" : count(reported(d))) },
   { id: "held", title: "Held", num: true, value: (d) => seconds(d.held) ?? 0, text: (d) => (seconds(d.held) ? span(seconds(d.held)) : "–") },
   { id: "ttft", title: "First token", num: true, hint: "At the gateway, from the request's last byte to the answer's first", value: (d) => d.finished?.timings?.firstTokenMs, text: (d) => (d.finished?.timings?.firstTokenMs ? span(d.finished.timings.firstTokenMs / 1000) : "–") },
-  { id: "outcome", title: "Outcome", pill: true, value: (d) => d.outcome, text: (d) => (d.outcome ?? "").toLowerCase(), tone: (d) => OUTCOME_TONES[d.outcome], note: (d) => d.finished?.error ?? "" },
+  { id: "outcome", title: "Outcome", pill: true, value: outcomeOf, text: (d) => outcomeOf(d).toLowerCase(), tone: (d) => OUTCOME_TONES[outcomeOf(d)], note: (d) => d.finished?.error ?? "" },
 ];
 
 const FIELDS = [["session", "Session"], ["instance", "Instance"], ["request", "Request"], ["class", "Class"], ["reason", "Reason"]];
@@ -40,7 +40,7 @@ function matching(filter) {
     (!filter.session || decision.sessionId === filter.session) &&
     (!filter.instance || (decision.steps ?? []).some((step) => step.instance?.instanceId === filter.instance)) &&
     (!filter.request || decision.requestId === filter.request) &&
-    (!filter.class || decision.routeClass === filter.class) &&
+    (!filter.class || classOf(decision) === filter.class) &&
     (!filter.reason || decision.reason === filter.reason);
 }
 
@@ -96,7 +96,7 @@ export function decisionsView(app, query) {
   app.feed.listeners.add(onNews);
   const refresh = async () => {
     if (filtered || app.feed.state === "full") {
-      const wanted = { sessionId: filter.session, instanceId: filter.instance, requestId: filter.request, routeClass: filter.class, reason: filter.reason };
+      const wanted = { sessionId: filter.session, instanceId: filter.instance, requestId: filter.request, routeClass: filter.class ? `ROUTE_CLASS_${filter.class}` : undefined, reason: filter.reason };
       older = (await app.call("ListDecisions", { filter: wanted, pageSize: 200 })).decisions ?? [];
     }
     if (app.feed.state !== "off") draw();

@@ -1,17 +1,17 @@
 // How decisions ended: offloads first, then all by class, mode and reason.
 
 import { el, facts, setText } from "./dom.js";
-import { clock, count, num, percent, seconds, span } from "./format.js";
+import { classOf, clock, count, modeOf, num, outcomeOf, percent, seconds, span } from "./format.js";
 import { Table } from "./table.js";
 
-const outcome = (name) => (group) => num(group.outcomes?.[name]);
+const outcome = (name) => (group) => num(group.outcomes?.find((one) => outcomeOf(one) === name)?.decided);
 const counted = (id, title, get, hint, tone) => ({ id, title, hint, num: true, value: get, text: (group) => (get(group) ? count(get(group)) : "–"), tone: tone && ((group) => (get(group) ? tone : "")) });
 const rate = (get) => (group) => (num(group.reportedInputTokens) ? num(get(group)) / num(group.reportedInputTokens) : undefined);
 const shared = (id, title, get, hint) => ({ id, title, unit: "%", hint, num: true, value: get, text: (group) => percent(get(group), 1) });
 
 const COLUMNS = [
-  { id: "class", title: "Class", value: (g) => (g.routeClass ?? "").toLowerCase() },
-  { id: "mode", title: "Mode", value: (g) => (g.mode ?? "").toLowerCase() },
+  { id: "class", title: "Class", value: (g) => classOf(g).toLowerCase() },
+  { id: "mode", title: "Mode", value: (g) => modeOf(g).toLowerCase() },
   { id: "reason", title: "Reason", value: (g) => g.reason ?? "" },
   counted("decided", "Decided", (g) => num(g.decided)),
   counted("ok", "OK", outcome("OK")),
@@ -50,7 +50,7 @@ export function outcomesView(app) {
 }
 
 function offloaded(groups) {
-  const those = groups.filter((group) => group.mode === "OFFLOAD");
+  const those = groups.filter((group) => modeOf(group) === "OFFLOAD");
   const sum = (get) => those.reduce((total, group) => total + num(get(group)), 0);
   const decided = sum((group) => group.decided);
   if (!decided) return el("p", { className: "empty" }, "None: no policy in force then chose to offload, or no two engines can pass KV on.");

@@ -1,7 +1,7 @@
 // Why one request went where it did: what was compared, what came of it, and what other policies would have done.
 
 import { el, facts, link, pill, setText } from "./dom.js";
-import { age, bare, count, figure, moment, num, percent, seconds, signed, span } from "./format.js";
+import { age, bare, classOf, count, figure, modeOf, moment, num, outcomeOf, percent, seconds, signed, span } from "./format.js";
 import { Table } from "./table.js";
 import { OUTCOME_TONES, route } from "./view_decisions.js";
 import { instanceHref, sourceOf, STATE_TONES } from "./view_fleet.js";
@@ -16,7 +16,7 @@ export function whyView(app, id) {
   let closed = false;
   const refresh = async () => {
     // Once its request has ended nothing of it changes any more.
-    if (shown && shown.outcome !== "OPEN") return;
+    if (shown && outcomeOf(shown) !== "OPEN") return;
     let decision;
     try {
       ({ decision } = await app.call("GetDecision", { decisionId: id }));
@@ -78,8 +78,8 @@ function decided(decision) {
   return el("div", {}, el("h2", {}, "Decision"), facts([
     ["Made", moment(decision.time)],
     ["Took", span(seconds(decision.decideTime))],
-    ["Class", CLASSES[decision.routeClass] ?? decision.routeClass],
-    ["Mode", (decision.mode ?? "").toLowerCase()],
+    ["Class", CLASSES[classOf(decision)] ?? classOf(decision)],
+    ["Mode", modeOf(decision).toLowerCase()],
     ["Reason", decision.reason],
     ["Predicted cached", `${count(decision.cachedTokens)} tok`],
     ["Owner before", decision.sessionOwner],
@@ -95,7 +95,7 @@ function came(decision) {
   const timings = done?.timings;
   const hit = done?.cachedTokens;
   return el("div", {}, el("h2", {}, "What came of it"), facts([
-    ["Outcome", pill((decision.outcome ?? "").toLowerCase(), OUTCOME_TONES[decision.outcome])],
+    ["Outcome", pill(outcomeOf(decision).toLowerCase(), OUTCOME_TONES[outcomeOf(decision)])],
     ["Error", done?.error],
     ["HTTP status", done?.httpStatus ? String(done.httpStatus) : ""],
     ["Reported cached", hit === undefined ? (done ? "the engine did not say" : "") : `${count(hit)} tok (${signed(hit - num(decision.cachedTokens))} to the prediction)`],
@@ -208,9 +208,9 @@ function revised(decision, answer, name, summary) {
   const change = answer.changes?.[0];
   const group = answer.groups?.[0];
   const recorded = name === decision.policy?.name ? `${name} (decided this)` : name;
-  if (!change) return { name: recorded, verdict: "same", to: route(decision), mode: (decision.mode ?? "").toLowerCase(), reason: group?.reason, cached: 0, summary };
+  if (!change) return { name: recorded, verdict: "same", to: route(decision), mode: modeOf(decision).toLowerCase(), reason: group?.reason, cached: 0, summary };
   const to = [change.toPrefillInstanceId, change.toInstanceId].filter(Boolean).join(" → ");
   const cached = change.toInstanceId ? num(change.cachedTokensChange) : undefined;
-  return { name: recorded, verdict: "differs", to: to || "held", mode: (change.toMode ?? "").toLowerCase(), reason: change.reason, cached, summary };
+  return { name: recorded, verdict: "differs", to: to || "held", mode: modeOf({ mode: change.toMode }).toLowerCase(), reason: change.reason, cached, summary };
 }
 
