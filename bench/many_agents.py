@@ -7,23 +7,18 @@ keys, and "done" is printed when all are sent. Their loads follow once a second.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import sys
 from array import array
 
-import grpc.aio
-
 from bench.full_cache_fleet import info
 from pointsman.agent.v1 import agent_pb2
-from pointsman.common.io.channel import CHANNEL_OPTIONS
+from pointsman.common.io.channel import open_channel
 from tests.support.router import Client, Report
 
 LOAD_INTERVAL_S = 1.0
 # Agents are processes of their own, so many of which have something to send at a time.
 AT_ONCE = 64
-# A node's agent has one connection for its engines.
-NODE_ENGINES = 8
 
 
 async def main(address: str) -> None:
@@ -31,17 +26,12 @@ async def main(address: str) -> None:
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     reports: dict[str, Report] = {}
-    async with contextlib.AsyncExitStack() as channels:
-        clients: list[Client] = []
+    async with open_channel(address) as channel:
+        client = Client(channel)
         loads = asyncio.create_task(_tell_loads(reports))
         while line := await reader.readline():
             instances, keys, incarnation = map(int, line.split())
-            while len(clients) * NODE_ENGINES < instances:
-                # Or they would all share one connection.
-                options = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
-                channel = grpc.aio.insecure_channel(address, options=options)
-                clients.append(Client(await channels.enter_async_context(channel)))
-            fresh = {info(number).instance_id: Report(clients[number // NODE_ENGINES]) for number in range(instances)}
+            fresh = {info(number).instance_id: Report(client) for number in range(instances)}
             turns = asyncio.Semaphore(AT_ONCE)
             before = list(reports.values())
             reports.clear()
