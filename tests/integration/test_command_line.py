@@ -114,7 +114,7 @@ def test_a_prompt_in_a_file_is_explained_and_not_sent(fleet: Fleet, tmp_path: Pa
     file.write_text("where would this go " * 30)
     before = fleet.ask("decisions", "--router", fleet.router, "--json")
     told = json.loads(fleet.ask("explain", "--prompt", str(file), "--gateway", fleet.gateway, "--json"))
-    assert told["outcome"] == "DRY_RUN"
+    assert told["outcome"] == "DECISION_OUTCOME_DRY_RUN"
     assert len(told["candidates"]) == 2
     assert fleet.ask("decisions", "--router", fleet.router, "--json") == before
 
@@ -161,6 +161,8 @@ def filled_in(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> dict[st
             decision, instance = answer.headers["X-Pointsman-Decision"], answer.headers["X-Pointsman-Instance"]
     prompt = tmp_path_factory.mktemp("pages") / "prompt"
     prompt.write_text("where would this go " * 30)
+    token = prompt.with_name("gateway")
+    token.write_text("old")  # without an end of line, as make-secrets.sh writes it
     return {
         r"127\.0\.0\.1:50051\b": fleet.router,
         r"127\.0\.0\.1:8080\b": fleet.gateway.removeprefix("http://"),
@@ -171,6 +173,7 @@ def filled_in(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         r"\bINSTANCE\b": instance,
         r"\bMODEL\b": model,
         r"\bPROMPT_FILE\b": str(prompt),
+        r"\bsecrets/gateway\b": str(token),
         r"\bDECISION_LOG\b": str(fleet.log),
     }
 
