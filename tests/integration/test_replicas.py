@@ -122,7 +122,9 @@ async def test_the_owner_is_killed_in_the_middle_of_storms(tmp_path: Path) -> No
             burst = asyncio.create_task(fleet.burst())
             await asyncio.sleep(rng.uniform(0.0, 0.01))
             fleet.routers[owner].process.kill()
-            assert double_bookings(await burst) == 0
+            placed = await burst
+            # Without its Redis, which may be slow on a busy machine, an owner places on what it alone knows: the logs tell.
+            assert double_bookings(placed) == 0, "\n".join([str(placed), *fleet.logs()])
             await fleet.idle()
             fleet.routers[owner].process.start()
             await fleet.ready()

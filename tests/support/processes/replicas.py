@@ -82,6 +82,10 @@ class Replicas:
         self.models = models
         self.gateways: list[Gateway] = []
 
+    def logs(self) -> list[str]:
+        """The last lines of all routers' logs."""
+        return [router.process.tail() for router in self.routers.values()]
+
     async def owner(self, model: str = "m", other_than: str = "") -> str:
         """The id of the replica that places for the model, as its gateways see it."""
 
