@@ -118,7 +118,7 @@ async def test_the_unary_form_waits_within_its_deadline() -> None:
         assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         status = rpc_status.from_call(error.value)  # type: ignore[arg-type]
         retry = error_details_pb2.RetryInfo()
-        assert status.details[0].Unpack(retry)
+        assert status.details[1].Unpack(retry)
         assert retry.retry_delay.seconds == 1
 
         left = client.placement.Place(placement_pb2.PlaceRequest(request=asked("left")), timeout=30.0)

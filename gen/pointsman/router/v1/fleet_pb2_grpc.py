@@ -153,7 +153,7 @@ class FleetServiceServicer:
     def SetPolicy(self, request, context):
         """SetPolicy changes the policy or its settings; reservations and affinity stay. Replicas that share a store all take it, those
         that start later, too. INVALID_ARGUMENT names the field. ABORTED (POLICY_CHANGED) when another policy than the one that the
-        request's etag stands for is in force.
+        request's etag stands for is in force, or when this replica has not heard of that one yet, which takes up to a second.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

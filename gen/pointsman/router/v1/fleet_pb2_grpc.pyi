@@ -56,7 +56,7 @@ class FleetServiceStub:
     SetPolicy: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.SetPolicyRequest, _fleet_pb2.SetPolicyResponse]
     """SetPolicy changes the policy or its settings; reservations and affinity stay. Replicas that share a store all take it, those
     that start later, too. INVALID_ARGUMENT names the field. ABORTED (POLICY_CHANGED) when another policy than the one that the
-    request's etag stands for is in force.
+    request's etag stands for is in force, or when this replica has not heard of that one yet, which takes up to a second.
     """
     ListDecisions: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListDecisionsRequest, _fleet_pb2.ListDecisionsResponse]
     """ListDecisions tells the newest decisions first."""
@@ -111,7 +111,7 @@ class FleetServiceAsyncStub(FleetServiceStub):
     SetPolicy: _aio.UnaryUnaryMultiCallable[_fleet_pb2.SetPolicyRequest, _fleet_pb2.SetPolicyResponse]  # type: ignore[assignment]
     """SetPolicy changes the policy or its settings; reservations and affinity stay. Replicas that share a store all take it, those
     that start later, too. INVALID_ARGUMENT names the field. ABORTED (POLICY_CHANGED) when another policy than the one that the
-    request's etag stands for is in force.
+    request's etag stands for is in force, or when this replica has not heard of that one yet, which takes up to a second.
     """
     ListDecisions: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListDecisionsRequest, _fleet_pb2.ListDecisionsResponse]  # type: ignore[assignment]
     """ListDecisions tells the newest decisions first."""
@@ -187,7 +187,7 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_fleet_pb2.SetPolicyResponse, _abc.Awaitable[_fleet_pb2.SetPolicyResponse]]:
         """SetPolicy changes the policy or its settings; reservations and affinity stay. Replicas that share a store all take it, those
         that start later, too. INVALID_ARGUMENT names the field. ABORTED (POLICY_CHANGED) when another policy than the one that the
-        request's etag stands for is in force.
+        request's etag stands for is in force, or when this replica has not heard of that one yet, which takes up to a second.
         """
 
     @_abc_1.abstractmethod
