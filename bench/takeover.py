@@ -53,5 +53,6 @@ async def bursts() -> list[Figure]:
                 if number % KILLED_EACH == 0:
                     owner.process.start()
                     await fleet.ready()
+                    await fleet.idle()
     note = f"{BURSTS} bursts of simultaneous 100k-token prompts on idle instances, the owner killed in {BURSTS // KILLED_EACH}"
     return [Figure("double_bookings", doubles, "", 0, note)]

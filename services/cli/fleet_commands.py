@@ -277,6 +277,8 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
             note,
         )
     console.print(table)
+    if decision.other_instances:
+        console.print(f"{decision.other_instances} others, with less of the prompt or more to do, were not looked at")
     if decision.figures:
         console.print(
             "compared " + ", ".join(f"{name} {value:,.3g}" for name, value in sorted(decision.figures.items()))

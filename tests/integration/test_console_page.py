@@ -209,7 +209,7 @@ async def test_500_instances_are_paged_sorted_and_changed_in_place() -> None:
         await expect(page.get_by_text("Nothing matches the filter.")).to_be_visible()
         await shown.open("decisions")
         await page.get_by_role("row").filter(has_text="s1").get_by_role("link").first.click()
-        await expect(page.get_by_text("1–50 of 500")).to_be_visible()
+        await expect(page.get_by_text("which had most of the prompt or the least to do, of 500")).to_be_visible()
         assert shown.wrongs == []
 
 

@@ -214,6 +214,8 @@ async def test_ten_thousand_decisions_come_in_pages_while_more_are_made() -> Non
         def decide(number: int) -> None:
             asked = PlacementRequest(f"r{number}", "m0", 16, session_id=f"s{number % 3}")
             server.router.submit(ev.PlaceRequested(asked, "g"))
+            # Open requests are looked through by those that follow.
+            server.router.submit(ev.Finished(f"r{number}", "OK"))
 
         for number in range(10_000):
             decide(number)

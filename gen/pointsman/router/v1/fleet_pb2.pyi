@@ -692,6 +692,7 @@ class Decision(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     SESSION_OWNER_FIELD_NUMBER: _builtins.int
     CANDIDATES_FIELD_NUMBER: _builtins.int
+    OTHER_INSTANCES_FIELD_NUMBER: _builtins.int
     RUNNER_UP_FIELD_NUMBER: _builtins.int
     MARGIN_FIELD_NUMBER: _builtins.int
     INPUTS_DIGEST_FIELD_NUMBER: _builtins.int
@@ -727,6 +728,8 @@ class Decision(_message.Message):
     """cached_tokens predicted on the chosen instance."""
     session_owner: _builtins.str
     """session_owner when it was decided; empty when none."""
+    other_instances: _builtins.int
+    """other_instances is how many of the pool were not looked at."""
     runner_up: _builtins.str
     """runner_up is the second best instance; empty when there was none."""
     margin: _builtins.float
@@ -753,7 +756,7 @@ class Decision(_message.Message):
 
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
-        """candidates, all of the pool."""
+        """candidates: all of the pool, or of a large pool those that have most of the prompt and the least loaded."""
 
     @_builtins.property
     def finished(self) -> _placement_pb2.Finished:
@@ -796,6 +799,7 @@ class Decision(_message.Message):
         cached_tokens: _builtins.int = ...,
         session_owner: _builtins.str = ...,
         candidates: _abc.Iterable[Global___Candidate] | None = ...,
+        other_instances: _builtins.int = ...,
         runner_up: _builtins.str = ...,
         margin: _builtins.float | None = ...,
         inputs_digest: _builtins.int = ...,
@@ -810,7 +814,7 @@ class Decision(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_margin", b"_margin", "decide_time", b"decide_time", "finished", b"finished", "held", b"held", "margin", b"margin", "policy", b"policy", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_margin", b"_margin", "cached_tokens", b"cached_tokens", "candidates", b"candidates", "decide_time", b"decide_time", "decision_id", b"decision_id", "degraded", b"degraded", "figures", b"figures", "finished", b"finished", "held", b"held", "input_tokens", b"input_tokens", "inputs_digest", b"inputs_digest", "key_count", b"key_count", "margin", b"margin", "mode", b"mode", "model", b"model", "next_owner", b"next_owner", "notes", b"notes", "outcome", b"outcome", "policy", b"policy", "reason", b"reason", "request_id", b"request_id", "route_class", b"route_class", "runner_up", b"runner_up", "session_id", b"session_id", "session_owner", b"session_owner", "steps", b"steps", "tenant", b"tenant", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_margin", b"_margin", "cached_tokens", b"cached_tokens", "candidates", b"candidates", "decide_time", b"decide_time", "decision_id", b"decision_id", "degraded", b"degraded", "figures", b"figures", "finished", b"finished", "held", b"held", "input_tokens", b"input_tokens", "inputs_digest", b"inputs_digest", "key_count", b"key_count", "margin", b"margin", "mode", b"mode", "model", b"model", "next_owner", b"next_owner", "notes", b"notes", "other_instances", b"other_instances", "outcome", b"outcome", "policy", b"policy", "reason", b"reason", "request_id", b"request_id", "route_class", b"route_class", "runner_up", b"runner_up", "session_id", b"session_id", "session_owner", b"session_owner", "steps", b"steps", "tenant", b"tenant", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__margin: _TypeAlias = _typing.Literal["margin"]  # noqa: Y015
     _WhichOneofArgType__margin: _TypeAlias = _typing.Literal["_margin", b"_margin"]  # noqa: Y015

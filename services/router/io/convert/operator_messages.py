@@ -225,6 +225,7 @@ def decision_to_wire(state: RouterState, logged: LoggedDecision, *, candidates: 
         notes=decision.notes,
         figures=result.figures,
         next_owner=decision.next_owner if request.session else "",
+        other_instances=decision.view.unseen.instances,
     )
     if candidates:
         view = decision.view

@@ -42,9 +42,13 @@ function described(decision) {
     verdict(decision, candidates, last),
     el("div", { className: "columns" }, asked(decision), decided(decision), came(decision)),
     el("h2", {}, "Plan"), steps(decision),
-    el("h2", {}, `Candidates `, el("span", { className: "muted" }, `${candidates.length} as they were then; the lowest score wins`)),
+    el("h2", {}, `Candidates `, el("span", { className: "muted" }, `${candidates.length} as they were then${others(decision)}; the lowest score wins`)),
     candidateTable(decision, candidates, last),
   ];
+}
+
+function others(decision) {
+  return decision.otherInstances ? `, which had most of the prompt or the least to do, of ${count((decision.candidates?.length ?? 0) + decision.otherInstances)}` : "";
 }
 
 function verdict(decision, candidates, last) {
