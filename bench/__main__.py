@@ -1,9 +1,9 @@
 """Run the benchmarks: all, or those named.
 
 `python -m bench growth`, for one: 260,000 requests, which take three to four minutes; the others take a minute or less each.
-`large_fleet` takes an hour, `soak` half of one, `elastic`, `layerwise`, `layerwise_cpu`, `layerwise_cpu_long` and
-`layerwise_trace` minutes, most of them until real engines are up, `hostile` and `stalls` some minutes; `http_lint` installs
-httplint, `h2load` needs Debian's nghttp2-client: only run when they are named.
+`large_fleet` and `first_choice` take an hour each, `soak` half of one, `autoscale_sweep` ten minutes, `autoscale` two, `elastic`,
+`layerwise`, `layerwise_cpu`, `layerwise_cpu_long`, `layerwise_trace` minutes, most of them until real engines are up, `hostile`
+some minutes; `http_lint` installs httplint, `h2load` needs Debian's nghttp2-client: only run when they are named.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ import argparse
 import asyncio
 import inspect
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from bench.autoscale import autoscale, autoscale_sweep
 from bench.decide import decide, foresight, index
 from bench.elastic import elastic
 from bench.figures import Figure
+from bench.first_choice import first_choice
 from bench.gateway import chunks, leaks, requests
 from bench.h2load import h2load
 from bench.hostile import hostile
@@ -30,6 +33,7 @@ from bench.layerwise import layerwise
 from bench.layerwise_cpu import layerwise_cpu, layerwise_cpu_long
 from bench.layerwise_trace import layerwise_trace
 from bench.memory import growth, memory
+from bench.open_requests import open_request_bytes
 from bench.place import place
 from bench.simulate import simulate
 from bench.soak import soak
@@ -46,12 +50,14 @@ BENCHMARKS: dict[str, Callable[[], object]] = {
         foresight,
         index,
         place,
+        stalls,
         bursts,
         takeover,
         chunks,
         requests,
         turns,
         memory,
+        open_request_bytes,
         growth,
         leaks,
         simulate,
@@ -62,13 +68,15 @@ LONG: dict[str, Callable[[], object]] = {
     one.__name__: one
     for one in (
         large_fleet,
+        first_choice,
+        autoscale,
+        autoscale_sweep,
         elastic,
         layerwise,
         layerwise_cpu,
         layerwise_cpu_long,
         layerwise_trace,
         soak,
-        stalls,
         hostile,
         http_lint,
         h2load,
@@ -76,17 +84,28 @@ LONG: dict[str, Callable[[], object]] = {
 }
 
 
-def main() -> None:
-    """Print a table; append to results.jsonl."""
+def names_of(words: list[str]) -> list[str]:
+    """The benchmarks that the command line names; without any all that are not long. Exits with an error for another name."""
+    known = BENCHMARKS | LONG
     parser = argparse.ArgumentParser(
         "python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", metavar="NAME", nargs="*", choices=[*BENCHMARKS, *LONG], help="one of %(choices)s")
-    names = parser.parse_args().names
+    # Not by `choices`: argparse holds no names at all for a wrong one.
+    parser.add_argument("names", metavar="NAME", nargs="*", help=f"one of {', '.join(known)}")
+    names: list[str] = parser.parse_args(words).names
+    for name in names:
+        if name not in known:
+            parser.error(f"no benchmark {name!r}: {', '.join(known)}")
+    return names or list(BENCHMARKS)
+
+
+def main() -> None:
+    """Print a table; append to results.jsonl."""
+    names = names_of(sys.argv[1:])
     configure_logs("bench", "error")
     table = Table("metric", "value", "unit", "baseline", "ratio", "note", box=None, pad_edge=False)
     with RESULTS.open("a") as results:
-        for name in names or BENCHMARKS:
+        for name in names:
             found = (BENCHMARKS | LONG)[name]()
             figures: list[Figure] = asyncio.run(found) if inspect.iscoroutine(found) else found  # type: ignore[assignment]
             for figure in figures:

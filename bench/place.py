@@ -16,6 +16,7 @@ from bench import stack
 from bench.figures import Figure, percentile
 from bench.full_cache_fleet import KEYS_PER_INSTANCE, PROMPT_TOKENS, cached_keys, info, long_prompt
 from bench.stack import ServerProcess
+from pointsman.agent.v1 import agent_pb2
 from pointsman.common.io.batch_queue import BatchQueue
 from pointsman.common.io.channel import open_channel
 from pointsman.gateway.io.routing.router_client import REPORT_DELAY_S
@@ -32,7 +33,7 @@ IN_FLIGHT = 64
 
 
 async def place() -> list[Figure]:
-    """place_rpc_*, place_per_s, place_cpu_* and resync_s, in memory; place_rpc_* with Redis beside them."""
+    """place_rpc_*, place_per_s, place_cpu_*, restart_kb_* and resync_s, in memory; place_rpc_* with Redis beside them."""
     figures: list[Figure] = []
     keys = long_prompt()
     async with stack.router() as (address, served), open_channel(address) as channel:
@@ -43,7 +44,9 @@ async def place() -> list[Figure]:
             Figure("resync_s", resync, "s", 5.0, "64 agents x 62,500 keys into an empty router; baseline is the goal")
         )
         session = await _session(channel)
+        await _report_again(agents)
         figures += await _latency(session, keys, "place_rpc", 0.5, 2.0)
+        await _report_again(agents)
         figures += await _rate(session, served)
         for agent in agents:
             agent.call.cancel()
@@ -51,15 +54,19 @@ async def place() -> list[Figure]:
         agents = await _fill(channel, keys, MANY_INSTANCES, MANY_KEYS)
         session = await _session(channel)
         for tokens, goal, prompt in ((1_024, 500.0, None), (PROMPT_TOKENS, 1_000.0, keys)):
+            await _report_again(agents)
             _, cpu_us = await _played(session, served, 600, tokens, prompt)
             note = (
                 f"{tokens:,}-token prompts on {MANY_INSTANCES:,} instances, {IN_FLIGHT} in flight; baseline is the goal"
             )
             figures.append(Figure(f"place_cpu_us_{MANY_INSTANCES}_{tokens // 1000}k", cpu_us, "us", goal, note))
+        figures.append(await _restart(session, channel, agents))
     with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder)) as (url, _):
         async with stack.router("--redis-url", url) as (address, _), open_channel(address) as channel:
             agents = await _fill(channel, keys)
-            figures += await _latency(await _session(channel), keys, "place_rpc_redis", None, None)
+            session = await _session(channel)
+            await _report_again(agents)
+            figures += await _latency(session, keys, "place_rpc_redis", None, None)
     return figures
 
 
@@ -92,6 +99,29 @@ async def _rate(session: Session, served: ServerProcess, count: int = 6_000) -> 
         Figure("place_per_s", count / spent, "1/s", 3_000.0, f"{note}a core each for both ends; baseline is the goal"),
         Figure("place_cpu_us", cpu_us, "us", None, f"{note}the router's CPU for placement, first token and end"),
     ]
+
+
+async def _restart(session: Session, channel: grpc.aio.Channel, agents: list[Report]) -> Figure:
+    """What a gateway is told until it knows that one engine of the fleet has restarted."""
+    agents[0].call.cancel()
+    name = info(0).instance_id
+    told = 0
+
+    async def read() -> None:
+        nonlocal told
+        while True:
+            message = await session.read()
+            told += message.ByteSize()
+            for one in message.batch.responses if message.HasField("batch") else (message,):
+                for pool in one.fleet_update.pools:
+                    if any((i.instance_id, i.incarnation) == (name, "2") for i in pool.instances):
+                        return
+
+    again = Report(Client(channel))
+    await asyncio.gather(read(), again.join(name, incarnation="2"))
+    again.call.cancel()
+    note = f"an engine of {MANY_INSTANCES:,} restarts: bytes that each gateway is sent; baseline is the goal"
+    return Figure(f"restart_kb_{MANY_INSTANCES}", told / 1e3, "kB", 10.0, note)
 
 
 async def _played(
@@ -178,11 +208,20 @@ async def _fill(
     """Agents of so many instances, each with `count` keys, when the router knows them all."""
     client = Client(channel)
     agents = [Report(client) for _ in range(instances)]
-    await asyncio.gather(
-        *(agent.join(info(number).instance_id, cached_keys(keys, number, count)) for number, agent in enumerate(agents))
-    )
+
+    async def report(agent: Report, number: int) -> None:
+        await agent.hello(info(number).instance_id)
+        assert (await agent.read()).welcome.snapshot
+        await agent.snapshot(cached_keys(keys, number, count))
+
+    await asyncio.gather(*(report(agent, number) for number, agent in enumerate(agents)))
     while True:
         known = await client.instances()
         if sum(one.state == fleet_pb2.INSTANCE_STATE_READY for one in known.values()) == instances:
             return agents
         await asyncio.sleep(0.02)
+
+
+async def _report_again(agents: list[Report]) -> None:
+    """Let all agents tell their load: the keys of one that has said nothing for a while count for nothing."""
+    await asyncio.gather(*(agent.send(load=agent_pb2.Load(healthy=True, running=1, kv_usage=0.25)) for agent in agents))

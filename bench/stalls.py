@@ -1,4 +1,4 @@
-"""What holds a router's event loop, and placements meanwhile, at a fleet's size: `python -m bench stalls`. Takes some minutes.
+"""What holds a router's event loop, and placements meanwhile, at a fleet's size: `python -m bench stalls`. Takes two minutes.
 
 The router is a process of its own (timed_router.py), and so are the agents; placements are asked for from here, one each
 PROBE_INTERVAL_S. A turn is told in ms of the router's CPU time.
@@ -38,9 +38,19 @@ from tests.support.waiting import eventually
 GOAL_TURN_MS, GOAL_PLACE_MS, GOAL_TAKEOVER_S = 20.0, 10.0, 2.0
 PROBE_INTERVAL_S = 0.01
 SESSIONS, OPEN = 1_000_000, 10_000
+# Of the sessions that are stored, as many as the probes' own may go: a router keeps a million.
+SOME = 1_000
 # Ahead of the takeover, so that the router's start is not in it.
 WITHIN_S = 300.0
 POOL = "pointsman:{default:m}:"
+# What a page asks for: everywhere, and in its view of the last 15 minutes.
+ASKED: tuple[tuple[str, dict[str, str]], ...] = (
+    ("ListInstances", {}),
+    ("ListReplicas", {}),
+    ("ListPolicies", {}),
+    ("ListPoolHistories", {}),
+    ("ListInstanceHistories", {"measure": "INSTANCE_MEASURE_OPEN_REQUESTS"}),
+)
 Stored: TypeAlias = dict[Any, Any]
 
 
@@ -75,7 +85,7 @@ async def _thousand() -> list[Figure]:
 
 
 async def _console(url: str) -> None:
-    """What a page asks for, for 10 s."""
+    """What a page asks for, for 10 s; histories are asked for more often than a page does."""
     ends = time.monotonic() + 10.0
     async with aiohttp.ClientSession(url) as http, http.get("/api/decisions") as decisions:
 
@@ -85,8 +95,8 @@ async def _console(url: str) -> None:
 
         reading = asyncio.create_task(read())
         while time.monotonic() < ends:
-            for method in ("ListInstances", "ListReplicas", "ListPolicies"):
-                async with http.post(f"/api/{method}", json={}) as answer:
+            for method, asked in ASKED:
+                async with http.post(f"/api/{method}", json=asked) as answer:
                     assert answer.status == 200
                     await answer.read()
             await asyncio.sleep(1.0)
@@ -110,7 +120,8 @@ async def _shared_store() -> list[Figure]:
                     await session.place("first")
                     taken_s = time.perf_counter() - begun
                     async with router.probed() as placed:
-                        await asyncio.sleep(5.0)
+                        while await _sessions_read(router.client) < SESSIONS - SOME:  # noqa: ASYNC110
+                            await asyncio.sleep(1.0)
                 figures += [
                     *told,
                     Figure(
@@ -123,11 +134,16 @@ async def _shared_store() -> list[Figure]:
 
                     async def whole() -> bool:
                         kept = await store.hlen(POOL + "affinity")
-                        return kept >= SESSIONS and not await store.hexists(POOL + "mean_work", "incomplete")
+                        return kept >= SESSIONS - SOME and not await store.hexists(POOL + "mean_work", "incomplete")
 
                     await eventually(whole, "all of it is there again", WITHIN_S)
                 figures += told
     return figures
+
+
+async def _sessions_read(client: Client) -> int:
+    answer = await client.fleet.ListSessions(fleet_pb2.ListSessionsRequest(page_size=1))
+    return int(answer.total)
 
 
 async def _fill(store: redis.asyncio.Redis) -> None:

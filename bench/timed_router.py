@@ -54,14 +54,14 @@ class TurnTimer:
 if __name__ == "__main__":
     run, turn_timer = uvloop.run, TurnTimer(Path(sys.argv[1]))
 
-    def run_timed(main: Coroutine[Any, Any, Any]) -> None:
+    def run_timed(main: Coroutine[Any, Any, Any], **loop: Any) -> None:
         """As uvloop.run."""
 
         async def timed() -> None:
             turn_timer.start()
             await main
 
-        run(timed())
+        run(timed(), **loop)
 
     uvloop.run = run_timed  # type: ignore[assignment]
     sys.argv = ["pointsman", "router", *sys.argv[2:]]

@@ -25,7 +25,7 @@ import kubernetes_validate  # type: ignore[import-untyped]
 import yaml
 
 from tools import generate_telemetry as derived
-from tools.deploy_checks import compose, k8s, prometheus, prometheus_operator
+from tools.deploy_checks import compose, k8s, keda, prometheus, prometheus_operator
 from tools.deploy_checks.kubectl import KubectlMissing, ensure_kubectl
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,6 +102,8 @@ def schema_problems(item: dict[str, Any]) -> list[str]:
     name = f"{item.get('kind')}/{item.get('metadata', {}).get('name')}"
     if str(item.get("apiVersion")).startswith("monitoring.coreos.com/"):
         return [f"{name}: {problem}" for problem in prometheus_operator.schema_problems(item)]
+    if str(item.get("apiVersion")).startswith("keda.sh/"):
+        return [f"{name}: {problem}" for problem in keda.schema_problems(item)]
     for version in KUBERNETES:
         try:
             kubernetes_validate.validate(item, version, strict=True)
@@ -180,6 +182,8 @@ def main() -> int:
         ("ha", "tls", "ingress"),
         ("gpu-per-node", "tls", "nvidia-runtime"),
         ("gpu", "kv-transfer", "rdma"),
+        ("single-node", "autoscaling-keda"),
+        ("single-node", "autoscaling-hpa"),
     ):
         name = f"deploy/k8s/overlays/{overlay}"
         checks[f"{name} with {', '.join(components)}"] = check_k8s(ROOT / name, *components)

@@ -56,8 +56,12 @@ REQUESTS = [
     Panel("Decisions by class", rates(f"{R}decisions_total", "route_class"), "reqps", stacked=True),
     Panel("Decisions by reason", rates(f"{R}decisions_total", "reason"), "reqps", stacked=True),
     Panel("Refusals by code", rates(f"{R}refusals_total", "code"), "reqps"),
-    Panel("Held requests", {f"sum by (model) ({R}held_requests)": "{{model}}"}, about="In the routers' queues."),
-    Panel("Time held", quantiles(f"{R}held_seconds"), "s", "Of those that were held."),
+    Panel(
+        "Held requests by priority",
+        {f"sum by (model, priority) ({R}held_requests)": "{{model}} {{priority}}"},
+        about="In the routers' queues.",
+    ),
+    Panel("Time held by priority, p90", quantiles(f"{R}held_seconds", "priority"), "s", "Of those that were held."),
     Panel(
         "Open requests",
         {f"sum({R}open_requests)": "reserved by routers", f"sum({G}open_requests)": "open at gateways"},

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from itertools import islice
 
 from pointsman.common.core.block_keys import KEY_SCHEME
 from pointsman.lab.engine.model import EngineModel
@@ -18,7 +18,8 @@ from pointsman.router.core.types import InstanceInfo, KvTransfer
 
 
 class SimulatedFleet:
-    """All instances by name, dealt to `pools` in turn; `deliver` hears all agents, `on_engine_event` all engines."""
+    """All instances by name, those at the beginning dealt to `pools` in turn; `deliver` hears all agents, `on_engine_event` all
+    engines."""
 
     def __init__(
         self,
@@ -29,48 +30,72 @@ class SimulatedFleet:
         on_engine_event: OnEngineEvent,
     ) -> None:
         self._config = config
+        self._event_queue = event_queue
         self._deliver = deliver
-        names = config.names or [f"i{number}" for number in range(config.instances)]
-        self.instances = {
-            name: SimulatedInstance(
-                name, number, EngineModel(config.engine, config.profile), event_queue, deliver, on_engine_event
-            )
-            for number, name in enumerate(names, 1)
-        }
-        self.pool_of = {name: pools[number % len(pools)] for number, name in enumerate(self.instances)}
+        self._on_engine_event = on_engine_event
+        self.instances: dict[str, SimulatedInstance] = {}
+        self.pool_of: dict[str, str] = {}
+        # All that ever were, by the number of their agent's stream, from 1: a router may still answer one that is gone.
+        self._by_stream: list[SimulatedInstance] = []
+        self._incarnations: Counter[str] = Counter()
+        for number, name in enumerate(config.names or [f"i{number}" for number in range(config.instances)]):
+            self.add(name, pools[number % len(pools)])
+
+    def add(self, name: str, pool: str) -> ev.AgentHello:
+        """A new instance, whose cache is empty, under a name that no other has now: what its agent says first. Mutates."""
+        assert name not in self.instances, name
+        stream_id = len(self._by_stream) + 1
+        model = EngineModel(self._config.engine, self._config.profile)
+        instance = SimulatedInstance(name, stream_id, model, self._event_queue, self._deliver, self._on_engine_event)
+        self._by_stream.append(instance)
+        self._incarnations[name] += 1
+        self.instances[name] = instance
+        self.pool_of[name] = pool
+        return self.hello(name)
+
+    def remove(self, name: str) -> ev.AgentGoodbye:
+        """An instance that has nothing to do is gone: what its agent says last. Mutates."""
+        instance = self.instances.pop(name)
+        assert not instance.model.has_work, f"{name} has requests"
+        return ev.AgentGoodbye(instance.stream_id, name)
 
     def of_stream(self, stream_id: int) -> SimulatedInstance:
-        """The instance whose agent speaks on that stream, which is numbered as the instances are, from 1."""
-        return next(islice(self.instances.values(), stream_id - 1, None))
+        """The instance whose agent speaks, or spoke, on that stream."""
+        return self._by_stream[stream_id - 1]
+
+    def incarnation(self, name: str) -> str:
+        """Which one of that name it is, from 1."""
+        return str(self._incarnations[name])
 
     @property
     def busy_s(self) -> dict[str, float]:
         """How long each instance has been in steps, in s."""
         return {name: instance.busy_s for name, instance in self.instances.items()}
 
+    def hello(self, name: str) -> ev.AgentHello:
+        """What the agent of an instance says first."""
+        config = self._config.engine
+        return ev.AgentHello(
+            self.instances[name].stream_id,
+            InstanceInfo(
+                instance_id=name,
+                incarnation=self.incarnation(name),
+                url=f"sim://{name}",
+                model=self.pool_of[name],
+                block_size=config.block_size,
+                kv_capacity_tokens=config.kv_blocks * config.block_size,
+                max_model_len=config.max_model_len,
+                kv_transfer=KvTransfer("MOONCAKE", f"sim://{name}"),
+                long_prefill_token_threshold=config.long_prefill_token_threshold,
+            ),
+            KEY_SCHEME,
+            1,
+            0,
+        )
+
     def hellos(self) -> list[ev.AgentHello]:
         """What each agent says first."""
-        config = self._config.engine
-        return [
-            ev.AgentHello(
-                instance.stream_id,
-                InstanceInfo(
-                    instance_id=name,
-                    incarnation="1",
-                    url=f"sim://{name}",
-                    model=self.pool_of[name],
-                    block_size=config.block_size,
-                    kv_capacity_tokens=config.kv_blocks * config.block_size,
-                    max_model_len=config.max_model_len,
-                    kv_transfer=KvTransfer("MOONCAKE", f"sim://{name}"),
-                    long_prefill_token_threshold=config.long_prefill_token_threshold,
-                ),
-                KEY_SCHEME,
-                1,
-                0,
-            )
-            for name, instance in self.instances.items()
-        ]
+        return [self.hello(name) for name in self.instances]
 
     def report_loads(self, now: float) -> None:
         """All agents tell their engines' figures."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from pointsman.lab.simulation.event_queue import EventQueue
 from pointsman.lab.simulation.report_channel import Deliver, ReportChannel
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.load.reservations import Reservation
@@ -39,8 +40,12 @@ class Routers:
         pools: Sequence[str],
         channel: Callable[[str, Deliver], ReportChannel],
         on_effect: OnEffect,
+        event_queue: EventQueue,
     ):
         """`channel` makes the way from all agents to one router. A lone router owns everything without being told."""
+        self._event_queue = event_queue
+        # By router, when it is to try held requests again.
+        self._retry_at: dict[str, float] = {}
         self.states: dict[str, RouterState] = {}
         self._new_channel = channel
         self._channels: dict[str, ReportChannel] = {}
@@ -74,7 +79,10 @@ class Routers:
         """Let one router hear of something, keep what it wants kept, and have the rest done; no effect on a dead one. Mutates."""
         if (state := self.states.get(name)) is None:
             return
-        for effect in state.handle(event, now):
+        effects = state.handle(event, now)
+        while state.unfinished:
+            effects += state.handle(ev.GoOn(), now)
+        for effect in effects:
             match effect:
                 case ev.Reserved(reservation) if reservation.pool in self._stored:
                     self._stored[reservation.pool].reservations[reservation.request_id] = reservation
@@ -87,6 +95,10 @@ class Routers:
                         self._stored[pool].mean_work = mean_work
                 case _:
                     self._on_effect(name, effect, now)
+        scheduled = self._retry_at.get(name, now)
+        if (retry_at := state.retry_at) is not None and (scheduled <= now or retry_at < scheduled):
+            self._retry_at[name] = retry_at
+            self._event_queue.schedule(retry_at, partial(self.deliver, name, ev.RetryDue()))
 
     def add(self, name: str, state: RouterState) -> None:
         """A replica that owns nothing is there (again); whoever speaks to it begins with a hello. Mutates."""

@@ -86,7 +86,11 @@ class Simulator:
             return RouterState(policy, config.router, router_id=name, seed=config.seed, owns_all=len(names) == 1)
 
         self.routers = Routers(
-            {name: new_state(name) for name in names}, self._pools, self._new_channel, self._on_effect
+            {name: new_state(name) for name in names},
+            self._pools,
+            self._new_channel,
+            self._on_effect,
+            self._event_queue,
         )
         self._owner_changes = OwnerChanges(
             config,
@@ -280,7 +284,7 @@ class Simulator:
 
     def _placed(self, ask_count: int, placed: ev.Placed, now: float) -> None:
         running, step = self._running.get(placed.request_id), placed.step
-        if running is None or running.ask_count != ask_count:
+        if running is None or running.ask_count != ask_count or not running.awaits_router:
             return
         running.awaits_router = False
         running.placed = placed
@@ -341,7 +345,8 @@ class Simulator:
             self._router_lost(running, now)
             return
         self._event_queue.schedule(now + STEP_WITHIN_S, partial(self._serve_without_router, name, running.ask_count))
-        self._report(name, ev.StepDone(name, placed.step_index, ok=not error, error=error), now)
+        done = ev.StepDone(name, placed.step_index, ok=not error, error=error, deadline_s=STEP_WITHIN_S)
+        self._report(name, done, now)
 
     def _router_lost(self, running: SimulatedRequest, now: float) -> None:
         """Whoever was to tell the next step is gone, and the plan with it: a new attempt asks the next owner, who finds cached
@@ -372,7 +377,10 @@ class Simulator:
         self.steps_without_router += 1
         running.awaits_router = False
         step = Step(StepKind.SERVE, running.placed.step.instance_id, ROUTER_AWAY)
+        computed = 0 if running.failed else running.placed.step.prefix_tokens
         running.placed = structs.replace(running.placed, step_index=running.placed.step_index + 1, step=step, last=True)
+        stream = structs.replace(running.open_stream(), cached_tokens=computed)
+        self._report(name, ev.StreamOpened(GATEWAY, stream), now)
         self._serve(running.placed, now)
 
     def _on_engine_event(self, event: WaitingForRemoteKv | FirstToken | Finished, now: float) -> None:

@@ -5,6 +5,7 @@ A trial is a draw under a seed. Whatever is compared sees the same draws, so tha
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,6 +53,47 @@ def draw_sessions(requests: Sequence[TraceRequest], arrivals: Arrivals, seed: in
         starts = [rng.uniform(first, last) for _ in starts]
     first = min(starts)
     drawn = [_moved(turns, (start - first) / arrivals.rate) for turns, start in zip(sessions, starts, strict=True)]
+    return sorted(drawn, key=lambda turns: turns[0].timestamp_ms)
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """A rate of session starts that is constant for `before_s`, then rises in a line for `rise_s` to `factor` times as much, and
+    stays there for `after_s`."""
+
+    before_s: float
+    rise_s: float
+    after_s: float
+    factor: float
+
+    @property
+    def constant_s(self) -> float:
+        """How long as many sessions take to start at the first rate, in s."""
+        return self.before_s + self.rise_s * (1 + self.factor) / 2 + self.after_s * self.factor
+
+    @property
+    def end_s(self) -> float:
+        """When it is over, in s."""
+        return self.before_s + self.rise_s + self.after_s
+
+    def moment(self, constant_s: float) -> float:
+        """When the session starts that would start at `constant_s` if the first rate stayed; both in s.
+
+        With x s of the rise over, x + (factor - 1) x^2 / (2 rise_s) have passed of the constant rate: solved for x.
+        """
+        over = constant_s - self.before_s
+        risen = self.rise_s * (1 + self.factor) / 2
+        if over <= 0:
+            return constant_s
+        if over >= risen:
+            return self.before_s + self.rise_s + (over - risen) / self.factor
+        return self.before_s + 2 * over / (1 + math.sqrt(1 + 2 * (self.factor - 1) * over / self.rise_s))
+
+
+def ramp_sessions(requests: Sequence[TraceRequest], ramp: Ramp) -> list[Session]:
+    """The sessions of a trace that start at a constant rate over `ramp.constant_s`, in the order of their starts on the ramp."""
+    sessions = by_session(requests).values()
+    drawn = [_moved(turns, ramp.moment(turns[0].timestamp_ms / 1e3) * 1e3) for turns in sessions]
     return sorted(drawn, key=lambda turns: turns[0].timestamp_ms)
 
 

@@ -16,6 +16,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pointsman.agent.v1 import agent_pb2
+from pointsman.cli.instance_commands import order_words, orders_of
 from pointsman.cli.router_call import dial, operator
 from pointsman.common.core.block_keys import KEY_TOKENS
 from pointsman.common.io.pages import whole
@@ -24,6 +25,7 @@ from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 TIMEOUT_S = 10.0
 STALE_REPORT_S = 5.0
 CLOCK_SKEW_S = 2.0
+LONG_CORDONED_S = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ def examine(
                 )
             )
             findings += _fleet(list(fleet.instances), access)
+            findings += _orders(router)
     for agent in agents:
         findings += _agent(agent)
     findings += _gateway(gateway)
@@ -123,6 +126,34 @@ def _fleet(instances: list[fleet_pb2.InstanceStatus], access: EngineAccess) -> I
         yield from transfers(pool)
     for one in instances:
         yield from _instance(one, access)
+
+
+def _orders(router: str) -> Iterator[Finding]:
+    try:
+        orders = orders_of(router)
+    except grpc.RpcError as error:
+        yield Finding(Finding.WARN, "orders", f"{error.code().name}: {error.details()}")
+    else:
+        yield from forgotten_orders(orders, time.time())
+
+
+def forgotten_orders(orders: Sequence[fleet_pb2.InstanceOrder], now: float) -> Iterator[Finding]:
+    """The orders that may have been forgotten at `now` (s since 1970): cordons of long ago, and what is ordered for nobody."""
+    for order in orders:
+        words = order_words(order.cordoned, order.weight, order.reason)
+        undo = (
+            f"pointsman weight {order.instance_id} 1" if order.weight < 1 else f"pointsman uncordon {order.instance_id}"
+        )
+        if not order.instance_known:
+            found = f"{words}; no agent reports an instance of this id"
+            yield Finding(Finding.WARN, order.instance_id, found, f"if it went for good: {undo}")
+        elif order.cordoned and now - order.update_time.ToNanoseconds() / 1e9 > LONG_CORDONED_S:
+            yield Finding(
+                Finding.WARN,
+                order.instance_id,
+                f"{words}; for more than a day",
+                f"pointsman uncordon {order.instance_id}",
+            )
 
 
 def transfers(pool: list[agent_pb2.Instance]) -> Iterator[Finding]:
@@ -175,7 +206,9 @@ def _instance(one: fleet_pb2.InstanceStatus, access: EngineAccess) -> Iterator[F
     name = one.instance.instance_id
     state = fleet_pb2.InstanceState.Name(one.state).removeprefix("INSTANCE_STATE_")
     age = one.report_age.ToMilliseconds() / 1e3
-    if one.state != fleet_pb2.INSTANCE_STATE_READY:
+    if one.state == fleet_pb2.INSTANCE_STATE_CORDONED:
+        yield Finding(Finding.OK, name, f"state {state}")
+    elif one.state != fleet_pb2.INSTANCE_STATE_READY:
         yield Finding(Finding.FAIL, name, f"state {state}", "see the agent's and the engine's logs")
     elif one.circuit_open:
         yield Finding(

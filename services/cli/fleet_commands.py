@@ -1,6 +1,6 @@
-"""The questions people ask a running fleet: `pointsman instances`, `decisions`, `explain`, `policies`, `drain`, `doctor`.
+"""The questions people ask a running fleet: `pointsman instances`, `decisions`, `explain`, `policies`, `doctor`.
 
-`decisions verify` and `what-if` are in pointsman.cli.policy_commands.
+`decisions verify` and `what-if` are in pointsman.cli.policy_commands, `drain` and `cordon` in pointsman.cli.instance_commands.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ import urllib.request
 from pathlib import Path
 from typing import Annotated, Any
 
+import grpc
 import typer
 from google.protobuf import json_format
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from pointsman.cli.doctor import EngineAccess, Finding, examine
+from pointsman.cli.instance_commands import RouterFlag, cordon, drain, order_words, orders_of, uncordon, weight
 from pointsman.cli.policy_commands import set_policy, verify, what_if
 from pointsman.cli.router_call import DEFAULT_ROUTER, UNUSABLE, call, fail
 from pointsman.common.core.enum_words import values, word
@@ -33,7 +36,6 @@ from pointsman.router.v1 import fleet_pb2, placement_pb2
 
 TIMEOUT_S = 10.0
 
-RouterFlag = Annotated[str, typer.Option(envvar="POINTSMAN_ROUTER", help="HOST:PORT of a router")]
 GatewayFlag = Annotated[str, typer.Option(envvar="POINTSMAN_GATEWAY", help="base URL of a gateway")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
@@ -47,7 +49,7 @@ console = Console(width=None if sys.stdout.isatty() else 180)
 
 def add_fleet_commands(app: typer.Typer) -> None:
     """Register the commands of this module."""
-    for command in (instances, explain, policies, drain, doctor):
+    for command in (instances, explain, policies, drain, cordon, uncordon, weight, doctor):
         app.command()(command)
     app.command("what-if")(what_if)
     app.command("set-policy")(set_policy)
@@ -90,15 +92,28 @@ def instances(router: RouterFlag = DEFAULT_ROUTER, model: str = "", as_json: Jso
             one.instance.incarnation[:12],
         )
     console.print(table)
+    for order in _orders_for_unknown(router):
+        words = order_words(order.cordoned, order.weight, order.reason)
+        console.print(f"{order.instance_id} is not known yet ({words})", highlight=False, markup=False)
     console.print(
         f"policy {answer.policy.name} {_settings(answer.policy)}  router {answer.router_id}"
         + (f"  {answer.held_requests} requests held" if answer.held_requests else "")
     )
 
 
+def _orders_for_unknown(router: str) -> list[fleet_pb2.InstanceOrder]:
+    try:
+        return [order for order in orders_of(router) if not order.instance_known]
+    except grpc.RpcError as error:
+        fail(f"router {router}: {error.code().name}: {error.details()}")
+
+
 def _state_of(one: fleet_pb2.InstanceStatus) -> str:
-    """The state, and what is unusual about its keys."""
-    remarks = ["approximate"] if one.prefix_source == fleet_pb2.PREFIX_SOURCE_APPROXIMATE else []
+    """The state, what operators have ordered besides, and what is unusual about its keys."""
+    ordered = order_words(False, one.weight if one.HasField("weight") else 1.0, "")
+    remarks = [escape(words) for words in (ordered, one.order_reason) if words]
+    if one.prefix_source == fleet_pb2.PREFIX_SOURCE_APPROXIMATE:
+        remarks.append("approximate")
     if one.prefix_source == fleet_pb2.PREFIX_SOURCE_NONE and one.state == fleet_pb2.INSTANCE_STATE_READY:
         remarks.append("cache counted as empty")
     if one.circuit_open:
@@ -191,21 +206,6 @@ def policies() -> None:
             console.print(f"  {one.name} = {one.default} ({bounds(one)}): {one.metadata['doc']}", highlight=False)
 
 
-def drain(
-    instance_id: str,
-    router: RouterFlag = DEFAULT_ROUTER,
-    resume: Annotated[bool, typer.Option(help="undo a drain")] = False,
-) -> None:
-    """Stop placing on an instance until its engine restarts (or resume), by all routers that share a Redis; tells how many
-    requests it still has."""
-    request = fleet_pb2.DrainRequest(instance_id=instance_id, resume=resume)
-    answer = call(router, lambda fleet: fleet.Drain, request, TIMEOUT_S)
-    state = fleet_pb2.InstanceState.Name(answer.instance.state).removeprefix("INSTANCE_STATE_")
-    typer.echo(f"{instance_id} is {state}, {answer.instance.num_requests} requests open")
-    if answer.this_replica_only:
-        typer.echo("the router's Redis is away, so other routers follow when it is back", err=True)
-
-
 def doctor(
     router: RouterFlag = DEFAULT_ROUTER,
     gateway: GatewayFlag = GATEWAY,
@@ -251,6 +251,8 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
         f"reason [bold]{decision.reason}[/bold]"
         + (" (degraded)" if decision.degraded else "")
         + (f", held {decision.held.ToMilliseconds() / 1e3:,.2f} s" if decision.held.ToNanoseconds() else "")
+        + (f", priority {word(placement_pb2.Priority, decision.priority)}" if decision.priority else "")
+        + (f" (weight {decision.weight})" if decision.weight > 1 else "")
         + (f" ({', '.join(decision.notes)})" if decision.notes else "")
     )
     console.print(f"policy {decision.policy.name} {_settings(decision.policy)}")
@@ -290,8 +292,13 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
         said = f"{done.cached_tokens:,}" if done.HasField("cached_tokens") else "nothing"
         console.print(
             f"the engine said: {said} cached; TTFT {done.timings.first_token_ms:,.1f} ms, "
-            f"done after {done.timings.done_ms:,.1f} ms, HTTP {done.http_status}"
+            f"done after {done.timings.done_ms:,.1f} ms, HTTP {done.http_status}{_ended_by(done)}"
         )
+
+
+def _ended_by(done: placement_pb2.Finished) -> str:
+    reason = word(placement_pb2.FinishReason, done.finish_reason).lower()
+    return f", finish_reason {reason}" if done.finish_reason else ""
 
 
 def _score(value: float) -> str:

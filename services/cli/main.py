@@ -101,7 +101,19 @@ GROUPS = (
     Group(
         _fleet_commands,
         "cli",
-        ("instances", "decisions", "explain", "policies", "drain", "doctor", "what-if", "set-policy"),
+        (
+            "instances",
+            "decisions",
+            "explain",
+            "policies",
+            "drain",
+            "cordon",
+            "uncordon",
+            "weight",
+            "doctor",
+            "what-if",
+            "set-policy",
+        ),
     ),
     Group(_settings, "all", ("settings",)),
 )

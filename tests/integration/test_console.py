@@ -65,7 +65,7 @@ async def test_each_role_may_do_what_it_may_over_grpc(token: str, reads: int, op
     async with console(tokens=tokens()) as (_, _, browser):
         for method in ("ListInstances", "ListDecisions", "ListSessions", "ListReplicas", "SummarizeDecisions"):
             assert (await browser.call(method, token=token))[0] == reads, method
-        for method in ("Drain", "SetPolicy"):
+        for method in ("Drain", "SetInstanceOrder", "SetPolicy"):
             assert (await browser.call(method, token=token))[0] == operates, method
         if reads != 200:
             assert (await browser.get("/api/decisions", Authorization=f"Bearer {token}"))[0] == reads
@@ -93,6 +93,11 @@ async def test_an_operator_drains_and_changes_the_policy() -> None:
         assert (status, answer["instance"]["state"]) == (200, "INSTANCE_STATE_DRAINING")
         status, answer = await browser.call("Drain", {"instanceId": "a", "resume": True})
         assert (status, answer["instance"]["state"]) == (200, "INSTANCE_STATE_READY")
+        status, answer = await browser.call("SetInstanceOrder", {"instanceId": "a", "cordoned": True, "weight": 0})
+        assert (status, answer["instance"]["state"]) == (200, "INSTANCE_STATE_CORDONED")
+        assert answer["order"]["weight"] == 0
+        status, answer = await browser.call("SetInstanceOrder", {"instanceId": "a", "weight": "NaN"})
+        assert (status, answer["message"]) == (400, "weight: must be 0 to 1")
         status, answer = await browser.call("SetPolicy", {"policy": {"name": "lmetric"}})
         assert (status, answer["policy"]["name"]) == (200, "lmetric")
         assert (await client.fleet.ListInstances(fleet_pb2.ListInstancesRequest())).policy.name == "lmetric"

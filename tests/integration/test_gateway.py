@@ -49,6 +49,7 @@ async def test_an_openai_client_gets_the_engines_answer_and_the_router_its_repor
         4,
         200,
     )
+    assert done.finish_reason == placement_pb2.FINISH_REASON_STOP
     assert 0 < done.timings.placed_ms <= done.timings.sent_ms <= done.timings.first_token_ms <= done.timings.done_ms
 
 
@@ -66,6 +67,7 @@ async def test_a_stream_reaches_an_openai_client_piece_by_piece(up: Stack) -> No
     await up.router.until(lambda: len(up.router.finished) == 1)
     done = up.router.finished[0]
     assert (done.outcome, done.cached_tokens, done.output_tokens) == (placement_pb2.OUTCOME_OK, 16, 4)
+    assert done.finish_reason == placement_pb2.FINISH_REASON_STOP
 
 
 async def test_completions_take_text_and_token_ids(up: Stack) -> None:
@@ -427,6 +429,33 @@ async def test_models_health_and_metrics_tell_what_is_there(up: Stack) -> None:
     assert 'pointsman_gateway_tokenizer_exact{model="tiny"} 1.0' in text
     assert 'pointsman_gateway_requests_total{model="tiny",route="/v1/chat/completions",status="200"} 1.0' in text
     assert "pointsman_gateway_open_requests 0.0" in text
+
+
+async def test_a_next_step_that_does_not_come_in_time_is_done_without_and_told(tmp_path: Path) -> None:
+    async with stack(tmp_path, placement_timeout_s=1.0) as up:
+        one, other = up.router.pools[0].instances
+
+        def sliced(request: placement_pb2.PlacementRequest) -> placement_pb2.Placement:
+            step = placement_pb2.Step(kind=placement_pb2.STEP_KIND_PREFILL, instance=one, prefix_tokens=16)
+            return placement_pb2.Placement(request_id=request.request_id, decision_id="d", step=step)
+
+        up.router.placer = sliced
+        up.router.late = True
+        late = placement_pb2.Step(index=1, kind=placement_pb2.STEP_KIND_SERVE, instance=other)
+        up.router.next_steps = [placement_pb2.Placement(decision_id="d", step=late, last=True)]
+        status, _, _ = await post(up, "/v1/chat/completions", json=CHAT)
+        assert status == 200
+        await up.router.until(lambda: len(up.router.finished) == 1)
+        assert 0 < up.router.step_dones[0].deadline.ToMilliseconds() <= 1_000
+        [alone] = up.router.open_streams
+        assert (alone.instance_id, alone.cached_tokens) == ("i0", 16)
+        assert alone.request.request_id == up.router.finished[0].request_id
+        # The late step is with the gateway once its next request is answered.
+        up.router.placer = up.router.first
+        assert (await post(up, "/v1/chat/completions", json=CHAT))[0] == 200
+        assert len(up.engines[0].requests) == 3
+        assert up.engines[1].requests == []
+        assert [one.outcome for one in up.router.finished[:1]] == [placement_pb2.OUTCOME_OK]
 
 
 async def test_slices_come_before_the_serve_step(up: Stack) -> None:

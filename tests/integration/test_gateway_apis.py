@@ -37,6 +37,7 @@ def assert_exact(up: Stack, kind: Endpoint, body: dict[str, Any], done: placemen
     assert list(place.keys) == list(prompt_keys(ids.tolist(), MODEL)) != []
     assert place.input_tokens == done.prompt_tokens == len(ids)
     assert (done.outcome, done.cached_tokens, done.output_tokens) == (placement_pb2.OUTCOME_OK, 16, 4)
+    assert done.finish_reason == placement_pb2.FINISH_REASON_STOP
 
 
 async def test_anthropics_client_gets_messages(up: Stack) -> None:

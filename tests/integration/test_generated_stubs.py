@@ -79,6 +79,9 @@ async def test_a_request_goes_its_whole_way_by_generated_stubs(channel: grpc.aio
         outcome=placement_pb2.OUTCOME_OK,
         prompt_tokens=100,
         output_tokens=7,
+        cached_tokens=64,
+        finish_reason=placement_pb2.FINISH_REASON_LENGTH,
+        cached_by_tier=[placement_pb2.CachedTokens(tier=agent_pb2.TIER_HOST, tokens=64)],
         timings=placement_pb2.Timings(placed_ms=1.0, sent_ms=2.0, first_token_ms=30.0, done_ms=40.0),
     )
     await session.write(placement_pb2.SessionRequest(finished=finished))
@@ -86,6 +89,7 @@ async def test_a_request_goes_its_whole_way_by_generated_stubs(channel: grpc.aio
     assert (ended.decision.decision_id, ended.dropped) == (placement.decision_id, 0)
     assert ended.decision.outcome == fleet_pb2.DECISION_OUTCOME_OK
     assert ended.decision.finished.output_tokens == 7
+    assert ended.decision.finished == finished
 
     listed = await fleet.ListInstances(fleet_pb2.ListInstancesRequest())
     assert [one.num_requests for one in listed.instances] == [0]

@@ -48,6 +48,24 @@ async def test_a_report_makes_an_instance_ready_and_a_gap_costs_a_snapshot() -> 
         await eventually(lambda: _empty(client), "gone")
 
 
+async def test_the_series_of_an_instance_that_left_end() -> None:
+    async with running() as (server, client):
+
+        def told() -> float | None:
+            return server.router.telemetry.registry.get_sample_value(
+                "pointsman_router_placements_total", {"instance": "a"}
+            )
+
+        report = Report(client)
+        await report.join("a")
+        session = Session(client)
+        await session.hello()
+        await session.place("r")
+        assert told() == 1
+        await report.send(goodbye=agent_pb2.Goodbye(reason="stopped"))
+        await eventually(lambda: told() is None, "no series of it")
+
+
 async def _empty(client: Client) -> bool:
     return not await client.instances()
 

@@ -24,7 +24,7 @@ from pointsman.router.core.policy.base import Policy
 from pointsman.router.core.policy.registry import POLICIES, make_policy
 from pointsman.router.core.types import Decision
 from pointsman.router.io.main import RouterServer
-from pointsman.router.io.rpc import fleet_service
+from pointsman.router.io.rpc import paged_lists
 from pointsman.router.io.runtime import ReplicaInfo
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 from tests.support.processes.pointsman import pointsman_command
@@ -182,7 +182,7 @@ async def test_what_if_counts_other_plans_and_sums_them_up() -> None:
 
 
 async def test_what_if_gives_others_their_turn_and_is_asked_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_service, "TURN_S", 0.0)
+    monkeypatch.setattr(paged_lists, "TURN_S", 0.0)
     async with fleet() as (server, client, session):
         for number in range(20):
             await session.place(f"r{number}", 160, keys=KEYS)
@@ -410,7 +410,7 @@ async def test_a_drain_is_an_order_to_all_replicas_until_the_engine_restarts(tmp
                 await eventually(told(one, a=ready, b=draining), "one follows when Redis is back")
                 with Redis.from_url(url, decode_responses=True) as client:
                     kept = client.hget("pointsman:{default}:config", "config")
-                assert kept == '{"policy":null,"drained":{"b":"1"}}', "of a's life before nothing is kept"
+                assert kept == '{"policy":null,"drained":{"b":"1"},"orders":{}}', "of a's life before nothing is kept"
 
 
 async def test_the_command_sets_the_policy_and_says_what_is_wrong() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pointsman.router.v1 import fleet_pb2
 
-# What ListInstances calls an instance whose keys are complete. An operator's drain hides READY.
-IN_STEP = (fleet_pb2.INSTANCE_STATE_READY, fleet_pb2.INSTANCE_STATE_DRAINING)
+# What ListInstances calls an instance whose keys are complete. An operator's drain or cordon hides READY.
+IN_STEP = (fleet_pb2.INSTANCE_STATE_READY, fleet_pb2.INSTANCE_STATE_DRAINING, fleet_pb2.INSTANCE_STATE_CORDONED)
 
 
 def counters(status: fleet_pb2.InstanceStatus) -> dict[str, int]:

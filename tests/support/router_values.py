@@ -83,3 +83,11 @@ def place(
         if isinstance(effect, ev.Placed | ev.Refused)
     ]
     return answer
+
+
+def finish(state_: RouterState, now: float = 0.0) -> list[ev.Effect]:
+    """Let a router apply what is unfinished; the effects."""
+    effects: list[ev.Effect] = []
+    while state_.unfinished:
+        effects += state_.handle(ev.GoOn(), now)
+    return effects

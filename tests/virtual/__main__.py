@@ -1,4 +1,5 @@
-"""`python -m tests.virtual 0 200`: the seeds from 0 to 199; with one number, that seed's story."""
+"""`python -m tests.virtual 0 200`: the seeds from 0 to 199; with one number, that seed's story. `measure` prints what the costs
+are here; `forks` runs seeds on a large fleet as it is."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ import sys
 from collections import Counter
 
 from tests.support.virtual.run import run
+from tests.virtual import forks, measure
 
 
 def main() -> int:
-    """The number of seeds that failed, at most 1."""
+    """1 where a seed failed."""
     if os.environ.get("PYTHONHASHSEED") != "0":
         # The order in sets is part of what a seed stands for.
         os.execve(
@@ -18,6 +20,10 @@ def main() -> int:
             [sys.executable, "-m", "tests.virtual", *sys.argv[1:]],
             os.environ | {"PYTHONHASHSEED": "0"},
         )
+    if sys.argv[1:] == ["measure"]:
+        return measure.main()
+    if sys.argv[1:2] == ["forks"]:
+        return forks.main(sys.argv[2:])
     first, *end = map(int, sys.argv[1:])
     answers: Counter[int] = Counter()
     failed = 0

@@ -43,7 +43,7 @@ def check(objects: list[Object]) -> list[str]:
     for budget in _of(objects, "PodDisruptionBudget"):
         if not any(_matches(budget["spec"]["selector"], w) for w in _workloads(objects)):
             problems.append(f"{_id(budget)}: selects no workload")
-    for scaler in _of(objects, "HorizontalPodAutoscaler"):
+    for scaler in (*_of(objects, "HorizontalPodAutoscaler"), *_of(objects, "ScaledObject")):
         problems += _autoscaler(scaler, objects)
     for monitor in _of(objects, "ServiceMonitor"):
         problems += _monitor(monitor, objects)
@@ -371,7 +371,7 @@ def _pod_labels(workload: Object) -> Iterator[dict[str, str]]:
     labels = workload["spec"]["template"]["metadata"]["labels"]
     yield labels
     if workload["kind"] == "StatefulSet":
-        for ordinal in range(workload["spec"]["replicas"]):
+        for ordinal in range(workload["spec"].get("replicas", 1)):
             yield {**labels, "statefulset.kubernetes.io/pod-name": f"{_name(workload)}-{ordinal}"}
 
 

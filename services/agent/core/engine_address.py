@@ -34,8 +34,9 @@ class EngineAddress:
     slash. `events` and `replay` are ZMQ addresses to connect to, empty to ask the engine. `gpus` are indices on this node,
     None when not given. `kv` is the protocol of its KV connector (one of KV_PROTOCOLS), `bootstrap` the base URL at which
     gateways and other engines reach its bootstrap server, both empty when not given; `kv_role` (one of KV_ROLES) is the sides of
-    a transfer that it can be. `hardware` is one word for all engines that are equally fast, `long_prefill_token_threshold` its
-    long_prefill_token_threshold (tokens, 0 for none). A running vLLM tells none of these by itself."""
+    a transfer that it can be. `hardware` is one word for all engines that are equally fast (empty: as NVML says),
+    `long_prefill_token_threshold` its long_prefill_token_threshold (tokens, 0 for none). A running vLLM tells none of these by
+    itself."""
 
     url: str
     advertise: str

@@ -203,7 +203,7 @@ class EngineMonitor:
             sample = scrape.ranks[rank]
             if not sample.cache_config:
                 raise ProbeError("no vllm:cache_config_info in /metrics")
-            instance = self._instance(rank if len(ranks) > 1 else None, sample, scrape, models, version)
+            instance = self._instance(rank, len(ranks), sample, scrape, models, version)
             self._describe_kv_transfer(instance, scrape, sample)
             instance.incarnation = new_incarnation(process) if same_process else process
             source = sources.by_rank.get(rank)
@@ -221,10 +221,11 @@ class EngineMonitor:
             await monitor.start()
 
     def _instance(
-        self, rank: int | None, sample: Sample, scrape: Scrape, models: ServedModels, version: str
+        self, rank: int, ranks: int, sample: Sample, scrape: Scrape, models: ServedModels, version: str
     ) -> pb.Instance:
+        one_of_several = rank if ranks > 1 else None
         return pb.Instance(
-            instance_id=self.address.instance_id(rank),
+            instance_id=self.address.instance_id(one_of_several),
             url=self.address.advertise,
             model=models.served_names[0],
             served_names=models.served_names,
@@ -233,11 +234,11 @@ class EngineMonitor:
             block_size=sample.block_size,
             kv_capacity_tokens=sample.kv_capacity_tokens,
             max_model_len=models.max_model_len,
-            data_parallel_rank=rank,
+            data_parallel_rank=one_of_several,
             prefix_mode=pb.PREFIX_MODE_EXACT,
             engine_version=version,
             node=socket.gethostname(),
-            hardware=self.address.hardware,
+            hardware=self.address.hardware or self._sampler.hardware(self._gpus, ranks),
             long_prefill_token_threshold=self.address.long_prefill_token_threshold,
         )
 

@@ -145,6 +145,10 @@ class Reporter:
         """Log why the call ended and say how long to wait, in seconds."""
         call.cancel()
         code, details = await call.code(), await call.details()
+        if code is grpc.StatusCode.UNAUTHENTICATED and self.connected:
+            # The token was good when the stream began, and another may be in the file by now.
+            self._log.warning("report_stream_ended", code=code.name, reason=details)
+            return FIRST_RETRY_S
         if (refused_s := _REFUSED_FOR.get(code)) is not None:
             if details != self.refusal:
                 self._log.error("report_refused", code=code.name, reason=details)

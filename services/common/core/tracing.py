@@ -13,7 +13,7 @@ from xxhash import xxh3_64_intdigest
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 MAX_TEXT = 128
 
-Value = str | bool | int | float
+Value = str | bool | int | float | tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

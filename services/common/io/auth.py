@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import grpc
 import grpc.aio
 
+from pointsman.common.io.proven_streams import ProvenStreams
 from pointsman.common.io.reloading_file import ReloadingFile
 from pointsman.common.io.settings import Tokens
 
@@ -28,6 +29,7 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("/pointsman.agent.v1.AgentService/", ("agent",)),
     ("/pointsman.router.v1.PlacementService/", ("gateway", "operator")),
     ("/pointsman.router.v1.FleetService/Drain", ("operator",)),
+    ("/pointsman.router.v1.FleetService/SetInstanceOrder", ("operator",)),
     ("/pointsman.router.v1.FleetService/SetPolicy", ("operator",)),
     ("/pointsman.router.v1.FleetService/", ("gateway", "operator", "observer")),
 )
@@ -113,7 +115,8 @@ def credentials(context: grpc.aio.ServicerContext[Any, Any]) -> tuple[str, tuple
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Refuses calls without the right role: UNAUTHENTICATED without a valid token, PERMISSION_DENIED with another role's."""
+    """Refuses calls without the right role: UNAUTHENTICATED without a valid token, PERMISSION_DENIED with another role's. Ends
+    streams (UNAUTHENTICATED) whose token is not valid any more."""
 
     def __init__(self, tokens: Tokens, bound: Mapping[str, Path] | None = None) -> None:
         """`bound`: by role, the file of its tokens that are good for some ids only, besides those for all of the role. All files
@@ -126,6 +129,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         # Once and for all: no change of a file lets everybody in.
         self.open = not self._bound and not any(reader.accepted for reader in self._tokens.values())
         """True when no token is configured, so that every caller passes."""
+        self._streams = ProvenStreams(self._accepted)
 
     def role(self, authorization: str) -> str | None:
         """The role that `authorization` ("Bearer ...") proves; None without a valid token."""
@@ -139,6 +143,22 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         instance's, a gateway its own. Any, but for a bound token."""
         bound = self._bound_of(role, authorization)
         return bound is None or bound.covers(name, names)
+
+    def while_allowed(self, authorization: str, method: str, end: Callable[[], object]) -> Callable[[], None]:
+        """Call `end` once `authorization` does not allow `method`, a gRPC method's full name, any more; until what is returned is
+        called, which must be done."""
+        return self._streams.follow(self._still_may(authorization, method), end)
+
+    def _still_may(self, authorization: str, method: str) -> Callable[[], bool]:
+        return lambda: self.open or may_call(method, self.role(authorization))
+
+    def _accepted(self) -> object:
+        for file in self._bound.values():
+            file.reload_if_changed()
+        return (
+            [reader.accepted for reader in self._tokens.values()],
+            [file.value for file in self._bound.values()],
+        )
 
     def _bound_of(self, role: str, authorization: str) -> BoundToken | None:
         if role not in self._bound:
@@ -155,8 +175,11 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if self.open or handler is None:
             return handler
         metadata = dict(details.invocation_metadata or ())
-        role = self.role(str(metadata.get("authorization", "")))
+        authorization = str(metadata.get("authorization", ""))
+        role = self.role(authorization)
         if may_call(details.method, role):
+            if handler.response_streaming and not may_call(details.method, None):
+                return self._streams.handler(handler, self._still_may(authorization, details.method))
             return handler
         if role is None:
             return _refusing(handler, grpc.StatusCode.UNAUTHENTICATED, "a valid bearer token is needed")

@@ -1,4 +1,4 @@
-"""The clients that API keys stand for: tenant, limits and cache salt, parsed from lines of a keys file."""
+"""The clients that API keys stand for: tenant, limits, cache salt and priority, parsed from lines of a keys file."""
 
 from __future__ import annotations
 
@@ -6,28 +6,37 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
+from pointsman.common.core.enum_words import values
 from pointsman.gateway.core.rate_limits import RateLimits
+from pointsman.router.v1 import placement_pb2
 
 DEFAULT_TENANT = "default"
 _LIMITS = tuple(one.name for one in fields(RateLimits))
+_PRIORITIES = {word.lower(): value for word, value in values(placement_pb2.Priority).items() if value}
+MAX_WEIGHT = 1_000
+_OPTIONS = (*_LIMITS, "cache_salt", "priority", "weight")
 
 
 @dataclass(frozen=True)
 class Client:
-    """Whoever shows one key. `key` is its digest; `cache_salt` keeps its tenant's cached prefixes apart ("": shared)."""
+    """Whoever shows one key. `key` is its digest; `cache_salt` keeps its tenant's cached prefixes apart ("": shared). `priority`
+    (placement_pb2.Priority) and `weight` count while its requests wait in a router."""
 
     tenant: str
     key: bytes = b""
     limits: RateLimits = field(default_factory=RateLimits)
     cache_salt: str = ""
+    priority: placement_pb2.Priority.ValueType = placement_pb2.PRIORITY_STANDARD
+    weight: int = 1
 
 
 ANYONE = Client(DEFAULT_TENANT)
 
 
 def parse_keys(lines: Iterable[str], source: str) -> dict[bytes, Client]:
-    """Digest -> client, from lines `TENANT:KEY [NAME=VALUE ...]` with requests_per_minute, tokens_per_minute, in_flight and
-    cache_salt as names. Blank lines and lines that begin with # do not count. Raises ValueError with the line's number."""
+    """Digest -> client, from lines `TENANT:KEY [NAME=VALUE ...]` with requests_per_minute, tokens_per_minute, in_flight,
+    cache_salt, priority (batch, standard, interactive) and weight (1 to 1,000) as names. Blank lines and lines that begin with
+    # do not count. Raises ValueError with the line's number."""
     clients: dict[bytes, Client] = {}
     for number, line in enumerate(lines, 1):
         text = line.strip()
@@ -51,13 +60,19 @@ def _client(tenant: str, digest: bytes, options: list[str]) -> Client:
     given: dict[str, str] = {}
     for option in options:
         name, equals, value = option.partition("=")
-        if not (equals and value) or name not in (*_LIMITS, "cache_salt") or name in given:
-            raise ValueError(f"options are {', '.join(_LIMITS)} and cache_salt, each once and as NAME=VALUE")
+        if not (equals and value) or name not in _OPTIONS or name in given:
+            raise ValueError(f"options are {', '.join(_OPTIONS[:-1])} and {_OPTIONS[-1]}, each once and as NAME=VALUE")
         given[name] = value
-    salt = given.pop("cache_salt", "")
+    salt, priority = given.pop("cache_salt", ""), given.pop("priority", "standard")
+    if priority not in _PRIORITIES:
+        raise ValueError(f"priority is one of {', '.join(_PRIORITIES)}")
     if not all(value.isascii() and value.isdigit() and len(value) < 12 for value in given.values()):
-        raise ValueError("limits are whole numbers")
-    return Client(tenant, digest, RateLimits(**{name: int(value) for name, value in given.items()}), salt)
+        raise ValueError("limits and weights are whole numbers")
+    weight = int(given.pop("weight", "1"))
+    if not 1 <= weight <= MAX_WEIGHT:
+        raise ValueError(f"weight is from 1 to {MAX_WEIGHT:,}")
+    limits = RateLimits(**{name: int(value) for name, value in given.items()})
+    return Client(tenant, digest, limits, salt, _PRIORITIES[priority], weight)
 
 
 def digest_of(key: str) -> bytes:

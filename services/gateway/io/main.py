@@ -15,8 +15,8 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from multiprocessing.connection import Connection
 
 import structlog
-import uvloop
 
+from pointsman.common.io import event_loop
 from pointsman.common.io.auth import is_loopback
 from pointsman.common.io.logs import configure_logs
 from pointsman.common.io.tls import server_context
@@ -135,7 +135,7 @@ def run(settings: GatewaySettings) -> None:
     """Serve until SIGTERM or SIGINT. Blocks."""
     configure_logs("gateway", settings.log_level)
     if settings.processes == 1:
-        uvloop.run(_serve(settings))
+        event_loop.run(_serve(settings))
         return
     try:
         run_processes(settings, _child)
@@ -145,4 +145,4 @@ def run(settings: GatewaySettings) -> None:
 
 def _child(settings: GatewaySettings, siblings: SiblingProcesses, ready: Connection) -> None:
     configure_logs("gateway", settings.log_level)
-    uvloop.run(_serve(settings, siblings, ready))
+    event_loop.run(_serve(settings, siblings, ready))

@@ -427,6 +427,8 @@ class Gateway:
             admission,
             received_at,
             request.trace,
+            client.priority,
+            client.weight,
         )
         context = await self._preparer.prepare(incoming, dry=dry)
         admission.charge(context.placement.input_tokens, received_at)

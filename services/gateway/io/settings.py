@@ -57,7 +57,8 @@ class GatewaySettings(BaseSettings):
     api_keys_file: Path | None = Field(
         None,
         description="file with lines TENANT:KEY [requests_per_minute=N] [tokens_per_minute=N] [in_flight=N] "
-        "[cache_salt=TEXT], read again when it changes; without keys every client may call",
+        "[cache_salt=TEXT] [priority=batch|standard|interactive] [weight=N], read again when it changes; without keys every "
+        "client may call",
     )
     engine_api_key: SecretStr = Field(SecretStr(""), description="what engines started with --api-key ask for")
     engine_ca: Path | None = Field(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from pointsman.router.core.instances.instance_orders import InstanceOrder
 from pointsman.router.core.instances.report_sync import KeyMessage
 from pointsman.router.core.load.reservations import Reservation
 from pointsman.router.core.prefill_curve import MeanWork
@@ -94,13 +95,22 @@ class PlaceRequested(msgspec.Struct, frozen=True, gc=False):
 
 class StepDone(msgspec.Struct, frozen=True, gc=False):
     """A PREFILL step ended, or a SERVE step did not get the KV it was to answer from. `error` says how it failed;
-    `instance_failed`: its instance is to blame."""
+    `instance_failed`: its instance is to blame. `deadline_s`: how much longer the gateway waits for the next step; None: nobody
+    knows."""
 
     request_id: str
     step_index: int
     ok: bool
     error: str = ""
     instance_failed: bool = False
+    deadline_s: float | None = None
+
+
+class StreamOpened(msgspec.Struct, frozen=True, gc=False):
+    """A gateway waited in vain for a request's next step, and went on alone."""
+
+    gateway_id: str
+    stream: OpenStream
 
 
 class FirstToken(msgspec.Struct, frozen=True, gc=False):
@@ -112,7 +122,8 @@ class FirstToken(msgspec.Struct, frozen=True, gc=False):
 
 class Finished(msgspec.Struct, frozen=True, gc=False):
     """A request ended, however it did. Token counts are the engine's own, None where it did not say. `refused`: its
-    instance answered 5xx. `refused_by`: as in FirstToken, of a request that ended without one."""
+    instance answered 5xx. `refused_by`: as in FirstToken, of a request that ended without one. `finish_reason`: STOP, LENGTH,
+    ..., "" where nobody said. `cached_by_tier`: tier (agent.v1.Tier) -> tokens, as far as that is known."""
 
     request_id: str
     outcome: str
@@ -124,6 +135,16 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
     timings_ms: Mapping[str, float] | None = None
     refused: bool = False
     refused_by: tuple[str, ...] = ()
+    finish_reason: str = ""
+    cached_by_tier: Mapping[int, int] | None = None
+
+
+class FinishedBy(msgspec.Struct, frozen=True, gc=False):
+    """A request ended, as `gateway_id` tells (empty: whoever calls the unary form). It may tell so of its own, of those of the
+    unary form, and of those of a gateway without a stream, whose reservations have a lease."""
+
+    gateway_id: str
+    finished: Finished
 
 
 # ---- events: operators and time ----
@@ -134,6 +155,12 @@ class DrainsChanged(msgspec.Struct, frozen=True, gc=False):
     may."""
 
     incarnations: Mapping[str, str]
+
+
+class OrdersChanged(msgspec.Struct, frozen=True, gc=False):
+    """From now on these are operators' orders by instance id, of instances known or not, whatever their incarnation."""
+
+    orders: Mapping[str, InstanceOrder]
 
 
 class StoreState(msgspec.Struct, frozen=True, gc=False):
@@ -165,6 +192,14 @@ class PoolLost(msgspec.Struct, frozen=True, gc=False):
     pool: str
 
 
+class GoOn(msgspec.Struct, frozen=True, gc=False):
+    """There is time for the next part of what is unfinished (RouterState.unfinished)."""
+
+
+class RetryDue(msgspec.Struct, frozen=True, gc=False):
+    """The moment has come that RouterState.retry_at told: what was gathered is tried."""
+
+
 class Tick(msgspec.Struct, frozen=True, gc=False):
     """Time has passed."""
 
@@ -179,13 +214,18 @@ Event = (
     | GatewayLost
     | PlaceRequested
     | StepDone
+    | StreamOpened
     | FirstToken
     | Finished
+    | FinishedBy
     | DrainsChanged
+    | OrdersChanged
     | StoreState
     | PoolTaken
     | SessionsRead
     | PoolLost
+    | GoOn
+    | RetryDue
     | Tick
 )
 
@@ -269,6 +309,13 @@ class DecisionClosed(msgspec.Struct, frozen=True, gc=False):
     finished: Finished
 
 
+class FinishIgnored(msgspec.Struct, frozen=True, gc=False):
+    """A gateway told the end of a request that another one has open, or waits for."""
+
+    request_id: str
+    gateway_id: str
+
+
 class FleetChanged(msgspec.Struct, frozen=True, gc=False):
     """Models, instances or their readiness changed."""
 
@@ -311,6 +358,7 @@ Effect = (
     | DecisionMade
     | DecisionNoted
     | DecisionClosed
+    | FinishIgnored
     | FleetChanged
     | Reserved
     | Released

@@ -7,7 +7,7 @@ the least loaded is the best one, whatever the policy's formula, so few of them 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from pointsman.router.core.instances.instance_registry import InstanceRecord
@@ -30,11 +30,13 @@ _Order: TypeAlias = list[_Place]
 
 
 class _Load(NamedTuple):
-    """What the open requests of an instance come to: their number, their tokens, and whether a prompt is being computed."""
+    """What the open requests of an instance come to: their number, the tokens to compute for them, whether a prompt is being
+    computed, and their input tokens."""
 
     requests: int
     work: float
     prefills: bool
+    tokens: int
 
 
 class PoolLoads:
@@ -50,24 +52,25 @@ class PoolLoads:
         self._by_work: _Order = sorted((load.work, load.requests, name) for name, load in self._loads.items())
         self._requests = sum(load.requests for load in self._loads.values())
         self._prefilling = sum(load.prefills for load in self._loads.values())
+        self._tokens = sum(load.tokens for load in self._loads.values())
         self._touched: set[str] = set()
         self._masks: dict[PrefixIndex, tuple[int, int]] = {}
 
     def touch(self, instance_ids: set[str]) -> None:
         """The open requests of these instances, of this pool or another, have changed. Mutates."""
-        self._touched |= instance_ids
+        self._touched |= instance_ids & self._loads.keys()
 
     def chosen(
         self,
         keys: Sequence[int],
         indexes: Sequence[PrefixIndex],
-        owner: str,
+        named: Iterable[str],
         turn: int,
         eligible: Callable[[InstanceRecord], bool],
     ) -> list[InstanceRecord]:
-        """The instances to look at, by id: `owner`, if it is one of them, and of those that are `eligible` the ones that hold
-        most of `keys` in each index and the least loaded. Of equally loaded ones `turn` (the pool's decisions so far) says which.
-        Empty when none is eligible. Mutates what it keeps of their loads."""
+        """The instances to look at, by id: those that are `named`, and of those that are `eligible` the ones that hold most of
+        `keys` in each index and the least loaded. Of equally loaded ones `turn` (the pool's decisions so far) says which. Empty
+        when none is eligible. Mutates what it keeps of their loads."""
         self._refresh()
         found: dict[str, InstanceRecord] = {}
         for order in (self._by_requests, self._by_work):
@@ -82,8 +85,7 @@ class PoolLoads:
             return []
         for index in indexes if keys else ():
             found.update(self._most_cached(keys, index, eligible))
-        if owner in self._records:
-            found[owner] = self._records[owner]
+        found.update((name, self._records[name]) for name in named if name in self._records)
         return [found[name] for name in sorted(found)]
 
     def unseen(self, seen: Sequence[InstanceRecord]) -> Unseen:
@@ -93,6 +95,7 @@ class PoolLoads:
             instances=len(self._loads) - len(loads),
             num_requests=self._requests - sum([load.requests for load in loads]),
             prefilling=self._prefilling - sum([load.prefills for load in loads]),
+            ongoing_tokens=self._tokens - sum([load.tokens for load in loads]),
         )
 
     def check_invariants(self) -> None:
@@ -103,11 +106,13 @@ class PoolLoads:
         assert self._by_work == sorted((load.work, load.requests, name) for name, load in self._loads.items())
         assert self._requests == sum(load.requests for load in self._loads.values())
         assert self._prefilling == sum(load.prefills for load in self._loads.values())
+        assert self._tokens == sum(load.tokens for load in self._loads.values())
 
     def _load(self, instance_id: str) -> _Load:
         counters = self._reservations.counters(instance_id)
         work = counters.pending_prefill_tokens + DECODE_WEIGHT * counters.ongoing_decode_tokens
-        return _Load(counters.num_requests, work, self._reservations.prefills(instance_id))
+        prefills = self._reservations.prefills(instance_id)
+        return _Load(counters.num_requests, work, prefills, counters.ongoing_tokens)
 
     def _refresh(self) -> None:
         for name in self._touched & self._loads.keys():
@@ -118,6 +123,7 @@ class PoolLoads:
                 _move(self._by_work, (was.work, was.requests, name), (now.work, now.requests, name))
                 self._requests += now.requests - was.requests
                 self._prefilling += now.prefills - was.prefills
+                self._tokens += now.tokens - was.tokens
         self._touched.clear()
 
     def _most_cached(

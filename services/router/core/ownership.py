@@ -65,6 +65,11 @@ class OwnedPools:
         """Whether this replica places the pool's requests."""
         return self._everything or pool in self._taken
 
+    @property
+    def any(self) -> bool:
+        """Whether it places any pool's requests, now or as soon as there are instances."""
+        return self._everything or bool(self._taken)
+
     def take(self, pool: str) -> None:
         """Mutates."""
         self._taken.add(pool)

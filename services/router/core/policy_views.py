@@ -7,7 +7,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import structs
 
@@ -16,6 +16,7 @@ from pointsman.router.core.first_choice import MANY, PoolLoads
 from pointsman.router.core.instances.circuit_breaker import CIRCUIT_OPEN
 from pointsman.router.core.instances.instance_registry import CandidateSnapshot, InstanceRecord, InstanceRegistry
 from pointsman.router.core.instances.saturation import SATURATED, SaturationLimits
+from pointsman.router.core.instances.session_shares import CANARY, LEAST_WEIGHTS, SessionShares
 from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman.router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman.router.core.load.affinity import Affinity
@@ -32,7 +33,11 @@ from pointsman.router.core.types import (
     PrefillBacklog,
 )
 
-EXCLUDED_STATES = {InstanceState.DRAINING: "draining", InstanceState.UNHEALTHY: "unhealthy"}
+EXCLUDED_STATES = {
+    InstanceState.CORDONED: "cordoned",
+    InstanceState.DRAINING: "draining",
+    InstanceState.UNHEALTHY: "unhealthy",
+}
 FAILED_BEFORE = "failed_before"
 
 
@@ -70,13 +75,11 @@ class Views:
         self._follow_reservations()
         owner = self._affinity.owner(pool, request.session, now) if request.session_id else ""
         members, unseen = self._instances.members(pool, request.model), NOTHING_UNSEEN
+        shares = self._instances.shares(pool, request.model)
+        drawn = shares.drawn(pool, request.session or request.request_id) if shares else ()
         if few and len(members) > MANY:
             loads = self._pool_loads(pool, request.model, members)
-            indexes = self._prefix_knowledge.indexes()
-            chosen = loads.chosen(
-                request.keys, indexes, owner, decision_number, lambda one: self._eligible(one, request, now)
-            )
-            if chosen:
+            if chosen := self._first_choice(loads, request, shares, (*drawn, owner), decision_number, now):
                 members, unseen = chosen, loads.unseen(chosen)
         snapshots = self._snapshots(members, now)
         blocks, provisional = self._prefix_knowledge.match(request.keys, [one.candidate for one in snapshots])
@@ -111,6 +114,11 @@ class Views:
             candidates = [
                 structs.replace(one, excluded="") if one.excluded == CIRCUIT_OPEN else one for one in candidates
             ]
+        if shares:
+            withheld = shares.withheld(candidates, drawn, owner)
+            candidates = [
+                structs.replace(one, excluded=CANARY) if one.instance_id in withheld else one for one in candidates
+            ]
         kinds = {candidate.prefill_backlog.hardware for candidate in candidates}
         curves = {kind: self._prefill_observer.curve(pool, kind) for kind in sorted(kinds)}
         mean_work = self._prefill_observer.mean_work(pool)
@@ -126,6 +134,10 @@ class Views:
         if any(not candidate.excluded for candidate in seen):
             return True
         return not any(map(_may_serve, seen)) and any(candidate.excluded == CIRCUIT_OPEN for candidate in seen)
+
+    def forget_pool(self, pool: str) -> None:
+        """The pool has been gone for long. Mutates; O(names of pools)."""
+        self._loads = {key: loads for key, loads in self._loads.items() if key[0] != pool}
 
     def check_invariants(self) -> None:
         """Raise AssertionError when what is kept of an instance is not what would be seen anew."""
@@ -156,6 +168,30 @@ class Views:
         if loads is None:
             loads = self._loads[pool, model] = PoolLoads(members, self._reservations)
         return loads
+
+    def _first_choice(
+        self,
+        loads: PoolLoads,
+        request: PlacementRequest,
+        shares: SessionShares | None,
+        named: Sequence[str],
+        decision_number: int,
+        now: float,
+    ) -> list[InstanceRecord]:
+        """The instances of a large pool to look at: those that are named, and the best of those that the request may go to."""
+
+        def chosen(eligible: Callable[[InstanceRecord], bool]) -> list[InstanceRecord]:
+            return loads.chosen(request.keys, self._prefix_knowledge.indexes(), named, decision_number, eligible)
+
+        def eligible(record: InstanceRecord) -> bool:
+            return self._eligible(record, request, now)
+
+        def of_weight(least: float, shares: SessionShares) -> list[InstanceRecord]:
+            return chosen(lambda one: shares.weight(one.info.instance_id) >= least and eligible(one))
+
+        if shares is None:
+            return chosen(eligible)
+        return next((found for least in LEAST_WEIGHTS if (found := of_weight(least, shares))), [])
 
     def _eligible(self, record: InstanceRecord, request: PlacementRequest, now: float) -> bool:
         candidate = self._seen(record, now).candidate
@@ -236,7 +272,7 @@ class Views:
                 kv_gives=_kv_kind(info, KvRole.PRODUCER),
                 kv_takes=_kv_kind(info, KvRole.CONSUMER),
                 prefill_backlog=self._prefill_backlog(record),
-                produces_only=info.kv_transfer is not None and info.kv_transfer.role is KvRole.PRODUCER,
+                produces_only=record.produces_only,
             ),
             block_size=info.block_size,
             since=now,

@@ -15,6 +15,7 @@ from pointsman.common.core.block_keys import KEY_TOKENS
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.analysis.decision_replay import redecide, rng_of
 from pointsman.router.core.instances.circuit_breaker import Circuit, CircuitSettings
+from pointsman.router.core.instances.gone_pools import GonePools
 from pointsman.router.core.instances.instance_registry import InstanceRegistry
 from pointsman.router.core.instances.saturation import SATURATED, SaturationLimits
 from pointsman.router.core.learning.agent_reports import Reports
@@ -27,15 +28,18 @@ from pointsman.router.core.ownership import OwnedPools
 from pointsman.router.core.policy.base import Policy, decide
 from pointsman.router.core.policy_views import Views
 from pointsman.router.core.prefix.exact_index import PrefixIndex
+from pointsman.router.core.priority import Priority
 from pointsman.router.core.requests.hold_queue import QueueSettings
 from pointsman.router.core.requests.place_or_hold import AllSaturated, HeldRequests, not_serving
 from pointsman.router.core.requests.placed_requests import Plans
 from pointsman.router.core.requests.recent_decisions import RecentDecisions
 from pointsman.router.core.requests.recovered_placement import recovered_decision
+from pointsman.router.core.requests.unfinished_work import Steps, UnfinishedWork
 from pointsman.router.core.startup_gate import StartupGate
 from pointsman.router.core.types import Decision, PlacementRequest
 
-# After these no held request is nearer to its placement; or (PoolTaken) none may be placed before the gateways return.
+# After these no held request is nearer to its placement; or (PoolTaken) none may be placed before the gateways return; or
+# (RetryDue) they have been tried.
 EVENTS_WITHOUT_RETRY = (
     ev.PlaceRequested,
     ev.KeysReported,
@@ -44,6 +48,7 @@ EVENTS_WITHOUT_RETRY = (
     ev.PoolTaken,
     ev.SessionsRead,
     ev.PoolLost,
+    ev.RetryDue,
 )
 
 
@@ -65,6 +70,10 @@ class StateSettings:
     queue: QueueSettings = field(default_factory=QueueSettings)
     startup_wait_s: float = 0.0
     circuit: CircuitSettings = field(default_factory=CircuitSettings)
+
+
+# Reservations whose lease is over that end in one tick: some 20 us each. Another one is due soon where there are more.
+ENDS_AT_ONCE = 500
 
 
 class RouterState:
@@ -130,20 +139,51 @@ class RouterState:
             self.views.has_room,
             self.instances.answers,
             lambda: self.policy.without_holds(),
+            self.prefill_observer.samples,
         )
         self.owned = OwnedPools(everything=owns_all)
         self._startup_gate = StartupGate(settings.startup_wait_s)
         self._decision_numbers: dict[str, int] = {}
+        self._gone_pools = GonePools()
+        self._work = UnfinishedWork(self._pool_of_event)
         self._decisions = 0
+
+    @property
+    def retry_at(self) -> float | None:
+        """When to handle RetryDue, in s: what frees something for held requests is gathered for some ms. None: not, as things
+        are. May be another after each event."""
+        return self.held_requests.retry_at
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a part of what was handled is still to be applied: GoOn has to follow, again and again, until none is."""
+        return bool(self._work)
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
         """Apply one event and return what is to be done about it. The only mutator. Never raises for what a peer may send.
 
-        An event that may have freed something also answers held requests.
+        An event that may have freed something also answers held requests. Of a long one the first part is applied; what depends
+        on it waits (unfinished_work).
         """
         self._startup_gate.begin(now)
+        effects: list[ev.Effect] = []
+        while isinstance(event, ev.PoolLost) and self._work:
+            # Once this returns nothing more is placed in the pool.
+            effects += self._go_on(now)
+        if self._work.defers(event):
+            return []
+        return [*effects, *(self._go_on(now) if isinstance(event, ev.GoOn) else self._handle(event, now))]
+
+    def _go_on(self, now: float) -> list[ev.Effect]:
+        effects = self._work.go_on(lambda event: self._handle(event, now))
+        if not self._work and len(self.held_requests.queue):
+            self.prefix_knowledge.expire(now)
+            effects += self.held_requests.retry(self.held_requests.queue.pools(), now)
+        return effects
+
+    def _handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
         effects = self._apply(event, now)
-        if len(self.held_requests.queue) and not isinstance(event, EVENTS_WITHOUT_RETRY):
+        if len(self.held_requests.queue) and not self._work and not isinstance(event, EVENTS_WITHOUT_RETRY):
             self.prefix_knowledge.expire(now)
             effects = [*effects, *self._try_held(event, effects, now)]
         return effects
@@ -172,7 +212,7 @@ class RouterState:
             case ev.AgentGoodbye() | ev.AgentLost():
                 return self._reports.gone(event, now)
             case ev.GatewayHello():
-                return self._gateway_hello(event, now)
+                return self._work.begin(event, self._gateway_hello(event, now))
             case ev.GatewayLost():
                 self.reservations.lease(event.gateway_id, now + self.settings.gateway_lease_s)
                 self.held_requests.drop_gateway(event.gateway_id)
@@ -181,18 +221,25 @@ class RouterState:
                 return self._place(event, now)
             case ev.StepDone():
                 return self._step_done(event, now)
+            case ev.StreamOpened():
+                return self._stream_opened(event, now)
             case ev.FirstToken():
                 return self.plans.first_token(event, now)
             case ev.Finished():
-                self.held_requests.cancel(event.request_id)
-                return self.plans.finished(event, now)
+                return self._finished(event, now)
+            case ev.FinishedBy(gateway_id, finished):
+                if self._is_anothers(finished.request_id, gateway_id):
+                    return [ev.FinishIgnored(finished.request_id, gateway_id)]
+                return self._finished(finished, now)
             case ev.DrainsChanged():
                 return [ev.FleetChanged()] if self.instances.drain(event.incarnations) else []
+            case ev.OrdersChanged():
+                return [ev.FleetChanged()] if self.instances.order(event.orders) else []
             case ev.StoreState():
                 self.degraded = event.degraded
                 return []
             case ev.PoolTaken():
-                return self._pool_taken(event, now)
+                return self._work.begin(event, self._pool_taken(event, now))
             case ev.SessionsRead():
                 return self._sessions_read(event, now)
             case ev.PoolLost():
@@ -200,6 +247,13 @@ class RouterState:
                 self._forget_pool(event.pool)
                 why = f"this router does not own {event.pool!r} any more"
                 return [*self.held_requests.drop_pool(event.pool, why), ev.FleetChanged()]
+            case ev.GoOn():
+                return []
+            case ev.RetryDue() if self._work:
+                return []
+            case ev.RetryDue():
+                self.prefix_knowledge.expire(now)
+                return self.held_requests.retry_due(now)
             case ev.Tick():
                 return self._tick(now)
 
@@ -211,8 +265,13 @@ class RouterState:
         if (refused := self._not_owned(request)) is not None:
             return refused
         verdict = self._decide(request, now, policy)
+        if (late := self.held_requests.refused_as_late(request, verdict, "")) is not None:
+            return late
         if isinstance(verdict, AllSaturated):
-            return self.held_requests.refusal(request, verdict.pool, "", "it would be held or refused")
+            queue = self.held_requests.queue
+            before = sum(queue.count(verdict.pool, one) for one in Priority if one.level >= request.priority.level)
+            why = f"it would be held or refused; {queue.count(verdict.pool)} wait, {before} of them {request.priority} or higher"
+            return self.held_requests.refusal(request, verdict.pool, "", why)
         return replace(verdict, decision_id="dry-run") if isinstance(verdict, Decision) else verdict
 
     def what_if(self, decision: Decision, policy: Policy) -> Decision:
@@ -250,52 +309,83 @@ class RouterState:
 
     # ---- gateways ----
 
-    def _gateway_hello(self, hello: ev.GatewayHello, now: float) -> list[ev.Effect]:
-        effects: list[ev.Effect] = []
+    def _gateway_hello(self, hello: ev.GatewayHello, now: float) -> Steps:
         announced = {stream.request.request_id: stream for stream in hello.open_streams}
         between = frozenset(held.request.request_id for held in self.held_requests.queue if held.previous_id)
         self.held_requests.drop_gateway(hello.gateway_id, keep=hello.waiting | between.intersection(announced))
         if self._startup_gate.expect(
             {*hello.known, *(one.instance_id for one in hello.open_streams)}, self.instances, now
         ):
-            effects.append(ev.FleetChanged())
-        for reservation in list(self.reservations):
-            if reservation.gateway_id != hello.gateway_id or reservation.request_id in announced:
+            yield [ev.FleetChanged()]
+        for reservation in [one for one in self.reservations if one.gateway_id == hello.gateway_id]:
+            if reservation.request_id in announced:
                 continue
             if reservation.request_id in hello.waiting:
                 self.reservations.keep(reservation.request_id)
+                yield []
             else:
-                effects += self.plans.finished(
+                yield self.plans.finished(
                     ev.Finished(reservation.request_id, "CANCELLED", error="no gateway claims it"), now
                 )
         for request_id, stream in announced.items():
-            known = self.reservations.get(request_id)
-            pool = known.pool if known else self.instances.pool_of(stream.request.model)
             if request_id in between:
                 continue
-            # It runs, also where its model has no instance any more: an answer to who asked before would be a second.
-            self.held_requests.cancel(request_id)
-            if not self.owned.owns(pool):
-                continue
-            new_tokens = max(stream.request.input_tokens - stream.cached_tokens, 0)
+            known = self.reservations.get(request_id)
             done = known.prefilled_tokens if known and known.instance_id == stream.instance_id else 0
-            reservation = Reservation(
-                request_id=request_id,
-                gateway_id=hello.gateway_id,
-                instance_id=stream.instance_id,
-                decision_id=known.decision_id if known else "",
-                input_tokens=stream.request.input_tokens,
-                new_tokens=new_tokens,
-                step_index=known.step_index if known else 0,
-                phase=stream.phase,
-                prefilled_tokens=min(done, new_tokens),
-                pool=pool,
-                cached_tokens=stream.request.input_tokens - new_tokens,
-            )
-            self.plans.put(reservation, now)
-            self.prefix_knowledge.announced(reservation, now)
-            effects.append(ev.Reserved(reservation))
-        return effects
+            yield self._announced(hello.gateway_id, stream, known.step_index if known else 0, done, now)
+
+    def _finished(self, event: ev.Finished, now: float) -> list[ev.Effect]:
+        self.held_requests.cancel(event.request_id)
+        return self.plans.finished(event, now)
+
+    def _is_anothers(self, request_id: str, gateway_id: str) -> bool:
+        """Whether a request belongs to another gateway whose stream is open. That of a reservation with a lease is gone, or has
+        not said hello since the pool was taken."""
+        held = self.held_requests.queue.get(request_id)
+        if held is not None and held.gateway_id not in ("", gateway_id):
+            return True
+        reservation = self.reservations.get(request_id)
+        if reservation is None or reservation.lease_until is not None:
+            return False
+        return reservation.gateway_id not in ("", gateway_id)
+
+    def _stream_opened(self, event: ev.StreamOpened, now: float) -> list[ev.Effect]:
+        request_id = event.stream.request.request_id
+        noted = self.plans.served_alone(request_id, event.stream.instance_id)
+        known = self.reservations.get(request_id)
+        return [
+            *noted,
+            *self._announced(event.gateway_id, event.stream, known.step_index + 1 if known else 0, 0, now),
+        ]
+
+    def _announced(
+        self, gateway_id: str, stream: ev.OpenStream, step_index: int, prefilled_tokens: int, now: float
+    ) -> list[ev.Effect]:
+        """A gateway runs a request there, wherever it was known to be."""
+        request_id = stream.request.request_id
+        known = self.reservations.get(request_id)
+        pool = known.pool if known else self.instances.pool_of(stream.request.model)
+        # It runs, also where its model has no instance any more: an answer to who asked before would be a second.
+        self.held_requests.cancel(request_id)
+        if not self.owned.owns(pool):
+            return []
+        new_tokens = max(stream.request.input_tokens - stream.cached_tokens, 0)
+        reservation = Reservation(
+            request_id=request_id,
+            gateway_id=gateway_id,
+            instance_id=stream.instance_id,
+            decision_id=known.decision_id if known else "",
+            input_tokens=stream.request.input_tokens,
+            new_tokens=new_tokens,
+            step_index=step_index,
+            phase=stream.phase,
+            prefilled_tokens=min(prefilled_tokens, new_tokens),
+            pool=pool,
+            cached_tokens=stream.request.input_tokens - new_tokens,
+        )
+        self.plans.put(reservation, now)
+        self.prefix_knowledge.announced(reservation, now)
+        return [ev.Reserved(reservation)]
 
     def _place(self, event: ev.PlaceRequested, now: float) -> list[ev.Effect]:
         request = event.request
@@ -338,7 +428,7 @@ class RouterState:
             request,
             keys=self.prefix_knowledge.keys_of(event.request_id),
             age_s=request.age_s + max(now - unfinished_plan.view.now, 0.0),
-            deadline_s=None,
+            deadline_s=event.deadline_s,
         )
         if self.instances.pool_of(rest.model) != unfinished_plan.pool:
             # The name belongs to another pool now, which another router may own.
@@ -412,10 +502,14 @@ class RouterState:
 
     # ---- operators, the store and time ----
 
-    def _pool_taken(self, event: ev.PoolTaken, now: float) -> list[ev.Effect]:
+    def _pool_taken(self, event: ev.PoolTaken, now: float) -> Steps:
         waited = self.held_requests.drop_pool(event.pool, f"{event.pool!r} was owned by another router for a moment")
         self.owned.take(event.pool)
         self._forget_pool(event.pool)
+        self.prefill_observer.take_over(event.pool, event.mean_work)
+        if not self.instances.members(event.pool, event.pool):
+            self._gone_pools.left((event.pool,), now)
+        yield [*waited, ev.FleetChanged()]
         for reservation in event.reservations:
             # Its gateway has not spoken to this replica yet: it gets the lease to do so.
             lease_s = self.settings.gateway_lease_s if reservation.gateway_id else self.settings.place_lease_s
@@ -423,8 +517,31 @@ class RouterState:
             self.held_requests.cancel(reservation.request_id)
             self.reservations.put(reservation)
             self.prefix_knowledge.announced(reservation, now)
-        self.prefill_observer.take_over(event.pool, event.mean_work)
-        return [*waited, ev.FleetChanged()]
+            yield []
+
+    def _pool_of_event(self, event: ev.Event) -> str | None:
+        """The pool of a request that an event is about; None where nothing is known of the request."""
+        asked: PlacementRequest | None = None
+        match event:
+            case ev.PlaceRequested():
+                asked = event.request
+            case ev.StreamOpened():
+                asked = event.stream.request
+            case ev.StepDone() | ev.FirstToken() | ev.Finished():
+                request_id = event.request_id
+            case ev.FinishedBy():
+                request_id = event.finished.request_id
+            case _:
+                return None
+        request_id = asked.request_id if asked is not None else request_id
+        known = (
+            self.reservations.get(request_id)
+            or self.held_requests.queue.get(request_id)
+            or self.plans.decisions.get(request_id)
+        )
+        if known is not None:
+            return known.pool
+        return self.instances.pool_of(asked.model) if asked is not None else None
 
     def _sessions_read(self, event: ev.SessionsRead, now: float) -> list[ev.Effect]:
         if self.owned.owns(event.pool):
@@ -447,7 +564,7 @@ class RouterState:
 
     def _tick(self, now: float) -> list[ev.Effect]:
         effects: list[ev.Effect] = []
-        for reservation in self.reservations.expired(now):
+        for reservation in self.reservations.expired(now)[:ENDS_AT_ONCE]:
             effects += self.plans.finished(
                 ev.Finished(reservation.request_id, "CANCELLED", error="its lease ended"), now
             )
@@ -456,7 +573,20 @@ class RouterState:
         self.affinity.expire(now)
         self._drop_snapshots(self.migrations.expire(now))
         self.prefix_knowledge.expire(now)
+        self.held_requests.expire(now)
+        self._forget_gone_pools(now)
         return effects
+
+    def _forget_gone_pools(self, now: float) -> None:
+        self._gone_pools.left(self.instances.pools_left(), now)
+        for pool in self._gone_pools.due(
+            lambda pool: bool(self.instances.members(pool, pool)),
+            lambda pool: bool(self.reservations.of_pool(pool) or self.held_requests.queue.count(pool)),
+            now,
+        ):
+            self.prefill_observer.forget_pool(pool)
+            self.views.forget_pool(pool)
+            self._decision_numbers.pop(pool, None)
 
     # ---- deciding ----
 
@@ -477,6 +607,7 @@ class RouterState:
                 "UNAVAILABLE",
                 f"no instance of {pool!r} can take the request now",
                 self.settings.retry_after_s,
+                pool=pool,
             )
         decision_id = f"{self._id_prefix}-{self._decisions + 1}"
         return decide(policy, request, pool, view, rng_of(decision_id), decision_id, degraded=self.degraded)

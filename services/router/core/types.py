@@ -8,6 +8,7 @@ from enum import StrEnum
 import msgspec
 
 from pointsman.router.core.prefill_curve import PrefillCurve, PrefillWork
+from pointsman.router.core.priority import Priority
 
 LIGHT_CACHE_RATIO = 0.5
 LIGHT_NEW_TOKENS = 5_000
@@ -22,6 +23,7 @@ class InstanceState(StrEnum):
     UNHEALTHY = "UNHEALTHY"
     LOST = "LOST"
     DRAINING = "DRAINING"
+    CORDONED = "CORDONED"
 
 
 class PrefixSource(StrEnum):
@@ -125,7 +127,8 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
 
     `age_s`: how long it has waited for its first step already (or, between two steps, since it came). `deadline_s`: how much
     longer its gateway waits. `sliceable_tokens`: of how many tokens at most its gateway can have a prefix of its prompt computed.
-    `single_instance`: no other instance may prefill for the one that answers.
+    `single_instance`: no other instance may prefill for the one that answers. `priority` and `weight`: the class that its
+    client's key has, and its tenant's share of the class. `ttft_deadline_s`: how soon its client needs the first token.
     """
 
     request_id: str
@@ -140,6 +143,9 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     age_s: float = 0.0
     sliceable_tokens: int = 0
     single_instance: bool = False
+    priority: Priority = Priority.STANDARD
+    weight: float = 1.0
+    ttft_deadline_s: float | None = None
 
     @property
     def session(self) -> str:
@@ -217,11 +223,12 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
 class Unseen(msgspec.Struct, frozen=True, gc=False):
     """The sums over the instances of a large pool that are no candidates of a decision: how many they are, their open requests,
-    and how many of them compute a prompt."""
+    how many of them compute a prompt, and the input tokens of their open requests."""
 
     instances: int = 0
     num_requests: int = 0
     prefilling: int = 0
+    ongoing_tokens: int = 0
 
 
 NOTHING_UNSEEN = Unseen()

@@ -12,13 +12,12 @@ import sys
 
 import grpc.aio
 import structlog
-import uvloop
 from aiohttp import web
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
+from pointsman.common.io import event_loop
 from pointsman.common.io.auth import TokenInterceptor, is_loopback
 from pointsman.common.io.channel import SERVER_OPTIONS
 from pointsman.common.io.logs import configure_logs
@@ -28,7 +27,7 @@ from pointsman.common.io.tls import TlsSettings
 from pointsman.router.core.policy.base import SettingError
 from pointsman.router.io.console.console import Console
 from pointsman.router.io.console.decision_stream import DecisionStream
-from pointsman.router.io.rpc.agent_service import AgentService
+from pointsman.router.io.rpc.agent_service import AGENT_SERVICE, AgentService, add_agent_service
 from pointsman.router.io.rpc.fleet_service import FleetService
 from pointsman.router.io.rpc.placement_service import PlacementService
 from pointsman.router.io.runtime import Router
@@ -37,7 +36,6 @@ from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc, placement_pb2, placem
 
 log = structlog.get_logger()
 
-AGENT_SERVICE = agent_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name
 PLACEMENT_SERVICE = placement_pb2.DESCRIPTOR.services_by_name["PlacementService"].full_name
 FLEET_SERVICE = fleet_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name
 
@@ -62,7 +60,7 @@ class RouterServer:
                 )
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._server = grpc.aio.server(interceptors=[interceptor], options=SERVER_OPTIONS)
-        agent_pb2_grpc.add_AgentServiceServicer_to_server(
+        add_agent_service(
             AgentService(self.router, functools.partial(interceptor.may_speak_for, "agent")), self._server
         )
         placement_pb2_grpc.add_PlacementServiceServicer_to_server(
@@ -161,7 +159,7 @@ def run(settings: RouterSettings) -> None:
     """Run a router until SIGTERM or SIGINT. Exits with 1 and the reason when it cannot start."""
     configure_logs("router", settings.log_level)
     try:
-        uvloop.run(_run(settings))
+        event_loop.run(_run(settings))
     except (ValueError, OSError, RuntimeError, SettingError) as error:
         sys.exit(f"pointsman router: {error}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -16,7 +17,9 @@ from pointsman.common.io.batch_queue import BatchQueue
 from pointsman.common.io.line_file import LostLines
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.gateway_claims import GatewayClaims
+from pointsman.router.core.history.fleet_history import FleetHistory
 from pointsman.router.core.instances.circuit_breaker import CircuitSettings
+from pointsman.router.core.instances.instance_orders import OrderChange
 from pointsman.router.core.instances.saturation import SaturationLimits
 from pointsman.router.core.ownership import Owner
 from pointsman.router.core.policy.base import Policy, SettingError
@@ -29,11 +32,13 @@ from pointsman.router.core.usage_accounts import UsageAccounts
 from pointsman.router.io.convert import gateway_messages, usage_messages
 from pointsman.router.io.convert.operator_messages import policy_etag
 from pointsman.router.io.convert.told_fleet import ToldFleet
+from pointsman.router.io.operator_config import OperatorConfig
 from pointsman.router.io.settings import RouterSettings
 from pointsman.router.io.store.redis_store import RedisStore
 from pointsman.router.io.store.store import MemoryStore, Store, StoreEffect
 from pointsman.router.io.telemetry.decision_log import DecisionLog
 from pointsman.router.io.telemetry.event_metrics import EventMetrics
+from pointsman.router.io.telemetry.history_sampler import keep_history
 from pointsman.router.io.telemetry.spans import PlacementSpans
 from pointsman.router.io.telemetry.state_metrics import StateCollector
 from pointsman.router.v1 import placement_pb2
@@ -46,8 +51,8 @@ log = structlog.get_logger()
 TICK_S = 0.5
 # Between two parts of a sweep of the index, which take about a tenth of that.
 SWEEP_PAUSE_S = 0.02
-# An instance that went for good stays on the list of those that drain; of too many the oldest go.
-MAX_DRAINED = 1_000
+# A timer may fire some part of a millisecond early; set anew for less than this it would spin.
+LEAST_TIMER_S = 0.001
 
 
 class ReplicaInfo(msgspec.Struct):
@@ -73,23 +78,12 @@ class PolicyChanged(Exception):
         self.etag = etag
 
 
-class OperatorConfig(msgspec.Struct, frozen=True):
-    """What operators have told the fleet: the policy to place by (None: each replica's own), and the instances that are to get
-    nothing new, with the incarnation that this was said of."""
-
-    policy: tuple[str, dict[str, float | bool | str]] | None = None
-    drained: dict[str, str] = {}
-
-    @classmethod
-    def read(cls, text: str) -> OperatorConfig:
-        """The configuration as the store keeps it. Raises msgspec.MsgspecError."""
-        return msgspec.json.decode(text or "{}", type=cls)
-
-
 class AgentStream:
-    """What the router still has to say on one agent's stream. A refusal ends it, and so does None: the router stops."""
+    """What the router still has to say on one agent's stream. A refusal ends it, and so does None: the router stops. It reports
+    `instance_id`, which is empty before its hello."""
 
     def __init__(self) -> None:
+        self.instance_id = ""
         self.replies: asyncio.Queue[agent_pb2.ReportResponse | ev.RefuseReport | None] = asyncio.Queue()
 
 
@@ -134,6 +128,7 @@ class Router:
                     tenant_share=settings.queue_tenant_share,
                     ageing_tokens_per_s=settings.queue_ageing_tokens_per_s,
                     fair=settings.queue_fair,
+                    lower_class_share=settings.queue_lower_class_share,
                     expiry=settings.hold_expiry,
                 ),
                 circuit=CircuitSettings(
@@ -148,6 +143,7 @@ class Router:
             router_id=settings.router_id,
             owns_all=not url,
         )
+        self.history = FleetHistory(time.monotonic())
         self.agents: dict[int, AgentStream] = {}
         self.gateways: dict[str, GatewayStream] = {}
         self.gateway_claims = GatewayClaims(settings.gateway_lease_s)
@@ -156,6 +152,8 @@ class Router:
         self.store: Store
         self._ready_watchers: list[Callable[[bool], None]] = []
         self._ready = False
+        self._goes_on = False  # the next turn applies a part of what is unfinished
+        self._retry_at = math.inf  # when the next timer for held requests is due, by the monotonic clock
         self._told_fleet = ToldFleet(settings.ownerless_timeout_s)
         self._told_shared_names: dict[str, list[str]] = {}
         if url:
@@ -237,19 +235,17 @@ class Router:
     async def drain(self, info: InstanceInfo, resume: bool) -> bool:
         """Let the instance get nothing new from any replica while its incarnation lasts, or again. False as for set_policy."""
 
-        def change(config: OperatorConfig) -> OperatorConfig:
-            drained = {
-                one: life for one, life in config.drained.items() if one != info.instance_id and lasts(one, life)
-            }
-            if not resume:
-                drained[info.instance_id] = info.incarnation
-            return replace(config, drained=dict(list(drained.items())[-MAX_DRAINED:]))
-
         def lasts(instance_id: str, incarnation: str) -> bool:
             record = self.state.instances.get(instance_id)
             return record is None or record.info.incarnation == incarnation
 
-        return await self._change_config(change)
+        return await self._change_config(
+            lambda config: config.with_drain(info.instance_id, "" if resume else info.incarnation, lasts)
+        )
+
+    async def set_instance_order(self, change: OrderChange) -> bool:
+        """Change the order for an instance, known or not, at all replicas. False as for set_policy. Raises TooManyOrders."""
+        return await self._change_config(lambda config: config.with_order(change))
 
     async def _change_config(self, change: Callable[[OperatorConfig], OperatorConfig]) -> bool:
         def changed(text: str) -> str:
@@ -266,15 +262,16 @@ class Router:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.store.run())
             tasks.create_task(self._ticks())
+            tasks.create_task(keep_history(self.state, lambda: self.history))
 
     def submit(self, event: ev.Event) -> list[ev.Effect]:
         """Apply an event and carry out its effects."""
-        started = time.perf_counter()
-        effects = self.state.handle(event, time.monotonic())
+        now, started = time.monotonic(), time.perf_counter()
+        effects = self.state.handle(event, now)
         elapsed = time.perf_counter() - started
         kept: list[StoreEffect] = []
         answers: list[ev.Placed | ev.Refused] = []
-        fleet_changed = False
+        fleet_changed = ignored = False
         for effect in effects:
             match effect:
                 case ev.Reserved() | ev.Released() | ev.SessionOwnerSet() | ev.MeanWorkSet():
@@ -282,6 +279,7 @@ class Router:
                 case ev.DecisionMade(decision):
                     self.decisions.decided(decision, time.time(), elapsed)
                     self.telemetry.decided(decision, elapsed)
+                    self.history.decided(decision, now)
                 case ev.DecisionNoted(decision_id, note):
                     self.decisions.noted(decision_id, note, time.time())
                     if (logged := self.decisions.get(decision_id)) is not None:
@@ -290,8 +288,11 @@ class Router:
                     logged = self.decisions.get(decision_id)
                     self.decisions.closed(decision_id, finished, time.time())
                     self.telemetry.closed(logged.decision if logged else None, finished)
+                    if logged is not None:
+                        self.history.ended(logged.decision, finished, now)
                 case ev.Refused():
                     self.telemetry.refused(effect.code)
+                    self.history.refused(effect, now)
                     answers.append(effect)
                 case ev.Welcome() | ev.Resync() | ev.RefuseReport():
                     self._reply_to_agent(effect)
@@ -301,15 +302,24 @@ class Router:
                         instance=instance_id,
                         reason=reason,
                     )
+                case ev.FinishIgnored(request_id, gateway_id):
+                    ignored = True
+                    self.telemetry.ignored_ends.inc()
+                    log.warning(
+                        "a gateway tells the end of another's request", request_id=request_id, gateway_id=gateway_id
+                    )
                 case ev.FleetChanged():
                     fleet_changed = True
                 case ev.Placed():
                     answers.append(effect)
-        if isinstance(event, ev.Finished):
+        if (
+            isinstance(ended := event.finished if isinstance(event, ev.FinishedBy) else event, ev.Finished)
+            and not ignored
+        ):
             if self.spans is not None:
-                self.spans.ended(event.request_id)
+                self.spans.ended(ended.request_id)
             # Whoever still waits for its placement would wait for ever: a hold ends without a word.
-            self._answer_callers(ev.Refused(event.request_id, "ABORTED", "the request ended while it was held"))
+            self._answer_callers(ev.Refused(ended.request_id, "ABORTED", "the request ended while it was held"))
         self.store.record(kept)
         for answer in answers:
             self._answer(answer)
@@ -318,7 +328,29 @@ class Router:
             self.store.compete_for(pool.model for pool in self.state.instances.pools())
             self._check_ready()
             self._tell_gateways()
+        if (retry_at := self.state.retry_at) is not None and retry_at < self._retry_at:
+            self._retry_at = retry_at
+            delay_s = max(retry_at - time.monotonic(), LEAST_TIMER_S)
+            asyncio.get_running_loop().call_later(delay_s, self._retry_held, retry_at)
+        if self.state.unfinished and not self._goes_on:
+            self._goes_on = True
+            asyncio.get_running_loop().call_soon(self._go_on)
         return effects
+
+    def _go_on(self) -> None:
+        """The next turn of the loop."""
+        self._goes_on = False
+        self.submit(ev.GoOn())
+
+    def _finish(self) -> None:
+        """Apply at once what is unfinished."""
+        while self.state.unfinished:
+            self.submit(ev.GoOn())
+
+    def _retry_held(self, retry_at: float) -> None:
+        if retry_at == self._retry_at:  # otherwise an earlier moment has come between
+            self._retry_at = math.inf
+            self.submit(ev.RetryDue())
 
     def _tell_shared_names(self) -> None:
         shared = self.state.instances.shared_names
@@ -450,6 +482,7 @@ class Router:
         try:
             config = OperatorConfig.read(text)
             self.submit(ev.DrainsChanged(config.drained))
+            self.submit(ev.OrdersChanged(config.orders))
             policy = make_policy(*config.policy) if config.policy else self.state.policy
         except (msgspec.MsgspecError, SettingError) as error:
             # Of a replica in another version: better two policies than none.
@@ -470,6 +503,7 @@ class Router:
     def _snapshot(self, pool: str) -> Iterator[StoreEffect | None]:
         """All that is known of a pool, each as it is when it is its turn: events may come meanwhile. The first None comes after
         the reservations, others where others may have a turn."""
+        self._finish()
         if mean_work := self.state.prefill_observer.mean_work_record(pool):
             yield ev.MeanWorkSet(mean_work, pool)
         for one in self.state.reservations.of_pool(pool):
@@ -485,9 +519,19 @@ class Router:
             self._check_ready()
             self.submit(ev.Tick())
             self.gateway_claims.expire(time.monotonic())
+            self.telemetry.keep_instances(self.state.instances)
             ends = time.monotonic() + TICK_S
-            while (left_s := ends - time.monotonic()) > 0:  # noqa: ASYNC110
-                await asyncio.sleep(min(SWEEP_PAUSE_S, left_s) if self.state.index.sweep() else left_s)
+            # The tick has swept a part already, and ended some of a lost gateway's requests.
+            while ends - (now := time.monotonic()) > SWEEP_PAUSE_S:
+                if self.state.reservations.expired(now):
+                    await asyncio.sleep(SWEEP_PAUSE_S)
+                    self.submit(ev.Tick())
+                elif self.state.index.sweeping:
+                    await asyncio.sleep(SWEEP_PAUSE_S)
+                    self.state.index.sweep()
+                else:
+                    break
+            await asyncio.sleep(max(ends - time.monotonic(), 0.0))
 
 
 def _changing(request_id: str, pool: str) -> ev.Refused:

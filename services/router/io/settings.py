@@ -89,7 +89,17 @@ class RouterSettings(BaseSettings):
         ge=0,
         description="held requests go by new tokens less this for each second of waiting",
     )
-    queue_fair: bool = Field(_STATE.queue.fair, description="tenants with held requests take turns")
+    queue_fair: bool = Field(
+        _STATE.queue.fair,
+        description="tenants with held requests of one class are served by weight and cost; else their requests wait as one's",
+    )
+    queue_lower_class_share: float = Field(
+        _STATE.queue.lower_class_share,
+        ge=0,
+        le=1,
+        description="what a lower priority class that waits is served at least, as a share of the work of higher ones; 0: "
+        "nothing until no higher one waits",
+    )
     hold_expiry: Literal["place", "refuse"] = Field(
         _STATE.queue.expiry,
         description="a request that the policy held to the end: place by the default policy, or refuse",

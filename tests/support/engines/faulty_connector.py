@@ -31,7 +31,8 @@ def file(kind: str) -> Path:
 
 def faults() -> dict[str, Any]:
     """What is wrong now. `withhold`: a region that is not written, and said to be; `silent`: a layer that is never said to be
-    computed; `fail`: pushes fail; `slow_s`: each takes so much longer; `expires_s`: in place of the abort timeout."""
+    computed; `fail`: pushes fail; `slow_s`: each takes so much longer; `layer_s`: each layer takes so much longer to compute;
+    `expires_s`: in place of the abort timeout."""
     try:
         found: dict[str, Any] = json.loads(file(".json").read_text())
     except FileNotFoundError:
@@ -68,6 +69,7 @@ class FaultyWorker(LayerwiseWorker):
         asyncio.run_coroutine_threadsafe(self._report(), self.sender_loop)
 
     def save_layer(self, layer: str) -> None:
+        time.sleep(faults().get("layer_s", 0.0))
         if self.registered_layer_names.index(layer) != faults().get("silent"):
             super().save_layer(layer)
 

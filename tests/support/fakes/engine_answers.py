@@ -63,6 +63,7 @@ class Script:
             return b"data: " + json.dumps(head | data).encode() + b"\n\n"
 
         deltas = [{"index": 0, "delta": {"content": word}, "text": word, "finish_reason": None} for word in self.words]
+        deltas[-1:] = [last | {"finish_reason": "stop"} for last in deltas[-1:]]
         asked = (self.body.get("stream_options") or {}).get("include_usage")
         usage = [event({"choices": [], "usage": self._usage()})] if asked else []
         return [], [event({"choices": [delta]}) for delta in deltas], [*usage, b"data: [DONE]\n\n"]

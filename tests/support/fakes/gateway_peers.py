@@ -207,6 +207,7 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
         self.places: list[placement_pb2.PlacementRequest] = []
         self.first_tokens: list[placement_pb2.FirstToken] = []
         self.step_dones: list[placement_pb2.StepDone] = []
+        self.open_streams: list[placement_pb2.OpenStream] = []
         self.finished: list[placement_pb2.Finished] = []
         self.explained: list[placement_pb2.PlacementRequest] = []
         self.reserved: set[str] = set()  # as a router keeps it: announced or placed, and not finished
@@ -276,6 +277,8 @@ class FakeRouter(placement_pb2_grpc.PlacementServiceServicer, fleet_pb2_grpc.Fle
                 if self.late:
                     self._held.append(answer)
                     answer = None
+            case "open_stream":
+                self.open_streams.append(message.open_stream)
             case "first_token":
                 self.first_tokens.append(message.first_token)
             case "finished":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -27,9 +28,12 @@ LOAD_S, EVENTS_S, SAVE_S = 0.5, 0.02, 2.0
 class Engine:
     """One engine process after another under one address."""
 
-    def __init__(self, instance_id: str, model: str, network: Network, *, layerwise: bool) -> None:
+    def __init__(
+        self, instance_id: str, model: str, network: Network, *, layerwise: bool, capacity_blocks: int = CAPACITY_BLOCKS
+    ) -> None:
         self._network = network
         self.layerwise = layerwise
+        self.capacity_blocks = capacity_blocks
         self.instance_id, self.model, self.url = instance_id, model, f"http://{instance_id}"
         self.node = Node(instance_id)
         self.lives = 0
@@ -68,6 +72,11 @@ class Engine:
     def incarnation(self) -> str:
         """The name of this lifetime."""
         return f"{self.instance_id}-{self.lives}"
+
+    def fill(self, chains: Iterable[list[int]]) -> None:
+        """Have the KV of these prompts."""
+        for tokens in chains:
+            self._store(tokens, [key ^ 1 for key in extend_keys(root_key(self.model), tokens)])
 
     def cached_keys(self) -> set[int]:
         """What is cached: an engine names its blocks otherwise."""
@@ -152,7 +161,7 @@ class Engine:
         for name in reversed(names):  # a prompt's last blocks are the first to be evicted
             self.cache[name] = None
             self.cache.move_to_end(name)
-        gone += [self.cache.popitem(last=False)[0] for _ in range(len(self.cache) - CAPACITY_BLOCKS)]
+        gone += [self.cache.popitem(last=False)[0] for _ in range(len(self.cache) - self.capacity_blocks)]
         if gone:
             self.log.append(BlockRemoved(block_hashes=list(gone), medium="GPU"))
         self.news.set()
@@ -224,10 +233,13 @@ class _Watched:
         self._applied = 0
         state, applied = disk.get(engine.instance_id, (None, 0))
         if state is not None and state.incarnation == self._incarnation and not saw_start:
-            self.cached_blocks, self._applied = restore_cached_blocks(state, capacity_blocks=CAPACITY_BLOCKS), applied
+            self.cached_blocks, self._applied = (
+                restore_cached_blocks(state, capacity_blocks=engine.capacity_blocks),
+                applied,
+            )
         else:
             latest = 0 if saw_start else int(asyncio.get_running_loop().time()) << 20
-            self.cached_blocks = CachedBlocks(engine.model, capacity_blocks=CAPACITY_BLOCKS, latest_seq=latest)
+            self.cached_blocks = CachedBlocks(engine.model, capacity_blocks=engine.capacity_blocks, latest_seq=latest)
 
     async def follow(self, network: Network, routers: list[str]) -> None:
         """Report until another incarnation begins."""
@@ -240,7 +252,7 @@ class _Watched:
             model=engine.model,
             served_names=[engine.model],
             block_size=KEY_TOKENS,
-            kv_capacity_tokens=CAPACITY_BLOCKS * KEY_TOKENS,
+            kv_capacity_tokens=engine.capacity_blocks * KEY_TOKENS,
             max_model_len=4_096,
             prefix_mode=pb.PREFIX_MODE_EXACT,
             kv_transfer=pb.KvTransfer(
@@ -285,7 +297,7 @@ class _Watched:
             generation_tokens=engine.generated,
             prefix_cache_queries=engine.queries,
             prefix_cache_hits=engine.hits,
-            kv_usage=len(engine.cache) / CAPACITY_BLOCKS,
+            kv_usage=len(engine.cache) / engine.capacity_blocks,
         )
 
     def _save(self) -> None:

@@ -7,9 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 from pointsman.router.core.instances.instance_registry import InstanceRecord
+from pointsman.router.io.rpc import fleet_service
+from pointsman.router.v1 import fleet_pb2
+from tests.support.virtual.routers import RouterNode
+from tests.support.virtual.store import LATEST_S
 from tests.support.virtual.store import NAME as REDIS
-from tests.support.virtual.world import RouterNode, World
+from tests.support.virtual.world import World
 
+# As many decisions as one call may have made again.
+MANY_DECISIONS = 1_000
+# One that is built stands for at most so many, since no turn can be shorter than what one costs.
+MOST_ALIKE = 50.0
 # A fault and how long it lasts, in s.
 Fault = Callable[[World, float], str]
 
@@ -21,6 +29,7 @@ def _dies(group: str) -> Fault:
         one = ones[name]
         if not one.up:
             return f"{name} is dead already"
+        world.disturbances.note(name, for_s)
         one.kill()
         asyncio.get_running_loop().call_later(for_s, one.start)
         return f"{name} dies"
@@ -31,6 +40,7 @@ def _dies(group: str) -> Fault:
 def _stops(group: str) -> Fault:
     def stop(world: World, for_s: float) -> str:
         name = world.rng.choice(sorted(vars(world)[group]))
+        world.disturbances.note(name, for_s)
         world.network.stop(vars(world)[group][name].node, for_s)
         return f"{name} stops"
 
@@ -47,11 +57,13 @@ def _clock_jumps(group: str) -> Fault:
 
 
 def _redis_clock_jumps(world: World, for_s: float) -> str:
+    world.disturbances.note(REDIS, 0.0)
     world.redis.clock_s = world.rng.choice((world.rng.uniform(-5.0, 5.0), world.rng.uniform(-3_600.0, 3_600.0)))
     return f"the clock of redis is {world.redis.clock_s:+.3f} s off"
 
 
 def _redis_stops(world: World, for_s: float) -> str:
+    world.disturbances.note(REDIS, for_s)
     world.redis.stopped_until = asyncio.get_running_loop().time() + for_s
     return "redis stops"
 
@@ -61,6 +73,7 @@ def _router_ends(world: World, for_s: float) -> str:
     one = world.routers[address]
     if not one.up:
         return f"{address} is dead already"
+    world.disturbances.note(address, for_s)
 
     async def roll() -> None:
         await one.stop()
@@ -106,6 +119,8 @@ def _cut(ones: str, others: str) -> Fault:
     def cut(world: World, for_s: float) -> str:
         names: dict[str, Any] = {**vars(world), "redis_itself": (REDIS,)}
         one, other = (world.rng.choice(sorted(names[group])) for group in (ones, others))
+        if other == REDIS:
+            world.disturbances.note(one, for_s)
         world.network.cut(one, other, for_s)
         return f"no way between {one} and {other}"
 
@@ -113,12 +128,14 @@ def _cut(ones: str, others: str) -> Fault:
 
 
 def _redis_down(world: World, for_s: float) -> str:
+    world.disturbances.note(REDIS, for_s)
     world.redis.down = True
     asyncio.get_running_loop().call_later(for_s, setattr, world.redis, "down", False)
     return "redis is down"
 
 
 def _redis_flaky(world: World, for_s: float) -> str:
+    world.disturbances.note(REDIS, for_s + LATEST_S)
     world.redis.flaky = True
     asyncio.get_running_loop().call_later(for_s, setattr, world.redis, "flaky", False)
     return "redis loses replies"
@@ -128,6 +145,18 @@ def _redis_forgets(world: World, for_s: float) -> str:
     world.redis.wipe()
     _redis_down(world, min(for_s, 1.0))
     return "redis restarts empty"
+
+
+def operators_ask(world: World, for_s: float) -> str:
+    """Each router is asked what another policy had decided of all that it remembers: in a large fleet those are many."""
+    for node in world.routers.values():
+        if node.router is None or not (known := sum(1 for _ in node.router.decisions.newest(lambda _: True))):
+            continue
+        if world.charges.declared.large:
+            world.charges.decisions = min(max(MANY_DECISIONS / known, 1.0), MOST_ALIKE)
+        asked = fleet_pb2.WhatIfRequest(last=MANY_DECISIONS, policy=fleet_pb2.Policy(name="lmetric"))
+        node.node.spawn(fleet_service.FleetService(node.router).WhatIf(asked, None))
+    return "operators ask what-if"
 
 
 FAULTS: tuple[Fault, ...] = (
@@ -153,4 +182,5 @@ FAULTS: tuple[Fault, ...] = (
     _clock_jumps("routers"),
     _clock_jumps("gateways"),
     _clock_jumps("agents"),
+    operators_ask,
 )

@@ -49,6 +49,10 @@ class Node:
         self.alive = True
         self.clock_s = 0.0
         """By how much its wall clock is wrong."""
+        self.late: deque[tuple[float, float]] = deque(maxlen=100)
+        """When what it asked of Redis, or an answer, was late on the way, and by how much, in s."""
+        self.blocked: deque[tuple[float, float]] = deque(maxlen=1_000)
+        """From when to when it was stopped, or computed."""
         self.tasks: dict[asyncio.Task[Any], None] = {}  # in the order of their coming
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -366,6 +370,7 @@ class Network:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         loop.stop_owner(node)
+        node.blocked.append((loop.time(), loop.time() + for_s))
         if for_s > KEEPALIVE_S:
             loop.call_later(KEEPALIVE_S, self._forsake, node, context=NETWORK_CONTEXT)
         loop.call_later(for_s, loop.resume_owner, node, context=NETWORK_CONTEXT)
@@ -378,7 +383,7 @@ class Network:
         """The node is gone at once; those that it spoke with notice it when a packet of theirs is answered by nobody."""
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        loop.resume_owner(node)
+        loop.release_owner(node)
         node.alive = False
         for call in [call for call in self.calls if node in (call.client, call.server)]:
             asyncio.get_running_loop().call_later(self.delay_s(), call.lose)

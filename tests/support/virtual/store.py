@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from hashlib import sha1
 from typing import Any
 
 import lupa
 import redis.exceptions
 
+from tests.support.virtual import costs
+from tests.support.virtual.charging import Charges
 from tests.support.virtual.loop import EPOCH
 from tests.support.virtual.network import NETWORK_CONTEXT, Network, here
 
 NAME = "redis"
 # Of commands in bad times: the reply comes too late, and half of these are carried out only after that.
 LOST_REPLIES = 0.3
+# When the last of these is carried out, in s.
+LATEST_S = 2.0
 # Fields of a hash that one HSCAN tells.
 PAGE = 3
+# A hash of so many has been prebuilt, and is told in as many as it is asked for.
+MANY_FIELDS = 1_000
+# Of a message that is not late, in s.
+SHORT_DELAY_S = 0.01
 
 
 class VirtualRedis:
@@ -28,10 +39,14 @@ class VirtualRedis:
         self.down = False
         self.flaky = False
         self.stopped_until = 0.0
+        self.busy_until = 0.0
+        """When what it has been asked is done: it does one thing after the other."""
         self.clock_s = 0.0
         """By how much its wall clock is wrong."""
         self._values: dict[str, Any] = {}
         self._expiry: dict[str, float] = {}
+        # Of a sorted set: no score is lower.
+        self._least: dict[str, float] = {}
         self._scripts: dict[str, Callable[[Any, Any], Any]] = {}
         self._lua = lupa.LuaRuntime()
 
@@ -44,18 +59,30 @@ class VirtualRedis:
         """Run a script; its answer as redis-py gives it."""
         if script not in self._scripts:
             self._scripts[script] = self._lua.execute(
-                "local call, decode = ... ; return function(KEYS, ARGV) "
-                f"local redis = {{call = call}} ; local cjson = {{decode = decode}}\n{script}\nend",
+                "local call, decode, sha1hex = ... ; return function(KEYS, ARGV) "
+                f"local redis = {{call = call, sha1hex = sha1hex}} ; local cjson = {{decode = decode}}\n{script}\nend",
                 self._call,
                 lambda text: self._table(json.loads(text)),
+                lambda text: sha1(text.encode()).hexdigest(),
             )
         words = [arg.decode() if isinstance(arg, bytes) else str(arg) for arg in args]
         answer = self._scripts[script](self._table(list(keys)), self._table(words))
         return self._plain(answer)
 
+    def prebuild(self, pool: str, sessions: Mapping[str, str]) -> None:
+        """Have it know these sessions of a pool, and their owners, for an hour."""
+        key = f"pointsman:{{default:{pool}}}:affinity"
+        for session, owner in sessions.items():
+            self._hset(key, session, owner)
+            self._zadd(f"{key}_expiry", str((self._now() + 3_600.0) * 1e3), session)
+
     def hash(self, key: str) -> dict[str, str]:
         """A hash as it is."""
         return dict(self._live(key) or {})
+
+    def fields(self, key: str) -> dict[str, str]:
+        """A hash itself, not to be changed."""
+        return self._live(key) or {}
 
     def _table(self, value: Any) -> Any:
         return self._lua.table_from([self._table(one) for one in value]) if isinstance(value, list) else value
@@ -118,6 +145,7 @@ class VirtualRedis:
 
     def _zadd(self, key: str, score: str, name: str) -> int:
         self._values.setdefault(key, {})[name] = float(score)
+        self._least[key] = min(self._least.get(key, math.inf), float(score))
         return 1
 
     def _zrem(self, key: str, name: str) -> int:
@@ -138,27 +166,35 @@ class VirtualRedis:
         return self._table([word for name, score in found for word in (name, repr(score))])
 
     def _zrangebyscore(self, key: str, least: str, most: str, *_: str) -> Any:
+        if float(most) < self._least.get(key, -math.inf):
+            return self._table([])
         found = self._live(key) or {}
-        return self._table([name for name in sorted(found) if float(least) <= found[name] <= float(most)])
+        self._least[key] = min(found.values(), default=math.inf)
+        return self._table(sorted(name for name, score in found.items() if float(least) <= score <= float(most)))
 
 
 class Client:
-    """What RedisStore needs of redis-py's client. Belongs to the node that made it."""
+    """What RedisStore needs of redis-py's client. Belongs to the node that made it, which is charged for what it reads; `charges`
+    None: nothing is."""
 
-    def __init__(self, network: Network, store: VirtualRedis, timeout_s: float) -> None:
+    def __init__(self, network: Network, store: VirtualRedis, timeout_s: float, charges: Charges | None = None) -> None:
         self._network, self._store, self._timeout_s = network, store, timeout_s
+        self._charges = charges
+        self._scans: dict[str, list[tuple[int, str]]] = {}
         self._node = here()
 
     def register_script(self, script: str) -> Callable[..., Awaitable[Any]]:
         """A script that can be called."""
 
         async def call(keys: Sequence[str], args: Sequence[object]) -> Any:
-            return await self._ask(lambda: self._store.run(script, keys, args))
+            changes = self._charges.changes(args) if self._charges is not None else 0.0
+            return await self._ask(lambda: self._store.run(script, keys, args), changes)
 
         return call
 
     async def hscan(self, key: str, cursor: int, count: int) -> tuple[int, dict[str, str]]:
-        """A page of a hash, and where the next one begins; 0 after the last. Pages are short, whatever `count` says."""
+        """A page of a hash, and where the next one begins; 0 after the last. Pages are short, whatever `count` says,
+        but those of a prebuilt fleet."""
 
         def page() -> tuple[int, dict[str, str]]:
             # By a number of each field that no other changes, as a hash table's scan does.
@@ -167,7 +203,18 @@ class Client:
             nxt = rest[PAGE][0] if len(rest) > PAGE else 0
             return nxt, {name: value for number, name, value in rest if not nxt or number < nxt}
 
-        found: tuple[int, dict[str, str]] = await self._ask(page)
+        def long_page() -> tuple[int, dict[str, str]]:
+            # Of a hash too large to be ordered for each page.
+            if not cursor:
+                self._scans[key] = sorted((zlib.crc32(name.encode()), name) for name in self._store.fields(key))
+            ordered, fields = self._scans[key], self._store.fields(key)
+            first = bisect_left(ordered, (cursor, ""))
+            nxt = ordered[first + count][0] if first + count < len(ordered) else 0
+            last = bisect_left(ordered, (nxt, "")) if nxt else len(ordered)
+            return nxt, {name: fields[name] for _, name in ordered[first:last] if name in fields}
+
+        many = len(self._store.fields(key)) >= MANY_FIELDS
+        found: tuple[int, dict[str, str]] = await self._ask(long_page if many else page)
         return found
 
     async def hgetall(self, key: str) -> dict[str, str]:
@@ -178,7 +225,7 @@ class Client:
     async def aclose(self) -> None:
         """Nothing to close."""
 
-    async def _ask(self, command: Callable[[], Any]) -> Any:
+    async def _ask(self, command: Callable[[], Any], changes: float = 0.0) -> Any:
         rng, loop = self._network.rng, asyncio.get_running_loop()
         if not self._node.alive:
             raise redis.exceptions.ConnectionError("this process is gone")
@@ -189,11 +236,11 @@ class Client:
             raise redis.exceptions.TimeoutError("timed out")
         if self._store.flaky and rng.random() < LOST_REPLIES:
             late = rng.random() < 0.5
-            loop.call_later(rng.uniform(0.0, 2.0) if late else 0.0, self._late, command, context=NETWORK_CONTEXT)
+            loop.call_later(rng.uniform(0.0, LATEST_S) if late else 0.0, self._late, command, context=NETWORK_CONTEXT)
             await asyncio.sleep(self._timeout_s)
             raise redis.exceptions.TimeoutError("timed out")
-        await asyncio.sleep(self._network.delay_s())
-        if (wait_s := self._store.stopped_until - loop.time()) > self._timeout_s:
+        await asyncio.sleep(self._delay_s())
+        if (wait_s := max(self._store.stopped_until, self._store.busy_until) - loop.time()) > self._timeout_s:
             loop.call_later(wait_s, self._late, command, context=NETWORK_CONTEXT)
             await asyncio.sleep(self._timeout_s)
             raise redis.exceptions.TimeoutError("timed out")
@@ -201,8 +248,25 @@ class Client:
         if not self._node.alive or self._store.down:
             raise redis.exceptions.ConnectionError("connection lost")
         answer = command()
-        await asyncio.sleep(self._network.delay_s())
+        if self._charges is None:
+            await asyncio.sleep(self._delay_s())
+            return answer
+        told = answer[1] if isinstance(answer, tuple) else answer
+        fields = self._charges.fields(told) if isinstance(told, dict) else 0.0
+        serves_s = costs.REDIS_COMMAND_S + fields * costs.REDIS_FIELD_S + changes * costs.REDIS_CHANGE_S
+        self._store.busy_until = loop.time() + serves_s
+        if max(wait_s, 0.0) + serves_s > self._timeout_s:
+            await asyncio.sleep(self._timeout_s - max(wait_s, 0.0))
+            raise redis.exceptions.TimeoutError("timed out")
+        await asyncio.sleep(self._delay_s() + serves_s)
+        self._charges.parsed(fields)
         return answer
+
+    def _delay_s(self) -> float:
+        delay_s = self._network.delay_s()
+        if delay_s > SHORT_DELAY_S:
+            self._node.late.append((asyncio.get_running_loop().time(), delay_s))
+        return delay_s
 
     def _late(self, command: Callable[[], Any]) -> None:
         if not self._store.down:

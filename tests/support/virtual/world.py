@@ -13,9 +13,7 @@ from typing import Any
 from unittest import mock
 
 import msgspec
-from pydantic import SecretStr
 
-from pointsman.agent.v1 import agent_pb2
 from pointsman.common.core.block_keys import prompt_keys
 from pointsman.gateway.core.api import ApiRequestError, Endpoint, parse
 from pointsman.gateway.core.http_message import Headers, Request
@@ -33,113 +31,28 @@ from pointsman.gateway.io.routing import router_stream
 from pointsman.gateway.io.routing.router_client import RouterClient
 from pointsman.gateway.io.telemetry.line_log import LineLog
 from pointsman.gateway.io.telemetry.metrics import GatewayMetrics
-from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.types import InstanceState
-from pointsman.router.io.rpc.agent_service import AgentService
-from pointsman.router.io.rpc.placement_service import PlacementService
-from pointsman.router.io.runtime import Router
-from pointsman.router.io.settings import RouterSettings
 from pointsman.router.io.store import redis_store
 from pointsman.router.v1 import placement_pb2
+from tests.support.virtual import invariants
 from tests.support.virtual import store as virtual_store
-from tests.support.virtual.engines import Agent, Engine
+from tests.support.virtual.charging import PREBUILT, PREBUILT_SESSIONS, Charges
+from tests.support.virtual.costs import AS_BUILT, Declared
+from tests.support.virtual.engines import CAPACITY_BLOCKS, Agent, Engine
 from tests.support.virtual.http import ResponseWriter, upstream
-from tests.support.virtual.network import Channel, Method, Network, Node
+from tests.support.virtual.invariants import Disturbances, InvariantViolation, LeaseWatch
+from tests.support.virtual.loop import VirtualLoop
+from tests.support.virtual.network import Channel, Network, Node
+from tests.support.virtual.routers import LEASE_S, CheckedRouter, RouterNode
 
 MODELS = ("m", "n")
 ROUTERS = ("r0:1", "r1:1")
-LEASE_S = 1.0
+ENGINES_OF_AGENT = 8
 DEADLINES = RequestTimeouts(placement_s=10.0, prefill_s=6.0, first_byte_s=6.0, transfer_s=6.0, max_retries=2)
 # Whatever happens, a request is over by then: three attempts, each of them a placement, the slices of a prompt and the answer.
 ANSWERED_WITHIN_S = 150.0
 POLICIES = ("unified", "foresight", "lmetric", "round_robin", "elastic")
-# So that a fleet this small slices, holds, and offloads.
-SETTINGS: dict[str, dict[str, float | bool | str]] = {
-    "foresight": {"slice_factor": 0.5, "slice_min_tokens": 64.0, "light_factor": 0.5},
-    "elastic": {"heavy_new_tokens": 32.0, "throughput": 500.0},
-}
 # Of an answer that was broken off, and of one that nobody waits for.
 BROKEN_OFF, NONE = 1, 0
-
-
-class InvariantViolation(AssertionError):
-    """Something that must hold does not."""
-
-
-class CheckedRouter(Router):
-    """A router that is looked into after every event."""
-
-    def submit(self, event: ev.Event) -> list[ev.Effect]:
-        """As ever."""
-        effects = super().submit(event)
-        self.state.check_invariants()
-        return effects
-
-
-class RouterNode:
-    """One router process after another at one address."""
-
-    def __init__(self, world: World, address: str) -> None:
-        self._world, self._address = world, address
-        self._lives = 0
-        self._task: asyncio.Task[None] | None = None
-        self.node = Node(address)
-        self.router: CheckedRouter | None = None
-
-    def start(self) -> None:
-        """A new process."""
-        self._lives += 1
-        self.node = Node(self._address)
-        self._task = self.node.spawn(self._run())
-
-    async def _run(self) -> None:
-        settings = RouterSettings(
-            redis_url=SecretStr("redis://redis"),
-            router_id=f"{self._address}-{self._lives}",
-            policy=self._world.policy,
-            policy_settings=SETTINGS.get(self._world.policy, {}),
-            owner_lease_s=LEASE_S,
-            gateway_lease_s=5.0,
-            lost_instance_s=6.0,
-            queue_timeout_s=5.0,
-            startup_wait_s=2.0,
-            max_requests_per_instance=4,
-        )
-        router = self.router = CheckedRouter(settings)
-        router.store.address = self._address
-        services = {
-            "/pointsman.router.v1.PlacementService/Session": Method(
-                PlacementService(router, lambda *_: True).Session, placement_pb2.SessionRequest.FromString
-            ),
-            "/pointsman.agent.v1.AgentService/Report": Method(
-                AgentService(router, lambda authorization, names, instance: True).Report,
-                agent_pb2.ReportRequest.FromString,
-            ),
-        }
-        self._world.network.listen(self._address, self.node, services)
-        await router.run()
-
-    async def stop(self) -> None:
-        """Go in order, as a rollout has it."""
-        router, self.router = self.router, None
-        assert self._task is not None
-        assert router is not None
-        self._task.cancel()
-        await asyncio.wait([self._task])
-        router.end_sessions()
-        router.end_reports()
-        await asyncio.sleep(0.3)
-        self.kill()
-
-    @property
-    def up(self) -> bool:
-        """Whether it runs, and is not about to stop."""
-        return self.router is not None
-
-    def kill(self) -> None:
-        """Go at once."""
-        self.router = None
-        self._world.network.kill(self.node)
 
 
 class GatewayNode:
@@ -198,12 +111,15 @@ class GatewayNode:
     def _take_pools(self, pools: Sequence[placement_pb2.Pool]) -> None:
         self._states = {pool.model: PoolState(pool) for pool in pools}
 
-    async def ask(self, leaves_after_s: float = 0.0) -> int:
-        """A request of a client that perhaps leaves; the status of its answer, 0 where there was none."""
+    async def ask(self, leaves_after_s: float = 0.0, needs_within_s: float = 0.0) -> int:
+        """A request of a client that perhaps leaves, or needs the first token soon; the status of its answer, 0 where there was
+        none."""
         rng = self._world.rng
         self._sent += 1
         model, tokens, session = self._world.prompt()
-        work = self.node.spawn(self._answer(f"{self.name}-{self._sent}", model, tokens, session, rng.randint(1, 40)))
+        work = self.node.spawn(
+            self._answer(f"{self.name}-{self._sent}", model, tokens, session, rng.randint(1, 40), needs_within_s)
+        )
         loop = asyncio.get_running_loop()
         began = loop.time()
         done, _ = await asyncio.wait([work], timeout=leaves_after_s or ANSWERED_WITHIN_S)
@@ -214,7 +130,9 @@ class GatewayNode:
             await asyncio.wait([work])
         return 0 if work.cancelled() else work.result()
 
-    async def _answer(self, request_id: str, model: str, tokens: list[int], session: str, output: int) -> int:
+    async def _answer(
+        self, request_id: str, model: str, tokens: list[int], session: str, output: int, needs_within_s: float
+    ) -> int:
         shared = self._shared
         if shared is None or model not in self._states:
             return 503
@@ -227,9 +145,14 @@ class GatewayNode:
             input_tokens=len(tokens),
             max_output_tokens=output,
             sliceable_tokens=len(tokens),
+            tenant=self._world.rng.choice("ab") if not session else "a",
+            # 4: a class of a newer gateway.
+            priority=self._world.rng.randrange(5),  # type: ignore[arg-type]
+            weight=self._world.rng.randrange(4),
         )
         set_keys(placement, array("Q", prompt_keys(tokens, model)))
         writer: Any = ResponseWriter()
+        received_at = asyncio.get_running_loop().time()
         context = RequestContext(
             request_id=request_id,
             call=parse(Endpoint.COMPLETION, body),
@@ -239,14 +162,17 @@ class GatewayNode:
             ids=array("I", tokens),
             exact_tokens=len(tokens),
             upstream_headers={"X-Request-ID": request_id},
-            received_at=asyncio.get_running_loop().time(),
+            received_at=received_at,
             admission=Admission(),
             trace=None,
+            first_token_by=received_at + needs_within_s if needs_within_s else None,
         )
         request = Request("POST", "/v1/completions", "", Headers(), writer, Holding(MemoryBudget(1 << 30)))
         try:
             answer = await RequestRunner(shared, context, request).run()
         except ApiRequestError as error:
+            if error.status == 504 and not needs_within_s:
+                raise InvariantViolation(f"{request_id} was refused as too late: {error.message}") from None
             return error.status
         return answer.status if answer is not None else _streamed(request_id, writer, output)
 
@@ -254,22 +180,49 @@ class GatewayNode:
 class World:
     """All of it. Belongs to the running loop."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(
+        self,
+        rng: random.Random,
+        declared: Declared = AS_BUILT,
+        policy: str = "",
+        *,
+        engines: int = 4,
+        capacity_blocks: int = CAPACITY_BLOCKS,
+    ) -> None:
+        """A fleet of so many engines that stands for one of `declared` size, placed by `policy` (empty: one that is drawn, as is
+        whether many requests may wait or few)."""
         self.rng = rng
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        loop.on_turn = self._turned
+        self.violations: list[str] = []
+        """What invariants were found broken outside any router's own code."""
+        self.checks_all = True
+        """Whether all that routers know is looked at after every event."""
+        self.disturbances = Disturbances()
+        self.leases = LeaseWatch(LEASE_S, self.disturbances, self.violations.append)
         self.network = Network(rng)
         self.redis = virtual_store.VirtualRedis()
-        self.policy = rng.choice(POLICIES)
+        self.policy = policy or rng.choice(POLICIES)
+        self.queue_size = 256 if policy else rng.choice((2, 256))
         layerwise = rng.random() < 0.5
+        names = [f"e{at}:1" for at in range(engines)]
         self.engines = {
-            name: Engine(name, MODELS[at % 2], self.network, layerwise=layerwise)
-            for at, name in enumerate(("e0:1", "e1:1", "e2:1", "e3:1"))
+            name: Engine(name, MODELS[at % 2], self.network, layerwise=layerwise, capacity_blocks=capacity_blocks)
+            for at, name in enumerate(names)
         }
         for one in self.engines.values():
             one.peers = list(self.engines.values())
         self.routers = {address: RouterNode(self, address) for address in ROUTERS}
         self.gateways = {name: GatewayNode(self, name) for name in ("g0", "g1")}
-        engines = list(self.engines.values())
-        self.agents = {f"a{at}": Agent(f"a{at}", self.network, engines[at::2], list(ROUTERS)) for at in range(2)}
+        agents = max(engines // ENGINES_OF_AGENT, 2)
+        self.agents = {
+            f"a{at}": Agent(f"a{at}", self.network, list(self.engines.values())[at::agents], list(ROUTERS))
+            for at in range(agents)
+        }
+        self.charges = Charges(
+            loop, declared, pools=len(MODELS), engines=engines, as_it_is=capacity_blocks != CAPACITY_BLOCKS
+        )
         self.answers: Counter[int] = Counter()
         self.chores: list[asyncio.Task[None]] = []
         self._texts = [[rng.randrange(1_000) for _ in range(320)] for _ in range(6)]
@@ -279,9 +232,15 @@ class World:
         """Everything is started inside the block."""
 
         def from_url(url: str, *, socket_timeout: float, **_: Any) -> virtual_store.Client:
-            return virtual_store.Client(self.network, self.redis, socket_timeout)
+            return virtual_store.Client(self.network, self.redis, socket_timeout, self.charges)
 
+        if self.charges.declared.sessions:
+            for model in MODELS:
+                names = [one.instance_id for one in self.engines.values() if one.model == model]
+                sessions = {f"{PREBUILT}{at}": names[at % len(names)] for at in range(PREBUILT_SESSIONS)}
+                self.redis.prebuild(model, sessions)
         with (
+            self.charges.charging(),
             mock.patch.object(redis_store.redis.asyncio.Redis, "from_url", from_url),
             mock.patch.object(router_stream, "open_channel", lambda address: Channel(self.network, address)),
         ):
@@ -291,6 +250,16 @@ class World:
             yield
             for one in everything:
                 self.network.kill(one.node)
+
+    def live_routers(self) -> list[CheckedRouter]:
+        """The routers that run."""
+        return [node.router for node in self.routers.values() if node.router is not None]
+
+    def _turned(self, owner: object, begun: float, seconds: float) -> None:
+        if any(node.node is owner for node in self.routers.values()):
+            assert isinstance(owner, Node)
+            if wrong := invariants.check_turn(owner, begun, seconds):
+                self.violations.append(wrong)
 
     def prompt(self) -> tuple[str, list[int], str]:
         """A model, a prompt that shares its beginning with others, and its session."""
@@ -308,44 +277,10 @@ class World:
             await asyncio.sleep(self.rng.expovariate(6.0))
             gateway = self.gateways[self.rng.choice(("g0", "g1"))]
             leaves = self.rng.uniform(0.01, 2.0) if self.rng.random() < 0.1 else 0.0
-            asking.add(asyncio.create_task(gateway.ask(leaves)))
+            needs = self.rng.uniform(0.05, 3.0) if self.rng.random() < 0.2 else 0.0
+            asking.add(asyncio.create_task(gateway.ask(leaves, needs)))
         for task in asking:
             self.answers[await task] += 1
-
-    # ---- what must hold ----
-
-    def check_at_rest(self) -> None:
-        """Some time after all is well again and the last request has ended. Raises InvariantViolation."""
-        for gateway in self.gateways.values():
-            assert gateway.client is not None
-            _equal(gateway.client.open_count, 0, f"open requests of {gateway.name}")
-            _equal(len(gateway.client._requests), 0, f"remembered requests of {gateway.name}")
-        for model in MODELS:
-            owners = [node.router.settings.router_id for node in self._live() if node.router.state.owned.owns(model)]
-            if len(owners) != 1:
-                raise InvariantViolation(f"{model} is owned by {owners or 'nobody'}")
-            _equal(self.redis.hash(f"pointsman:{{default:{model}}}:open"), {}, f"reservations kept of {model}")
-        for node in self._live():
-            self._check_router(node)
-
-    def _live(self) -> list[Any]:
-        return [node for node in self.routers.values() if node.router is not None]
-
-    def _check_router(self, node: Any) -> None:
-        state, name = node.router.state, node.router.settings.router_id
-        _equal(state.degraded, False, f"{name} degraded")
-        _equal([one.request_id for one in state.reservations], [], f"reservations of {name}")
-        _equal(len(state.held_requests.queue), 0, f"held requests of {name}")
-        for engine in self.engines.values():
-            record = state.instances.get(engine.instance_id)
-            if record is None or record.info.incarnation != engine.incarnation:
-                raise InvariantViolation(f"{name} does not know {engine.incarnation}")
-            _equal(record.state, InstanceState.READY, f"{engine.instance_id} at {name}")
-            missing = [key for key in engine.cached_keys() if not state.index.holds(engine.instance_id, key)]
-            _equal(missing, [], f"blocks of {engine.instance_id} that {name} does not know")
-            _equal(
-                state.index.count(engine.instance_id), len(engine.cache), f"blocks of {engine.instance_id} at {name}"
-            )
 
 
 def _streamed(request_id: str, writer: ResponseWriter, output: int) -> int:
@@ -358,8 +293,3 @@ def _streamed(request_id: str, writer: ResponseWriter, output: int) -> int:
     if failed or not writer.ended or (tokens, done, events[-1]) != (output, 1, "data: [DONE]"):
         raise InvariantViolation(f"{request_id} got {tokens} tokens of {output}: {events[-2:]}")
     return 200
-
-
-def _equal(found: object, wanted: object, what: str) -> None:
-    if found != wanted:
-        raise InvariantViolation(f"{what}: {found}, not {wanted}")

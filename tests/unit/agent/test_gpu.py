@@ -24,6 +24,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         "nvmlInit": lambda: None,
         "nvmlShutdown": lambda: None,
         "nvmlDeviceGetCount": lambda: 2,
+        "nvmlDeviceGetName": lambda handle: "NVIDIA H100 80GB HBM3",
         "nvmlDeviceGetHandleByIndex": lambda index: index,
         "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(used=10 + handle, total=100),
         "nvmlDeviceGetUtilizationRates": utilisation,
@@ -43,12 +44,38 @@ def test_what_a_device_does_not_tell_is_absent() -> None:
     assert sampler.count == 0
 
 
+@pytest.mark.usefixtures("two_gpus")
+def test_hardware_is_the_model_and_number_of_an_engines_devices() -> None:
+    sampler = GpuSampler()
+    assert sampler.hardware((0, 1), ranks=1) == "2x-nvidia-h100-80gb-hbm3"
+    assert sampler.hardware((0, 1), ranks=2) == "1x-nvidia-h100-80gb-hbm3"
+    assert sampler.hardware((), ranks=1) == "nvidia-h100-80gb-hbm3", (
+        "one of several engines, none of which names its own"
+    )
+    assert sampler.hardware((0, 1), ranks=3) == "nvidia-h100-80gb-hbm3"
+    assert sampler.hardware((7,), ranks=1) == ""
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("second", ["NVIDIA A100", ""])
+def test_hardware_of_devices_that_differ_is_not_told(monkeypatch: pytest.MonkeyPatch, second: str) -> None:
+    def name(handle: int) -> str:
+        if handle and not second:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return second if handle else "NVIDIA H100"
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetName", name)
+    sampler = GpuSampler()
+    assert sampler.hardware((), ranks=1) == sampler.hardware((0, 1), ranks=1) == ""
+    assert sampler.hardware((0,), ranks=1) == "1x-nvidia-h100"
+
+
 def test_no_nvml_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
     monkeypatch.setattr(pynvml, "nvmlInit", fails)
     sampler = GpuSampler()
-    assert (sampler.count, sampler.sample()) == (0, [])
+    assert (sampler.count, sampler.sample(), sampler.hardware((), ranks=1)) == (0, [], "")
     assert sampler.absent_reason
     sampler.close()

@@ -1,4 +1,4 @@
-"""What the doctor says of KV transfers."""
+"""What the doctor says of KV transfers, and of orders that may have been forgotten."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman.cli.doctor import Finding, transfers
+from pointsman.cli.doctor import Finding, forgotten_orders, transfers
+from pointsman.router.io.convert.times import timestamp
+from pointsman.router.v1 import fleet_pb2
 from tests.support.processes.process import free_port
 
 
@@ -65,3 +67,22 @@ def test_one_that_fits_nobody_is_told_of(bootstrap: str) -> None:
 def test_a_bootstrap_server_that_does_not_answer_is_told_of(bootstrap: str) -> None:
     gone = f"http://127.0.0.1:{free_port()}"
     assert levels(instance("a", gone), instance("b", bootstrap)) == [("a", Finding.FAIL), ("b", Finding.OK)]
+
+
+def test_cordons_of_long_ago_and_orders_for_nobody_are_told_of() -> None:
+    day = 86_400.0
+
+    def order(name: str, set_at: float, **ordered: object) -> fleet_pb2.InstanceOrder:
+        values = {"weight": 1.0, "instance_known": True, "update_time": timestamp(set_at), **ordered}
+        return fleet_pb2.InstanceOrder(instance_id=name, **values)  # type: ignore[arg-type]
+
+    orders = [
+        order("new", 2 * day, cordoned=True),
+        order("old", day / 2, cordoned=True, reason="a new disk"),
+        order("light", 0.0, weight=0.5),
+        order("gone", 2 * day, weight=0.5, instance_known=False),
+    ]
+    assert [(one.level, one.check, one.found) for one in forgotten_orders(orders, 2 * day)] == [
+        (Finding.WARN, "old", "cordoned: a new disk; for more than a day"),
+        (Finding.WARN, "gone", "weight 0.5; no agent reports an instance of this id"),
+    ]

@@ -10,6 +10,7 @@ import pytest
 from pointsman.gateway.core.rate_limits import RateLimits
 from pointsman.gateway.core.tenants import ANYONE, parse_keys
 from pointsman.gateway.io.api_keys import LOOK_AGAIN_S, ApiKeys, KeysFromEnvironment
+from pointsman.router.v1 import placement_pb2
 
 
 def tenant(keys: ApiKeys, authorization: str, x_api_key: str = "") -> str | None:
@@ -50,6 +51,16 @@ def test_a_key_has_limits_and_a_salt_of_its_own() -> None:
     assert b"k1" not in client.key
 
 
+def test_a_key_has_a_class_and_a_weight() -> None:
+    lines = ["red:k1", "red:k2 priority=interactive weight=1000", "blue:k3 priority=standard", "blue:k4 priority=batch"]
+    assert [(one.priority, one.weight) for one in parse_keys(lines, "x").values()] == [
+        (placement_pb2.PRIORITY_STANDARD, 1),
+        (placement_pb2.PRIORITY_INTERACTIVE, 1_000),
+        (placement_pb2.PRIORITY_STANDARD, 1),
+        (placement_pb2.PRIORITY_BATCH, 1),
+    ]
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -63,6 +74,11 @@ def test_a_key_has_limits_and_a_salt_of_its_own() -> None:
         "red:secret other=1",
         "red:secret in_flight=1 in_flight=2",
         "red:secret cache_salt=",
+        "red:secret priority=first",
+        "red:secret priority=",
+        "red:secret weight=0",
+        "red:secret weight=1001",
+        "red:secret weight=0.5",
         "ok:k\nred:k",
     ],
 )

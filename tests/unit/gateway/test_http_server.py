@@ -308,6 +308,29 @@ async def test_a_client_that_leaves_cancels_its_answer(way: str) -> None:
     assert client.server.connections == set()
 
 
+@pytest.mark.parametrize("first", ["/echo", "/stream"])
+async def test_a_client_that_asks_again_at_once_is_still_noticed_when_it_leaves(first: str) -> None:
+    client = Client()
+    loop, told = asyncio.get_running_loop(), client.wire.write
+
+    def write(data: bytes) -> None:
+        # The next request is there before the loop has turned once: a fast client beside a gateway that has to wait for its CPU.
+        told(data)
+        if client.wire.out.endswith((b"hello", b"0\r\n\r\n")):
+            loop.call_soon(client.connection.data_received, WHOLE.replace(b"/echo", b"/hang"))
+
+    client.wire.write = write  # type: ignore[method-assign]
+    await client.send(WHOLE.replace(b"/echo", first.encode()))
+    assert [one.path for one in client.handler.seen] == [first, "/hang"]
+    assert client.server.bodies.used == 5
+    client.connection.connection_lost(None)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert client.handler.cancelled == 1
+    assert client.server.bodies.used == 0
+    assert client.server.connections == set()
+
+
 async def test_a_fault_breaks_the_connection_off_and_is_logged(capsys: pytest.CaptureFixture[str]) -> None:
     client = Client()
     assert await client.send(WHOLE.replace(b"/echo", b"/fault")) == b""

@@ -43,7 +43,7 @@ def moments(span: Span) -> dict[str, float]:
 
 
 def test_a_request_is_asked_about_and_served() -> None:
-    attempt = Attempt(usage=Usage(100, 64, 20))
+    attempt = Attempt(usage=Usage(100, 64, 20, "tool_calls"))
     attempt.begin_placement("r", 1.0)
     attempt.begin_step(StepAssigned("r", D, decision_id="d-1", cached_tokens=80), 2.0)
     attempt.sent_at, attempt.first_byte_at = 2.5, 3.0
@@ -74,6 +74,7 @@ def test_a_request_is_asked_about_and_served() -> None:
         "gen_ai.usage.input_tokens": 100,
         "gen_ai.usage.cache_read.input_tokens": 64,
         "gen_ai.usage.output_tokens": 20,
+        "gen_ai.response.finish_reasons": ("tool_calls",),
         "gen_ai.response.time_to_first_chunk": 0.5,
     }
     assert {name for name in serve.attributes if name.startswith("gen_ai.")} <= CONVENTIONS

@@ -63,8 +63,9 @@ def test_without_a_next_step_the_prefilled_instance_serves() -> None:
         machine = begun()
         machine.handle(StepAssigned("r", A, prefill_tokens=64), 1.0)
         machine.handle(ev.PrefillEnded("broke"), 2.0)
-        (effect,) = machine.handle(event, now)
+        effect, told = machine.handle(event, now)
         assert isinstance(effect, ev.Serve)
+        assert told == ev.ReportServedAlone("r")
         assert (effect.step.target, effect.step.index, effect.step.degraded) == (A, 1, True)
 
 
@@ -197,7 +198,7 @@ def test_no_step_in_time_is_an_error() -> None:
     abort, finished, fail = machine.handle(ev.Tick(), 10.0)
     assert (abort, finished) == (ev.AbortUpstream(), ev.ReportFinished("r", Outcome.FAILED, "no step in time"))
     assert isinstance(fail, ev.FailRequest)
-    assert fail.code == ev.DEADLINE_EXCEEDED
+    assert fail.code == ev.PLACEMENT_TIMEOUT
 
 
 FIRST = StepAssigned("r", A, prefill_tokens=64, kv_target=B)
@@ -263,7 +264,10 @@ def test_without_a_next_step_the_target_of_a_failed_prefill_serves() -> None:
     machine.start(0.0)
     machine.handle(FIRST, 0.0)
     machine.handle(ev.PrefillEnded("broke"), 1.0)
-    assert machine.handle(ev.RouterLost("r"), 2.0) == [ev.Serve(StepAssigned("r", B, 1, degraded=True))]
+    assert machine.handle(ev.RouterLost("r"), 2.0) == [
+        ev.Serve(StepAssigned("r", B, 1, degraded=True)),
+        ev.ReportServedAlone("r"),
+    ]
 
 
 SLICE = StepAssigned("r", A, prefill_tokens=64)
@@ -301,11 +305,28 @@ def test_routers_are_lost_between_two_slices_twice_at_most() -> None:
         machine.handle(ev.RouterLost(machine.attempt_id), 2.0)
         machine.handle(replace(SLICE, attempt_id=f"r.{number}"), 3.0)
         machine.handle(ev.PrefillEnded(), 4.0)
-    assert machine.handle(ev.RouterLost("r.2"), 5.0) == [ev.Serve(StepAssigned("r.2", A, 1, degraded=True))]
+    assert machine.handle(ev.RouterLost("r.2"), 5.0) == [
+        ev.Serve(StepAssigned("r.2", A, 1, cached_tokens=64, degraded=True)),
+        ev.ReportServedAlone("r.2"),
+    ]
+
+
+def test_a_next_step_that_comes_after_the_gateways_patience_is_void() -> None:
+    machine = between_slices()
+    assert machine.deadline == 11.0
+    alone = ev.Serve(StepAssigned("r", A, 1, cached_tokens=64, degraded=True))
+    assert machine.handle(ev.Tick(), 11.0) == [alone, ev.ReportServedAlone("r")]
+    assert machine.handle(StepAssigned("r", B, 1), 11.1) == []
+    assert machine.handle(ev.PlacementRefused("r", 14, "late"), 11.2) == []
+    assert machine.handle(ev.ResponseStarted(), 12.0) == [ev.ReportFirstToken("r")]
+    assert machine.handle(ev.ResponseEnded(), 13.0) == [ev.ReportFinished("r", Outcome.OK)]
 
 
 def test_after_an_offload_without_its_router_the_instance_that_has_the_prefix_serves() -> None:
-    assert prefilled().handle(ev.RouterLost("r"), 2.0) == [ev.Serve(StepAssigned("r", A, 1, degraded=True))]
+    assert prefilled().handle(ev.RouterLost("r"), 2.0) == [
+        ev.Serve(StepAssigned("r", A, 1, cached_tokens=64, degraded=True)),
+        ev.ReportServedAlone("r"),
+    ]
 
 
 # Both instances want the second request before the first has ended.
@@ -423,8 +444,8 @@ def test_without_the_router_what_was_sent_ahead_and_failed_is_told_once_more_and
     assert machine.handle(ev.PullEnded("broke"), 2.0) == []
     taken = replace(AHEAD, degraded=True)
     assert machine.handle(ev.Tick(), 11.0) == [ev.AdoptEarlyStep(taken), ev.AskNextStep("r", 1, "broke")]
-    (effect,) = machine.handle(ev.Tick(), 21.0)
-    assert effect == ev.Serve(StepAssigned("r", EAGER_B, 2, degraded=True))
+    alone = ev.Serve(StepAssigned("r", EAGER_B, 2, degraded=True))
+    assert machine.handle(ev.Tick(), 21.0) == [alone, ev.ReportServedAlone("r")]
 
 
 def test_another_step_than_the_one_sent_ahead_replaces_it() -> None:
@@ -569,6 +590,10 @@ class Conversation(RuleBasedStateMachine):
                         self.answers.append("rejection")
                     elif outcome is Outcome.CANCELLED and not self.answers and self.machine.phase is Phase.DONE:
                         self.answers.append("nobody listens")
+                case ev.ReportServedAlone(attempt_id):
+                    assert attempt_id == self.machine.attempt_id
+                    assert isinstance(self.upstream, ev.Serve)
+                    assert self.upstream.step.degraded
                 case ev.FailRequest():
                     self.answers.append("error")
                 case ev.EndStreamWithError():

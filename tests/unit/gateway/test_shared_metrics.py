@@ -12,7 +12,8 @@ from pointsman.gateway.io.telemetry.metrics import GatewayMetrics
 
 def page(requests: int, connected: bool) -> str:
     telemetry = GatewayMetrics(TokenCache(1 << 20))
-    telemetry.requests.labels("m", "/v1/chat/completions", "200").inc(requests)
+    for _ in range(requests):
+        telemetry.answered("m", "/v1/chat/completions", 200)
     telemetry.open.set(requests)
     telemetry.router.set(connected)
     for number in range(requests):

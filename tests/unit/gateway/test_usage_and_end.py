@@ -40,6 +40,7 @@ def responses_stream(last: str = "response.completed", text: str = "", user: str
         "id": "resp_1",
         "instructions": text,
         "output": [],
+        "status": last.removeprefix("response."),
         "usage": RESPONSES,
         "user": user,
         "input_messages": None,
@@ -49,6 +50,30 @@ def responses_stream(last: str = "response.completed", text: str = "", user: str
         {"delta": text[:50], "sequence_number": 1, "type": "response.output_text.delta"},
         {"response": response, "sequence_number": 2, "type": last},
     )
+
+
+ENDS: list[tuple[Endpoint, dict[str, Any], str]] = [
+    (Endpoint.CHAT, {"choices": [{"finish_reason": "length"}]}, "length"),
+    (Endpoint.CHAT, {"choices": [{"finish_reason": "stop"}, {"finish_reason": "tool_calls"}]}, "tool_calls"),
+    (Endpoint.CHAT, {"choices": [{"finish_reason": "function_call"}]}, "tool_calls"),
+    (Endpoint.COMPLETION, {"choices": [{"finish_reason": "repetition"}]}, "repetition"),
+    (Endpoint.CHAT, {"choices": [{"finish_reason": None}]}, ""),
+    (Endpoint.CHAT, {"choices": ["stop"]}, ""),
+    (Endpoint.CHAT, {"choices": [{"finish_reason": {"a": 1}}]}, ""),
+    (Endpoint.MESSAGES, {"stop_reason": "end_turn"}, "stop"),
+    (Endpoint.MESSAGES, {"stop_reason": "max_tokens"}, "length"),
+    (Endpoint.MESSAGES, {"stop_reason": "tool_use"}, "tool_calls"),
+    (Endpoint.RESPONSES, {"status": "completed", "output": [{"type": "message"}]}, "stop"),
+    (Endpoint.RESPONSES, {"status": "completed", "output": [{"type": "function_call"}]}, "tool_calls"),
+    (Endpoint.RESPONSES, {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}, "length"),
+    (Endpoint.RESPONSES, {"status": "incomplete", "incomplete_details": None}, ""),
+    (Endpoint.RESPONSES, {"status": "failed"}, ""),
+]
+
+
+@pytest.mark.parametrize(("endpoint", "answer", "reason"), ENDS)
+def test_why_an_answer_ended_is_told_in_one_apis_words(endpoint: Endpoint, answer: dict[str, Any], reason: str) -> None:
+    assert usage_of(json.dumps(answer).encode(), endpoint).finish_reason == reason
 
 
 @pytest.mark.parametrize("endpoint", USAGES)
@@ -64,7 +89,7 @@ def test_without_cache_figures_anthropics_input_is_the_prompt() -> None:
 
 @given(st.integers(0, 500))
 def test_a_messages_stream_ends_with_message_stop(lost: int) -> None:
-    assert parse_stream_end(Endpoint.MESSAGES, messages_stream()[lost:]) == StreamEnd(True, Usage(7, 4, 3))
+    assert parse_stream_end(Endpoint.MESSAGES, messages_stream()[lost:]) == StreamEnd(True, Usage(7, 4, 3, "stop"))
     assert parse_stream_end(Endpoint.MESSAGES, messages_stream(stop=False)[lost:]).complete is False
 
 
@@ -72,8 +97,8 @@ def test_a_messages_stream_ends_with_message_stop(lost: int) -> None:
 @pytest.mark.parametrize("size", [0, 20_000])
 def test_a_response_stream_is_understood_from_its_last_bytes(size: int, user: str) -> None:
     whole = responses_stream(text="u" * size + '"usage": {"input_tokens": 5}', user=user)
-    assert parse_stream_end(Endpoint.RESPONSES, whole[-8_192:]) == StreamEnd(True, Usage(7, 4, 3), "", 2)
-    assert parse_stream_end(Endpoint.RESPONSES, whole) == StreamEnd(True, Usage(7, 4, 3), "", 2)
+    assert parse_stream_end(Endpoint.RESPONSES, whole[-8_192:]) == StreamEnd(True, Usage(7, 4, 3, "stop"), "", 2)
+    assert parse_stream_end(Endpoint.RESPONSES, whole) == StreamEnd(True, Usage(7, 4, 3, "stop"), "", 2)
     failed = responses_stream("response.failed", "u" * size)
     assert parse_stream_end(Endpoint.RESPONSES, failed[-8_192:]).error
     assert parse_stream_end(Endpoint.RESPONSES, failed[-8_192:]).complete
@@ -106,3 +131,32 @@ def test_an_engines_own_error_ends_a_stream() -> None:
 def test_any_bytes_have_an_ending(endpoint: Endpoint, text: bytes) -> None:
     parse_stream_end(endpoint, text)
     usage_of(text, endpoint)
+
+
+def chat_stream(*events: dict[str, Any]) -> bytes:
+    return b"".join(b"data: " + json.dumps(one).encode() + b"\n\n" for one in events) + b"data: [DONE]\n\n"
+
+
+def test_why_a_chat_stream_ended_stands_before_its_usage() -> None:
+    going = {"choices": [{"delta": {"content": "a"}, "finish_reason": None}]}
+    last = {"choices": [{"delta": {}, "finish_reason": "tool_calls"}]}
+    usage = {"choices": [], "usage": OPENAI}
+    for events in ([going, last, usage], [going, last, {"choices": []}, usage], [going, last | {"usage": OPENAI}]):
+        end = parse_stream_end(Endpoint.CHAT, chat_stream(*events))
+        assert end == StreamEnd(True, Usage(7, 4, 3, "tool_calls"))
+    assert parse_stream_end(Endpoint.CHAT, chat_stream(going, last)).usage == Usage(finish_reason="tool_calls")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(("last", "reason"), [("incomplete", "length"), ("completed", "tool_calls")])
+def test_why_a_response_stream_ended_is_read_from_its_last_bytes(last: str, reason: str, whole: bool) -> None:
+    response = {
+        "id": "resp_1",
+        "instructions": "u" * 20_000,
+        "incomplete_details": {"reason": "max_output_tokens"} if last == "incomplete" else None,
+        "output": [{"type": "function_call", "name": "f"}] if last == "completed" else [],
+        "status": last,
+        "usage": RESPONSES,
+    }
+    text = named({"response": response, "sequence_number": 2, "type": f"response.{last}"})
+    assert parse_stream_end(Endpoint.RESPONSES, text if whole else text[-8_192:]).usage == Usage(7, 4, 3, reason)

@@ -11,11 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pointsman.lab.report.request_record import RequestRecord
+from pointsman.lab.simulation import simulator as simulator_module
 from pointsman.lab.simulation.config import SimulationConfig, SimulationError
 from pointsman.lab.simulation.simulator import Simulator
 from pointsman.lab.workload.synthetic_trace import generate
 from pointsman.lab.workload.traces import TraceRequest
-from pointsman.router.core.policy.base import Policy
+from pointsman.router.core.policy.base import Policy, hold, serve, slice_of
+from pointsman.router.core.requests.hold_queue import QueueSettings
+from pointsman.router.core.router_state import StateSettings
 from pointsman.router.core.types import FleetView, PlacementRequest, PolicyResult, Step, StepKind
 from tests.support import lab_values
 from tests.support.lab_values import PLAIN, OneAtATime
@@ -132,6 +135,39 @@ def test_an_offload_that_lost_its_owner_is_answered_where_the_prefix_is(takeover
     simulator, records = simulate([ask("a", 0.0, 128)], asked)
     assert (records["a"].instance, simulator.resent_requests, simulator.steps_without_router) == ("i0", 0, 1)
     assert records["a"].ttft_s == pytest.approx(2.28 + 1.16)
+
+
+@dataclass(frozen=True)
+class SlicedAndHeld(OneAtATime):
+    """The first 64 tokens alone, then, while another request is open, nothing, then the rest."""
+
+    name: ClassVar[str] = "sliced_and_held"
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        first = view.eligible()[0]
+        if request.age_s and first.num_requests > 1:
+            return hold("others")
+        return slice_of(first, 64, "slice") if not first.cached_tokens else serve(first, "rest")
+
+
+@pytest.mark.parametrize("word_s", [0.0, 4.0])
+def test_a_hold_between_two_steps_that_outlasts_the_gateway_gives_one_answer(
+    monkeypatch: pytest.MonkeyPatch, word_s: float
+) -> None:
+    # a's slice ends while b's long answer runs, and the rest is held for longer than the gateway waits; words are underway for a
+    # while, so that the router's answer and the gateway's own step cross.
+    monkeypatch.setattr(simulator_module, "STEP_WITHIN_S", 2.0)
+    asked = SimulationConfig(
+        instances=1,
+        profile=PLAIN,
+        policy=SlicedAndHeld(),
+        placement_s=word_s,
+        router=StateSettings(queue=QueueSettings(timeout_s=300.0)),
+    )
+    requests = [ask(name, number / 4, 128, output=60) for number, name in enumerate("abcdef")]
+    simulator, records = simulate(requests, asked)
+    assert {one.status for one in records.values()} == {200}
+    assert bool(simulator.steps_without_router) == bool(word_s)
 
 
 def test_an_answer_on_its_way_from_a_dead_owner_does_not_count() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from pointsman.router.v1 import fleet_pb2, placement_pb2
 
 PAGE = Path(__file__).resolve().parents[3] / "services" / "router" / "io" / "console" / "page"
 
+SERIES = fleet_pb2.PoolSeries(measure=fleet_pb2.POOL_MEASURE_TTFT_P50, values=[0.1235, math.nan, 0.0])
 TWO_OK = fleet_pb2.SummarizeDecisionsResponse.OutcomeCount(outcome=fleet_pb2.DECISION_OUTCOME_OK, decided=2)
 
 
@@ -51,6 +53,10 @@ def decision(candidates: int) -> fleet_pb2.Decision:
         fleet_pb2.GetDecisionResponse(decision=decision(3)),
         fleet_pb2.GetDecisionResponse(decision=decision(0)),
         fleet_pb2.ListDecisionsResponse(decisions=[decision(0), decision(2)]),
+        fleet_pb2.ListPoolHistoriesResponse(
+            pools=[fleet_pb2.PoolHistory(model="m", series=[SERIES, SERIES])],
+            total=fleet_pb2.PoolHistory(series=[SERIES]),
+        ),
         fleet_pb2.SummarizeDecisionsResponse(groups=[fleet_pb2.SummarizeDecisionsResponse.Group(outcomes=[TWO_OK])]),
     ],
 )

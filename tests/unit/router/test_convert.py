@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
+from pointsman.agent.v1 import agent_pb2
 from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.types import Gpu, InstanceInfo, KvRole, KvTransfer, Load
+from pointsman.router.core.priority import Priority
+from pointsman.router.core.types import Gpu, InstanceInfo, KvRole, KvTransfer, Load, PlacementRequest
 from pointsman.router.io.convert import agent_messages, gateway_messages
 from pointsman.router.io.convert.times import duration, seconds
 from pointsman.router.v1 import placement_pb2
@@ -72,6 +77,13 @@ ends = st.builds(
     error=words,
     http_status=st.integers(0, 599),
     timings_ms=st.none() | timings,
+    finish_reason=st.sampled_from(["", "STOP", "LENGTH", "TOOL_CALLS"]),
+)
+# Their sum is a field of 32 bits, too.
+TIERS = st.dictionaries(
+    st.sampled_from([agent_pb2.TIER_DEVICE, agent_pb2.TIER_HOST, agent_pb2.TIER_STORAGE]),
+    st.integers(0, 2**30),
+    min_size=1,
 )
 
 
@@ -90,6 +102,24 @@ def test_an_end_comes_back(done: ev.Finished) -> None:
     assert gateway_messages.finished(gateway_messages.finished_to_wire(done)) == done
 
 
+@given(ends, TIERS, st.integers(-1, 1))
+def test_tiers_of_cached_tokens_come_back_where_they_fit_the_sum(
+    done: ev.Finished, tiers: dict[int, int], more: int
+) -> None:
+    cached = sum(tiers.values()) + more
+    told = structs.replace(done, cached_tokens=max(cached, 0), cached_by_tier=tiers)
+    expected = tiers if sum(tiers.values()) <= max(cached, 0) else None
+    assert gateway_messages.finished(gateway_messages.finished_to_wire(told)).cached_by_tier == expected
+
+
+@pytest.mark.parametrize("tiers", [[(0, 1)], [(9, 1)], [(1, 1), (1, 1)]])
+def test_tiers_that_cannot_be_are_not_taken(tiers: list[tuple[int, int]]) -> None:
+    wire = placement_pb2.Finished(request_id="r", cached_tokens=5)
+    for tier, tokens in tiers:
+        wire.cached_by_tier.add(tokens=tokens).tier = tier  # type: ignore[assignment]
+    assert gateway_messages.finished(wire).cached_by_tier is None
+
+
 @given(st.floats(0, 1e9))
 def test_a_duration_comes_back_to_the_nanosecond(value: float) -> None:
     assert abs(seconds(duration(value)) - value) < max(1e-9, value * 1e-15) * 1.01
@@ -100,5 +130,28 @@ def test_an_outcome_that_nobody_knows_is_a_failure(outcome: int) -> None:
     """What a newer gateway says must not end its stream."""
     wire = placement_pb2.Finished(request_id="r")
     wire.outcome = outcome  # type: ignore[assignment]
+    wire.finish_reason = outcome  # type: ignore[assignment]
     sent = placement_pb2.Finished.FromString(wire.SerializeToString())
-    assert gateway_messages.finished(sent).outcome == "FAILED"
+    told = gateway_messages.finished(sent)
+    assert (told.outcome, told.finish_reason) == ("FAILED", "")
+
+
+def asked(**fields: Any) -> PlacementRequest:
+    """As it comes through the wire, where a field of an enum may have any number."""
+    wire = placement_pb2.PlacementRequest(request_id="r", model="m", **fields)
+    return gateway_messages.placement_request(placement_pb2.PlacementRequest.FromString(wire.SerializeToString()))
+
+
+def test_what_gateways_of_other_versions_say_of_classes_is_understood() -> None:
+    """An older one says nothing, a newer one may know more classes."""
+    old = asked()
+    assert (old.priority, old.weight, old.ttft_deadline_s) == (Priority.STANDARD, 1.0, None)
+    assert asked(priority=77).priority is Priority.STANDARD
+    assert [asked(weight=weight).weight for weight in (0, 1, 1_000, 2**32 - 1)] == [1.0, 1.0, 1_000.0, 1_000.0]
+    assert asked(ttft_deadline=duration(0.0)).ttft_deadline_s == 0.0
+    assert asked(ttft_deadline=duration(2.5)).ttft_deadline_s == 2.5
+
+
+@pytest.mark.parametrize("priority", Priority)
+def test_classes_go_over_the_wire_and_back(priority: Priority) -> None:
+    assert asked(priority=gateway_messages.priority_to_wire(priority)).priority is priority

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -85,3 +87,29 @@ def test_the_router_sweeps_as_time_passes() -> None:
     router.handle(ev.Tick(), 1.0)
     assert len(router.index) == 100
     router.check_invariants()
+
+
+class Counted(Sequence[int]):
+    """Keys that count how often one of them is looked at."""
+
+    def __init__(self, count: int) -> None:
+        self.keys, self.reads = range(1, count + 1), 0
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, at: Any) -> Any:
+        self.reads += 1
+        return self.keys[at]
+
+
+@pytest.mark.parametrize("held", [0, 1, 2, 5, 63, 64, 65, 8_124, 8_125])
+@pytest.mark.parametrize("start", [0, 1, 60])
+def test_where_a_run_ends_is_found_by_a_few_look_ups(held: int, start: int) -> None:
+    index, keys = PrefixIndex(), Counted(8_125)
+    index.add("a", keys.keys[:held])
+    index.add("b", keys.keys)
+    assert index.run_end("a", keys, start, 8_125) == max(start, held)
+    assert keys.reads <= 2 * max(held - start, 1).bit_length() + 1
+    assert index.run_end("a", keys, start, min(held, start + 3)) == max(start, min(held, start + 3))
+    assert index.run_end("nobody", keys, start, 8_125) == start

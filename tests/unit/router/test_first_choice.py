@@ -11,14 +11,16 @@ from hypothesis import strategies as st
 
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core import first_choice, policy_views
-from pointsman.router.core.policy.registry import make_policy
+from pointsman.router.core.policy.linear import Additive
+from pointsman.router.core.policy.registry import POLICIES, make_policy
 from pointsman.router.core.policy.unified import Unified
 from pointsman.router.core.prefix.exact_index import PrefixIndex
 from pointsman.router.core.router_state import RouterState
-from pointsman.router.core.types import Candidate, Decision
+from pointsman.router.core.types import Candidate, Decision, FleetView, PlacementRequest
 from tests.support.router_values import candidate, join, place, request, state
 
 NAMES = [f"i{number:02d}" for number in range(16)]
+LOOK_AT_FEW = [name for name in POLICIES if make_policy(name).looks_at_few]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -61,10 +63,21 @@ def weight(one: Candidate) -> tuple[int, float]:
     return one.num_requests, one.pending_prefill_tokens + 0.01 * one.ongoing_decode_tokens
 
 
-@given(st.integers(0, 1_000_000), st.integers(0, 60))
-def test_of_instances_with_equally_much_of_a_prompt_none_with_less_load_is_passed_over(seed: int, steps: int) -> None:
-    rng = random.Random(seed)
-    router, prompt = fleet(), list(range(160))
+def less_load(one: Candidate, other: Candidate) -> bool:
+    """Whether `one` has less to do than `other` by one measure, and no more by any."""
+    (requests, work), (other_requests, other_work) = weight(one), weight(other)
+    return requests <= other_requests and work <= other_work and weight(one) != weight(other)
+
+
+def no_more_load(one: Candidate, other: Candidate) -> bool:
+    """Whether `one` has at most as much to do as `other` by any measure that a policy takes."""
+    measures = ("num_requests", "pending_prefill_tokens", "ongoing_decode_tokens", "ongoing_tokens")
+    return all(getattr(one, name) <= getattr(other, name) for name in measures)
+
+
+def busy_fleet(rng: random.Random, prompt: list[int], steps: int) -> RouterState:
+    """Some instances hold parts of the prompt, and all may have something to do."""
+    router = fleet()
     for name in NAMES:
         if rng.random() < 0.5:
             held = prompt[: 16 * rng.choice((1, 1, 4, 10))]
@@ -73,6 +86,18 @@ def test_of_instances_with_equally_much_of_a_prompt_none_with_less_load_is_passe
             router.handle(ev.Finished("cached", "OK", 1, 0, 1), 0.0)
     load(router, rng, steps)
     router.check_invariants()
+    return router
+
+
+def views(router: RouterState, asked: PlacementRequest) -> tuple[FleetView, FleetView]:
+    """Of all instances, and of those that are looked at."""
+    return router.views.view(asked, "m", 0, 0.0), router.views.view(asked, "m", 0, 0.0, few=True)
+
+
+@given(st.integers(0, 1_000_000), st.integers(0, 60))
+def test_of_instances_with_equally_much_of_a_prompt_none_with_less_load_is_passed_over(seed: int, steps: int) -> None:
+    prompt = list(range(160))
+    router = busy_fleet(random.Random(seed), prompt, steps)
     asked = request("asked", prompt=prompt)
     everything = router.views.view(asked, "m", 0, 0.0)
     decision = decision_of(router, prompt=prompt)
@@ -82,10 +107,48 @@ def test_of_instances_with_equally_much_of_a_prompt_none_with_less_load_is_passe
         chosen = everything.find(decision.instance_id)
         assert chosen is not None
         for other in everything.eligible():
-            if other.cached_tokens == chosen.cached_tokens and other.incarnation == chosen.incarnation:
-                (requests, work), (least_requests, least_work) = weight(chosen), weight(other)
-                assert not (least_requests <= requests and least_work <= work and weight(other) != weight(chosen))
+            if other.cached_tokens == chosen.cached_tokens:
+                assert not less_load(other, chosen)
     router.check_invariants()
+
+
+@given(st.integers(0, 1_000_000), st.integers(0, 60))
+def test_with_an_instance_all_that_have_as_much_of_a_prompt_and_less_load_are_shown(seed: int, steps: int) -> None:
+    prompt = list(range(160))
+    router = busy_fleet(random.Random(seed), prompt, steps)
+    everything, few = views(router, request("asked", prompt=prompt))
+    shown = {one.instance_id for one in few.candidates}
+    for one in few.candidates:
+        for other in everything.eligible():
+            if other.cached_tokens == one.cached_tokens and less_load(other, one):
+                assert other.instance_id in shown
+
+
+@pytest.mark.parametrize("policy", [name for name in LOOK_AT_FEW if name != "foresight"])
+@given(st.integers(0, 1_000_000), st.integers(0, 60))
+def test_none_of_them_has_a_better_score_than_the_chosen_one(policy: str, seed: int, steps: int) -> None:
+    prompt = list(range(160))
+    asked = request("asked", prompt=prompt)
+    everything, few = views(busy_fleet(random.Random(seed), prompt, steps), asked)
+    result = make_policy(policy).choose(asked, few, random.Random(0))
+    scores = make_policy(policy).choose(asked, everything, random.Random(0)).scores
+    chosen = few.find(result.steps[0].instance_id)
+    assert chosen is not None
+    if result.reason != "ceiling_changed_choice":
+        for other in everything.eligible():
+            if other.cached_tokens == chosen.cached_tokens and no_more_load(other, chosen):
+                assert scores[other.instance_id] >= scores[chosen.instance_id]
+
+
+@pytest.mark.parametrize("policy", ["least_requests", "sticky"])
+@given(st.integers(0, 1_000_000), st.integers(0, 60))
+def test_the_fewest_requests_of_all_are_those_of_an_instance_looked_at(policy: str, seed: int, steps: int) -> None:
+    prompt = list(range(160))
+    asked = request("asked", prompt=prompt)
+    everything, few = views(busy_fleet(random.Random(seed), prompt, steps), asked)
+    chosen = few.find(make_policy(policy).choose(asked, few, random.Random(0)).steps[0].instance_id)
+    assert chosen is not None
+    assert chosen.num_requests == min(one.num_requests for one in everything.eligible())
 
 
 @given(st.integers(0, 1_000_000), st.integers(0, 60))
@@ -99,11 +162,14 @@ def test_what_is_not_looked_at_is_told_in_sums(seed: int, steps: int) -> None:
     assert view.unseen.instances == len(others) > 0
     assert view.unseen.num_requests == sum(one.num_requests for one in others)
     assert view.unseen.prefilling == sum(one.prefill_backlog.requests > 0 for one in others)
+    assert view.unseen.ongoing_tokens == sum(one.ongoing_tokens for one in others)
 
 
 def test_a_policy_that_compares_with_all_is_shown_all() -> None:
-    assert len(decision_of(fleet("round_robin")).view.candidates) == len(NAMES)
-    assert len(decision_of(fleet("migrate")).view.candidates) == len(NAMES)
+    for policy in POLICIES:
+        few = len(decision_of(fleet(policy)).view.candidates) < len(NAMES)
+        assert few == (policy in LOOK_AT_FEW)
+    assert {"elastic", "migrate", "round_robin", "preble"}.isdisjoint(LOOK_AT_FEW)
     assert len(decision_of(fleet(names=NAMES[:8])).view.candidates) == 8
 
 
@@ -153,6 +219,14 @@ def test_policies_weigh_the_unseen_with_the_seen() -> None:
     assert unified.below_ceiling(seen) == seen
     unseen = first_choice.Unseen(instances=6, num_requests=12)
     assert unified.below_ceiling(seen, unseen) == tuple(one for one in unified.below_ceiling(every) if one in seen)
+
+
+def test_a_session_leaves_an_owner_with_more_tokens_than_the_mean_of_all() -> None:
+    busy = tuple(candidate(name, ongoing_tokens=tokens) for name, tokens in (("a", 9_000), ("b", 1_000)))
+    for unseen_tokens, reason in ((100, "least_cost"), (100_000, "session_affinity")):
+        unseen = first_choice.Unseen(instances=8, ongoing_tokens=unseen_tokens)
+        view = FleetView(busy, session_owner="a", unseen=unseen)
+        assert Additive().choose(request(), view, random.Random(0)).reason == reason
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=30))

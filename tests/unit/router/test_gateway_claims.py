@@ -1,8 +1,17 @@
-"""Whose a gateway's id is, over its sessions' lives."""
+"""Whose a gateway's id is, over its sessions' lives, and whose a request is."""
 
 from __future__ import annotations
 
+import pytest
+from msgspec.structs import replace
+
+from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.gateway_claims import GatewayClaims
+from pointsman.router.core.instances.saturation import SaturationLimits
+from pointsman.router.core.load.reservations import Reservation
+from pointsman.router.core.router_state import RouterState
+from pointsman.router.core.types import Phase
+from tests.support.router_values import join, place, request, state
 
 MINE, THEIRS = b"m" * 16, b"t" * 16
 
@@ -35,3 +44,64 @@ def test_a_lease_that_begins_again_lasts_whole() -> None:
     assert claims.claim("g", MINE, 0.0)
     assert claims.claim("g", MINE, 10.0)
     assert not claims.claim("g", THEIRS, 20.0)
+
+
+def told(router: RouterState, request_id: str, gateway_id: str, now: float = 1.0) -> list[type]:
+    """The kinds of effects of a gateway's word that a request has ended."""
+    effects = router.handle(ev.FinishedBy(gateway_id, ev.Finished(request_id, "OK")), now)
+    router.check_invariants()
+    return [type(effect) for effect in effects]
+
+
+ENDED = [ev.Released, ev.DecisionClosed]
+
+
+@pytest.mark.parametrize("sender", ["h", ""])
+def test_only_its_own_gateway_ends_a_request_while_it_has_a_stream(sender: str) -> None:
+    router = state()
+    join(router, "a", 1)
+    place(router, request("r", tokens=10), gateway="g")
+    assert told(router, "r", sender) == [ev.FinishIgnored]
+    assert router.reservations.get("r") is not None
+    assert told(router, "r", "g") == ENDED
+    assert told(router, "r", sender) == []  # as of any that nobody knows
+
+
+@pytest.mark.parametrize("sender", ["g", ""])
+def test_a_request_of_the_unary_form_is_ended_by_whoever_is_told_to(sender: str) -> None:
+    router = state()
+    join(router, "a", 1)
+    place(router, request("r", tokens=10), gateway="")
+    assert told(router, "r", sender) == ENDED
+
+
+def test_what_a_gateway_left_is_ended_by_any_until_it_is_back() -> None:
+    router = state(gateway_lease_s=15.0)
+    join(router, "a", 1)
+    for name in ("r", "s"):
+        place(router, request(name, tokens=10), gateway="g")
+    router.handle(ev.GatewayLost("g"), 1.0)
+    assert told(router, "r", "h", 2.0) == ENDED
+    open_stream = ev.OpenStream(request("s", tokens=10), "a", Phase.DECODE, 0)
+    router.handle(ev.GatewayHello("g", (open_stream,)), 3.0)
+    assert told(router, "s", "h", 4.0) == [ev.FinishIgnored]
+
+
+def test_after_a_takeover_ends_count_before_their_gateways_hello() -> None:
+    router = state(owns_all=False)
+    join(router, "a", 1)
+    known = Reservation("r", "g", "a", "d", 10, 10, pool="m")
+    router.handle(ev.PoolTaken("m", (known, replace(known, request_id="s"))), 1.0)
+    assert told(router, "r", "g", 2.0) == ENDED
+    assert told(router, "s", "h", 2.0) == ENDED
+
+
+def test_a_held_request_is_cancelled_by_its_own_gateway_alone() -> None:
+    router = state(limits=SaturationLimits(1))
+    join(router, "a", 1)
+    place(router, request("x", tokens=10), gateway="g")
+    assert router.handle(ev.PlaceRequested(request("r", tokens=10), "g"), 1.0) == []
+    assert told(router, "r", "h") == [ev.FinishIgnored]
+    assert router.held_requests.queue.get("r") is not None
+    assert told(router, "r", "g") == []
+    assert router.held_requests.queue.get("r") is None

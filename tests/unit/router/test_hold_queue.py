@@ -34,8 +34,8 @@ def held(name: str, new: int = 100, *, since: float = 0.0, tenant: str = "", **c
     return HeldRequest(request(name, tokens=new, tenant=tenant), since=since, new_tokens=new, **{**values, **changes})
 
 
-def order(queue: HoldQueue, now: float) -> str:
-    return " ".join(one.request.request_id for one in queue.order("m", now))
+def order(queue: HoldQueue) -> str:
+    return " ".join(one.request.request_id for one in queue.order("m"))
 
 
 def test_the_shortest_new_prefill_goes_first_and_waiting_counts() -> None:
@@ -43,9 +43,9 @@ def test_the_shortest_new_prefill_goes_first_and_waiting_counts() -> None:
     queue.offer(held("long", 1_000))
     queue.offer(held("short", 10, since=5.0))
     queue.offer(held("middle", 500))
-    assert order(queue, 5.0) == "middle short long"  # 500 - 500 = 0, 10, 1,000 - 500 = 500
+    assert order(queue) == "middle short long"  # 500 - 500 = 0, 10, 1,000 - 500 = 500
     queue.offer(held("late", 10, since=20.0))
-    assert order(queue, 20.0) == "middle short long late"  # -1,500, -1,490, -1,000, 10
+    assert order(queue) == "middle short long late"  # -1,500, -1,490, -1,000, 10
     queue.check_invariants()
 
 
@@ -53,21 +53,21 @@ def test_without_ageing_long_prompts_wait_for_all_short_ones() -> None:
     queue = HoldQueue(QueueSettings(ageing_tokens_per_s=0.0))
     for name, new in (("long", 1_000), ("short", 10)):
         queue.offer(held(name, new))
-    assert order(queue, 1e6) == "short long"
+    assert order(queue) == "short long"
 
 
-def test_tenants_take_turns_and_who_was_served_goes_to_the_end() -> None:
+def test_tenants_are_served_in_turn_by_what_they_cost() -> None:
     queue = HoldQueue(QueueSettings())
     for number in range(3):
         queue.offer(held(f"a{number}", 1 + number, tenant="a"))
     for name, tenant in (("b0", "b"), ("b1", "b"), ("c0", "c")):
         queue.offer(held(name, 100, tenant=tenant))
-    assert order(queue, 0.0) == "a0 b0 c0 a1 b1 a2"
-    queue.answered("a0")
-    assert order(queue, 0.0) == "b0 c0 a1 b1 a2"
-    queue.answered("c0")
+    assert order(queue) == "a0 b0 c0 a1 b1 a2"
+    queue.answered("a0", 1)
+    assert order(queue) == "b0 c0 a1 b1 a2"
+    queue.answered("c0", 100)
     queue.offer(held("c1", 1, tenant="c"))
-    assert order(queue, 0.0) == "b0 a1 c1 b1 a2"
+    assert order(queue) == "b0 a1 b1 c1 a2"
     queue.check_invariants()
 
 
@@ -75,7 +75,7 @@ def test_without_fairness_tenants_do_not_count() -> None:
     queue = HoldQueue(QueueSettings(fair=False))
     for name, new, tenant in (("a0", 1, "a"), ("a1", 2, "a"), ("b0", 3, "b")):
         queue.offer(held(name, new, tenant=tenant))
-    assert order(queue, 0.0) == "a0 a1 b0"
+    assert order(queue) == "a0 a1 b0"
 
 
 def test_the_queue_is_bounded_for_each_pool_and_each_tenant() -> None:

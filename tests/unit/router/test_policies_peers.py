@@ -210,3 +210,26 @@ def test_preble_counts_what_it_would_evict() -> None:
     decision = ruled("preble", seen)
     assert decision.result.scores == {"a": 2_000.0, "b": 1_600.0, "c": 1_600.0}
     assert ruled("preble", seen, eviction_weight=0).result.scores["a"] == 1_500.0
+
+
+# ---- stale reports ----
+
+
+def test_an_instance_whose_agent_fell_silent_while_it_was_idle_does_not_draw_all() -> None:
+    seen = view(
+        candidate("a", new=1_600, waiting=0, kv_usage=0.0, stale=True, kv_capacity_tokens=2_000),
+        candidate("b", new=1_600, waiting=1, kv_usage=0.5, kv_capacity_tokens=2_000),
+        candidate("c", new=1_600, waiting=3, kv_usage=0.9, kv_capacity_tokens=2_000),
+    )
+    for name in ("llmd_default", "preble"):
+        decision = ruled(name, seen)
+        assert decision.instance_id == "b", name
+        assert decision.result.scores["a"] == decision.result.scores["c"], name
+
+
+def test_where_all_reports_are_stale_they_make_no_difference() -> None:
+    seen = view(
+        *(candidate(name, new=1_600, waiting=at, kv_usage=at / 10, stale=True) for at, name in enumerate("abc"))
+    )
+    for name in ("llmd_default", "preble"):
+        assert len(set(ruled(name, seen).result.scores.values())) == 1, name

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.instances.instance_orders import InstanceOrder
 from pointsman.router.core.instances.instance_registry import CandidateSnapshot
 from pointsman.router.core.instances.report_sync import Delta
 from pointsman.router.core.instances.saturation import SaturationLimits
@@ -67,6 +68,16 @@ CHANGES: dict[str, tuple[Callable[[RouterState], object], str, object]] = {
         "unhealthy",
     ),
     "drained": (lambda router: router.handle(ev.DrainsChanged({"a": "1"}), 1.0), "excluded", "draining"),
+    "cordoned": (
+        lambda router: router.handle(ev.OrdersChanged({"a": InstanceOrder(cordoned=True)}), 1.0),
+        "excluded",
+        "cordoned",
+    ),
+    "given a weight": (
+        lambda router: router.handle(ev.OrdersChanged({"a": InstanceOrder(weight=0.0)}), 1.0),
+        "excluded",
+        "canary",
+    ),
     "lost": (lambda router: router.handle(ev.AgentLost(0, "a"), 1.0), "cached_tokens", 0),
     "a gap in its keys": (
         lambda router: router.handle(ev.KeysReported(0, "a", Delta(7, 1)), 1.0),

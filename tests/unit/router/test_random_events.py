@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from pointsman.common.core.block_keys import KEY_SCHEME, digest_of
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.instances.circuit_breaker import CircuitSettings
+from pointsman.router.core.instances.instance_orders import InstanceOrder
 from pointsman.router.core.instances.report_sync import (
     ConsistencyCheck,
     Delta,
@@ -29,6 +30,7 @@ from pointsman.router.core.load.reservations import Reservation
 from pointsman.router.core.policy.base import Policy, hold, serve
 from pointsman.router.core.policy.registry import make_policy
 from pointsman.router.core.prefix.exact_index import PrefixIndex
+from pointsman.router.core.priority import Priority
 from pointsman.router.core.requests.hold_queue import QueueSettings
 from pointsman.router.core.types import FleetView, Load, Phase, PlacementRequest, PolicyResult
 from tests.support.router_values import info, request, state
@@ -191,6 +193,7 @@ class SyncMachine(RuleBasedStateMachine):
 REQUESTS = st.sampled_from([f"r{n}" for n in range(8)])
 GATEWAYS = st.sampled_from(["g1", "g2"])
 INSTANCES = st.sampled_from(["a", "b", "c"])
+ORDERS = st.builds(InstanceOrder, st.booleans(), st.sampled_from([0.0, 0.5, 1.0]))
 POOL_OF = {"a": "m", "b": "m", "c": "n"}
 
 
@@ -240,6 +243,9 @@ class StateMachine(RuleBasedStateMachine):
                 self.waiting[asked.request_id] = gateway
             case ev.Finished(request_id):
                 self.waiting.pop(request_id, None)
+            case ev.StreamOpened(_, stream):
+                # It runs, whoever asked for it: who goes on alone does so of what waits for its first step, too.
+                self.waiting.pop(stream.request.request_id, None)
             case ev.GatewayLost(gateway) | ev.GatewayHello(gateway):
                 kept = event.waiting if isinstance(event, ev.GatewayHello) else frozenset()
                 self.waiting = {one: by for one, by in self.waiting.items() if by != gateway or one in kept}
@@ -314,6 +320,10 @@ class StateMachine(RuleBasedStateMachine):
     def drain(self, incarnations: dict[str, str]) -> None:
         self.handle(ev.DrainsChanged(incarnations))
 
+    @rule(orders=st.dictionaries(INSTANCES, ORDERS))
+    def order(self, orders: dict[str, InstanceOrder]) -> None:
+        self.handle(ev.OrdersChanged(orders))
+
     @rule(
         request_id=REQUESTS,
         gateway=st.one_of(GATEWAYS, st.just("")),
@@ -322,9 +332,22 @@ class StateMachine(RuleBasedStateMachine):
         tenant=st.sampled_from("tu"),
         deadline=st.sampled_from([None, 0.5, 5.0]),
         age=st.sampled_from([0.0, 3.0]),
+        priority=st.sampled_from(Priority),
+        weight=st.sampled_from([1.0, 3.0]),
+        needed=st.sampled_from([None, 0.0, 2.0]),
     )
     def place(
-        self, request_id: str, gateway: str, tokens: int, keys: list[int], tenant: str, deadline: float, age: float
+        self,
+        request_id: str,
+        gateway: str,
+        tokens: int,
+        keys: list[int],
+        tenant: str,
+        deadline: float,
+        age: float,
+        priority: Priority = Priority.STANDARD,
+        weight: float = 1.0,
+        needed: float | None = None,
     ) -> None:
         known = self.router.held_requests.queue.get(request_id)
         asked = request(
@@ -336,6 +359,9 @@ class StateMachine(RuleBasedStateMachine):
             deadline_s=deadline,
             age_s=age,
             model="n" if request_id in ("r6", "r7") else "m",
+            priority=priority,
+            weight=weight,
+            ttft_deadline_s=needed,
         )
         before = self.router.reservations.get(request_id)
         effects = self.handle(ev.PlaceRequested(asked, gateway))
@@ -354,9 +380,18 @@ class StateMachine(RuleBasedStateMachine):
     def first_token(self, request_id: str) -> None:
         self.handle(ev.FirstToken(request_id))
 
-    @rule(request_id=REQUESTS, ok=st.booleans(), index=st.integers(0, 2))
-    def step_done(self, request_id: str, ok: bool, index: int) -> None:
-        self.handle(ev.StepDone(request_id, index, ok))
+    @rule(request_id=REQUESTS, ok=st.booleans(), index=st.integers(0, 2), deadline=st.sampled_from([None, 0.5, 5.0]))
+    def step_done(self, request_id: str, ok: bool, index: int, deadline: float | None) -> None:
+        self.handle(ev.StepDone(request_id, index, ok, deadline_s=deadline))
+
+    @rule(gateway=GATEWAYS, request_id=REQUESTS, where=INSTANCES, cached=st.integers(0, 20))
+    def gateway_goes_on_alone(self, gateway: str, request_id: str, where: str, cached: int) -> None:
+        stream = ev.OpenStream(request(request_id, tokens=10), where, Phase.PREFILL, cached)
+        effects = self.handle(ev.StreamOpened(gateway, stream))
+        assert not any(isinstance(one, ev.Placed) and one.request_id == request_id for one in effects)
+        assert self.router.held_requests.queue.get(request_id) is None
+        if (kept := self.router.reservations.get(request_id)) is not None:
+            assert (kept.instance_id, kept.gateway_id) == (where, gateway)
 
     @rule(
         request_id=REQUESTS,
@@ -398,7 +433,7 @@ class StateMachine(RuleBasedStateMachine):
     def tick(self, seconds: float) -> None:
         self.now += seconds
         self.handle(ev.Tick())
-        assert all(held.answer_by > self.now for held in self.router.held_requests.queue)
+        assert all(held.ends_at > self.now for held in self.router.held_requests.queue)
 
     @rule(pool=st.sampled_from("mn"))
     def take(self, pool: str) -> None:

@@ -8,8 +8,9 @@ from pointsman.common.core.block_keys import KEY_SCHEME, prompt_keys
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.instances.report_sync import ConsistencyCheck, Delta
 from pointsman.router.core.policy.registry import make_policy
+from pointsman.router.core.router_state import ENDS_AT_ONCE
 from pointsman.router.core.types import Decision, InstanceState, Load, Phase, PrefixSource, StepKind
-from tests.support.router_values import hello, info, join, place, request, state
+from tests.support.router_values import finish, hello, info, join, place, request, state
 
 PROMPT = list(range(200))
 
@@ -363,3 +364,18 @@ def test_what_was_cancelled_is_decided_again_when_it_is_asked_for_again() -> Non
     assert len(router.reservations) == 0
     assert isinstance(place(router, request("r", tokens=100)), ev.Placed)
     assert len(router.reservations) == 1
+
+
+def test_what_a_lost_gateway_had_open_ends_a_part_at_a_time() -> None:
+    router = state()
+    join(router, "a", 0)
+    count = 2 * ENDS_AT_ONCE + 1
+    streams = tuple(ev.OpenStream(request(f"r{n}", tokens=10), "a", Phase.DECODE, 0) for n in range(count))
+    router.handle(ev.GatewayHello("g", streams), 0.0)
+    finish(router)
+    router.handle(ev.GatewayLost("g"), 1.0)
+    left = []
+    for tick in range(4):
+        router.handle(ev.Tick(), 100.0 + tick)
+        left.append(len(router.reservations))
+    assert left == [ENDS_AT_ONCE + 1, 1, 0, 0]

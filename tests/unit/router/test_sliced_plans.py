@@ -14,6 +14,7 @@ from pointsman.router.core.instances.report_sync import Delta
 from pointsman.router.core.load.reservations import Reservation
 from pointsman.router.core.policy.base import Policy, hold, serve, slice_of
 from pointsman.router.core.prefill_curve import PrefillCurve
+from pointsman.router.core.requests.hold_queue import QueueSettings
 from pointsman.router.core.router_state import RouterState, StateSettings
 from pointsman.router.core.types import (
     Decision,
@@ -46,7 +47,7 @@ class Slices(Policy):
         return serve(best, "rest")
 
 
-def router(hold_at: int = 10**9, **settings: float) -> RouterState:
+def router(hold_at: int = 10**9, **settings: float | QueueSettings) -> RouterState:
     made = RouterState(Slices(hold_at), StateSettings(**settings), router_id="t")  # type: ignore[arg-type]
     join(made, "a", 0)
     join(made, "b", 1)
@@ -130,7 +131,7 @@ def test_a_slice_that_is_not_known_to_be_there_is_the_last() -> None:
     assert placed(done(made, 0, 0.5)).step.kind is StepKind.SERVE
 
 
-def held_between(made: RouterState) -> str:
+def held_between(made: RouterState, deadline_s: float | None = None) -> str:
     """A request that waits after its first slice, because another one prefills elsewhere; that one's instance."""
     answer = place(made, prompt())
     assert isinstance(answer, ev.Placed)
@@ -138,7 +139,9 @@ def held_between(made: RouterState) -> str:
     busy = place(made, request("busy", tokens=5_000, exclude=(answer.step.instance_id,)))
     assert isinstance(busy, ev.Placed)
     assert busy.step.instance_id == other
-    assert not [effect for effect in done(made, 0, 1.0) if isinstance(effect, ev.Placed)]
+    effects = made.handle(ev.StepDone("r", 0, ok=True, deadline_s=deadline_s), 1.0)
+    assert not [effect for effect in effects if isinstance(effect, ev.Placed)]
+    made.check_invariants()
     return other
 
 
@@ -165,6 +168,51 @@ def test_a_rest_that_waited_too_long_is_served_by_default() -> None:
     assert (answer.step.kind, answer.last, answer.step_index) == (StepKind.SERVE, True, 1)
     assert "hold_expired" in answer.decision.notes
     made.check_invariants()
+
+
+def test_a_rest_is_answered_before_its_gateway_waits_no_longer() -> None:
+    made = router(hold_at=256, queue=QueueSettings(timeout_s=300.0), stale_keys_s=100.0)
+    where = "ab".replace(held_between(made, deadline_s=5.0), "")
+    made.handle(ev.KeysReported("ab".index(where), where, Delta(1, 1, list(KEYS[:16]), [])), 1.0)
+    assert not [effect for effect in made.handle(ev.Tick(), 4.9) if isinstance(effect, ev.Placed)]
+    assert placed(made.handle(ev.Tick(), 5.0)).last
+    made.check_invariants()
+
+
+@pytest.mark.parametrize("placed_late", [False, True])
+def test_a_gateway_that_went_on_alone_is_counted_once_and_where_it_is(placed_late: bool) -> None:
+    made = router(hold_at=256)
+    other = held_between(made)
+    where = "ab".replace(other, "")
+    if placed_late:
+        # Its answer crosses the word of the gateway.
+        assert placed(made.handle(ev.FirstToken("busy"), 2.0)).step.prefix_tokens == 512
+    alone = ev.StreamOpened("g", ev.OpenStream(prompt(), where, Phase.PREFILL, 256))
+    effects = made.handle(alone, 2.5)
+    assert not [effect for effect in effects if isinstance(effect, ev.Placed)]
+    reserved = made.reservations.get("r")
+    assert reserved is not None
+    assert (reserved.instance_id, reserved.pending_tokens, reserved.phase) == (where, 1_030 - 256, Phase.PREFILL)
+    assert made.reservations.counters(where).num_requests == 1
+    decision = made.plans.decisions.get("r")
+    assert decision is not None
+    assert (decision.instance_id, decision.notes[-1]) == (where, "next_step_came_too_late")
+    made.handle(ev.FirstToken("busy"), 3.0)
+    assert not [effect for effect in made.handle(ev.Tick(), 99.0) if isinstance(effect, ev.Placed)], "a second answer"
+    made.handle(ev.FirstToken("r"), 100.0)
+    for name in ("r", "busy"):
+        made.handle(ev.Finished(name, "OK"), 101.0)
+    made.check_invariants()
+    assert len(made.reservations) == 0
+
+
+def test_who_goes_on_alone_at_a_router_that_does_not_know_the_request_counts_there() -> None:
+    made = router()
+    made.handle(ev.StreamOpened("g", ev.OpenStream(prompt(), "a", Phase.PREFILL, 0)), 1.0)
+    assert made.reservations.counters("a").num_requests == 1
+    made.handle(ev.Finished("r", "OK"), 2.0)
+    made.check_invariants()
+    assert len(made.reservations) == 0
 
 
 def test_a_rest_that_nobody_can_take_anew_is_served_where_it_was() -> None:

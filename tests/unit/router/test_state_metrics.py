@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.prefill_curve import DEFAULT_CURVE
+from pointsman.router.core.priority import Priority
 from pointsman.router.core.router_state import RouterState
 from pointsman.router.core.types import Decision, Load
 from pointsman.router.io.telemetry.event_metrics import EventMetrics
@@ -53,7 +56,7 @@ def test_the_state_is_told_as_it_is_when_asked() -> None:
     assert at(told, "instances", model="m", state="READY") == 1
     assert at(told, "instances", model="m", state="LOST") == 0
     assert at(told, "pool_owned", model="m") == 1
-    assert at(told, "held_requests", model="m") == 0
+    assert [at(told, "held_requests", model="m", priority=one) for one in Priority] == [0, 0, 0]
     assert at(told, "open_requests", instance="a") == 1
     assert at(told, "pending_prefill_tokens", instance="a") == 100
     assert at(told, "keys", instance="a") == 3
@@ -65,13 +68,50 @@ def test_the_state_is_told_as_it_is_when_asked() -> None:
     assert (at(told, "ready"), at(told, "store_degraded")) == (1, 0)
 
 
+def test_the_backlog_of_every_class_is_told_by_the_pools_owner_alone() -> None:
+    fleet = state(owns_all=False)
+    telemetry = with_state(fleet)
+    join(fleet, "a", 1)
+    assert not [name for name, _ in read(telemetry) if name.endswith("backlog_seconds")]
+    fleet.handle(ev.PoolTaken("m", ()), 0.0)
+    classes = ("LIGHT", "MEDIUM", "HEAVY")
+    # A figure, and no gap, for a scaler to read.
+    assert [at(read(telemetry), "backlog_seconds", model="m", route_class=one) for one in classes] == [0, 0, 0]
+    fleet.handle(ev.PlaceRequested(request("r", 8_000), "g"), 0.0)
+    told = [at(read(telemetry), "backlog_seconds", model="m", route_class=one) for one in classes]
+    assert told == [pytest.approx(DEFAULT_CURVE.cost_s(8_000, 0))] * 3
+    fleet.handle(ev.PoolLost("m"), 0.0)
+    assert not [name for name, _ in read(telemetry) if name.endswith("backlog_seconds")]
+
+
 def test_an_instance_that_is_gone_leaves_no_series() -> None:
     fleet = state(lost_instance_s=1.0)
     telemetry = with_state(fleet)
     join(fleet, "a", 1)
-    assert at(read(telemetry), "keys", instance="a") == 0
+    join(fleet, "b", 2)
+    for request_id in ("r", "s"):
+        telemetry.decided(decided(fleet, request_id), 2e-4)
+    told = read(telemetry)
+    assert (at(told, "keys", instance="a"), at(told, "placements_total", instance="a")) == (0, 1)
     fleet.handle(ev.AgentGoodbye(1, "a"), 0.0)
+    telemetry.keep_instances(fleet.instances)
     assert not [labels for _, labels in read(telemetry) if ("instance", "a") in labels]
+    assert at(read(telemetry), "placements_total", instance="b") == 1
+    # It counts from 0 when it is back.
+    join(fleet, "a", 3)
+    fleet.handle(ev.AgentGoodbye(2, "b"), 0.0)
+    telemetry.decided(decided(fleet, "t"), 2e-4)
+    assert at(read(telemetry), "placements_total", instance="a") == 1
+
+
+def test_a_pool_that_is_gone_leaves_no_series() -> None:
+    fleet = state()
+    telemetry = with_state(fleet)
+    join(fleet, "a", 1)
+    telemetry.decided(decided(fleet, "r"), 2e-4)
+    assert [name for name, labels in read(telemetry) if ("model", "m") in labels]
+    fleet.handle(ev.AgentGoodbye(1, "a"), 0.0)
+    assert not [name for name, labels in read(telemetry) if ("model", "m") in labels]
 
 
 def test_decisions_and_ends_are_counted() -> None:

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from pointsman.gateway.core.told_fleet import ToldFleet as GatewaysFleet
 from pointsman.router.core.instances.circuit_breaker import Circuit
+from pointsman.router.core.instances.instance_orders import InstanceOrder
 from pointsman.router.core.instances.instance_registry import InstanceRegistry
 from pointsman.router.core.ownership import Owner
 from pointsman.router.core.prefix.exact_index import PrefixIndex
@@ -33,7 +34,7 @@ INSTANCES = st.builds(
 
 
 class FleetMachine(RuleBasedStateMachine):
-    """Instances come, go, fail, drain and change their names; owners change; gateways come in between."""
+    """Instances come, go, fail, drain, are cordoned and change their names; owners change; gateways come in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,6 +73,15 @@ class FleetMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def drain(self, data: st.DataObject) -> None:
         self.registry.drain({self._one(data): "1"})
+
+    @precondition(lambda self: self.registry.records())
+    @rule(data=st.data(), cordoned=st.booleans(), weight=st.sampled_from([0.5, 1.0]))
+    def order(self, data: st.DataObject, cordoned: bool, weight: float) -> None:
+        instance_id = self._one(data)
+        self.registry.order({instance_id: InstanceOrder(cordoned, weight)})
+        record = self.registry.get(instance_id)
+        assert record is not None
+        self.registry.shares(record.info.model, record.info.model)
 
     @rule(model=MODELS, epoch=st.integers(0, 2))
     def own(self, model: str, epoch: int) -> None:

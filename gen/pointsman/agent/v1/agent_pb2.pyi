@@ -270,7 +270,9 @@ class Instance(_message.Message):
     node: _builtins.str
     """node is the agent's host name."""
     hardware: _builtins.str
-    """hardware is one word for all instances that compute equally fast: what prefills cost is learned for each."""
+    """hardware is one word for all instances that compute equally fast: what prefills cost is learned for each. Agents say the
+    number and model of the GPUs, unless their settings say another word.
+    """
     long_prefill_token_threshold: _builtins.int
     """long_prefill_token_threshold is the engine's --long-prefill-token-threshold, in tokens; 0 when it has none, or nobody said."""
     @_builtins.property

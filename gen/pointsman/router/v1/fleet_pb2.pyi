@@ -137,7 +137,9 @@ class _InstanceStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Instanc
     INSTANCE_STATE_LOST: _InstanceState.ValueType  # 4
     """INSTANCE_STATE_LOST: its agent's stream ended: placeable for a grace time, then removed."""
     INSTANCE_STATE_DRAINING: _InstanceState.ValueType  # 5
-    """INSTANCE_STATE_DRAINING: an operator stopped placements."""
+    """INSTANCE_STATE_DRAINING: an operator stopped placements until its engine restarts."""
+    INSTANCE_STATE_CORDONED: _InstanceState.ValueType  # 6
+    """INSTANCE_STATE_CORDONED: an operator stopped placements until it is let in again, whatever else it is."""
 
 class InstanceState(_InstanceState, metaclass=_InstanceStateEnumTypeWrapper):
     """InstanceState says whether an instance can be placed on."""
@@ -153,7 +155,9 @@ INSTANCE_STATE_UNHEALTHY: InstanceState.ValueType  # 3
 INSTANCE_STATE_LOST: InstanceState.ValueType  # 4
 """INSTANCE_STATE_LOST: its agent's stream ended: placeable for a grace time, then removed."""
 INSTANCE_STATE_DRAINING: InstanceState.ValueType  # 5
-"""INSTANCE_STATE_DRAINING: an operator stopped placements."""
+"""INSTANCE_STATE_DRAINING: an operator stopped placements until its engine restarts."""
+INSTANCE_STATE_CORDONED: InstanceState.ValueType  # 6
+"""INSTANCE_STATE_CORDONED: an operator stopped placements until it is let in again, whatever else it is."""
 Global___InstanceState: _TypeAlias = InstanceState  # noqa: Y015
 
 class _PrefixSource:
@@ -184,6 +188,132 @@ PREFIX_SOURCE_NONE: PrefixSource.ValueType  # 3
 """PREFIX_SOURCE_NONE: its cache counts as empty: keys incomplete, agent lost or silent, or predictions just proven wrong."""
 Global___PrefixSource: _TypeAlias = PrefixSource  # noqa: Y015
 
+class _PoolMeasure:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolMeasureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PoolMeasure.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOL_MEASURE_UNSPECIFIED: _PoolMeasure.ValueType  # 0
+    """POOL_MEASURE_UNSPECIFIED is not sent."""
+    POOL_MEASURE_TTFT_P50: _PoolMeasure.ValueType  # 1
+    """POOL_MEASURE_TTFT_P50 is the median time to the first byte of the answer, in s at the gateway, of the requests that ended in the
+    step: of a long answer it is told when the answer is over. At most 8 % off: it is the middle of a bin of a histogram.
+    """
+    POOL_MEASURE_TTFT_P90: _PoolMeasure.ValueType  # 2
+    """POOL_MEASURE_TTFT_P90 is the 90th percentile of the same."""
+    POOL_MEASURE_PLACEMENTS: _PoolMeasure.ValueType  # 3
+    """POOL_MEASURE_PLACEMENTS are the decisions that placed a request, or a part of one, per second."""
+    POOL_MEASURE_REFUSALS: _PoolMeasure.ValueType  # 4
+    """POOL_MEASURE_REFUSALS are the requests that were refused, per second; those that another replica may place (NOT_SERVING) are not
+    counted. Those for models that no pool has are in the total alone.
+    """
+    POOL_MEASURE_HELD_REQUESTS: _PoolMeasure.ValueType  # 5
+    """POOL_MEASURE_HELD_REQUESTS wait in the router for a placement."""
+    POOL_MEASURE_OPEN_REQUESTS: _PoolMeasure.ValueType  # 6
+    """POOL_MEASURE_OPEN_REQUESTS are placed and not finished."""
+    POOL_MEASURE_PENDING_PREFILL_TOKENS: _PoolMeasure.ValueType  # 7
+    """POOL_MEASURE_PENDING_PREFILL_TOKENS are placed and not computed yet, in tokens."""
+    POOL_MEASURE_PREDICTED_HITS: _PoolMeasure.ValueType  # 8
+    """POOL_MEASURE_PREDICTED_HITS is the share, 0 to 1, of the prompts' tokens that were predicted to be cached where they were placed."""
+    POOL_MEASURE_REPORTED_HITS: _PoolMeasure.ValueType  # 9
+    """POOL_MEASURE_REPORTED_HITS is the share that was cached as engines told it, of the requests that ended in the step and that one
+    instance prefilled and answered.
+    """
+    POOL_MEASURE_KV_USAGE: _PoolMeasure.ValueType  # 10
+    """POOL_MEASURE_KV_USAGE is the mean over the pool's instances with a fresh report of the share of KV blocks in use, 0 to 1."""
+    POOL_MEASURE_KV_USAGE_MAX: _PoolMeasure.ValueType  # 11
+    """POOL_MEASURE_KV_USAGE_MAX is the highest of the same."""
+    POOL_MEASURE_BACKLOG: _PoolMeasure.ValueType  # 12
+    """POOL_MEASURE_BACKLOG is how long, in s, a new request waits until its prefill begins if all work were spread evenly: as the metric
+    pointsman_router_backlog_seconds for HEAVY. In the total it is the longest of any pool.
+    """
+
+class PoolMeasure(_PoolMeasure, metaclass=_PoolMeasureEnumTypeWrapper):
+    """PoolMeasure is one figure of a pool in each step of time. What is sampled is the mean over a step's samples, of which there are two."""
+
+POOL_MEASURE_UNSPECIFIED: PoolMeasure.ValueType  # 0
+"""POOL_MEASURE_UNSPECIFIED is not sent."""
+POOL_MEASURE_TTFT_P50: PoolMeasure.ValueType  # 1
+"""POOL_MEASURE_TTFT_P50 is the median time to the first byte of the answer, in s at the gateway, of the requests that ended in the
+step: of a long answer it is told when the answer is over. At most 8 % off: it is the middle of a bin of a histogram.
+"""
+POOL_MEASURE_TTFT_P90: PoolMeasure.ValueType  # 2
+"""POOL_MEASURE_TTFT_P90 is the 90th percentile of the same."""
+POOL_MEASURE_PLACEMENTS: PoolMeasure.ValueType  # 3
+"""POOL_MEASURE_PLACEMENTS are the decisions that placed a request, or a part of one, per second."""
+POOL_MEASURE_REFUSALS: PoolMeasure.ValueType  # 4
+"""POOL_MEASURE_REFUSALS are the requests that were refused, per second; those that another replica may place (NOT_SERVING) are not
+counted. Those for models that no pool has are in the total alone.
+"""
+POOL_MEASURE_HELD_REQUESTS: PoolMeasure.ValueType  # 5
+"""POOL_MEASURE_HELD_REQUESTS wait in the router for a placement."""
+POOL_MEASURE_OPEN_REQUESTS: PoolMeasure.ValueType  # 6
+"""POOL_MEASURE_OPEN_REQUESTS are placed and not finished."""
+POOL_MEASURE_PENDING_PREFILL_TOKENS: PoolMeasure.ValueType  # 7
+"""POOL_MEASURE_PENDING_PREFILL_TOKENS are placed and not computed yet, in tokens."""
+POOL_MEASURE_PREDICTED_HITS: PoolMeasure.ValueType  # 8
+"""POOL_MEASURE_PREDICTED_HITS is the share, 0 to 1, of the prompts' tokens that were predicted to be cached where they were placed."""
+POOL_MEASURE_REPORTED_HITS: PoolMeasure.ValueType  # 9
+"""POOL_MEASURE_REPORTED_HITS is the share that was cached as engines told it, of the requests that ended in the step and that one
+instance prefilled and answered.
+"""
+POOL_MEASURE_KV_USAGE: PoolMeasure.ValueType  # 10
+"""POOL_MEASURE_KV_USAGE is the mean over the pool's instances with a fresh report of the share of KV blocks in use, 0 to 1."""
+POOL_MEASURE_KV_USAGE_MAX: PoolMeasure.ValueType  # 11
+"""POOL_MEASURE_KV_USAGE_MAX is the highest of the same."""
+POOL_MEASURE_BACKLOG: PoolMeasure.ValueType  # 12
+"""POOL_MEASURE_BACKLOG is how long, in s, a new request waits until its prefill begins if all work were spread evenly: as the metric
+pointsman_router_backlog_seconds for HEAVY. In the total it is the longest of any pool.
+"""
+Global___PoolMeasure: _TypeAlias = PoolMeasure  # noqa: Y015
+
+class _InstanceMeasure:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _InstanceMeasureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_InstanceMeasure.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    INSTANCE_MEASURE_UNSPECIFIED: _InstanceMeasure.ValueType  # 0
+    """INSTANCE_MEASURE_UNSPECIFIED is not sent."""
+    INSTANCE_MEASURE_TTFT_P50: _InstanceMeasure.ValueType  # 1
+    """INSTANCE_MEASURE_TTFT_P50, in s, as POOL_MEASURE_TTFT_P50, of the requests that it answered."""
+    INSTANCE_MEASURE_TTFT_P90: _InstanceMeasure.ValueType  # 2
+    """INSTANCE_MEASURE_TTFT_P90 is the 90th percentile of the same."""
+    INSTANCE_MEASURE_OPEN_REQUESTS: _InstanceMeasure.ValueType  # 3
+    """INSTANCE_MEASURE_OPEN_REQUESTS are placed there by this replica and not finished."""
+    INSTANCE_MEASURE_RUNNING_REQUESTS: _InstanceMeasure.ValueType  # 4
+    """INSTANCE_MEASURE_RUNNING_REQUESTS run on its engine, as that reports it, whoever placed them."""
+    INSTANCE_MEASURE_PREFIX_HITS: _InstanceMeasure.ValueType  # 5
+    """INSTANCE_MEASURE_PREFIX_HITS is the share, 0 to 1, of looked-up prompt tokens that its engine's own prefix cache had, as that counts
+    them.
+    """
+    INSTANCE_MEASURE_KV_USAGE: _InstanceMeasure.ValueType  # 6
+    """INSTANCE_MEASURE_KV_USAGE is the share of its KV blocks in use, 0 to 1."""
+
+class InstanceMeasure(_InstanceMeasure, metaclass=_InstanceMeasureEnumTypeWrapper):
+    """InstanceMeasure is one figure of an instance in each step of time. What is sampled is the mean over a step's samples, of which there
+    are six.
+    """
+
+INSTANCE_MEASURE_UNSPECIFIED: InstanceMeasure.ValueType  # 0
+"""INSTANCE_MEASURE_UNSPECIFIED is not sent."""
+INSTANCE_MEASURE_TTFT_P50: InstanceMeasure.ValueType  # 1
+"""INSTANCE_MEASURE_TTFT_P50, in s, as POOL_MEASURE_TTFT_P50, of the requests that it answered."""
+INSTANCE_MEASURE_TTFT_P90: InstanceMeasure.ValueType  # 2
+"""INSTANCE_MEASURE_TTFT_P90 is the 90th percentile of the same."""
+INSTANCE_MEASURE_OPEN_REQUESTS: InstanceMeasure.ValueType  # 3
+"""INSTANCE_MEASURE_OPEN_REQUESTS are placed there by this replica and not finished."""
+INSTANCE_MEASURE_RUNNING_REQUESTS: InstanceMeasure.ValueType  # 4
+"""INSTANCE_MEASURE_RUNNING_REQUESTS run on its engine, as that reports it, whoever placed them."""
+INSTANCE_MEASURE_PREFIX_HITS: InstanceMeasure.ValueType  # 5
+"""INSTANCE_MEASURE_PREFIX_HITS is the share, 0 to 1, of looked-up prompt tokens that its engine's own prefix cache had, as that counts
+them.
+"""
+INSTANCE_MEASURE_KV_USAGE: InstanceMeasure.ValueType  # 6
+"""INSTANCE_MEASURE_KV_USAGE is the share of its KV blocks in use, 0 to 1."""
+Global___InstanceMeasure: _TypeAlias = InstanceMeasure  # noqa: Y015
+
 @_typing.final
 class InstanceStatus(_message.Message):
     """InstanceStatus is one instance as the router sees it."""
@@ -207,6 +337,9 @@ class InstanceStatus(_message.Message):
     PREDICTION_AUDIT_FAILURES_FIELD_NUMBER: _builtins.int
     CIRCUIT_OPEN_FIELD_NUMBER: _builtins.int
     STALE_FIELD_NUMBER: _builtins.int
+    CORDONED_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    ORDER_REASON_FIELD_NUMBER: _builtins.int
     state: Global___InstanceState.ValueType
     """state now."""
     num_requests: _builtins.int
@@ -237,6 +370,12 @@ class InstanceStatus(_message.Message):
     """circuit_open: it failed requests one after another, and gets none, or one on trial, until it answers."""
     stale: _builtins.bool
     """stale: load is too old to be used in decisions."""
+    cordoned: _builtins.bool
+    """cordoned: nothing new goes there, by an InstanceOrder."""
+    weight: _builtins.float
+    """weight of its InstanceOrder, 1 without one; absent from routers that do not know of weights."""
+    order_reason: _builtins.str
+    """order_reason is the reason of its InstanceOrder; empty without one."""
     @_builtins.property
     def instance(self) -> _agent_pb2.Instance:
         """instance as its agent described it."""
@@ -269,12 +408,17 @@ class InstanceStatus(_message.Message):
         prediction_audit_failures: _builtins.int = ...,
         circuit_open: _builtins.bool = ...,
         stale: _builtins.bool = ...,
+        cordoned: _builtins.bool = ...,
+        weight: _builtins.float | None = ...,
+        order_reason: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "load", b"load", "report_age", b"report_age"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "instance", b"instance", "load", b"load", "report_age", b"report_age", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["approximate_keys", b"approximate_keys", "circuit_open", b"circuit_open", "instance", b"instance", "keys", b"keys", "load", b"load", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "prediction_audit_failures", b"prediction_audit_failures", "prefix_reason", b"prefix_reason", "prefix_source", b"prefix_source", "provisional_keys", b"provisional_keys", "report_age", b"report_age", "sessions", b"sessions", "stale", b"stale", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "approximate_keys", b"approximate_keys", "circuit_open", b"circuit_open", "cordoned", b"cordoned", "instance", b"instance", "keys", b"keys", "load", b"load", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "order_reason", b"order_reason", "pending_prefill_tokens", b"pending_prefill_tokens", "prediction_audit_failures", b"prediction_audit_failures", "prefix_reason", b"prefix_reason", "prefix_source", b"prefix_source", "provisional_keys", b"provisional_keys", "report_age", b"report_age", "sessions", b"sessions", "stale", b"stale", "state", b"state", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
+    _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight) -> _WhichOneofReturnType__weight | None: ...
 
 Global___InstanceStatus: _TypeAlias = InstanceStatus  # noqa: Y015
 
@@ -455,6 +599,190 @@ class DrainResponse(_message.Message):
 Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
 
 @_typing.final
+class InstanceOrder(_message.Message):
+    """InstanceOrder is what operators have ordered for the instance of an id."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    CORDONED_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    UPDATE_TIME_FIELD_NUMBER: _builtins.int
+    INSTANCE_KNOWN_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    """instance_id of the instance."""
+    cordoned: _builtins.bool
+    """cordoned: nothing new goes there, no prefill for another one either; what runs goes on to its end."""
+    weight: _builtins.float
+    """weight is the part, 0 to 1, of its fair share of new sessions that goes there: with 0.1 in a pool of ten instances about one new
+    session in a hundred. A request without a session counts as a new one. Sessions that live there stay; with 0 they alone do.
+    Where no instance of full weight can take a request, the others take it all the same. Always present.
+    """
+    reason: _builtins.str
+    """reason for people; empty when none was given."""
+    instance_known: _builtins.bool
+    """instance_known: an agent reports an instance of this id to the router that answers."""
+    @_builtins.property
+    def update_time(self) -> _timestamp_pb2.Timestamp:
+        """update_time is when the order was last changed, by the clock of the router that was asked."""
+
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+        cordoned: _builtins.bool = ...,
+        weight: _builtins.float | None = ...,
+        reason: _builtins.str = ...,
+        update_time: _timestamp_pb2.Timestamp | None = ...,
+        instance_known: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "update_time", b"update_time", "weight", b"weight"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "cordoned", b"cordoned", "instance_id", b"instance_id", "instance_known", b"instance_known", "reason", b"reason", "update_time", b"update_time", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
+    _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight) -> _WhichOneofReturnType__weight | None: ...
+
+Global___InstanceOrder: _TypeAlias = InstanceOrder  # noqa: Y015
+
+@_typing.final
+class SetInstanceOrderRequest(_message.Message):
+    """SetInstanceOrderRequest changes an order; at least one of the optional fields is needed, and those that are absent stay as they
+    are. An order with neither a cordon nor a weight below 1 is forgotten, with its reason.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    CORDONED_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    """instance_id to order for, at most 256 characters."""
+    cordoned: _builtins.bool
+    """cordoned, as InstanceOrder.cordoned."""
+    weight: _builtins.float
+    """weight, as InstanceOrder.weight."""
+    reason: _builtins.str
+    """reason, at most 300 characters."""
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+        cordoned: _builtins.bool | None = ...,
+        weight: _builtins.float | None = ...,
+        reason: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cordoned", b"_cordoned", "_reason", b"_reason", "_weight", b"_weight", "cordoned", b"cordoned", "reason", b"reason", "weight", b"weight"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cordoned", b"_cordoned", "_reason", b"_reason", "_weight", b"_weight", "cordoned", b"cordoned", "instance_id", b"instance_id", "reason", b"reason", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cordoned: _TypeAlias = _typing.Literal["cordoned"]  # noqa: Y015
+    _WhichOneofArgType__cordoned: _TypeAlias = _typing.Literal["_cordoned", b"_cordoned"]  # noqa: Y015
+    _WhichOneofReturnType__reason: _TypeAlias = _typing.Literal["reason"]  # noqa: Y015
+    _WhichOneofArgType__reason: _TypeAlias = _typing.Literal["_reason", b"_reason"]  # noqa: Y015
+    _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
+    _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cordoned) -> _WhichOneofReturnType__cordoned | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reason) -> _WhichOneofReturnType__reason | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight) -> _WhichOneofReturnType__weight | None: ...
+
+Global___SetInstanceOrderRequest: _TypeAlias = SetInstanceOrderRequest  # noqa: Y015
+
+@_typing.final
+class SetInstanceOrderResponse(_message.Message):
+    """SetInstanceOrderResponse tells the order in force."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORDER_FIELD_NUMBER: _builtins.int
+    INSTANCE_FIELD_NUMBER: _builtins.int
+    THIS_REPLICA_ONLY_FIELD_NUMBER: _builtins.int
+    this_replica_only: _builtins.bool
+    """this_replica_only: the shared store is away, so that other replicas follow when it is back."""
+    @_builtins.property
+    def order(self) -> Global___InstanceOrder:
+        """order after the change; weight 1 and not cordoned when there is none any more."""
+
+    @_builtins.property
+    def instance(self) -> Global___InstanceStatus:
+        """instance after the change; absent while its id is not known."""
+
+    def __init__(
+        self,
+        *,
+        order: Global___InstanceOrder | None = ...,
+        instance: Global___InstanceStatus | None = ...,
+        this_replica_only: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "order", b"order"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "order", b"order", "this_replica_only", b"this_replica_only"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetInstanceOrderResponse: _TypeAlias = SetInstanceOrderResponse  # noqa: Y015
+
+@_typing.final
+class ListInstanceOrdersRequest(_message.Message):
+    """ListInstanceOrdersRequest bounds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """page_size is 1,000 at most, which 0 means, too."""
+    page_token: _builtins.str
+    """page_token is next_page_token of the page before; empty for the first."""
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListInstanceOrdersRequest: _TypeAlias = ListInstanceOrdersRequest  # noqa: Y015
+
+@_typing.final
+class ListInstanceOrdersResponse(_message.Message):
+    """ListInstanceOrdersResponse is a page of the orders."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORDERS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """next_page_token for the orders after these; empty at the end."""
+    @_builtins.property
+    def orders(self) -> _containers.RepeatedCompositeFieldContainer[Global___InstanceOrder]:
+        """orders by instance id."""
+
+    def __init__(
+        self,
+        *,
+        orders: _abc.Iterable[Global___InstanceOrder] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "orders", b"orders"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListInstanceOrdersResponse: _TypeAlias = ListInstanceOrdersResponse  # noqa: Y015
+
+@_typing.final
 class Policy(_message.Message):
     """Policy names a policy and its settings."""
 
@@ -598,7 +926,9 @@ class Candidate(_message.Message):
     score: _builtins.float
     """score by the policy; lower is better. Absent when the policy did not score it."""
     excluded: _builtins.str
-    """excluded says why it could not be chosen: "draining", "unhealthy", "failed_before", "saturated"; empty when it could."""
+    """excluded says why it could not be chosen: "cordoned", "canary" (its weight, or that the session is another's share), "draining",
+    "unhealthy", "failed_before", "saturated", "circuit_open"; empty when it could.
+    """
     exact: _builtins.bool
     """exact is true when cached_tokens comes from the engine's own events."""
     recent_migrations: _builtins.int
@@ -704,6 +1034,8 @@ class Decision(_message.Message):
     NOTES_FIELD_NUMBER: _builtins.int
     FIGURES_FIELD_NUMBER: _builtins.int
     NEXT_OWNER_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
     decision_id: _builtins.str
     """decision_id of the decision."""
     request_id: _builtins.str
@@ -742,6 +1074,10 @@ class Decision(_message.Message):
     """outcome so far."""
     next_owner: _builtins.str
     """next_owner is the session's owner after the decision; empty without a session."""
+    priority: _placement_pb2.Priority.ValueType
+    """priority of the request, which counts while it is held."""
+    weight: _builtins.int
+    """weight of its tenant within the class."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
         """time of the decision."""
@@ -811,10 +1147,12 @@ class Decision(_message.Message):
         notes: _abc.Iterable[_builtins.str] | None = ...,
         figures: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         next_owner: _builtins.str = ...,
+        priority: _placement_pb2.Priority.ValueType = ...,
+        weight: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_margin", b"_margin", "decide_time", b"decide_time", "finished", b"finished", "held", b"held", "margin", b"margin", "policy", b"policy", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_margin", b"_margin", "cached_tokens", b"cached_tokens", "candidates", b"candidates", "decide_time", b"decide_time", "decision_id", b"decision_id", "degraded", b"degraded", "figures", b"figures", "finished", b"finished", "held", b"held", "input_tokens", b"input_tokens", "inputs_digest", b"inputs_digest", "key_count", b"key_count", "margin", b"margin", "mode", b"mode", "model", b"model", "next_owner", b"next_owner", "notes", b"notes", "other_instances", b"other_instances", "outcome", b"outcome", "policy", b"policy", "reason", b"reason", "request_id", b"request_id", "route_class", b"route_class", "runner_up", b"runner_up", "session_id", b"session_id", "session_owner", b"session_owner", "steps", b"steps", "tenant", b"tenant", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_margin", b"_margin", "cached_tokens", b"cached_tokens", "candidates", b"candidates", "decide_time", b"decide_time", "decision_id", b"decision_id", "degraded", b"degraded", "figures", b"figures", "finished", b"finished", "held", b"held", "input_tokens", b"input_tokens", "inputs_digest", b"inputs_digest", "key_count", b"key_count", "margin", b"margin", "mode", b"mode", "model", b"model", "next_owner", b"next_owner", "notes", b"notes", "other_instances", b"other_instances", "outcome", b"outcome", "policy", b"policy", "priority", b"priority", "reason", b"reason", "request_id", b"request_id", "route_class", b"route_class", "runner_up", b"runner_up", "session_id", b"session_id", "session_owner", b"session_owner", "steps", b"steps", "tenant", b"tenant", "time", b"time", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__margin: _TypeAlias = _typing.Literal["margin"]  # noqa: Y015
     _WhichOneofArgType__margin: _TypeAlias = _typing.Literal["_margin", b"_margin"]  # noqa: Y015
@@ -1839,3 +2177,295 @@ class RouterStatus(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RouterStatus: _TypeAlias = RouterStatus  # noqa: Y015
+
+@_typing.final
+class ListPoolHistoriesRequest(_message.Message):
+    """ListPoolHistoriesRequest filters and bounds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    MEASURES_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """model (the pool, or another name of it) to tell; empty for all, and their total."""
+    page_size: _builtins.int
+    """page_size is 1,000 at most; 0 means 50."""
+    page_token: _builtins.str
+    """page_token is next_page_token of the page before; empty for the first. A page has its own start_time."""
+    @_builtins.property
+    def measures(self) -> _containers.RepeatedScalarFieldContainer[Global___PoolMeasure.ValueType]:
+        """measures to tell; empty for all."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        measures: _abc.Iterable[Global___PoolMeasure.ValueType] | None = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["measures", b"measures", "model", b"model", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPoolHistoriesRequest: _TypeAlias = ListPoolHistoriesRequest  # noqa: Y015
+
+@_typing.final
+class ListPoolHistoriesResponse(_message.Message):
+    """ListPoolHistoriesResponse is a page of the pools."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOLS_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    OBSERVED_SINCE_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """next_page_token for the pools after these; empty at the end."""
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolHistory]:
+        """pools by model: those that there are, and those that were there in the last 15 minutes."""
+
+    @_builtins.property
+    def total(self) -> Global___PoolHistory:
+        """total is over the pools that the replica owns; absent where a model is given, and on all pages but the first."""
+
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """start_time of the first step, by the clock of the router that answers."""
+
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """end_time of the last step that is over: there are (end_time - start_time) / step of them."""
+
+    @_builtins.property
+    def step(self) -> _duration_pb2.Duration:
+        """step is how long each step is, 5 s."""
+
+    @_builtins.property
+    def window(self) -> _duration_pb2.Duration:
+        """window is how far back the replica remembers, 15 minutes."""
+
+    @_builtins.property
+    def observed_since(self) -> _timestamp_pb2.Timestamp:
+        """observed_since is when the replica began to look: its process's start."""
+
+    def __init__(
+        self,
+        *,
+        pools: _abc.Iterable[Global___PoolHistory] | None = ...,
+        total: Global___PoolHistory | None = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
+        step: _duration_pb2.Duration | None = ...,
+        window: _duration_pb2.Duration | None = ...,
+        observed_since: _timestamp_pb2.Timestamp | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "observed_since", b"observed_since", "start_time", b"start_time", "step", b"step", "total", b"total", "window", b"window"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "next_page_token", b"next_page_token", "observed_since", b"observed_since", "pools", b"pools", "start_time", b"start_time", "step", b"step", "total", b"total", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPoolHistoriesResponse: _TypeAlias = ListPoolHistoriesResponse  # noqa: Y015
+
+@_typing.final
+class PoolHistory(_message.Message):
+    """PoolHistory is one pool, or the total of several."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    OWNED_SINCE_FIELD_NUMBER: _builtins.int
+    SERIES_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """model is the pool's name; empty for the total."""
+    @_builtins.property
+    def owned_since(self) -> _timestamp_pb2.Timestamp:
+        """owned_since is when the replica began to place the pool's requests; absent while it does not. It is found out by a sample, up to
+        3 s late.
+        """
+
+    @_builtins.property
+    def series(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolSeries]:
+        """series of the measures that were asked for, in the order of their numbers; those without any known value are left out."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        owned_since: _timestamp_pb2.Timestamp | None = ...,
+        series: _abc.Iterable[Global___PoolSeries] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["owned_since", b"owned_since"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "owned_since", b"owned_since", "series", b"series"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolHistory: _TypeAlias = PoolHistory  # noqa: Y015
+
+@_typing.final
+class PoolSeries(_message.Message):
+    """PoolSeries is one measure of a pool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEASURE_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    measure: Global___PoolMeasure.ValueType
+    """measure that the values are of."""
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """values, one for each step."""
+
+    def __init__(
+        self,
+        *,
+        measure: Global___PoolMeasure.ValueType = ...,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["measure", b"measure", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolSeries: _TypeAlias = PoolSeries  # noqa: Y015
+
+@_typing.final
+class ListInstanceHistoriesRequest(_message.Message):
+    """ListInstanceHistoriesRequest filters and bounds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    MEASURE_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """model (the pool, or another name of it) whose instances to tell; empty for all."""
+    measure: Global___InstanceMeasure.ValueType
+    """measure to tell."""
+    page_size: _builtins.int
+    """page_size is 1,000 at most, which 0 means, too."""
+    page_token: _builtins.str
+    """page_token is next_page_token of the page before; empty for the first. A page has its own start_time."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        measure: Global___InstanceMeasure.ValueType = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["measure", b"measure", "model", b"model", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListInstanceHistoriesRequest: _TypeAlias = ListInstanceHistoriesRequest  # noqa: Y015
+
+@_typing.final
+class ListInstanceHistoriesResponse(_message.Message):
+    """ListInstanceHistoriesResponse is a page of the instances."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCES_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    OBSERVED_SINCE_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """next_page_token for the instances after these; empty at the end."""
+    @_builtins.property
+    def instances(self) -> _containers.RepeatedCompositeFieldContainer[Global___InstanceHistory]:
+        """instances by id: those that there are, and those that were there in the last 15 minutes."""
+
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """start_time of the first step, by the clock of the router that answers."""
+
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """end_time of the last step that is over: there are (end_time - start_time) / step of them."""
+
+    @_builtins.property
+    def step(self) -> _duration_pb2.Duration:
+        """step is how long each step is, 15 s."""
+
+    @_builtins.property
+    def window(self) -> _duration_pb2.Duration:
+        """window is how far back the replica remembers, 15 minutes."""
+
+    @_builtins.property
+    def observed_since(self) -> _timestamp_pb2.Timestamp:
+        """observed_since is when the replica began to look: its process's start."""
+
+    def __init__(
+        self,
+        *,
+        instances: _abc.Iterable[Global___InstanceHistory] | None = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
+        step: _duration_pb2.Duration | None = ...,
+        window: _duration_pb2.Duration | None = ...,
+        observed_since: _timestamp_pb2.Timestamp | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "observed_since", b"observed_since", "start_time", b"start_time", "step", b"step", "window", b"window"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "instances", b"instances", "next_page_token", b"next_page_token", "observed_since", b"observed_since", "start_time", b"start_time", "step", b"step", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListInstanceHistoriesResponse: _TypeAlias = ListInstanceHistoriesResponse  # noqa: Y015
+
+@_typing.final
+class InstanceHistory(_message.Message):
+    """InstanceHistory is one instance in the measure that was asked for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    INSTANCE_KNOWN_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    """instance_id of the instance."""
+    model: _builtins.str
+    """model (the pool) that it was in when it was last seen."""
+    instance_known: _builtins.bool
+    """instance_known: an agent reports it to the router that answers."""
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """values, one for each step; empty where none is known."""
+
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        instance_known: _builtins.bool = ...,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "instance_known", b"instance_known", "model", b"model", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InstanceHistory: _TypeAlias = InstanceHistory  # noqa: Y015

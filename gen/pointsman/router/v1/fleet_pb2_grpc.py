@@ -35,7 +35,7 @@ class FleetServiceStub:
     Errors carry a google.rpc.ErrorInfo of the domain "pointsman" (https://google.aip.dev/193) in the trailer
     grpc-status-details-bin: branch on its reason, not on the message. Reasons are named in brackets here, behind the code. Besides
     those of methods there are NOT_FOUND (MODEL_NOT_FOUND), RESOURCE_EXHAUSTED (SATURATED), UNAVAILABLE (NO_INSTANCE, NOT_SERVING,
-    NOT_OWNER), each with a RetryInfo where trying again may help; INVALID_ARGUMENT (INVALID_POLICY) with a BadRequest that names
+    NOT_OWNER), each with a RetryInfo where trying again may help; DEADLINE_EXCEEDED (FIRST_TOKEN_TOO_LATE); INVALID_ARGUMENT (INVALID_POLICY) with a BadRequest that names
     the field, and (INVALID_FIELD) with the field in the metadata. UNAUTHENTICATED, without a valid token, and PERMISSION_DENIED,
     with another role's, have no details. A token is shown as metadata `authorization: Bearer TOKEN`.
     """
@@ -60,6 +60,16 @@ class FleetServiceStub:
                 '/pointsman.router.v1.FleetService/Drain',
                 request_serializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.DrainRequest.SerializeToString,
                 response_deserializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.SetInstanceOrder = channel.unary_unary(
+                '/pointsman.router.v1.FleetService/SetInstanceOrder',
+                request_serializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.SetInstanceOrderRequest.SerializeToString,
+                response_deserializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.SetInstanceOrderResponse.FromString,
+                _registered_method=True)
+        self.ListInstanceOrders = channel.unary_unary(
+                '/pointsman.router.v1.FleetService/ListInstanceOrders',
+                request_serializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.ListInstanceOrdersRequest.SerializeToString,
+                response_deserializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.ListInstanceOrdersResponse.FromString,
                 _registered_method=True)
         self.SetPolicy = channel.unary_unary(
                 '/pointsman.router.v1.FleetService/SetPolicy',
@@ -111,6 +121,16 @@ class FleetServiceStub:
                 request_serializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.ListReplicasRequest.SerializeToString,
                 response_deserializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.ListReplicasResponse.FromString,
                 _registered_method=True)
+        self.ListPoolHistories = channel.unary_unary(
+                '/pointsman.router.v1.FleetService/ListPoolHistories',
+                request_serializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.ListPoolHistoriesRequest.SerializeToString,
+                response_deserializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.ListPoolHistoriesResponse.FromString,
+                _registered_method=True)
+        self.ListInstanceHistories = channel.unary_unary(
+                '/pointsman.router.v1.FleetService/ListInstanceHistories',
+                request_serializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.ListInstanceHistoriesRequest.SerializeToString,
+                response_deserializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.ListInstanceHistoriesResponse.FromString,
+                _registered_method=True)
 
 
 class FleetServiceServicer:
@@ -123,7 +143,7 @@ class FleetServiceServicer:
     Errors carry a google.rpc.ErrorInfo of the domain "pointsman" (https://google.aip.dev/193) in the trailer
     grpc-status-details-bin: branch on its reason, not on the message. Reasons are named in brackets here, behind the code. Besides
     those of methods there are NOT_FOUND (MODEL_NOT_FOUND), RESOURCE_EXHAUSTED (SATURATED), UNAVAILABLE (NO_INSTANCE, NOT_SERVING,
-    NOT_OWNER), each with a RetryInfo where trying again may help; INVALID_ARGUMENT (INVALID_POLICY) with a BadRequest that names
+    NOT_OWNER), each with a RetryInfo where trying again may help; DEADLINE_EXCEEDED (FIRST_TOKEN_TOO_LATE); INVALID_ARGUMENT (INVALID_POLICY) with a BadRequest that names
     the field, and (INVALID_FIELD) with the field in the metadata. UNAUTHENTICATED, without a valid token, and PERMISSION_DENIED,
     with another role's, have no details. A token is shown as metadata `authorization: Bearer TOKEN`.
     """
@@ -145,6 +165,25 @@ class FleetServiceServicer:
     def Drain(self, request, context):
         """Drain stops or resumes placing on an instance, while its incarnation lasts. Replicas that share a store all do, those that
         start later, too. NOT_FOUND (INSTANCE_NOT_FOUND) when unknown.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetInstanceOrder(self, request, context):
+        """SetInstanceOrder cordons an instance, lets it in again, or gives it another share of new sessions. The order is of the id, which
+        need not be known yet, and lasts until it is changed: beyond restarts of the engine, of its agent and, where replicas share a
+        store, of routers; without one it ends with its router. Replicas that share a store all follow, those that start later, too.
+        Of two changes of one order the last one counts, and each of its fields is one that somebody has set: fields that a request
+        leaves out stay as they are in the store. INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_ORDERS) for more than
+        10,000.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListInstanceOrders(self, request, context):
+        """ListInstanceOrders tells all orders by instance id, also those for ids that no agent has reported.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -225,6 +264,28 @@ class FleetServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListPoolHistories(self, request, context):
+        """ListPoolHistories tells the last 15 minutes of pools as series of figures, by model: what this replica has seen itself, from its
+        own memory, which ends with its process.
+
+        Time is cut into steps, from start_time on. Of each series there is one value for each step that is over and of which the replica
+        has seen anything, 180 at most: value i is of the time from start_time + i * step on, for one step. NaN where the figure is not
+        known, which is never told as 0: the replica did not place the pool's requests, no request ended, no report was fresh. Rates are
+        NaN in a step of which the replica has seen a part only. INVALID_ARGUMENT (INVALID_FIELD) for a measure that does not exist.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListInstanceHistories(self, request, context):
+        """ListInstanceHistories tells the last 15 minutes of instances in one measure, by id, in steps and with NaN as ListPoolHistories does,
+        with 60 steps at most. Instances that are gone are told until their last value is 15 minutes old; a new incarnation goes on in the
+        row of its id. INVALID_ARGUMENT (INVALID_FIELD) without a measure, or for one that does not exist.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_FleetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -242,6 +303,16 @@ def add_FleetServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.DrainRequest.FromString,
                     response_serializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.DrainResponse.SerializeToString,
+            ),
+            'SetInstanceOrder': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetInstanceOrder,
+                    request_deserializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.SetInstanceOrderRequest.FromString,
+                    response_serializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.SetInstanceOrderResponse.SerializeToString,
+            ),
+            'ListInstanceOrders': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListInstanceOrders,
+                    request_deserializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.ListInstanceOrdersRequest.FromString,
+                    response_serializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.ListInstanceOrdersResponse.SerializeToString,
             ),
             'SetPolicy': grpc.unary_unary_rpc_method_handler(
                     servicer.SetPolicy,
@@ -293,6 +364,16 @@ def add_FleetServiceServicer_to_server(servicer, server):
                     request_deserializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.ListReplicasRequest.FromString,
                     response_serializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.ListReplicasResponse.SerializeToString,
             ),
+            'ListPoolHistories': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPoolHistories,
+                    request_deserializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.ListPoolHistoriesRequest.FromString,
+                    response_serializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.ListPoolHistoriesResponse.SerializeToString,
+            ),
+            'ListInstanceHistories': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListInstanceHistories,
+                    request_deserializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.ListInstanceHistoriesRequest.FromString,
+                    response_serializer=pointsman_dot_router_dot_v1_dot_fleet__pb2.ListInstanceHistoriesResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'pointsman.router.v1.FleetService', rpc_method_handlers)
@@ -311,7 +392,7 @@ class FleetService:
     Errors carry a google.rpc.ErrorInfo of the domain "pointsman" (https://google.aip.dev/193) in the trailer
     grpc-status-details-bin: branch on its reason, not on the message. Reasons are named in brackets here, behind the code. Besides
     those of methods there are NOT_FOUND (MODEL_NOT_FOUND), RESOURCE_EXHAUSTED (SATURATED), UNAVAILABLE (NO_INSTANCE, NOT_SERVING,
-    NOT_OWNER), each with a RetryInfo where trying again may help; INVALID_ARGUMENT (INVALID_POLICY) with a BadRequest that names
+    NOT_OWNER), each with a RetryInfo where trying again may help; DEADLINE_EXCEEDED (FIRST_TOKEN_TOO_LATE); INVALID_ARGUMENT (INVALID_POLICY) with a BadRequest that names
     the field, and (INVALID_FIELD) with the field in the metadata. UNAUTHENTICATED, without a valid token, and PERMISSION_DENIED,
     with another role's, have no details. A token is shown as metadata `authorization: Bearer TOKEN`.
     """
@@ -387,6 +468,60 @@ class FleetService:
             '/pointsman.router.v1.FleetService/Drain',
             pointsman_dot_router_dot_v1_dot_fleet__pb2.DrainRequest.SerializeToString,
             pointsman_dot_router_dot_v1_dot_fleet__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetInstanceOrder(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pointsman.router.v1.FleetService/SetInstanceOrder',
+            pointsman_dot_router_dot_v1_dot_fleet__pb2.SetInstanceOrderRequest.SerializeToString,
+            pointsman_dot_router_dot_v1_dot_fleet__pb2.SetInstanceOrderResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListInstanceOrders(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pointsman.router.v1.FleetService/ListInstanceOrders',
+            pointsman_dot_router_dot_v1_dot_fleet__pb2.ListInstanceOrdersRequest.SerializeToString,
+            pointsman_dot_router_dot_v1_dot_fleet__pb2.ListInstanceOrdersResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -657,6 +792,60 @@ class FleetService:
             '/pointsman.router.v1.FleetService/ListReplicas',
             pointsman_dot_router_dot_v1_dot_fleet__pb2.ListReplicasRequest.SerializeToString,
             pointsman_dot_router_dot_v1_dot_fleet__pb2.ListReplicasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPoolHistories(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pointsman.router.v1.FleetService/ListPoolHistories',
+            pointsman_dot_router_dot_v1_dot_fleet__pb2.ListPoolHistoriesRequest.SerializeToString,
+            pointsman_dot_router_dot_v1_dot_fleet__pb2.ListPoolHistoriesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListInstanceHistories(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pointsman.router.v1.FleetService/ListInstanceHistories',
+            pointsman_dot_router_dot_v1_dot_fleet__pb2.ListInstanceHistoriesRequest.SerializeToString,
+            pointsman_dot_router_dot_v1_dot_fleet__pb2.ListInstanceHistoriesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,7 +36,7 @@ class FleetServiceStub:
     Errors carry a google.rpc.ErrorInfo of the domain "pointsman" (https://google.aip.dev/193) in the trailer
     grpc-status-details-bin: branch on its reason, not on the message. Reasons are named in brackets here, behind the code. Besides
     those of methods there are NOT_FOUND (MODEL_NOT_FOUND), RESOURCE_EXHAUSTED (SATURATED), UNAVAILABLE (NO_INSTANCE, NOT_SERVING,
-    NOT_OWNER), each with a RetryInfo where trying again may help; INVALID_ARGUMENT (INVALID_POLICY) with a BadRequest that names
+    NOT_OWNER), each with a RetryInfo where trying again may help; DEADLINE_EXCEEDED (FIRST_TOKEN_TOO_LATE); INVALID_ARGUMENT (INVALID_POLICY) with a BadRequest that names
     the field, and (INVALID_FIELD) with the field in the metadata. UNAUTHENTICATED, without a valid token, and PERMISSION_DENIED,
     with another role's, have no details. A token is shown as metadata `authorization: Bearer TOKEN`.
     """
@@ -53,6 +53,16 @@ class FleetServiceStub:
     """Drain stops or resumes placing on an instance, while its incarnation lasts. Replicas that share a store all do, those that
     start later, too. NOT_FOUND (INSTANCE_NOT_FOUND) when unknown.
     """
+    SetInstanceOrder: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.SetInstanceOrderRequest, _fleet_pb2.SetInstanceOrderResponse]
+    """SetInstanceOrder cordons an instance, lets it in again, or gives it another share of new sessions. The order is of the id, which
+    need not be known yet, and lasts until it is changed: beyond restarts of the engine, of its agent and, where replicas share a
+    store, of routers; without one it ends with its router. Replicas that share a store all follow, those that start later, too.
+    Of two changes of one order the last one counts, and each of its fields is one that somebody has set: fields that a request
+    leaves out stay as they are in the store. INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_ORDERS) for more than
+    10,000.
+    """
+    ListInstanceOrders: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListInstanceOrdersRequest, _fleet_pb2.ListInstanceOrdersResponse]
+    """ListInstanceOrders tells all orders by instance id, also those for ids that no agent has reported."""
     SetPolicy: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.SetPolicyRequest, _fleet_pb2.SetPolicyResponse]
     """SetPolicy changes the policy or its settings; reservations and affinity stay. Replicas that share a store all take it, those
     that start later, too. INVALID_ARGUMENT names the field. ABORTED (POLICY_CHANGED) when another policy than the one that the
@@ -82,6 +92,20 @@ class FleetServiceStub:
     """ListReplicas tells the fleet's live routers, who owns which pool, and how the replica that answers is: all at once, since
     they are few.
     """
+    ListPoolHistories: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListPoolHistoriesRequest, _fleet_pb2.ListPoolHistoriesResponse]
+    """ListPoolHistories tells the last 15 minutes of pools as series of figures, by model: what this replica has seen itself, from its
+    own memory, which ends with its process.
+
+    Time is cut into steps, from start_time on. Of each series there is one value for each step that is over and of which the replica
+    has seen anything, 180 at most: value i is of the time from start_time + i * step on, for one step. NaN where the figure is not
+    known, which is never told as 0: the replica did not place the pool's requests, no request ended, no report was fresh. Rates are
+    NaN in a step of which the replica has seen a part only. INVALID_ARGUMENT (INVALID_FIELD) for a measure that does not exist.
+    """
+    ListInstanceHistories: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ListInstanceHistoriesRequest, _fleet_pb2.ListInstanceHistoriesResponse]
+    """ListInstanceHistories tells the last 15 minutes of instances in one measure, by id, in steps and with NaN as ListPoolHistories does,
+    with 60 steps at most. Instances that are gone are told until their last value is 15 minutes old; a new incarnation goes on in the
+    row of its id. INVALID_ARGUMENT (INVALID_FIELD) without a measure, or for one that does not exist.
+    """
 
 @_typing.type_check_only
 class FleetServiceAsyncStub(FleetServiceStub):
@@ -94,7 +118,7 @@ class FleetServiceAsyncStub(FleetServiceStub):
     Errors carry a google.rpc.ErrorInfo of the domain "pointsman" (https://google.aip.dev/193) in the trailer
     grpc-status-details-bin: branch on its reason, not on the message. Reasons are named in brackets here, behind the code. Besides
     those of methods there are NOT_FOUND (MODEL_NOT_FOUND), RESOURCE_EXHAUSTED (SATURATED), UNAVAILABLE (NO_INSTANCE, NOT_SERVING,
-    NOT_OWNER), each with a RetryInfo where trying again may help; INVALID_ARGUMENT (INVALID_POLICY) with a BadRequest that names
+    NOT_OWNER), each with a RetryInfo where trying again may help; DEADLINE_EXCEEDED (FIRST_TOKEN_TOO_LATE); INVALID_ARGUMENT (INVALID_POLICY) with a BadRequest that names
     the field, and (INVALID_FIELD) with the field in the metadata. UNAUTHENTICATED, without a valid token, and PERMISSION_DENIED,
     with another role's, have no details. A token is shown as metadata `authorization: Bearer TOKEN`.
     """
@@ -108,6 +132,16 @@ class FleetServiceAsyncStub(FleetServiceStub):
     """Drain stops or resumes placing on an instance, while its incarnation lasts. Replicas that share a store all do, those that
     start later, too. NOT_FOUND (INSTANCE_NOT_FOUND) when unknown.
     """
+    SetInstanceOrder: _aio.UnaryUnaryMultiCallable[_fleet_pb2.SetInstanceOrderRequest, _fleet_pb2.SetInstanceOrderResponse]  # type: ignore[assignment]
+    """SetInstanceOrder cordons an instance, lets it in again, or gives it another share of new sessions. The order is of the id, which
+    need not be known yet, and lasts until it is changed: beyond restarts of the engine, of its agent and, where replicas share a
+    store, of routers; without one it ends with its router. Replicas that share a store all follow, those that start later, too.
+    Of two changes of one order the last one counts, and each of its fields is one that somebody has set: fields that a request
+    leaves out stay as they are in the store. INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_ORDERS) for more than
+    10,000.
+    """
+    ListInstanceOrders: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListInstanceOrdersRequest, _fleet_pb2.ListInstanceOrdersResponse]  # type: ignore[assignment]
+    """ListInstanceOrders tells all orders by instance id, also those for ids that no agent has reported."""
     SetPolicy: _aio.UnaryUnaryMultiCallable[_fleet_pb2.SetPolicyRequest, _fleet_pb2.SetPolicyResponse]  # type: ignore[assignment]
     """SetPolicy changes the policy or its settings; reservations and affinity stay. Replicas that share a store all take it, those
     that start later, too. INVALID_ARGUMENT names the field. ABORTED (POLICY_CHANGED) when another policy than the one that the
@@ -137,6 +171,20 @@ class FleetServiceAsyncStub(FleetServiceStub):
     """ListReplicas tells the fleet's live routers, who owns which pool, and how the replica that answers is: all at once, since
     they are few.
     """
+    ListPoolHistories: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListPoolHistoriesRequest, _fleet_pb2.ListPoolHistoriesResponse]  # type: ignore[assignment]
+    """ListPoolHistories tells the last 15 minutes of pools as series of figures, by model: what this replica has seen itself, from its
+    own memory, which ends with its process.
+
+    Time is cut into steps, from start_time on. Of each series there is one value for each step that is over and of which the replica
+    has seen anything, 180 at most: value i is of the time from start_time + i * step on, for one step. NaN where the figure is not
+    known, which is never told as 0: the replica did not place the pool's requests, no request ended, no report was fresh. Rates are
+    NaN in a step of which the replica has seen a part only. INVALID_ARGUMENT (INVALID_FIELD) for a measure that does not exist.
+    """
+    ListInstanceHistories: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ListInstanceHistoriesRequest, _fleet_pb2.ListInstanceHistoriesResponse]  # type: ignore[assignment]
+    """ListInstanceHistories tells the last 15 minutes of instances in one measure, by id, in steps and with NaN as ListPoolHistories does,
+    with 60 steps at most. Instances that are gone are told until their last value is 15 minutes old; a new incarnation goes on in the
+    row of its id. INVALID_ARGUMENT (INVALID_FIELD) without a measure, or for one that does not exist.
+    """
 
 class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
     """FleetService is for people, shells and consoles.
@@ -148,7 +196,7 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
     Errors carry a google.rpc.ErrorInfo of the domain "pointsman" (https://google.aip.dev/193) in the trailer
     grpc-status-details-bin: branch on its reason, not on the message. Reasons are named in brackets here, behind the code. Besides
     those of methods there are NOT_FOUND (MODEL_NOT_FOUND), RESOURCE_EXHAUSTED (SATURATED), UNAVAILABLE (NO_INSTANCE, NOT_SERVING,
-    NOT_OWNER), each with a RetryInfo where trying again may help; INVALID_ARGUMENT (INVALID_POLICY) with a BadRequest that names
+    NOT_OWNER), each with a RetryInfo where trying again may help; DEADLINE_EXCEEDED (FIRST_TOKEN_TOO_LATE); INVALID_ARGUMENT (INVALID_POLICY) with a BadRequest that names
     the field, and (INVALID_FIELD) with the field in the metadata. UNAUTHENTICATED, without a valid token, and PERMISSION_DENIED,
     with another role's, have no details. A token is shown as metadata `authorization: Bearer TOKEN`.
     """
@@ -178,6 +226,28 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         """Drain stops or resumes placing on an instance, while its incarnation lasts. Replicas that share a store all do, those that
         start later, too. NOT_FOUND (INSTANCE_NOT_FOUND) when unknown.
         """
+
+    @_abc_1.abstractmethod
+    def SetInstanceOrder(
+        self,
+        request: _fleet_pb2.SetInstanceOrderRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.SetInstanceOrderResponse, _abc.Awaitable[_fleet_pb2.SetInstanceOrderResponse]]:
+        """SetInstanceOrder cordons an instance, lets it in again, or gives it another share of new sessions. The order is of the id, which
+        need not be known yet, and lasts until it is changed: beyond restarts of the engine, of its agent and, where replicas share a
+        store, of routers; without one it ends with its router. Replicas that share a store all follow, those that start later, too.
+        Of two changes of one order the last one counts, and each of its fields is one that somebody has set: fields that a request
+        leaves out stay as they are in the store. INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_ORDERS) for more than
+        10,000.
+        """
+
+    @_abc_1.abstractmethod
+    def ListInstanceOrders(
+        self,
+        request: _fleet_pb2.ListInstanceOrdersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.ListInstanceOrdersResponse, _abc.Awaitable[_fleet_pb2.ListInstanceOrdersResponse]]:
+        """ListInstanceOrders tells all orders by instance id, also those for ids that no agent has reported."""
 
     @_abc_1.abstractmethod
     def SetPolicy(
@@ -266,6 +336,32 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_fleet_pb2.ListReplicasResponse, _abc.Awaitable[_fleet_pb2.ListReplicasResponse]]:
         """ListReplicas tells the fleet's live routers, who owns which pool, and how the replica that answers is: all at once, since
         they are few.
+        """
+
+    @_abc_1.abstractmethod
+    def ListPoolHistories(
+        self,
+        request: _fleet_pb2.ListPoolHistoriesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.ListPoolHistoriesResponse, _abc.Awaitable[_fleet_pb2.ListPoolHistoriesResponse]]:
+        """ListPoolHistories tells the last 15 minutes of pools as series of figures, by model: what this replica has seen itself, from its
+        own memory, which ends with its process.
+
+        Time is cut into steps, from start_time on. Of each series there is one value for each step that is over and of which the replica
+        has seen anything, 180 at most: value i is of the time from start_time + i * step on, for one step. NaN where the figure is not
+        known, which is never told as 0: the replica did not place the pool's requests, no request ended, no report was fresh. Rates are
+        NaN in a step of which the replica has seen a part only. INVALID_ARGUMENT (INVALID_FIELD) for a measure that does not exist.
+        """
+
+    @_abc_1.abstractmethod
+    def ListInstanceHistories(
+        self,
+        request: _fleet_pb2.ListInstanceHistoriesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.ListInstanceHistoriesResponse, _abc.Awaitable[_fleet_pb2.ListInstanceHistoriesResponse]]:
+        """ListInstanceHistories tells the last 15 minutes of instances in one measure, by id, in steps and with NaN as ListPoolHistories does,
+        with 60 steps at most. Instances that are gone are told until their last value is 15 minutes old; a new incarnation goes on in the
+        row of its id. INVALID_ARGUMENT (INVALID_FIELD) without a measure, or for one that does not exist.
         """
 
 def add_FleetServiceServicer_to_server(servicer: FleetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

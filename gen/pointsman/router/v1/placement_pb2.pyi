@@ -45,6 +45,36 @@ PHASE_DECODE: Phase.ValueType  # 2
 """PHASE_DECODE: the first token has come."""
 Global___Phase: _TypeAlias = Phase  # noqa: Y015
 
+class _Priority:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PriorityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Priority.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PRIORITY_UNSPECIFIED: _Priority.ValueType  # 0
+    """PRIORITY_UNSPECIFIED counts as PRIORITY_STANDARD."""
+    PRIORITY_BATCH: _Priority.ValueType  # 1
+    """PRIORITY_BATCH: after all others, but for a share of their work."""
+    PRIORITY_STANDARD: _Priority.ValueType  # 2
+    """PRIORITY_STANDARD: between the others."""
+    PRIORITY_INTERACTIVE: _Priority.ValueType  # 3
+    """PRIORITY_INTERACTIVE: before all others."""
+
+class Priority(_Priority, metaclass=_PriorityEnumTypeWrapper):
+    """Priority is the class of a request, by its client's API key: which of the requests that wait for an instance goes first. It
+    does not change where a request goes, and engines are not told.
+    """
+
+PRIORITY_UNSPECIFIED: Priority.ValueType  # 0
+"""PRIORITY_UNSPECIFIED counts as PRIORITY_STANDARD."""
+PRIORITY_BATCH: Priority.ValueType  # 1
+"""PRIORITY_BATCH: after all others, but for a share of their work."""
+PRIORITY_STANDARD: Priority.ValueType  # 2
+"""PRIORITY_STANDARD: between the others."""
+PRIORITY_INTERACTIVE: Priority.ValueType  # 3
+"""PRIORITY_INTERACTIVE: before all others."""
+Global___Priority: _TypeAlias = Priority  # noqa: Y015
+
 class _StepKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -101,6 +131,50 @@ OUTCOME_FAILED: Outcome.ValueType  # 4
 """OUTCOME_FAILED: the engine failed or could not be reached."""
 Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 
+class _FinishReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
+    """FINISH_REASON_UNSPECIFIED: the engine did not say, or said another word."""
+    FINISH_REASON_STOP: _FinishReason.ValueType  # 1
+    """FINISH_REASON_STOP: the model ended, or a stop sequence came."""
+    FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
+    """FINISH_REASON_LENGTH: the output's limit, or the context's, was reached."""
+    FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 3
+    """FINISH_REASON_TOOL_CALLS: the model calls tools."""
+    FINISH_REASON_CONTENT_FILTER: _FinishReason.ValueType  # 4
+    """FINISH_REASON_CONTENT_FILTER: content was left out."""
+    FINISH_REASON_ABORT: _FinishReason.ValueType  # 5
+    """FINISH_REASON_ABORT: the engine broke it off."""
+    FINISH_REASON_ERROR: _FinishReason.ValueType  # 6
+    """FINISH_REASON_ERROR: the engine failed at it."""
+    FINISH_REASON_REPETITION: _FinishReason.ValueType  # 7
+    """FINISH_REASON_REPETITION: the engine broke off an output that repeated itself."""
+
+class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
+    """FinishReason is why an engine ended an answer, in the terms of OpenAI's chat completions, whatever the request's API."""
+
+FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
+"""FINISH_REASON_UNSPECIFIED: the engine did not say, or said another word."""
+FINISH_REASON_STOP: FinishReason.ValueType  # 1
+"""FINISH_REASON_STOP: the model ended, or a stop sequence came."""
+FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
+"""FINISH_REASON_LENGTH: the output's limit, or the context's, was reached."""
+FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 3
+"""FINISH_REASON_TOOL_CALLS: the model calls tools."""
+FINISH_REASON_CONTENT_FILTER: FinishReason.ValueType  # 4
+"""FINISH_REASON_CONTENT_FILTER: content was left out."""
+FINISH_REASON_ABORT: FinishReason.ValueType  # 5
+"""FINISH_REASON_ABORT: the engine broke it off."""
+FINISH_REASON_ERROR: FinishReason.ValueType  # 6
+"""FINISH_REASON_ERROR: the engine failed at it."""
+FINISH_REASON_REPETITION: FinishReason.ValueType  # 7
+"""FINISH_REASON_REPETITION: the engine broke off an output that repeated itself."""
+Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
+
 @_typing.final
 class SessionRequest(_message.Message):
     """SessionRequest is one message of a gateway."""
@@ -113,6 +187,7 @@ class SessionRequest(_message.Message):
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    OPEN_STREAM_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___GatewayHello:
@@ -139,6 +214,12 @@ class SessionRequest(_message.Message):
         """usage reports what API keys have used, to a router whose welcome says that it accounts for them."""
 
     @_builtins.property
+    def open_stream(self) -> Global___OpenStream:
+        """open_stream says that the gateway runs a request where no placement told it to, because the next step did not come in
+        time: that step is void, and the instance counts the request as its load until finished.
+        """
+
+    @_builtins.property
     def batch(self) -> Global___SessionRequestBatch:
         """batch is several messages at once, none of them a batch."""
 
@@ -151,13 +232,14 @@ class SessionRequest(_message.Message):
         first_token: Global___FirstToken | None = ...,
         finished: Global___Finished | None = ...,
         usage: Global___UsageReport | None = ...,
+        open_stream: Global___OpenStream | None = ...,
         batch: Global___SessionRequestBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "finished", b"finished", "first_token", b"first_token", "hello", b"hello", "kind", b"kind", "place", b"place", "step_done", b"step_done", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "finished", b"finished", "first_token", b"first_token", "hello", b"hello", "kind", b"kind", "open_stream", b"open_stream", "place", b"place", "step_done", b"step_done", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "finished", b"finished", "first_token", b"first_token", "hello", b"hello", "kind", b"kind", "place", b"place", "step_done", b"step_done", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "finished", b"finished", "first_token", b"first_token", "hello", b"hello", "kind", b"kind", "open_stream", b"open_stream", "place", b"place", "step_done", b"step_done", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "place", "step_done", "first_token", "finished", "usage", "batch"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "place", "step_done", "first_token", "finished", "usage", "open_stream", "batch"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -420,6 +502,9 @@ class PlacementRequest(_message.Message):
     AGE_FIELD_NUMBER: _builtins.int
     SLICEABLE_TOKENS_FIELD_NUMBER: _builtins.int
     SINGLE_INSTANCE_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    TTFT_DEADLINE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id is unique; the same id again gets the same placement."""
     model: _builtins.str
@@ -442,6 +527,14 @@ class PlacementRequest(_message.Message):
     """single_instance: the instance that answers must compute the prompt itself. Another one may see other tokens (the chat template
     reads the clock, or the gateway cannot tell the tokens), or the request has no form in which one instance prefills for another.
     """
+    priority: Global___Priority.ValueType
+    """priority of the request where requests wait; unspecified, as older gateways leave it, and values that the router does not know
+    count as PRIORITY_STANDARD.
+    """
+    weight: _builtins.int
+    """weight of the tenant among the tenants of its class: while all wait, one of weight 2 is served twice the work of one of weight
+    1. 1 to 1,000; 0, as older gateways leave it, counts as 1, and more as 1,000.
+    """
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """keys of the prompt's full 16-token blocks, in order, made as GatewayWelcome.key_scheme names; empty where no tokenizer is
@@ -460,6 +553,12 @@ class PlacementRequest(_message.Message):
     def age(self) -> _duration_pb2.Duration:
         """age: how long the request has waited for its first step already, at routers that are gone."""
 
+    @_builtins.property
+    def ttft_deadline(self) -> _duration_pb2.Duration:
+        """ttft_deadline is how soon from now the client needs the answer's first token. A request that cannot have it any more is
+        refused with DEADLINE_EXCEEDED. Absent: the client has not said, and any time is soon enough.
+        """
+
     def __init__(
         self,
         *,
@@ -476,10 +575,13 @@ class PlacementRequest(_message.Message):
         age: _duration_pb2.Duration | None = ...,
         sliceable_tokens: _builtins.int = ...,
         single_instance: _builtins.bool = ...,
+        priority: Global___Priority.ValueType = ...,
+        weight: _builtins.int = ...,
+        ttft_deadline: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "deadline", b"deadline"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "deadline", b"deadline", "ttft_deadline", b"ttft_deadline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "deadline", b"deadline", "exclude", b"exclude", "input_tokens", b"input_tokens", "keys", b"keys", "max_output_tokens", b"max_output_tokens", "model", b"model", "request_id", b"request_id", "session_id", b"session_id", "single_instance", b"single_instance", "sliceable_tokens", b"sliceable_tokens", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "deadline", b"deadline", "exclude", b"exclude", "input_tokens", b"input_tokens", "keys", b"keys", "max_output_tokens", b"max_output_tokens", "model", b"model", "priority", b"priority", "request_id", b"request_id", "session_id", b"session_id", "single_instance", b"single_instance", "sliceable_tokens", b"sliceable_tokens", "tenant", b"tenant", "traceparent", b"traceparent", "ttft_deadline", b"ttft_deadline", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -638,7 +740,9 @@ class Refusal(_message.Message):
     request_id: _builtins.str
     """request_id it answers."""
     code: _builtins.int
-    """code is a google.rpc.Code: 5 NOT_FOUND (unknown model), 8 RESOURCE_EXHAUSTED (saturated), 14 UNAVAILABLE (no instance)."""
+    """code is a google.rpc.Code: 4 DEADLINE_EXCEEDED (no first token within ttft_deadline), 5 NOT_FOUND (unknown model),
+    8 RESOURCE_EXHAUSTED (saturated), 14 UNAVAILABLE (no instance).
+    """
     message: _builtins.str
     """message for people."""
     not_serving: _builtins.bool
@@ -714,6 +818,7 @@ class StepDone(_message.Message):
     OK_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     INSTANCE_FAILED_FIELD_NUMBER: _builtins.int
+    DEADLINE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id of the request."""
     step_index: _builtins.int
@@ -724,6 +829,10 @@ class StepDone(_message.Message):
     """error in a few words."""
     instance_failed: _builtins.bool
     """instance_failed: the step's instance is to blame (silence, 5xx, no connection), not the request or a transfer."""
+    @_builtins.property
+    def deadline(self) -> _duration_pb2.Duration:
+        """deadline is how much longer the gateway waits for the next step; absent: as long as the router lets requests wait."""
+
     def __init__(
         self,
         *,
@@ -732,10 +841,11 @@ class StepDone(_message.Message):
         ok: _builtins.bool = ...,
         error: _builtins.str = ...,
         instance_failed: _builtins.bool = ...,
+        deadline: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "instance_failed", b"instance_failed", "ok", b"ok", "request_id", b"request_id", "step_index", b"step_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "error", b"error", "instance_failed", b"instance_failed", "ok", b"ok", "request_id", b"request_id", "step_index", b"step_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -787,6 +897,8 @@ class Finished(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     REFUSED_BY_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    CACHED_BY_TIER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id of the request."""
     outcome: Global___Outcome.ValueType
@@ -803,6 +915,8 @@ class Finished(_message.Message):
     """http_status of the engine; 0 when it never answered."""
     refused: _builtins.bool
     """refused: the instance answered with a 5xx of its own, which may be the request's fault as well as the instance's."""
+    finish_reason: Global___FinishReason.ValueType
+    """finish_reason of the answer; of one with several choices, that of the last."""
     @_builtins.property
     def timings(self) -> Global___Timings:
         """timings at the gateway."""
@@ -810,6 +924,12 @@ class Finished(_message.Message):
     @_builtins.property
     def refused_by(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """refused_by as in FirstToken, where the request ends without one, rejected with a 4xx."""
+
+    @_builtins.property
+    def cached_by_tier(self) -> _containers.RepeatedCompositeFieldContainer[Global___CachedTokens]:
+        """cached_by_tier tells of which tiers cached_tokens were, as far as that is known: a tier once at most, and the sum is not above
+        cached_tokens. vLLM tells one figure for all tiers, so that Pointsman's gateway leaves this empty.
+        """
 
     def __init__(
         self,
@@ -824,10 +944,12 @@ class Finished(_message.Message):
         timings: Global___Timings | None = ...,
         refused_by: _abc.Iterable[_builtins.str] | None = ...,
         refused: _builtins.bool = ...,
+        finish_reason: Global___FinishReason.ValueType = ...,
+        cached_by_tier: _abc.Iterable[Global___CachedTokens] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_output_tokens", b"_output_tokens", "_prompt_tokens", b"_prompt_tokens", "cached_tokens", b"cached_tokens", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_output_tokens", b"_output_tokens", "_prompt_tokens", b"_prompt_tokens", "cached_tokens", b"cached_tokens", "error", b"error", "http_status", b"http_status", "outcome", b"outcome", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "refused", b"refused", "refused_by", b"refused_by", "request_id", b"request_id", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_output_tokens", b"_output_tokens", "_prompt_tokens", b"_prompt_tokens", "cached_by_tier", b"cached_by_tier", "cached_tokens", b"cached_tokens", "error", b"error", "finish_reason", b"finish_reason", "http_status", b"http_status", "outcome", b"outcome", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "refused", b"refused", "refused_by", b"refused_by", "request_id", b"request_id", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cached_tokens: _TypeAlias = _typing.Literal["cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__cached_tokens: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens"]  # noqa: Y015
@@ -843,6 +965,32 @@ class Finished(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_tokens) -> _WhichOneofReturnType__prompt_tokens | None: ...
 
 Global___Finished: _TypeAlias = Finished  # noqa: Y015
+
+@_typing.final
+class CachedTokens(_message.Message):
+    """CachedTokens counts the prompt tokens of one request that an engine had in one tier and did not compute."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    tier: _agent_pb2.Tier.ValueType
+    """tier in which they were."""
+    tokens: _builtins.int
+    """tokens there."""
+    def __init__(
+        self,
+        *,
+        tier: _agent_pb2.Tier.ValueType = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tier", b"tier", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CachedTokens: _TypeAlias = CachedTokens  # noqa: Y015
 
 @_typing.final
 class Timings(_message.Message):

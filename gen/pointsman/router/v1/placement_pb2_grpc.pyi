@@ -36,6 +36,7 @@ class PlacementServiceStub:
         comes at once or, where the request is held, by its deadline. From then on the instance counts the request as its load.
      2. It does the step. SERVE: it sends the client's request to step.instance.url, and the answer to the client. PREFILL: it has
         the instance compute step.prefix_tokens of the prompt and nothing else, and sends step_done; another placement follows.
+        Where none comes in time the gateway sends the request to the step's instance, and says so by open_stream.
         A gateway that can do SERVE alone sets single_instance, and leaves sliceable_tokens 0: its placements have last set.
      3. It sends first_token when the answer's first byte is there, and finished when the request is over, however it ended: until
         then, or until its session has been gone for the router's gateway_lease_s, the load stays. Where no byte of an answer came
@@ -58,7 +59,8 @@ class PlacementServiceStub:
     Place: _grpc.UnaryUnaryMultiCallable[_placement_pb2.PlaceRequest, _placement_pb2.PlaceResponse]
     """Place is the one-step form for shells and other clients: the whole plan must be one SERVE. The reservation ends with
     Finish or with the lease. A request that is held is answered within the call's deadline. RESOURCE_EXHAUSTED with
-    RetryInfo when saturated, UNAVAILABLE when no instance is ready, NOT_FOUND for an unknown model; reasons as FleetService has
+    RetryInfo when saturated, UNAVAILABLE when no instance is ready, NOT_FOUND for an unknown model, DEADLINE_EXCEEDED
+    (FIRST_TOKEN_TOO_LATE) when no first token can come within the request's ttft_deadline; reasons as FleetService has
     them, and ABORTED (REQUEST_ENDED) when the request is finished while it is held. At a replica that does
     not own the pool: UNAVAILABLE (NOT_OWNER), with the owner's router_id and address in the metadata, or (NOT_SERVING) where
     none is known.
@@ -77,6 +79,7 @@ class PlacementServiceAsyncStub(PlacementServiceStub):
         comes at once or, where the request is held, by its deadline. From then on the instance counts the request as its load.
      2. It does the step. SERVE: it sends the client's request to step.instance.url, and the answer to the client. PREFILL: it has
         the instance compute step.prefix_tokens of the prompt and nothing else, and sends step_done; another placement follows.
+        Where none comes in time the gateway sends the request to the step's instance, and says so by open_stream.
         A gateway that can do SERVE alone sets single_instance, and leaves sliceable_tokens 0: its placements have last set.
      3. It sends first_token when the answer's first byte is there, and finished when the request is over, however it ended: until
         then, or until its session has been gone for the router's gateway_lease_s, the load stays. Where no byte of an answer came
@@ -96,7 +99,8 @@ class PlacementServiceAsyncStub(PlacementServiceStub):
     Place: _aio.UnaryUnaryMultiCallable[_placement_pb2.PlaceRequest, _placement_pb2.PlaceResponse]  # type: ignore[assignment]
     """Place is the one-step form for shells and other clients: the whole plan must be one SERVE. The reservation ends with
     Finish or with the lease. A request that is held is answered within the call's deadline. RESOURCE_EXHAUSTED with
-    RetryInfo when saturated, UNAVAILABLE when no instance is ready, NOT_FOUND for an unknown model; reasons as FleetService has
+    RetryInfo when saturated, UNAVAILABLE when no instance is ready, NOT_FOUND for an unknown model, DEADLINE_EXCEEDED
+    (FIRST_TOKEN_TOO_LATE) when no first token can come within the request's ttft_deadline; reasons as FleetService has
     them, and ABORTED (REQUEST_ENDED) when the request is finished while it is held. At a replica that does
     not own the pool: UNAVAILABLE (NOT_OWNER), with the owner's router_id and address in the metadata, or (NOT_SERVING) where
     none is known.
@@ -114,6 +118,7 @@ class PlacementServiceServicer(metaclass=_abc_1.ABCMeta):
         comes at once or, where the request is held, by its deadline. From then on the instance counts the request as its load.
      2. It does the step. SERVE: it sends the client's request to step.instance.url, and the answer to the client. PREFILL: it has
         the instance compute step.prefix_tokens of the prompt and nothing else, and sends step_done; another placement follows.
+        Where none comes in time the gateway sends the request to the step's instance, and says so by open_stream.
         A gateway that can do SERVE alone sets single_instance, and leaves sliceable_tokens 0: its placements have last set.
      3. It sends first_token when the answer's first byte is there, and finished when the request is over, however it ended: until
         then, or until its session has been gone for the router's gateway_lease_s, the load stays. Where no byte of an answer came
@@ -143,7 +148,8 @@ class PlacementServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_placement_pb2.PlaceResponse, _abc.Awaitable[_placement_pb2.PlaceResponse]]:
         """Place is the one-step form for shells and other clients: the whole plan must be one SERVE. The reservation ends with
         Finish or with the lease. A request that is held is answered within the call's deadline. RESOURCE_EXHAUSTED with
-        RetryInfo when saturated, UNAVAILABLE when no instance is ready, NOT_FOUND for an unknown model; reasons as FleetService has
+        RetryInfo when saturated, UNAVAILABLE when no instance is ready, NOT_FOUND for an unknown model, DEADLINE_EXCEEDED
+        (FIRST_TOKEN_TOO_LATE) when no first token can come within the request's ttft_deadline; reasons as FleetService has
         them, and ABORTED (REQUEST_ENDED) when the request is finished while it is held. At a replica that does
         not own the pool: UNAVAILABLE (NOT_OWNER), with the owner's router_id and address in the metadata, or (NOT_SERVING) where
         none is known.

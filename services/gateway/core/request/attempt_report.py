@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pointsman.common.core.enum_words import values
 from pointsman.common.core.request_timing import RequestTiming
 from pointsman.gateway.core.request.attempt import Attempt
 from pointsman.gateway.core.request.request_context import RequestContext
 from pointsman.gateway.core.request.request_events import ReportFinished
 from pointsman.router.v1 import placement_pb2
+
+_FINISH_REASONS = {name.lower(): number for name, number in values(placement_pb2.FinishReason).items() if number}
 
 
 class AttemptBreakdown(RequestTiming, kw_only=True, omit_defaults=True):
@@ -30,6 +33,7 @@ class AttemptBreakdown(RequestTiming, kw_only=True, omit_defaults=True):
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_tokens: int | None = None
+    finish_reason: str = ""
 
 
 def finished(
@@ -46,6 +50,7 @@ def finished(
         http_status=status,
         refused=effect.refused,
         refused_by=effect.refused_by,
+        finish_reason=placement_pb2.FinishReason.ValueType(_FINISH_REASONS.get(attempt.usage.finish_reason, 0)),
     )
     report.timings.placed_ms = _ms(attempt.placed_at, context.received_at)
     report.timings.sent_ms = _ms(attempt.sent_at, context.received_at)
@@ -85,6 +90,7 @@ def breakdown(
         prompt_tokens=attempt.usage.prompt,
         cached_tokens=attempt.usage.cached,
         output_tokens=attempt.usage.output,
+        finish_reason=attempt.usage.finish_reason,
         t_recv=at(context.received_at),
         t_placed=at(attempt.placed_at),
         t_prefill_sent=at(prefills[0].began_at) if prefills else None,

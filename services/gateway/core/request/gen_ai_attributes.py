@@ -65,6 +65,7 @@ def answer_attributes(usage: Usage, url: str, time_to_first_chunk_s: float | Non
             "gen_ai.usage.input_tokens": usage.prompt,
             "gen_ai.usage.cache_read.input_tokens": usage.cached,
             "gen_ai.usage.output_tokens": usage.output,
+            "gen_ai.response.finish_reasons": (usage.finish_reason,) if usage.finish_reason else None,
             "gen_ai.response.time_to_first_chunk": time_to_first_chunk_s,
             "error.type": error,
         }

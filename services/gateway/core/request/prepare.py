@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from array import array
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from xxhash import xxh3_64_intdigest
 
 from pointsman.gateway.core.api import ApiCall, estimated_tokens
+from pointsman.gateway.core.api.errors import ApiRequestError
 from pointsman.gateway.core.api.openai_responses import not_stored, storing_instance
 from pointsman.gateway.core.api.prompt_length import check_output, check_tokens
 from pointsman.gateway.core.forwarded_headers import upstream_headers
@@ -26,6 +28,11 @@ from pointsman.gateway.core.tokens.token_cache import BlockKeys, TokenCache
 from pointsman.router.v1 import placement_pb2
 
 MAX_TRACEPARENT = 128
+# Within how many seconds a client needs the first token. It counts among the waiting requests of the client's own tenant, and has
+# the request refused once it cannot be met.
+TTFT_TIMEOUT_HEADER = "X-Pointsman-TTFT-Timeout"
+MAX_TTFT_TIMEOUT_S = 3_600.0
+_DECIMAL = re.compile(r"\d{1,9}(?:\.\d{1,9})?", re.ASCII)
 _KEYS_FIELD = placement_pb2.PlacementRequest.KEYS_FIELD_NUMBER
 
 
@@ -42,7 +49,7 @@ class Tokens:
 @dataclass(frozen=True, slots=True)
 class IncomingCall:
     """A call, who made it, and what of its HTTP request is needed to place it. `request_id` and `client_id` as in Request;
-    `received_at` is monotonic seconds."""
+    `received_at` is monotonic seconds. `priority` and `weight` are its client's."""
 
     call: ApiCall
     state: PoolState
@@ -54,6 +61,8 @@ class IncomingCall:
     admission: Admission
     received_at: float
     trace: RequestTrace | None = None
+    priority: placement_pb2.Priority.ValueType = placement_pb2.PRIORITY_STANDARD
+    weight: int = 1
 
     @property
     def tokenizer(self) -> ModelTokenizer | None:
@@ -110,7 +119,13 @@ class RequestPreparer:
             max_output_tokens=_output_tokens(call, prompt, state.pool.max_model_len) if call.endpoint.generates else 1,
             exclude=_elsewhere(call, state, tenant),
             traceparent=traceparent if len(traceparent) <= MAX_TRACEPARENT else "",
+            priority=incoming.priority,
+            weight=incoming.weight,
         )
+        timeout_s = ttft_timeout_s(headers)
+        if timeout_s is not None:
+            left = max(incoming.received_at + timeout_s - now, 0.0)
+            placement.ttft_deadline.FromNanoseconds(int(left * 1e9))
         set_keys(placement, keys)
         sent = upstream_headers(headers)
         sent["X-Request-ID"] = incoming.client_id
@@ -134,7 +149,21 @@ class RequestPreparer:
             received_at=incoming.received_at,
             admission=incoming.admission,
             trace=incoming.trace,
+            first_token_by=None if timeout_s is None else incoming.received_at + timeout_s,
         )
+
+
+def ttft_timeout_s(headers: Headers) -> float | None:
+    """How many seconds after its request a client needs the first token; None where it does not say. Raises ApiRequestError."""
+    given = headers.get(TTFT_TIMEOUT_HEADER)
+    if not given:
+        return None
+    # Not all that float() reads: no inf, nan, 1e9 or 1_0.
+    seconds = float(given) if _DECIMAL.fullmatch(given) else 0.0
+    if not 0.0 < seconds <= MAX_TTFT_TIMEOUT_S:
+        message = f"{TTFT_TIMEOUT_HEADER} must be seconds over 0 and up to {MAX_TTFT_TIMEOUT_S:,.0f}, such as 2.5."
+        raise ApiRequestError(400, message, param=TTFT_TIMEOUT_HEADER, code="invalid_ttft_timeout")
+    return seconds
 
 
 def set_keys(request: placement_pb2.PlacementRequest, keys: array[int]) -> None:

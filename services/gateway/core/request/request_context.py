@@ -16,7 +16,8 @@ from pointsman.router.v1 import placement_pb2
 
 @dataclass
 class RequestContext:
-    """One request: what to send and what to place it by. `received_at` is monotonic seconds."""
+    """One request: what to send and what to place it by. Monotonic seconds: `received_at`, and `first_token_by`, when its client
+    needs the first token (None: it does not say)."""
 
     request_id: str
     call: ApiCall
@@ -29,6 +30,7 @@ class RequestContext:
     received_at: float
     admission: Admission
     trace: RequestTrace | None
+    first_token_by: float | None = None
 
     def drop_prompt(self) -> None:
         """Let go of what only sending needs: nothing is sent any more once an answer has begun. Mutates."""

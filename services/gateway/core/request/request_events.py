@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass
 
 NOT_FOUND, RESOURCE_EXHAUSTED, UNAVAILABLE, INTERNAL, DEADLINE_EXCEEDED = 5, 8, 14, 13, 4
+# Of our own, beyond google.rpc.Code: no router named a step in time.
+PLACEMENT_TIMEOUT = 100
 
 
 class Outcome(enum.IntEnum):
@@ -67,7 +69,7 @@ class StepAssigned:
 
 @dataclass(frozen=True)
 class PlacementRefused:
-    """No placement; nothing is reserved. `code` as in Refusal (5, 8, 14)."""
+    """No placement; nothing is reserved. `code` as in Refusal (4, 5, 8, 14)."""
 
     attempt_id: str
     code: int
@@ -246,6 +248,13 @@ class ReportFinished:
 
 
 @dataclass(frozen=True)
+class ReportServedAlone:
+    """Report that the attempt goes on where it is, without the router's next step, which is void if it still comes."""
+
+    attempt_id: str
+
+
+@dataclass(frozen=True)
 class FailRequest:
     """Answer the client with an error; `code` as in Refusal, or 13 when instances failed, 4 when time ran out."""
 
@@ -271,6 +280,7 @@ Effect = (
     | AbortUpstream
     | ReportFirstToken
     | ReportFinished
+    | ReportServedAlone
     | FailRequest
     | EndStreamWithError
 )

@@ -18,9 +18,9 @@ import enum
 from dataclasses import replace
 
 from pointsman.gateway.core.request.request_events import (
-    DEADLINE_EXCEEDED,
     INTERNAL,
     NOT_FOUND,
+    PLACEMENT_TIMEOUT,
     UNAVAILABLE,
     AbortUpstream,
     AdoptEarlyStep,
@@ -40,6 +40,7 @@ from pointsman.gateway.core.request.request_events import (
     PullKv,
     ReportFinished,
     ReportFirstToken,
+    ReportServedAlone,
     ReportStepDone,
     RequestTimeouts,
     ResponseEnded,
@@ -247,9 +248,12 @@ class RequestStateMachine:
         """No next step came: the one SERVE goes where the prefix is, or where it was to be used."""
         assert self.step is not None
         if self._early_step is not None:
+            # The step that the plan has next: its router counts it where it runs.
             return self._step_assigned(replace(self._early_step, degraded=True), now)
         target = (self.step.kv_target if self._serve_only else None) or self.step.target
-        return self._step_assigned(StepAssigned(self.attempt_id, target, self.step.index + 1, degraded=True), now)
+        computed = 0 if self._serve_only else self.step.prefill_tokens
+        alone = StepAssigned(self.attempt_id, target, self.step.index + 1, cached_tokens=computed, degraded=True)
+        return [*self._step_assigned(alone, now), ReportServedAlone(self.attempt_id)]
 
     def _step_ended(self, error: str, now: float, instance_failed: bool = False) -> list[Effect]:
         assert self.step is not None
@@ -301,7 +305,7 @@ class RequestStateMachine:
             return self._upstream_failed(UpstreamFailed("no first byte in time"), now)
         return [
             *self._end(Outcome.FAILED, "no step in time"),
-            FailRequest(DEADLINE_EXCEEDED, "No placement was found in time.", 1.0),
+            FailRequest(PLACEMENT_TIMEOUT, "No placement was found in time.", 1.0),
         ]
 
     def _upstream_failed(self, failed: UpstreamFailed, now: float) -> list[Effect]:

@@ -1,4 +1,4 @@
-"""Reads from an answer's last bytes, API by API, its usage, whether it is complete, and whether the engine failed."""
+"""Reads from an answer's last bytes, API by API, its usage, why and whether it is complete, and whether the engine failed."""
 
 from __future__ import annotations
 
@@ -16,17 +16,32 @@ from pointsman.gateway.core.api.api_call import Endpoint
 _LAST_TYPE = re.compile(rb'"type":\s?"response\.(completed|incomplete|failed)"\s*\}\s*$')
 _SEQUENCE = re.compile(rb'"sequence_number":\s?(\d{1,9})')
 _USAGE = re.compile(rb'"usage":\s?\{')
+_INCOMPLETE = re.compile(rb'"incomplete_details":\s?\{\s*"reason":\s?"(\w+)"')
+_FUNCTION_CALL = re.compile(rb'"type":\s?"function_call"')
 _ENDS = frozenset({"response.completed", "response.incomplete", "response.failed"})
 _ENGINE_ERROR = "the engine reported an error"
+# What other APIs say, and OpenAI's own once said, in the words of its chat completions today.
+_FINISH_REASONS = {
+    "function_call": "tool_calls",
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "max_tokens": "length",
+    "tool_use": "tool_calls",
+    "refusal": "content_filter",
+    "max_output_tokens": "length",
+}
+_MAX_REASON = 32
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens as the engine counted them; None where it did not say."""
+    """Tokens as the engine counted them, None where it did not say, and why it ended: `finish_reason` in the words of OpenAI's
+    chat completions, whatever the API; of several choices that of the last one; "" where it did not say."""
 
     prompt: int | None = None
     cached: int | None = None
     output: int | None = None
+    finish_reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,23 +65,26 @@ def parse_stream_end(kind: Endpoint, text: bytes) -> StreamEnd:
 
 
 def usage_of(body: bytes, kind: Endpoint) -> Usage:
-    """Usage of an answer that is one JSON object; all None when it has none."""
-    found = _object(body).get("usage")
-    if not isinstance(found, dict):
-        return Usage()
-    return {Endpoint.MESSAGES: _messages_usage, Endpoint.RESPONSES: _responses_usage}.get(kind, _openai_usage)(found)
+    """Usage of an answer that is one JSON object; empty when it has none."""
+    answer = _object(body)
+    if kind is Endpoint.MESSAGES:
+        return _messages_usage(answer.get("usage"), answer.get("stop_reason"))
+    if kind is Endpoint.RESPONSES:
+        return _responses_usage(answer.get("usage"), _responses_reason(answer))
+    return _openai_usage(answer.get("usage"), _choices_reason(answer))
 
 
 def _openai_ending(lines: list[bytes]) -> StreamEnd:
-    usage, error = Usage(), ""
-    # Usage is in the last event before [DONE]; one more is looked at for engines that end with an empty choice.
-    for line in lines[-3:]:
+    usage, reason, error = None, "", ""
+    # Usage is in the last event before [DONE]; two more are looked at: for the choice's end, and for engines that send an empty
+    # choice after it.
+    for line in lines[-4:]:
         event = _object(line)
-        if isinstance(event.get("usage"), dict):
-            usage = _openai_usage(event["usage"])
+        usage = event.get("usage") or usage
+        reason = _choices_reason(event) or reason
         if event.get("error"):
             error = _ENGINE_ERROR
-    return StreamEnd(bool(lines) and lines[-1] == b"[DONE]", usage, error)
+    return StreamEnd(bool(lines) and lines[-1] == b"[DONE]", _openai_usage(usage, reason), error)
 
 
 def _messages_ending(lines: list[bytes]) -> StreamEnd:
@@ -75,8 +93,9 @@ def _messages_ending(lines: list[bytes]) -> StreamEnd:
     for line in lines[-4:]:
         event = _object(line)
         kind = event.get("type")
-        if kind == "message_delta" and isinstance(event.get("usage"), dict):
-            usage = _messages_usage(event["usage"])
+        if kind == "message_delta":
+            delta = event.get("delta")
+            usage = _messages_usage(event.get("usage"), delta.get("stop_reason") if isinstance(delta, dict) else "")
         complete = kind in ("message_stop", "error")
         if kind == "error":
             error = _ENGINE_ERROR
@@ -90,17 +109,25 @@ def _responses_ending(lines: list[bytes], text: bytes) -> StreamEnd:
         return StreamEnd(True, Usage(), _ENGINE_ERROR, sequence)
     response = last.get("response")
     if isinstance(response, dict):
-        complete, failed, usage = (
-            last.get("type") in _ENDS,
-            last.get("type") == "response.failed",
-            response.get("usage"),
-        )
+        complete, failed = last.get("type") in _ENDS, last.get("type") == "response.failed"
+        usage = _responses_usage(response.get("usage"), _responses_reason(response))
     else:
         ended = _LAST_TYPE.search(text)
         complete, failed = ended is not None, ended is not None and ended[1] == b"failed"
-        usage = _object_at_last(_USAGE, text) if complete else None
-    error = _ENGINE_ERROR if failed else ""
-    return StreamEnd(complete, _responses_usage(usage) if isinstance(usage, dict) else Usage(), error, sequence)
+        usage = _usage_in_tail(text, ended[1].decode()) if ended is not None else Usage()
+    return StreamEnd(complete, usage, _ENGINE_ERROR if failed else "", sequence)
+
+
+def _usage_in_tail(text: bytes, status: str) -> Usage:
+    """Usage of a response whose beginning is lost."""
+    reason = _INCOMPLETE.findall(text)[-1:]
+    called = status == "completed" and _FUNCTION_CALL.search(text) is not None
+    answer = {
+        "status": status,
+        "incomplete_details": {"reason": reason[0].decode()} if reason else None,
+        "output": [{"type": "function_call"}] if called else [],
+    }
+    return _responses_usage(_object_at_last(_USAGE, text), _responses_reason(answer))
 
 
 def _object_at_last(key: re.Pattern[bytes], text: bytes) -> Any:
@@ -122,22 +149,48 @@ def _object(text: bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _openai_usage(usage: dict[str, Any]) -> Usage:
+def _openai_usage(usage: Any, reason: str) -> Usage:
+    usage = usage if isinstance(usage, dict) else {}
     cached = _inner(usage, "prompt_tokens_details", "cached_tokens")
-    return Usage(_count(usage.get("prompt_tokens")), cached, _count(usage.get("completion_tokens")))
+    return Usage(_count(usage.get("prompt_tokens")), cached, _count(usage.get("completion_tokens")), reason)
 
 
-def _responses_usage(usage: dict[str, Any]) -> Usage:
+def _responses_usage(usage: Any, reason: str) -> Usage:
+    usage = usage if isinstance(usage, dict) else {}
     cached = _inner(usage, "input_tokens_details", "cached_tokens")
-    return Usage(_count(usage.get("input_tokens")), cached, _count(usage.get("output_tokens")))
+    return Usage(_count(usage.get("input_tokens")), cached, _count(usage.get("output_tokens")), reason)
 
 
-def _messages_usage(usage: dict[str, Any]) -> Usage:
+def _messages_usage(usage: Any, reason: object) -> Usage:
     """Anthropic's input_tokens leave out what was read from or written to a cache."""
+    usage = usage if isinstance(usage, dict) else {}
     fresh, cached = _count(usage.get("input_tokens")), _count(usage.get("cache_read_input_tokens"))
     if fresh is not None:
         fresh += (cached or 0) + (_count(usage.get("cache_creation_input_tokens")) or 0)
-    return Usage(fresh, cached, _count(usage.get("output_tokens")))
+    return Usage(fresh, cached, _count(usage.get("output_tokens")), _reason(reason))
+
+
+def _choices_reason(event: dict[str, Any]) -> str:
+    """Why the last of an event's choices ended; "" when it goes on, or there is none."""
+    choices = event.get("choices")
+    last = choices[-1] if isinstance(choices, list) and choices else None
+    return _reason(last.get("finish_reason")) if isinstance(last, dict) else ""
+
+
+def _responses_reason(response: dict[str, Any]) -> str:
+    """Why a response ended: its API has no finish_reason, but a status, details, and calls among its output."""
+    status, details, output = (response.get(name) for name in ("status", "incomplete_details", "output"))
+    if status == "incomplete":
+        return _reason(details.get("reason")) if isinstance(details, dict) else ""
+    if status != "completed":
+        return ""
+    items = output if isinstance(output, list) else []
+    called = any(isinstance(item, dict) and item.get("type") == "function_call" for item in items)
+    return "tool_calls" if called else "stop"
+
+
+def _reason(said: object) -> str:
+    return _FINISH_REASONS.get(said, said[:_MAX_REASON]) if isinstance(said, str) else ""
 
 
 def _inner(usage: dict[str, Any], name: str, field: str) -> int | None:

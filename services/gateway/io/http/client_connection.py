@@ -16,6 +16,7 @@ import struct
 import termios
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol, cast
 
 import httptools
@@ -336,7 +337,7 @@ class ClientConnection(asyncio.Protocol):
         self._state, self.deadline = _State.BUSY, math.inf
         self._request.body, self._body = b"".join(self._body), []
         self._task = asyncio.get_running_loop().create_task(self._run(self._request, self._refusal))
-        self._task.add_done_callback(self._over)
+        self._task.add_done_callback(self._never_began)
 
     # Answers.
 
@@ -344,21 +345,25 @@ class ClientConnection(asyncio.Protocol):
         try:
             response = refusal or await self.server.handler.answer(request)
         except asyncio.CancelledError:
-            self._cut_short(request)
+            self._over(partial(self._cut_short, request))
         except Exception:
             log.exception("a fault in the gateway", path=request.path if refusal is None else "")
-            self._transport.abort()
+            self._over(self._transport.abort)
         else:
-            self._answered(request, response)
+            self._over(partial(self._answered, request, response))
 
-    def _over(self, task: asyncio.Task[None]) -> None:
-        """The answer has come to its end, or was cancelled before it began."""
+    def _never_began(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            self._over(self._transport.abort)
+
+    def _over(self, end: Callable[[], None]) -> None:
+        """The answer has come to its end, or was cancelled: `end` it."""
+        # At once, not in a callback of the task: that may be called after the connection's next request has come.
         self._task, self.source = None, None
         self.let_go()
+        end()
         if not self._rest:
             self._held_answer.let_go()
-        if task.cancelled():
-            self._transport.abort()
         if self.lost:
             self.server.forget(self)
 

@@ -43,7 +43,9 @@ class PlacementSteps:
         began = time.monotonic()
         try:
             request = self._request_for(effect.attempt_id, effect.exclude)
-            step = await self._shared.router.first_step(request, self._shared.timeouts.placement_s)
+            step = await self._shared.router.first_step(
+                request, self._shared.timeouts.placement_s, self._context.first_token_by
+            )
         except NoRouter:
             return RouterLost(effect.attempt_id)
         self._shared.telemetry.place.observe(time.monotonic() - began)
@@ -53,7 +55,11 @@ class PlacementSteps:
         """The step after one that is over."""
         try:
             step = await self._shared.router.next_step(
-                effect.attempt_id, effect.index, effect.error, effect.instance_failed
+                effect.attempt_id,
+                effect.index,
+                effect.error,
+                effect.instance_failed,
+                self._shared.timeouts.placement_s,
             )
         except NoRouter:
             return RouterLost(effect.attempt_id)

@@ -24,12 +24,13 @@ from pointsman.gateway.io.telemetry.span_export import attempt_ended
 
 log = structlog.get_logger()
 
-# google.rpc.Code (or our own INTERNAL, DEADLINE_EXCEEDED) -> HTTP status, error type, error code
+# google.rpc.Code (INTERNAL and PLACEMENT_TIMEOUT are our own) -> HTTP status, error type, error code
 _FAILURES = {
     ev.RESOURCE_EXHAUSTED: (429, "rate_limit_error", "saturated"),
     ev.UNAVAILABLE: (503, "server_error", "no_instance"),
     ev.INTERNAL: (502, "server_error", "instance_failed"),
-    ev.DEADLINE_EXCEEDED: (503, "server_error", "placement_timeout"),
+    ev.PLACEMENT_TIMEOUT: (503, "server_error", "placement_timeout"),
+    ev.DEADLINE_EXCEEDED: (504, "server_error", "first_token_too_late"),
 }
 
 
@@ -137,6 +138,8 @@ class RequestRunner:
                 case ev.AbortUpstream():
                     self._attempt.early_sent_at = 0.0
                     self._abort()
+                case ev.ReportServedAlone():
+                    router.served_alone(effect.attempt_id)
                 case ev.ReportFirstToken():
                     # A whole answer's end follows at once, and says as much but for who refused it.
                     if steps.whole_response is None or effect.refused_by:

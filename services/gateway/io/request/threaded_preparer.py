@@ -62,7 +62,7 @@ class ThreadedPreparer:
         if tokens is None:
             tokens = await self._done(call.light, partial(self._preparer.estimate, call))
         if not tokens.keys and call.endpoint.generates:
-            self._telemetry.keyless.labels(incoming.state.pool.model).inc()
+            self._telemetry.placed_without_keys(incoming.state.pool.model)
         return self._preparer.context(incoming, tokens, time.monotonic(), dry=dry)
 
     async def _tokens(self, incoming: IncomingCall, tokenizer: ModelTokenizer) -> Tokens:

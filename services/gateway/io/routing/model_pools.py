@@ -68,7 +68,7 @@ class ModelPools:
             closing = asyncio.ensure_future(self._checks.pop(model).close())
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
-            self._telemetry.exact.remove(model)
+        self._telemetry.keep_models(pool.model for pool in pools)
         self._names = names_of(pools)
         for pool in pools:
             state = self._states.setdefault(pool.model, PoolState(pool))
@@ -105,7 +105,7 @@ class ModelPools:
             state.mismatches[endpoint] = 0
             return
         state.mismatches[endpoint] += 1
-        self._telemetry.count_mismatch.labels(state.pool.model).inc()
+        self._telemetry.token_counts_differ(state.pool.model)
         if state.mismatches[endpoint] < MISMATCHES:
             return
         if endpoint in _CONVERTED:
@@ -126,8 +126,7 @@ class ModelPools:
         await asyncio.gather(*(check.close() for check in self._checks.values()), *self._closing)
 
     def _publish(self, state: PoolState) -> None:
-        self._telemetry.exact.labels(state.pool.model).set(state.tokenizer_status is TokenizerStatus.EXACT)
-        self._telemetry.count_mismatch.labels(state.pool.model)  # from 0, or the first would be no increase
+        self._telemetry.tokenizer_is_exact(state.pool.model, state.tokenizer_status is TokenizerStatus.EXACT)
 
     # What checks ask.
 

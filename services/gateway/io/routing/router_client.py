@@ -53,6 +53,7 @@ class _Request:
     retry_timer: asyncio.TimerHandle | None = None
     asked_at: float | None = None
     generated: Callable[[], int] | None = None
+    first_token_by: float | None = None
 
     @property
     def asking(self) -> bool:
@@ -141,17 +142,24 @@ class RouterClient:
         self._closing = True
         await asyncio.gather(*(session.close(FLUSH_TIMEOUT_S) for session in self._sessions.values()), *self._ended)
 
-    async def first_step(self, request: placement_pb2.PlacementRequest, timeout_s: float) -> PlacementReply:
+    async def first_step(
+        self, request: placement_pb2.PlacementRequest, timeout_s: float, first_token_by: float | None = None
+    ) -> PlacementReply:
         """The first step of `request`, or its refusal. A request whose router dies, or owns its pool no more, is submitted again
-        to the new owner with its age and what is left of `within_s`. Raises NoRouter when no owner answers within the grace."""
-        one = _Request(request, time.monotonic() + timeout_s, answer=asyncio.get_running_loop().create_future())
+        to the new owner with its age and what is left of `timeout_s` and until `first_token_by` (monotonic s; None: no matter).
+        Raises NoRouter when no owner answers within the grace."""
+        answer = asyncio.get_running_loop().create_future()
+        one = _Request(request, time.monotonic() + timeout_s, answer=answer, first_token_by=first_token_by)
         self._requests[request.request_id] = one
         self._submit(one)
         return await self._answered(one)
 
-    async def next_step(self, request_id: str, index: int, error: str, instance_failed: bool) -> PlacementReply:
-        """Report a PREFILL step's end (`error` empty: done) and wait for the step after it. Raises NoRouter: a router that
-        comes back, or a new owner, knows the request as an open one, not its plan."""
+    async def next_step(
+        self, request_id: str, index: int, error: str, instance_failed: bool, timeout_s: float
+    ) -> PlacementReply:
+        """Report a PREFILL step's end (`error` empty: done) and wait for the step after it; the router is told that the caller
+        waits for `timeout_s`. Raises NoRouter: a router that comes back, or a new owner, knows the request as an open one, not
+        its plan."""
         one = self._requests[request_id]
         one.session = self._route(one.request.model)
         if one.session is None:
@@ -159,6 +167,7 @@ class RouterClient:
         one.answer = asyncio.get_running_loop().create_future()
         done = placement_pb2.StepDone(request_id=request_id, step_index=index, ok=not error, error=error)
         done.instance_failed = instance_failed
+        done.deadline.FromNanoseconds(int(timeout_s * 1e9))
         one.session.send(placement_pb2.SessionRequest(step_done=done))
         return await self._answered(one)
 
@@ -176,6 +185,12 @@ class RouterClient:
             one = self._requests[request.request_id] = _Request(request, 0.0)
         one.request.ClearField("keys")
         one.instance_id, one.cached_tokens = instance_id, cached_tokens
+
+    def served_alone(self, request_id: str) -> None:
+        """Report that a request runs where placed() said last, without the step that its router was to tell."""
+        one = self._requests.get(request_id)
+        if one is not None:
+            self._report(one, placement_pb2.SessionRequest(open_stream=one.open_stream()))
 
     def first_token(self, request_id: str, refused_by: Sequence[str] = ()) -> None:
         """Report the first byte, and who refused the request before."""
@@ -251,6 +266,8 @@ class RouterClient:
         now = time.monotonic()
         left, deadline = max(one.deadline - now, 1e-9), one.request.deadline
         deadline.seconds, deadline.nanos = int(left), max(int(left % 1 * 1e9), 1)
+        if one.first_token_by is not None:
+            one.request.ttft_deadline.FromNanoseconds(int(max(one.first_token_by - now, 0.0) * 1e9))
         if one.asked_at is None:
             one.asked_at = now
         else:

@@ -2,40 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pointsman.common.io.metric_children import MetricChildren
 from pointsman.gateway.core.request_usage import RequestUsage
 from pointsman.gateway.core.tokens.token_cache import TokenCache
 
 _TPOT_S = (0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1)
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 150, 600)
+# A model that has left the fleet keeps its counters for so long: its open requests end, and a scrape sees their last values.
+GONE_MODEL_S = 900.0
 
 
 class GatewayMetrics:
-    """One gateway's metrics, in a registry of its own so that several can live in one process."""
+    """One gateway's metrics, in a registry of its own so that several can live in one process.
 
-    def __init__(self, token_cache: TokenCache) -> None:
+    Series with a model are those of the fleet's models (`keep_models`) and of those that left it in the last GONE_MODEL_S; what
+    belongs to another one is counted with the model "".
+    """
+
+    def __init__(self, token_cache: TokenCache, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` tells s."""
+        self._clock = clock
+        # Model -> until when its counters stay; infinite while the fleet has it.
+        self._models: dict[str, float] = {}
         self.registry = CollectorRegistry()
+        # Before all others: they are read in this order.
+        self.registry.register(_EndOfGoneModels(self._end_gone_models))
         self.registry.register(_TokenCacheCollector(token_cache))
         of = self.registry
         name = "pointsman_gateway_"
-        self.requests = Counter(
-            f"{name}requests", "Answers by model, route and HTTP status", ["model", "route", "status"], registry=of
+        self._requests = MetricChildren(
+            Counter(
+                f"{name}requests", "Answers by model, route and HTTP status", ["model", "route", "status"], registry=of
+            )
         )
-        self._answered: dict[tuple[str, str, int], Counter] = {}
         # Tenants are those of the keys file alone, and models those of the fleet.
         who = ["tenant", "model"]
-        self._tenant_counters = (
-            Counter(f"{name}tenant_requests", "Requests by tenant", who, registry=of),
-            Counter(f"{name}tenant_prompt_tokens", "Tokens of answered prompts, cached ones too", who, registry=of),
-            Counter(f"{name}tenant_cached_tokens", "Those of them that engines had cached", who, registry=of),
-            Counter(f"{name}tenant_completion_tokens", "Tokens of answers", who, registry=of),
+        self._tenant_counters = tuple(
+            MetricChildren(Counter(f"{name}tenant_{what}", documentation, who, registry=of))
+            for what, documentation in (
+                ("requests", "Requests by tenant"),
+                ("prompt_tokens", "Tokens of answered prompts, cached ones too"),
+                ("cached_tokens", "Those of them that engines had cached"),
+                ("completion_tokens", "Tokens of answers"),
+            )
         )
-        self._tenants: dict[tuple[str, str], tuple[Counter, ...]] = {}
         self.outcomes = Counter(f"{name}attempts", "Placed attempts by outcome", ["outcome"], registry=of)
         self.retries = Counter(f"{name}retries", "Attempts after the first", registry=of)
         self.refusals = Counter(f"{name}refusals", "Requests that the router refused, by code", ["code"], registry=of)
@@ -51,22 +69,28 @@ class GatewayMetrics:
             registry=of,
         )
         self.stripped = Counter(f"{name}stripped_fields", "Fields taken out of requests", ["field"], registry=of)
-        self.keyless = Counter(f"{name}keyless", "Requests placed without block keys", ["model"], registry=of)
+        self._keyless = MetricChildren(
+            Counter(f"{name}keyless", "Requests placed without block keys", ["model"], registry=of)
+        )
         self.local = Counter(f"{name}degraded_placements", "Requests placed without a router", registry=of)
         self.kv_releases = Counter(
             f"{name}kv_releases", "KV kept for nobody that an engine was asked to let go", ["outcome"], registry=of
         )
         for outcome in ("released", "failed"):
             self.kv_releases.labels(outcome)  # from 0, or the first one would be no increase
-        self.count_mismatch = Counter(
-            f"{name}prompt_tokens_mismatch",
-            "Answers whose usage.prompt_tokens was not our count",
-            ["model"],
-            registry=of,
+        self._count_mismatch = MetricChildren(
+            Counter(
+                f"{name}prompt_tokens_mismatch",
+                "Answers whose usage.prompt_tokens was not our count",
+                ["model"],
+                registry=of,
+            )
         )
         self.open = Gauge(f"{name}open_requests", "Requests placed and not finished", registry=of)
         self.router = Gauge(f"{name}router_connected", "1 while a router's session is open", registry=of)
-        self.exact = Gauge(f"{name}tokenizer_exact", "1 where our tokens equal the engine's", ["model"], registry=of)
+        self._exact = MetricChildren(
+            Gauge(f"{name}tokenizer_exact", "1 where our tokens equal the engine's", ["model"], registry=of)
+        )
         self.tokenize = Histogram(f"{name}tokenize_seconds", "Template, tokens and keys", buckets=_SECONDS, registry=of)
         self.place = Histogram(f"{name}place_seconds", "From asking to the first step", buckets=_SECONDS, registry=of)
         self.ttft = Histogram(
@@ -83,22 +107,73 @@ class GatewayMetrics:
         )
 
     def answered(self, model: str, route: str, status: int) -> None:
-        """Count one answer. A look-up by labels takes three times as long as counting."""
-        named = (model, route, status)
-        counter = self._answered.get(named)
-        if counter is None:
-            counter = self._answered[named] = self.requests.labels(model, route, str(status))
-        counter.inc()
+        """Count one answer."""
+        self._requests[self._label(model), route, str(status)].inc()
 
     def used(self, tenant: str, model: str, usage: RequestUsage) -> None:
         """Count one request of a tenant."""
-        counters = self._tenants.get((tenant, model))
-        if counters is None:
-            counters = tuple(one.labels(tenant, model) for one in self._tenant_counters)
-            self._tenants[tenant, model] = counters
+        who = (tenant, self._label(model))
         tokens = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
-        for counter, amount in zip(counters, (1, *tokens), strict=True):
-            counter.inc(amount)
+        for counters, amount in zip(self._tenant_counters, (1, *tokens), strict=True):
+            counters[who].inc(amount)
+
+    def placed_without_keys(self, model: str) -> None:
+        """Count a request of whose prompt no block keys are known."""
+        self._keyless[self._label(model),].inc()
+
+    def token_counts_differ(self, model: str) -> None:
+        """Count an answer whose engine counts other prompt tokens than this gateway."""
+        self._count_mismatch[self._label(model),].inc()
+
+    def keep_models(self, models: Iterable[str]) -> None:
+        """Take over the fleet's models, all of them. Those that have left it keep their counters for GONE_MODEL_S. Mutates."""
+        now = self._clock()
+        present = set(models)
+        for model in present:
+            if self._models.get(model) != math.inf:
+                self._models[model] = math.inf
+                self._count_mismatch[model,]  # from 0, or the first would be no increase
+        for model, until in self._models.items():
+            if until == math.inf and model not in present:
+                self._models[model] = now + GONE_MODEL_S
+                # A state, which nobody has any more.
+                self._exact.forget((model,))
+        self._end_gone_models()
+
+    def tokenizer_is_exact(self, model: str, exact: bool) -> None:
+        """Tell whether a model's tokens equal its engines'; no effect for one that the fleet does not have. Mutates."""
+        if self._models.get(model) == math.inf:
+            self._exact[model,].set(exact)
+
+    def _label(self, model: str) -> str:
+        return model if model in self._models else ""
+
+    def _end_gone_models(self) -> None:
+        """O(series) where one has been gone for long enough."""
+        now = self._clock()
+        ended = {model for model, until in self._models.items() if until <= now}
+        for model in ended:
+            del self._models[model]
+            self._keyless.forget((model,))
+            self._count_mismatch.forget((model,))
+        if ended:
+            for requests in [labels for labels in self._requests if labels[0] in ended]:
+                self._requests.forget(requests)
+            for counters in self._tenant_counters:
+                for who in [labels for labels in counters if labels[1] in ended]:
+                    counters.forget(who)
+
+
+class _EndOfGoneModels(Collector):
+    """Tells nothing; whoever reads the metrics reads those of present models."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
+    def collect(self) -> Iterable[Metric]:
+        """End what is over."""
+        self._end()
+        return ()
 
 
 class _TokenCacheCollector(Collector):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
 from pointsman.router.core.instances.circuit_breaker import Circuit
+from pointsman.router.core.instances.instance_orders import NO_ORDER, InstanceOrder
 from pointsman.router.core.instances.prediction_audit import PredictionAudit
 from pointsman.router.core.instances.report_sync import ReportSync
+from pointsman.router.core.instances.session_shares import SessionShares
 from pointsman.router.core.instances.stale_reservations import IdleReports
 from pointsman.router.core.prefix.exact_index import PrefixIndex
-from pointsman.router.core.types import Candidate, InstanceInfo, InstanceState, Load
+from pointsman.router.core.types import Candidate, InstanceInfo, InstanceState, KvRole, Load
 
 
 class CandidateSnapshot(msgspec.Struct, frozen=True, gc=False):
@@ -40,6 +42,7 @@ class InstanceRecord:
     heard_at: float
     lost_at: float | None = None
     draining: bool = False
+    order: InstanceOrder = NO_ORDER
     load: Load | None = None
     prediction_audit: PredictionAudit = field(default_factory=PredictionAudit)
     idle_reports: IdleReports = field(default_factory=IdleReports)
@@ -48,7 +51,9 @@ class InstanceRecord:
 
     @property
     def state(self) -> InstanceState:
-        """The first of DRAINING, UNHEALTHY, LOST, SYNCING that holds, else READY."""
+        """The first of CORDONED, DRAINING, UNHEALTHY, LOST, SYNCING that holds, else READY."""
+        if self.order.cordoned:
+            return InstanceState.CORDONED
         if self.draining:
             return InstanceState.DRAINING
         if self.load is not None and not self.load.healthy:
@@ -58,6 +63,11 @@ class InstanceRecord:
         if self.follows_events and not self.sync.live:
             return InstanceState.SYNCING
         return InstanceState.READY
+
+    @property
+    def produces_only(self) -> bool:
+        """Whether its engine computes KV for others, and answers nobody."""
+        return self.info.kv_transfer is not None and self.info.kv_transfer.role is KvRole.PRODUCER
 
     @property
     def follows_events(self) -> bool:
@@ -100,6 +110,8 @@ class _Pool:
         self.records: list[InstanceRecord] = []  # by id
         # By a name of the pool: the instances that answer to it. Emptied when instances come and go.
         self.members: dict[str, list[InstanceRecord]] = {}
+        # By a name of the pool: the weights of those that are placeable. Emptied when these, or weights, change.
+        self.shares: dict[str, SessionShares] = {}
         # Most instances of a model are alike, so that these are few.
         self._traits: Counter[_Traits] = Counter()
         self._closed: dict[str, InstanceInfo] = {}
@@ -110,7 +122,7 @@ class _Pool:
         """Take a new instance in. Mutates."""
         insort(self.records, record, key=_id_of)
         self._traits[_traits(record)] += 1
-        self.members, self._info = {}, None
+        self.members, self.shares, self._info = {}, {}, None
         self.refresh(record)
 
     def remove(self, record: InstanceRecord) -> None:
@@ -122,7 +134,7 @@ class _Pool:
             del self._traits[traits]
         self._closed.pop(record.info.instance_id, None)
         self._opened.pop(record.info.instance_id, None)
-        self.members, self._info = {}, None
+        self.members, self.shares, self._info = {}, {}, None
 
     def refresh(self, record: InstanceRecord) -> None:
         """Take up whether an instance is placeable, and whether its circuit is closed. Mutates."""
@@ -132,9 +144,9 @@ class _Pool:
             if infos is holding:
                 if infos.get(instance_id) is not record.info:
                     infos[instance_id] = record.info
-                    self._info = None
+                    self.shares, self._info = {}, None
             elif infos.pop(instance_id, None) is not None:
-                self._info = None
+                self.shares, self._info = {}, None
 
     def names(self) -> set[str]:
         """All names besides the pool's own that an instance answers to."""
@@ -164,9 +176,21 @@ class _Pool:
         assert {one: id(known) for one, known in info.instances.items()} == {_id_of(one): id(one.info) for one in told}
         for name, members in self.members.items():
             assert members == [record for record in self.records if _answers(record, name)]
+        for name, shares in self.shares.items():
+            assert vars(shares) == vars(_shares_of([record for record in self.records if _answers(record, name)]))
 
 
 _PLACEABLE = frozenset({InstanceState.READY, InstanceState.SYNCING, InstanceState.LOST})
+
+
+def _shares_of(members: Iterable[InstanceRecord]) -> SessionShares:
+    return SessionShares(
+        [
+            (_id_of(record), record.order.weight, record.produces_only)
+            for record in members
+            if record.state in _PLACEABLE
+        ]
+    )
 
 
 def _id_of(record: InstanceRecord) -> str:
@@ -182,7 +206,7 @@ class InstanceRegistry:
     """All instances by id, and the names they can be asked for.
 
     `shared_names`: names that several pools answer to, each with these. Requests go to the pool of that name, or to the first by
-    name."""
+    name. `orders`: what operators have ordered by instance id, of instances known or not."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
@@ -192,6 +216,9 @@ class InstanceRegistry:
         self._pool_of: dict[str, str] = {}
         self.shared_names: dict[str, list[str]] = {}
         self._drained: Mapping[str, str] = {}
+        self.orders: Mapping[str, InstanceOrder] = {}
+        self._weighted: frozenset[str] = frozenset()
+        self._left: set[str] = set()
 
     def get(self, instance_id: str) -> InstanceRecord | None:
         """One instance."""
@@ -214,6 +241,14 @@ class InstanceRegistry:
             members = known.members[model] = [record for record in known.records if _answers(record, model)]
         return members
 
+    def shares(self, pool: str, model: str) -> SessionShares | None:
+        """The weights among the instances of `pool` that answer to `model`, one of its names; None where all have full weight."""
+        if not self._weighted or (known := self._pools.get(pool)) is None:
+            return None
+        if model not in known.shares:
+            known.shares[model] = _shares_of(self.members(pool, model))
+        return known.shares[model] or None
+
     def answers(self, instance_id: str, model: str) -> bool:
         """Whether the instance is known and `model` is one of its names."""
         record = self._records.get(instance_id)
@@ -222,7 +257,7 @@ class InstanceRegistry:
     def add(self, info: InstanceInfo, stream_id: int, now: float) -> InstanceRecord:
         """Make an instance known, or a new incarnation or stream of it. Mutates.
 
-        A known incarnation keeps its keys, so that its agent may resume; a new one starts empty, and ends a drain.
+        A known incarnation keeps its keys, so that its agent may resume; a new one starts empty, and ends a drain; orders stay.
         """
         before = self._records.get(info.instance_id)
         if before is not None:
@@ -234,7 +269,8 @@ class InstanceRegistry:
         else:
             sync = ReportSync(info.instance_id, self._index)
             sync.reset()
-            record = InstanceRecord(info, sync, stream_id, now, draining=self._drains(info))
+            order = self.orders.get(info.instance_id, NO_ORDER)
+            record = InstanceRecord(info, sync, stream_id, now, draining=self._drains(info), order=order)
         self._records[info.instance_id] = record
         if info.model not in self._pools:
             self._pools[info.model] = _Pool(info.model)
@@ -257,6 +293,21 @@ class InstanceRegistry:
             self.refresh(record)
         return bool(changed)
 
+    def order(self, orders: Mapping[str, InstanceOrder]) -> bool:
+        """Let these be the orders, of instances known or not, and whatever their incarnation; whether that changes any that is
+        known. Mutates."""
+        self.orders = orders
+        self._weighted = frozenset(name for name, order in orders.items() if order.weight < 1.0)
+        changed = [
+            record for record in self._records.values() if record.order != orders.get(record.info.instance_id, NO_ORDER)
+        ]
+        for record in changed:
+            record.order = orders.get(record.info.instance_id, NO_ORDER)
+            record.candidate_snapshot = None
+            self._pools[record.info.model].shares = {}
+            self.refresh(record)
+        return bool(changed)
+
     def _drains(self, info: InstanceInfo) -> bool:
         return self._drained.get(info.instance_id) == info.incarnation
 
@@ -266,6 +317,11 @@ class InstanceRegistry:
         record.sync.reset()
         self._leave_pool(record)
         self._name_pools()
+
+    def pools_left(self) -> set[str]:
+        """The pools that have lost their last instance since the last call, back or not. Mutates."""
+        left, self._left = self._left, set()
+        return left
 
     def pools(self) -> list[PoolInfo]:
         """What gateways need to know: pools by name with their placeable instances. A pool of which none of that has changed is
@@ -279,12 +335,15 @@ class InstanceRegistry:
             pool.check_invariants()
         assert sum(len(pool.records) for pool in self._pools.values()) == len(self._records)
         assert self._named == {model: pool.names() for model, pool in self._pools.items()}
+        for record in self._records.values():
+            assert record.order == self.orders.get(record.info.instance_id, NO_ORDER)
 
     def _leave_pool(self, record: InstanceRecord) -> None:
         pool = self._pools[record.info.model]
         pool.remove(record)
         if not pool.records:
             del self._pools[record.info.model]
+            self._left.add(record.info.model)
 
     def _name_pools(self) -> None:
         named = {model: pool.names() for model, pool in self._pools.items()}

@@ -7,7 +7,7 @@ of order, or the engine cuts long prompts and so mixes them, or an earlier owner
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from pointsman.router.core.load.reservations import Reservation, Reservations
@@ -21,10 +21,13 @@ _LEAST_S = 1e-3
 
 @dataclass(slots=True)
 class _Watched:
-    """The prefills of one instance: since when each is open, which of them teach nothing, and when the first last moved."""
+    """The prefills of one instance, in the order of their coming: since when each is open, and its number. Those whose numbers
+    are at most `mixed` teach nothing. `advanced_at`: when the first of them last moved."""
 
-    opened: dict[str, float] = field(default_factory=dict)
-    mixed: set[str] = field(default_factory=set)
+    # No dict: to ask one for its first key takes a step for each key that was removed.
+    opened: OrderedDict[str, tuple[float, int]] = field(default_factory=OrderedDict)
+    number: int = 0
+    mixed: int = 0
     advanced_at: float = 0.0
     freed_at: float = 0.0
 
@@ -83,16 +86,17 @@ class PrefillObserver:
             self._means[pool] = self._told[pool] = mean_work
 
     def opened(self, reservation: Reservation, info: InstanceInfo | None, now: float) -> None:
-        """A step was reserved. Mutates."""
-        if not reservation.new_tokens:
+        """A step was reserved. Mutates; O(1)."""
+        if not reservation.new_tokens or info is None:  # of an instance that is gone nothing is learned
             return
         watched = self._watched.setdefault(reservation.instance_id, _Watched())
-        others = [one for one in self._queue(reservation.instance_id) if one != reservation.request_id]
-        if not others:
+        watched.opened.pop(reservation.request_id, None)
+        watched.number += 1
+        if not self._has_others(reservation, watched):
             watched.advanced_at = now
-        elif info is not None and info.long_prefill_token_threshold:
-            watched.mixed.update(others, (reservation.request_id,))
-        watched.opened[reservation.request_id] = now
+        elif info.long_prefill_token_threshold:
+            watched.mixed = watched.number
+        watched.opened[reservation.request_id] = now, watched.number
 
     def moved(self, instance_id: str, now: float) -> None:
         """An instance's events tell that a prefill went on. Mutates."""
@@ -101,17 +105,17 @@ class PrefillObserver:
 
     def done(self, reservation: Reservation, info: InstanceInfo | None, now: float, *, doubtful: bool) -> None:
         """A prefill ended by its first token, or by its step's end; the reservation is as it was before. `doubtful`: what was
-        computed is not what was expected. Mutates."""
+        computed is not what was expected. Mutates; O(1)."""
         watched = self._watched.get(reservation.instance_id)
         if watched is None or reservation.request_id not in watched.opened:
             return
-        queue = self._queue(reservation.instance_id)
-        in_order = bool(queue) and queue[0] == reservation.request_id
-        began = max(watched.opened[reservation.request_id], watched.freed_at)
-        known = in_order and reservation.request_id not in watched.mixed and not doubtful
+        in_order = self._first(reservation.instance_id, watched) == reservation.request_id
+        opened_at, number = watched.opened[reservation.request_id]
+        began = max(opened_at, watched.freed_at)
+        known = in_order and number > watched.mixed and not doubtful
         self._drop(watched, reservation.request_id, now)
         if not in_order:
-            watched.mixed.update(one for one in queue if one in watched.opened)
+            watched.mixed = watched.number
         if known and info is not None:
             self._learn(reservation, info, now - began)
 
@@ -125,27 +129,47 @@ class PrefillObserver:
         """The instance is another one now, or gone. Mutates."""
         self._watched.pop(instance_id, None)
 
+    def forget_pool(self, pool: str) -> None:
+        """The pool has been gone for long. Mutates; O(pools and kinds of hardware)."""
+        self._fits = {key: fit for key, fit in self._fits.items() if key[0] != pool}
+        self._means.pop(pool, None)
+        self._told.pop(pool, None)
+
     def check_invariants(self) -> None:
         """Raise AssertionError when something is watched that is not open."""
         for instance_id, watched in self._watched.items():
-            assert watched.mixed <= watched.opened.keys(), instance_id
+            numbers = [number for _, number in watched.opened.values()]
+            assert numbers == sorted(numbers), instance_id
+            queue = [
+                one.request_id
+                for one in self._reservations.open_prefills(instance_id)
+                if one.pending_tokens > 0 or one.request_id in watched.opened
+            ]
+            assert [one for one in queue if one in watched.opened] == list(watched.opened), instance_id
+            assert self._first(instance_id, watched) == (queue[0] if queue else None), instance_id
             for request_id in watched.opened:
                 reservation = self._reservations.get(request_id)
                 assert reservation is not None
                 assert reservation.instance_id == instance_id, request_id
 
-    def _queue(self, instance_id: str) -> Sequence[str]:
-        opened = self._watched[instance_id].opened
-        # What is computed in full, as events tell, and not told to be done yet, counts still; between two slices nothing does.
-        return [
-            one.request_id
-            for one in self._reservations.open_prefills(instance_id)
-            if one.pending_tokens > 0 or one.request_id in opened
-        ]
+    def _has_others(self, reservation: Reservation, watched: _Watched) -> bool:
+        """Whether the instance has another prefill to compute than this one, which is not among the watched."""
+        pending = self._reservations.counters(reservation.instance_id).pending_prefills
+        own = self._reservations.get(reservation.request_id)
+        return bool(watched.opened) or pending > (own is not None and own.pending_tokens > 0)
+
+    def _first(self, instance_id: str, watched: _Watched) -> str | None:
+        """Of the prefills that the instance has to compute the one that came first. What is computed in full, as events tell, and
+        not told to be done yet, counts still; between two slices nothing does."""
+        pending = self._reservations.first_prefill(instance_id)
+        opened = next(iter(watched.opened), None)
+        if pending is None or opened is None:
+            return opened if pending is None else pending.request_id
+        earlier = self._reservations.came_before(instance_id, opened, pending.request_id)
+        return opened if earlier else pending.request_id
 
     def _drop(self, watched: _Watched, request_id: str, now: float) -> None:
         del watched.opened[request_id]
-        watched.mixed.discard(request_id)
         watched.advanced_at = watched.freed_at = now
 
     def _learn(self, reservation: Reservation, info: InstanceInfo, seconds: float) -> None:

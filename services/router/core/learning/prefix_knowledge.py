@@ -163,14 +163,20 @@ class PrefixKnowledge:
         return prompt.opened_at if prompt else float("inf")
 
     def first_token(self, request_id: str, now: float) -> None:
-        """A request's prompt has been computed in full. Mutates."""
-        if prompt := self.prefill_progress.get(request_id):
-            self.prefill_progress.unwatch(request_id)
-            self._learn(prompt, now)
+        """A request's prompt has been computed in full, and its answer has begun. Mutates."""
+        self.step_done(request_id, now)
+        prompt = self.prefill_progress.get(request_id)
+        if prompt is not None and prompt.learned:
+            record = self.instances.get(prompt.instance_id)
+            if record is None or record.follows_events:
+                # No step follows, and events tell what stays cached: of 130k tokens the keys are 65 kB.
+                prompt.keys = NO_KEYS
 
     def step_done(self, request_id: str, now: float) -> None:
         """A PREFILL step has computed its part. Mutates."""
-        self.first_token(request_id, now)
+        if prompt := self.prefill_progress.get(request_id):
+            self.prefill_progress.unwatch(request_id)
+            self._learn(prompt, now)
 
     def finished(self, finished: ev.Finished, decision: Decision | None, now: float) -> list[ev.Effect]:
         """A request has ended: learn from its answer and forget it. Mutates."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+
+import msgspec
 
 MAX_SESSIONS = 1_000_000
 # Of a pool that was given up so many sessions are freed at once, which takes about a millisecond.
@@ -13,8 +14,10 @@ FREED_AT_ONCE = 10_000
 LOOKED_AT = 1_000
 
 
-class _Session(NamedTuple):
+class _Session(msgspec.Struct, frozen=True, gc=False):
     """`came_back`: it had an owner already when it was assigned this one."""
+
+    # gc=False: a full collection that looks at a million of them takes 0.16 s.
 
     owner: str
     expires: float
@@ -90,8 +93,9 @@ class Affinity:
     def returning(self, pool: str) -> Iterator[tuple[str, str] | None]:
         """(session, owner) of those that have come back, as each is when it is its turn; sessions may come and go meanwhile. None
         after every LOOKED_AT sessions: others may have a turn."""
-        sessions: Mapping[str, _Session] = self._pools.get(pool, {})
-        for number, session in enumerate(list(sessions), 1):
+        sessions: dict[str, _Session] = self._pools.get(pool) or {}
+        # By dict's own keys, in whatever order: those of an OrderedDict take 0.3 s for a million.
+        for number, session in enumerate(list(dict.keys(sessions)), 1):
             known = sessions.get(session)
             if known is not None and known.came_back:
                 yield session, known.owner

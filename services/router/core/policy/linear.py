@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pointsman.router.core.policy.base import Policy, lowest, mean, serve, setting
+from pointsman.router.core.policy.base import Policy, lowest, serve, setting
 from pointsman.router.core.types import FleetView, PlacementRequest, PolicyResult
 
 
@@ -44,6 +44,7 @@ class Additive(Policy):
     """
 
     name: ClassVar[str] = "additive"
+    looks_at_few: ClassVar[bool] = True
 
     overload_factor: float = setting(
         2.0, 0.0, 1e6, "owner keeps its session up to this multiple of mean load and least cost"
@@ -59,7 +60,8 @@ class Additive(Policy):
             for one in eligible
         }
         best = lowest(eligible, scores, view.decision_number)
-        limit = mean(one.ongoing_tokens for one in eligible) * self.overload_factor
+        tokens = sum([one.ongoing_tokens for one in eligible]) + view.unseen.ongoing_tokens
+        limit = tokens / (len(eligible) + view.unseen.instances) * self.overload_factor
         for one in eligible:
             if (
                 one.instance_id == view.session_owner

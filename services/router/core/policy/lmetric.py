@@ -14,6 +14,8 @@ from pointsman.router.core.types import Candidate, FleetView, PlacementRequest, 
 
 @dataclass(frozen=True)
 class _LeastWork(Policy):
+    looks_at_few: ClassVar[bool] = True
+
     @abstractmethod
     def score(self, candidate: Candidate) -> float:
         """What is minimised, in tokens (times requests)."""

@@ -67,17 +67,22 @@ class PrefixIndex:
         return bool(self._masks[key & _SHARD].get(key, 0) & self._bit_of.get(owner, 0))
 
     def run_end(self, owner: str, keys: Sequence[int], start: int, stop: int) -> int:
-        """Where, from `start` to at most `stop`, the first of `keys` is that `owner` does not hold; `stop` when it holds all."""
+        """Where, from `start` to at most `stop`, the run of `keys` ends that `owner` holds: it holds the key before, if that is
+        not before `start`, and not the one there. Keys are chained, as for `runs`: O(log of what it holds) look-ups."""
         bit = self._bit_of.get(owner)
         if bit is None:
             return start
         masks = self._masks
-        # One by one: looking many up at once costs more where a run is short, and little less where it is long.
-        for at in range(start, stop):
+        # Most runs are of no key or a few: strides that double, and then bisection in the last one.
+        low, high, stride = start, stop, 1
+        while low < high:
+            at = min(low + stride, high) - 1 if stride else (low + high) >> 1
             key = keys[at]
-            if not masks[key & _SHARD].get(key, 0) & bit:
-                return at
-        return stop
+            if masks[key & _SHARD].get(key, 0) & bit:
+                low, stride = at + 1, stride * 2
+            else:
+                high, stride = at, 0
+        return low
 
     def has_room(self, count: int) -> bool:
         """Whether `count` more keys fit in."""
@@ -143,14 +148,18 @@ class PrefixIndex:
         del self._count[owner]
         self._retired.add(slot)
 
-    def sweep(self) -> bool:
-        """Free a part of what dropped owners held, if there is enough of it, or room is short. To be called now and then, and
-        soon again while it returns True. Mutates."""
+    @property
+    def sweeping(self) -> bool:
+        """Whether a sweep has begun and is to be gone on with soon."""
+        return bool(self._unswept)
+
+    def sweep(self) -> None:
+        """Free a part of what dropped owners held, if there is enough of it, or room is short. To be called now and then.
+        Mutates."""
         short = self._refused or self._size > SHORT_OF_ROOM * self.max_keys
         if self._unswept or len(self._retired) >= (1 if short else SWEEP_AFTER):
             self._refused = False
             self._sweep_on()
-        return bool(self._unswept)
 
     def leading_blocks(self, keys: Sequence[int], owners: Iterable[str]) -> dict[str, int]:
         """For each of `owners`: how many of `keys`, counted from the first, it holds."""

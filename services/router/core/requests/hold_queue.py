@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from math import inf
 from typing import Literal
 
 import msgspec
 
+from pointsman.router.core.priority import Priority
+from pointsman.router.core.requests.fair_order import REQUEST_TOKENS, Entry, PoolOrder
 from pointsman.router.core.types import PlacementRequest
 
 # Ageing so slow that no wait makes up for a token.
@@ -21,7 +23,9 @@ class QueueSettings:
     """`size`: requests held in one pool, of which one tenant may have `tenant_share` (0 to 1, but always one).
 
     They are held for `timeout_s` at most. What a policy held to the end is then placed by the default policy (`expiry` place)
-    or refused. `ageing_tokens_per_s`: a second of waiting counts as much as so many fewer new tokens. `fair`: tenants take turns.
+    or refused. `ageing_tokens_per_s`: a second of waiting counts as much as so many fewer new tokens. `fair`: the tenants of a
+    class are served by weight and cost; else they do not count. `lower_class_share`: a priority class that waits is owed such a
+    share of the work served of higher ones meanwhile.
     """
 
     size: int = 256
@@ -30,6 +34,7 @@ class QueueSettings:
     ageing_tokens_per_s: float = 5_000.0
     fair: bool = True
     expiry: Literal["place", "refuse"] = "place"
+    lower_class_share: float = 0.1
 
 
 class HeldRequest(msgspec.Struct, frozen=True, gc=False):
@@ -38,6 +43,7 @@ class HeldRequest(msgspec.Struct, frozen=True, gc=False):
     `for_room`: every instance was saturated; otherwise the policy asked to wait. `new_tokens`: the least prefill that it would
     cost when it was last tried; `queue_penalty_s`: the policy's own word on how much sooner others are to be tried that came
     together with it. `previous_id`: the decision on the part of its plan that is done; empty when it waits for its first step.
+    `first_token_by`: when its client needs the first token, and `start_by`: when it must be placed for that (inf: at any time).
     """
 
     request: PlacementRequest
@@ -50,20 +56,29 @@ class HeldRequest(msgspec.Struct, frozen=True, gc=False):
     for_room: bool
     queue_penalty_s: float | None = None
     previous_id: str = ""
+    first_token_by: float = inf
+    start_by: float = inf
+
+    @property
+    def ends_at(self) -> float:
+        """When it is to be answered at the latest."""
+        return min(self.answer_by, self.start_by)
 
 
 class HoldQueue:
-    """All held requests. Within a tenant (or without fairness, altogether) the order is by queue_penalty_s - waited, where
-    new_tokens / ageing stand in for a queue_penalty that is not given: shortest new prefill first, and nobody waits for ever.
-    Tenants with waiting requests stand in a ring."""
+    """All held requests. Between classes and tenants the order is that of fair_order.py. Within a tenant of a class (or without
+    fairness, within a class) it is by queue_penalty_s - waited, where new_tokens / ageing stand in for a queue_penalty that is
+    not given: shortest new prefill first, and nobody waits for ever. A client's deadline counts as age: who needs the first token
+    in d s is tried as if it had waited `timeout_s` - d already, so that of equal requests the earliest deadline goes first."""
 
     def __init__(self, settings: QueueSettings) -> None:
         self.settings = settings
         self._by_id: dict[str, HeldRequest] = {}
+        self._entries: dict[str, Entry] = {}
         # (pool, model asked for) -> how many wait for room.
         self._for_room: Counter[tuple[str, str]] = Counter()
-        # pool -> tenant -> request ids; the order of the tenants is the ring.
-        self._rings: dict[str, dict[str, set[str]]] = {}
+        self._of_tenant: Counter[tuple[str, str]] = Counter()
+        self._orders: dict[str, PoolOrder] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -77,83 +92,116 @@ class HoldQueue:
 
     def pools(self) -> list[str]:
         """The pools in which requests wait."""
-        return list(self._rings)
+        return list(self._orders)
 
-    def count(self, pool: str) -> int:
-        """How many requests wait in `pool`."""
-        return sum(map(len, self._rings.get(pool, {}).values()))
+    def count(self, pool: str, priority: Priority | None = None) -> int:
+        """How many requests wait in `pool`, of one class or of all."""
+        order = self._orders.get(pool)
+        if order is None:
+            return 0
+        return len(order) if priority is None else order.count(priority.level)
 
     def waiting_for_room(self, pool: str) -> list[str]:
         """The models (names of the pool, or adapters) for which requests wait because all their instances were saturated."""
         return [model for of, model in self._for_room if of == pool]
 
+    def make_room(self, held: HeldRequest) -> HeldRequest | None:
+        """Remove the last request of the lowest class for which `held`, of a higher one, could not wait, and return it. None
+        where there is room, or no such request. What has computed a part of its prompt stays. Mutates."""
+        tenant = held.request.tenant
+        has_its_share = self._has_its_share(held)
+        if not has_its_share and self.count(held.pool) < self.settings.size:
+            return None
+        order = self._orders.get(held.pool)
+        if order is None:
+            return None
+        one_tenant = tenant if has_its_share and self.settings.fair else None
+        for request_id in order.last(held.request.priority.level, one_tenant):
+            other = self._by_id[request_id]
+            if not other.previous_id and (not has_its_share or other.request.tenant == tenant):
+                return self.remove(request_id)
+        return None
+
     def offer(self, held: HeldRequest) -> str:
         """Let a request wait; returns "" or why it may not. Mutates."""
         size = self.settings.size
-        ring = self._rings.get(held.pool, {})
         if self.count(held.pool) >= size:
             return f"{size} requests wait already" if size else "no queue"
-        if len(ring.get(held.request.tenant, ())) >= max(int(size * self.settings.tenant_share), 1):
+        if self._has_its_share(held):
             return "this tenant has its share of the queue already"
         self._by_id[held.request.request_id] = held
         self._count(held, 1)
-        self._rings.setdefault(held.pool, {}).setdefault(held.request.tenant, set()).add(held.request.request_id)
+        entry = self._entries[held.request.request_id] = self._entry(held)
+        if held.pool not in self._orders:
+            self._orders[held.pool] = PoolOrder(self.settings.lower_class_share)
+        self._orders[held.pool].add(entry)
+        self._of_tenant[held.pool, held.request.tenant] += 1
         return ""
 
     def update(self, held: HeldRequest) -> None:
         """Replace what is known of a waiting request of the same id, pool and tenant. Mutates."""
-        self._count(self._by_id[held.request.request_id], -1)
-        self._by_id[held.request.request_id] = held
+        request_id = held.request.request_id
+        self._count(self._by_id[request_id], -1)
+        self._by_id[request_id] = held
         self._count(held, 1)
+        old, new = self._entries[request_id], self._entry(held)
+        if new != old:
+            self._entries[request_id] = new
+            self._orders[held.pool].replace(old, new)
 
     def remove(self, request_id: str) -> HeldRequest | None:
         """Let a request wait no more; None when it did not. Mutates."""
-        held = self._by_id.pop(request_id, None)
+        held = self._by_id.get(request_id)
         if held is not None:
-            self._count(held, -1)
-            ring = self._rings[held.pool]
-            ring[held.request.tenant].discard(request_id)
-            if not ring[held.request.tenant]:
-                del ring[held.request.tenant]
-            if not ring:
-                del self._rings[held.pool]
+            self._orders[held.pool].remove(self._entries[request_id])
+            self._forget(held)
         return held
 
-    def answered(self, request_id: str) -> None:
-        """A waiting request got its placement: it leaves, and its tenant goes to the end of the ring. Mutates."""
-        held = self.remove(request_id)
-        assert held is not None
-        ring = self._rings.get(held.pool, {})
-        if (ids := ring.pop(held.request.tenant, None)) is not None:
-            ring[held.request.tenant] = ids
+    def answered(self, request_id: str, new_tokens: int) -> None:
+        """A waiting request got its placement: it leaves, and its tenant has been served so much prefill. Mutates."""
+        held = self._by_id[request_id]
+        self._orders[held.pool].serve(self._entries[request_id], new_tokens + REQUEST_TOKENS)
+        self._forget(held)
 
     def expired(self, now: float) -> list[HeldRequest]:
         """Requests whose time is over, the longest overdue first."""
-        return sorted((held for held in self if held.answer_by <= now), key=lambda held: held.answer_by)
+        return sorted((held for held in self if held.ends_at <= now), key=lambda held: held.ends_at)
 
-    def order(self, pool: str, now: float) -> list[HeldRequest]:
-        """The waiting requests of `pool` in the order in which they are to be tried."""
-        by_tenant = [[self._by_id[one] for one in ids] for ids in self._rings.get(pool, {}).values()]
-        if not self.settings.fair:
-            by_tenant = [list(chain.from_iterable(by_tenant))]
-        for waiting in by_tenant:
-            waiting.sort(key=lambda held: self._rank(held, now))
-        return [held for turn in zip_longest(*by_tenant) for held in turn if held is not None]
+    def order(self, pool: str, full: Collection[str] = ()) -> Iterator[HeldRequest]:
+        """The waiting requests of `pool` in the order in which they are to be tried, found one by one. The caller may add models
+        to `full` on the way, whose requests are passed over from then on; it must not change the queue before it is done."""
+        order = self._orders.get(pool)
+        return (self._by_id[one] for one in order.walk(full)) if order is not None else iter(())
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when the rings and the requests disagree, or a bound is passed."""
-        listed = {
-            request_id: (pool, tenant)
-            for pool, ring in self._rings.items()
-            for tenant, ids in ring.items()
-            for request_id in ids
-        }
-        assert listed == {held.request.request_id: (held.pool, held.request.tenant) for held in self}
+        """Raise AssertionError when the orders and the requests disagree, or a bound is passed."""
+        assert self._entries == {name: self._entry(held) for name, held in self._by_id.items()}
         assert self._for_room == Counter((held.pool, held.request.model) for held in self if held.for_room)
-        for pool, ring in self._rings.items():
-            assert 0 < self.count(pool) <= self.settings.size
-            assert all(ring.values())
-            assert all(len(ids) <= max(self.settings.size * self.settings.tenant_share, 1) for ids in ring.values())
+        assert self._of_tenant == Counter((held.pool, held.request.tenant) for held in self)
+        assert sum(map(len, self._orders.values())) == len(self)
+        for pool, order in self._orders.items():
+            order.check_invariants()
+            assert 0 < len(order) <= self.settings.size
+            tried = [held.request.request_id for held in self.order(pool)]
+            assert sorted(tried) == sorted(held.request.request_id for held in self if held.pool == pool)
+        assert all(count <= self._most_of_a_tenant for count in self._of_tenant.values())
+
+    @property
+    def _most_of_a_tenant(self) -> int:
+        return max(int(self.settings.size * self.settings.tenant_share), 1)
+
+    def _has_its_share(self, held: HeldRequest) -> bool:
+        return self._of_tenant[held.pool, held.request.tenant] >= self._most_of_a_tenant
+
+    def _forget(self, held: HeldRequest) -> None:
+        request = held.request
+        del self._by_id[request.request_id], self._entries[request.request_id]
+        self._count(held, -1)
+        self._of_tenant[held.pool, request.tenant] -= 1
+        if not self._of_tenant[held.pool, request.tenant]:
+            del self._of_tenant[held.pool, request.tenant]
+        if not len(self._orders[held.pool]):
+            del self._orders[held.pool]
 
     def _count(self, held: HeldRequest, change: int) -> None:
         if held.for_room:
@@ -162,9 +210,20 @@ class HoldQueue:
             if not self._for_room[line]:
                 del self._for_room[line]
 
-    def _rank(self, held: HeldRequest, now: float) -> tuple[float, float, str]:
-        waited = now - held.since
+    def _entry(self, held: HeldRequest) -> Entry:
+        request = held.request
         queue_penalty_s = held.queue_penalty_s
         if queue_penalty_s is None:
             queue_penalty_s = held.new_tokens / (self.settings.ageing_tokens_per_s or _NEVER)
-        return queue_penalty_s - waited, held.since, held.request.request_id
+        # Whoever waits without a deadline of its own is refused after the timeout.
+        since = min(held.since, held.first_token_by - self.settings.timeout_s)
+        return Entry(
+            request_id=request.request_id,
+            tenant=request.tenant if self.settings.fair else "",
+            model=request.model,
+            level=request.priority.level,
+            rank=since + queue_penalty_s,
+            since=since,
+            cost=float(held.new_tokens + REQUEST_TOKENS),
+            weight=request.weight if self.settings.fair else 1.0,
+        )

@@ -1,13 +1,15 @@
 """Requests that cannot be placed yet, or should not be: held, tried again when something frees, answered in time. Pure.
 
 A hold reserves nothing. It ends by a placement, by a refusal, by the request's end, or with its gateway's stream; after the last
-the gateway asks again, with the request's age.
+the gateway asks again, with the request's age. A request that cannot have its first token in time any more is refused, held or
+not: nobody would read the answer.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
+from functools import partial
 from math import inf
 
 import msgspec
@@ -17,13 +19,20 @@ from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.instances.saturation import SATURATED
 from pointsman.router.core.policy.base import Policy
 from pointsman.router.core.policy.unified import Unified
+from pointsman.router.core.requests.deadlines import SURE_SHARE, CurveSamples, lateness, least_prefill_s
 from pointsman.router.core.requests.hold_queue import HeldRequest, HoldQueue, QueueSettings
-from pointsman.router.core.types import Decision, FleetView, PlacementRequest
+from pointsman.router.core.types import Decision, FleetView, PlacementRequest, StepKind
 
-# Requests tried again whenever something frees, and whenever time passes: a decision costs up to 150 us.
-TRIES, TRIES_ON_TICK = 8, 64
-# Load reports, of which each engine sends many a second, have a pool tried again no sooner than so long after the last time.
+# Decisions of one trial of a pool that may leave their requests held, where something freed and where time has passed, and all
+# decisions of one: each costs up to 150 us.
+TRIES, TRIES_ON_TICK, MOST_DECISIONS = 8, 64, 32
+# A pool is tried once in so long, and a few times more at once where it was not tried for as long: what frees meanwhile is
+# gathered. A first token and the answer's end may come together, and a cordon just before.
+RETRY_S, TRIALS_AT_ONCE = 0.02, 4
+# Of load reports each engine sends many a second, most of which free nothing: they wait so long after the last trial.
 REPORT_RETRY_S = 0.05
+# The same of the many trials when time has passed.
+TICK_RETRY_S = 0.4
 # An answer must reach the gateway before it gives up; ticks are half a second apart.
 MARGIN_S = 1.0
 # How soon to ask again where nothing is wrong but the moment.
@@ -63,6 +72,7 @@ class HeldRequests:
         has_room: HasRoom,
         answers: Answers,
         without_holds: Callable[[], Policy | None],
+        curve_samples: CurveSamples,
     ) -> None:
         self.queue = HoldQueue(settings)
         self._settings = settings
@@ -73,8 +83,18 @@ class HeldRequests:
         self._has_room = has_room
         self._answers = answers
         self._without_holds = without_holds
+        self._curve_samples = curve_samples
         self._fallback = Unified()
+        # By pool. `_paid_until`: had it been tried just once in RETRY_S, the next trial would be then.
         self._tried_at: dict[str, float] = {}
+        self._paid_until: dict[str, float] = {}
+        self._tried_many_at: dict[str, float] = {}
+        self._due: dict[str, float] = {}
+
+    @property
+    def retry_at(self) -> float | None:
+        """When `retry_due` is to be called, in s; None: never, as things are."""
+        return min(self._due.values(), default=None)
 
     def place(self, request: PlacementRequest, gateway_id: str, now: float, previous_id: str = "") -> list[ev.Effect]:
         """Answer a new request now, or hold it (no effects). `previous_id`: the decision on the part of its plan that is done,
@@ -90,37 +110,59 @@ class HeldRequests:
                 if previous_id
                 else [replace(verdict, gateway_id=gateway_id)]
             )
+        if not previous_id and (late := self.refused_as_late(request, verdict, gateway_id)) is not None:
+            return [late]
         if isinstance(verdict, Decision) and previous_id:
             verdict = replace(verdict, previous_id=previous_id)
         placeable = isinstance(verdict, Decision) and bool(verdict.result.steps)
         if isinstance(verdict, Decision) and placeable and not self._has_to_queue(verdict):
             return self._commit(verdict, gateway_id, now)
         held = self._held(request, gateway_id, verdict, now, previous_id)
+        effects: list[ev.Effect] = []
+        if (displaced := self.queue.make_room(held)) is not None:
+            why = f"a request of the class {request.priority} has its place in the queue"
+            effects = self._end(displaced, now, "queue_full", why)
         why_not = self.queue.offer(held)
         if not why_not:
-            return self._serve(verdict.pool, now, TRIES) if placeable else []
+            return [*effects, *(self.retry((verdict.pool,), now) if placeable else [])]
         if isinstance(verdict, Decision) and placeable:
             return self._commit(verdict, gateway_id, now)
         return self._end(held, now, "queue_full", why_not)
 
     def retry(self, pools: Iterable[str], now: float) -> list[ev.Effect]:
-        """Something freed in these pools: answer whom it allows. Mutates."""
-        return [effect for pool in pools for effect in self._serve(pool, now, TRIES)]
+        """Something freed in these pools: answer whom it allows, now or, where that was done just before, soon. Mutates."""
+        return [effect for pool in pools for effect in self._retry(pool, now, now)]
 
     def reported(self, pool: str, now: float) -> list[ev.Effect]:
         """An instance of the pool told its load, which may have freed something. Mutates."""
-        if now - self._tried_at.get(pool, -inf) < REPORT_RETRY_S:
-            return []
-        return self._serve(pool, now, TRIES)
+        return self._retry(pool, now, self._tried_at.get(pool, -inf) + REPORT_RETRY_S)
+
+    def retry_due(self, now: float) -> list[ev.Effect]:
+        """Answer whom that allows which freed since pools were tried last, in those whose time has come. Mutates."""
+        due = [pool for pool, at in self._due.items() if at <= now]
+        return [effect for pool in due for effect in self._serve(pool, now, TRIES)]
 
     def tick(self, now: float) -> list[ev.Effect]:
         """Time has passed: answer whom that allows, and whose time is over. Mutates."""
-        self._tried_at = {pool: at for pool in self.queue.pools() if (at := self._tried_at.get(pool)) is not None}
-        effects = [effect for pool in self.queue.pools() for effect in self._serve(pool, now, TRIES_ON_TICK)]
+        effects = []
+        for pool in self.queue.pools():
+            if now - self._tried_many_at.get(pool, -inf) >= TICK_RETRY_S:
+                self._tried_many_at[pool] = now
+                effects += self._serve(pool, now, TRIES_ON_TICK)
+            else:
+                effects += self._retry(pool, now, now)
         for held in self.queue.expired(now):
+            if now < held.answer_by and self._is_in_time_after_all(held, now):
+                continue
             self.queue.remove(held.request.request_id)
             effects += self._end(held, now, "hold_expired", f"held for {now - held.since:.1f} s")
         return effects
+
+    def expire(self, now: float) -> None:
+        """Forget when pools were tried that may be tried again. Mutates."""
+        self._tried_at = {pool: at for pool, at in self._tried_at.items() if now - at < REPORT_RETRY_S}
+        self._paid_until = {pool: at for pool, at in self._paid_until.items() if at > now}
+        self._tried_many_at = {pool: at for pool, at in self._tried_many_at.items() if now - at < TICK_RETRY_S}
 
     def cancel(self, request_id: str) -> None:
         """A request ended while it waited. Mutates."""
@@ -144,7 +186,17 @@ class HeldRequests:
     def refusal(self, request: PlacementRequest, pool: str, gateway_id: str, why: str) -> ev.Refused:
         """What a request is told when there is no room for it."""
         message = f"every instance of {pool!r} is at its limit ({why})"
-        return ev.Refused(request.request_id, "RESOURCE_EXHAUSTED", message, self._retry_after_s, gateway_id)
+        code = "RESOURCE_EXHAUSTED"
+        return ev.Refused(request.request_id, code, message, self._retry_after_s, gateway_id, pool=pool)
+
+    def refused_as_late(self, request: PlacementRequest, verdict: DecideResult, gateway_id: str) -> ev.Refused | None:
+        """What a request is told that cannot have its first token in time, by what was decided on it now; None where it can, or
+        needs it at no certain time."""
+        if request.ttft_deadline_s is None or isinstance(verdict, ev.Refused):
+            return None
+        least_s = least_prefill_s(request, verdict.pool, verdict.view, self._curve_samples)
+        why = lateness(request.ttft_deadline_s, least_s)
+        return ev.Refused(request.request_id, "DEADLINE_EXCEEDED", why, gateway_id=gateway_id) if why else None
 
     def _has_to_queue(self, decision: Decision) -> bool:
         """Whether a request that could be placed goes behind those that wait: all do behind those that wait for room where they
@@ -168,33 +220,101 @@ class HeldRequests:
         held = HeldRequest(
             request, gateway_id, verdict.pool, since, answer_by, "", 0, for_room=True, previous_id=previous_id
         )
-        return _judged(held, verdict)
+        if (needed := request.ttft_deadline_s) is not None and not previous_id:
+            held = replace(held, first_token_by=now + needed)
+        return self._judged(held, verdict)
+
+    def _judged(self, held: HeldRequest, verdict: Decision | AllSaturated) -> HeldRequest:
+        """`held` with what its last trial said."""
+        least_s = 0.0
+        if held.first_token_by < inf:
+            least_s = least_prefill_s(held.request, verdict.pool, verdict.view, self._curve_samples)
+        if isinstance(verdict, AllSaturated):
+            new = min(one.new_tokens for one in verdict.view.candidates if one.excluded == SATURATED)
+            start_by = held.first_token_by - least_s
+            return replace(held, reason=SATURATED, new_tokens=new, for_room=True, start_by=start_by)
+        result, new = verdict.result, min(one.new_tokens for one in verdict.view.eligible())
+        answer_by = min(held.answer_by, held.since + result.max_hold_s) if result.max_hold_s else held.answer_by
+        # A request that could be placed, and yet stands behind others, waits for room as they do.
+        for_room = bool(result.steps)
+        # What the policy alone holds is placed while there is time for all of its prefill, and for the next tick.
+        mean_s = 0.0 if for_room else least_s / SURE_SHARE + MARGIN_S
+        return replace(
+            held,
+            reason=result.reason,
+            new_tokens=new,
+            for_room=for_room,
+            answer_by=answer_by,
+            queue_penalty_s=result.queue_penalty_s,
+            start_by=held.first_token_by - max(least_s, mean_s),
+        )
+
+    def _retry(self, pool: str, now: float, not_before: float) -> list[ev.Effect]:
+        at = max(not_before, self._paid_until.get(pool, -inf) - (TRIALS_AT_ONCE - 1) * RETRY_S)
+        if at <= now:
+            return self._serve(pool, now, TRIES)
+        if self.queue.count(pool):
+            self._due[pool] = min(at, self._due.get(pool, inf))
+        return []
 
     def _serve(self, pool: str, now: float, tries: int) -> list[ev.Effect]:
+        """Try the pool's requests in order, until `tries` of them stay held; where there were too many that did not, the others
+        are due soon."""
         effects: list[ev.Effect] = []
         full: set[str] = set()
+        # The queue changes when all are tried: the order is of those that wait now.
+        changes: list[Callable[[], object]] = []
+        decisions = max(tries, MOST_DECISIONS)
         self._tried_at[pool] = now
-        for held in self.queue.order(pool, now):
-            model = held.request.model
-            if model in full:
-                continue
+        self._paid_until[pool] = max(self._paid_until.get(pool, -inf), now) + RETRY_S
+        self._due.pop(pool, None)
+        for held in self.queue.order(pool, full):
+            request_id, model = held.request.request_id, held.request.model
             if not self._has_room(pool, model, now):
                 # Nor for those behind it that ask for the same; an adapter is loaded on some instances only.
                 full.add(model)
                 continue
             if not tries:
                 break
-            tries -= 1
+            if not decisions:
+                self._due[pool] = now + RETRY_S
+                break
+            decisions -= 1
             verdict = self._decide(_aged(held, now), now, None)
             if _elsewhere(verdict, held):
-                self.queue.remove(held.request.request_id)
+                changes.append(partial(self.queue.remove, request_id))
                 effects += self._moved(held, now)
+            elif (late := self._late(held, verdict, now)) is not None:
+                changes.append(partial(self.queue.remove, request_id))
+                effects.append(late)
             elif isinstance(verdict, Decision) and verdict.result.steps:
-                self.queue.answered(held.request.request_id)
+                changes.append(partial(self.queue.answered, request_id, _computed(verdict)))
                 effects += self._commit(replace(verdict, previous_id=held.previous_id), held.gateway_id, now)
-            elif not isinstance(verdict, ev.Refused):
-                self.queue.update(_judged(held, verdict))
+            else:
+                tries -= 1
+                if not isinstance(verdict, ev.Refused):
+                    changes.append(partial(self.queue.update, self._judged(held, verdict)))
+        for change in changes:
+            change()
         return effects
+
+    def _is_in_time_after_all(self, held: HeldRequest, now: float) -> bool:
+        """Whether a request that waits for room would not be late yet: more of its prompt is cached than when it was last tried.
+        Mutates."""
+        verdict = self._decide(_aged(held, now), now, None)
+        if not isinstance(verdict, AllSaturated) or _elsewhere(verdict, held):
+            return False
+        held = self._judged(held, verdict)
+        if held.ends_at <= now:
+            return False
+        self.queue.update(held)
+        return True
+
+    def _late(self, held: HeldRequest, verdict: DecideResult, now: float) -> ev.Refused | None:
+        if held.first_token_by == inf:
+            return None
+        request = replace(held.request, ttft_deadline_s=held.first_token_by - now)
+        return self.refused_as_late(request, verdict, held.gateway_id)
 
     def _moved(self, held: HeldRequest, now: float) -> list[ev.Effect]:
         """The answer to a request whose name belongs to another pool than when it came, which another router may own."""
@@ -209,6 +329,8 @@ class HeldRequests:
         verdict = self._decide(_aged(held, now), now, (self._without_holds() or self._fallback) if by_default else None)
         if _elsewhere(verdict, held):
             return self._moved(held, now)
+        if (late := self._late(held, verdict, now)) is not None:
+            return [late]
         if isinstance(verdict, Decision) and verdict.result.steps:
             noted = replace(verdict, notes=(*verdict.notes, note), previous_id=held.previous_id)
             return self._commit(noted, held.gateway_id, now)
@@ -233,20 +355,11 @@ def _aged(held: HeldRequest, now: float) -> PlacementRequest:
     return replace(held.request, age_s=now - held.since)
 
 
-def _judged(held: HeldRequest, verdict: Decision | AllSaturated) -> HeldRequest:
-    """`held` with what its last trial said."""
-    if isinstance(verdict, AllSaturated):
-        new = min(one.new_tokens for one in verdict.view.candidates if one.excluded == SATURATED)
-        return replace(held, reason=SATURATED, new_tokens=new, for_room=True)
-    result, new = verdict.result, min(one.new_tokens for one in verdict.view.eligible())
-    answer_by = min(held.answer_by, held.since + result.max_hold_s) if result.max_hold_s else held.answer_by
-    queue_penalty_s = result.queue_penalty_s
-    # A request that could be placed, and yet stands behind others, waits for room as they do.
-    return replace(
-        held,
-        reason=result.reason,
-        new_tokens=new,
-        for_room=bool(result.steps),
-        answer_by=answer_by,
-        queue_penalty_s=queue_penalty_s,
-    )
+def _computed(decision: Decision) -> int:
+    """The tokens that the first step of a decision adds to compute."""
+    steps = decision.result.steps
+    first = decision.view.find(steps[0].instance_id)
+    assert first is not None
+    if steps[-1].kind is StepKind.PREFILL:
+        return max(steps[-1].prefix_tokens - first.cached_tokens, 0)
+    return first.new_tokens

@@ -17,6 +17,7 @@ from pointsman.router.core.types import Decision, Step, StepKind
 
 # The reason of the one SERVE that replaces what is left of a plan, and the longest account of the failure, in characters.
 COLOCATED_AFTER_FAILURE = "colocated_after_failure"
+SERVED_ALONE = "next_step_came_too_late"
 MAX_NOTE = 100
 
 
@@ -152,6 +153,20 @@ class Plans:
         effects = self.reserve(decision, index + 1, reservation.gateway_id, reservation.lease_until, keys, now)
         noted = ev.DecisionNoted(decision.decision_id, note)
         return [noted, *effects, self.placed_effect(decision, index + 1, reservation.gateway_id)]
+
+    def served_alone(self, request_id: str, instance_id: str) -> list[ev.Effect]:
+        """The gateway waited in vain for the next step, and has the request answered by `instance_id`. Mutates."""
+        decision, reservation = self.decisions.get(request_id), self._reservations.get(request_id)
+        if decision is None or reservation is None:
+            return []
+        plan = (
+            *decision.result.steps[: reservation.step_index + 1],
+            Step(StepKind.SERVE, instance_id, SERVED_ALONE),
+        )
+        self.decisions.put(
+            replace(decision, result=replace(decision.result, steps=plan), notes=(*decision.notes, SERVED_ALONE))
+        )
+        return [ev.DecisionNoted(decision.decision_id, SERVED_ALONE)]
 
     def _prefilled(self, request_id: str, now: float) -> None:
         reservation, prompt = (

@@ -211,6 +211,7 @@ class Console:
         assert task is not None
         self._streams.add(task)
         viewer = self.decisions.join(connection.abort)
+        let_go = self._auth.while_allowed(request.headers.get("Authorization", ""), WATCH, task.cancel)
         try:
             await response.prepare(request)
             while not viewer.dropped:
@@ -218,6 +219,7 @@ class Console:
         except (ConnectionError, asyncio.CancelledError):
             pass
         finally:
+            let_go()
             self.decisions.leave(viewer)
             self._streams.discard(task)
         return response

@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from google.rpc import code_pb2
 
+from pointsman.agent.v1 import agent_pb2
 from pointsman.common.core.enum_words import values
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.ownership import Owner
+from pointsman.router.core.priority import Priority
 from pointsman.router.core.router_state import RouterState
 from pointsman.router.core.types import InstanceInfo, Phase, PlacementRequest, Step, StepKind
 from pointsman.router.io.convert import agent_messages
 from pointsman.router.io.convert.times import duration, finite, seconds
 from pointsman.router.v1 import placement_pb2
 
+# Streams converted in one turn, which takes about two milliseconds.
+STREAMS_AT_ONCE = 500
 # An outcome that nobody gave, or that a newer gateway knows, must not count as an answer, nor end its stream.
 _OUTCOMES: dict[int, str] = {number: name for name, number in values(placement_pb2.Outcome).items() if number}
+
+_FINISH_REASONS = {number: name for name, number in values(placement_pb2.FinishReason).items() if number}
+_TIERS = frozenset(number for number in agent_pb2.Tier.values() if number)
+# One that nobody gave, or that a newer gateway knows, waits among the standard ones.
+_PRIORITIES = {Priority(word): number for word, number in values(placement_pb2.Priority).items() if number}
+_OF_PRIORITIES: dict[int, Priority] = {number: priority for priority, number in _PRIORITIES.items()}
+# Beyond it a tenant would keep all others of its class out.
+_MAX_WEIGHT = 1_000
+
+
+def _cached_by_tier(wire: placement_pb2.Finished) -> Mapping[int, int] | None:
+    """None where nothing is said, or what is said cannot be."""
+    told: dict[int, int] = {one.tier: one.tokens for one in wire.cached_by_tier}
+    fits = len(told) == len(wire.cached_by_tier) and told.keys() <= _TIERS and sum(told.values()) <= wire.cached_tokens
+    return told if told and fits else None
 
 
 def _keys(wire: placement_pb2.PlacementRequest) -> array[int]:
@@ -47,24 +67,52 @@ def placement_request(wire: placement_pb2.PlacementRequest) -> PlacementRequest:
         age_s=max(seconds(wire.age), 0.0) if wire.HasField("age") else 0.0,
         sliceable_tokens=min(wire.sliceable_tokens, wire.input_tokens),
         single_instance=wire.single_instance,
+        priority=_OF_PRIORITIES.get(wire.priority, Priority.STANDARD),
+        weight=float(min(max(wire.weight, 1), _MAX_WEIGHT)),
+        ttft_deadline_s=seconds(wire.ttft_deadline) if wire.HasField("ttft_deadline") else None,
     )
 
 
-def gateway_hello(wire: placement_pb2.GatewayHello) -> ev.GatewayHello:
-    """A gateway's hello with the streams it has open."""
+def priority_to_wire(priority: Priority) -> placement_pb2.Priority.ValueType:
+    """A class of requests."""
+    number: placement_pb2.Priority.ValueType = _PRIORITIES[priority]
+    return number
+
+
+async def gateway_hello(wire: placement_pb2.GatewayHello) -> ev.GatewayHello:
+    """A gateway's hello with the streams it has open: of thousands a part at a time, with turns for others between."""
+    streams = []
+    for number, stream in enumerate(wire.open_streams, 1):
+        streams.append(open_stream(stream))
+        if not number % STREAMS_AT_ONCE:
+            await asyncio.sleep(0)
     return ev.GatewayHello(
         wire.gateway_id,
-        tuple(
-            ev.OpenStream(
-                placement_request(stream.request),
-                stream.instance_id,
-                Phase.DECODE if stream.phase == placement_pb2.PHASE_DECODE else Phase.PREFILL,
-                stream.cached_tokens,
-            )
-            for stream in wire.open_streams
-        ),
+        tuple(streams),
         frozenset(wire.waiting_request_ids),
         frozenset(wire.known_instance_ids),
+    )
+
+
+def open_stream(wire: placement_pb2.OpenStream) -> ev.OpenStream:
+    """A running request, as its gateway tells it."""
+    return ev.OpenStream(
+        placement_request(wire.request),
+        wire.instance_id,
+        Phase.DECODE if wire.phase == placement_pb2.PHASE_DECODE else Phase.PREFILL,
+        wire.cached_tokens,
+    )
+
+
+def step_done(wire: placement_pb2.StepDone) -> ev.StepDone:
+    """The end of a step that is not the answer."""
+    return ev.StepDone(
+        wire.request_id,
+        wire.step_index,
+        wire.ok,
+        wire.error,
+        wire.instance_failed,
+        seconds(wire.deadline) if wire.HasField("deadline") else None,
     )
 
 
@@ -89,6 +137,8 @@ def finished(wire: placement_pb2.Finished) -> ev.Finished:
         else None,
         refused=wire.refused,
         refused_by=tuple(dict.fromkeys(wire.refused_by)),
+        finish_reason=_FINISH_REASONS.get(wire.finish_reason, ""),
+        cached_by_tier=_cached_by_tier(wire),
     )
 
 
@@ -109,6 +159,11 @@ def finished_to_wire(done: ev.Finished) -> placement_pb2.Finished:
         http_status=done.http_status,
         refused=done.refused,
         refused_by=done.refused_by,
+        finish_reason=values(placement_pb2.FinishReason)[done.finish_reason],
+        cached_by_tier=[
+            placement_pb2.CachedTokens(tier=agent_pb2.Tier.ValueType(tier), tokens=tokens)
+            for tier, tokens in (done.cached_by_tier or {}).items()
+        ],
     )
     if done.timings_ms is not None:
         wire.timings.CopyFrom(placement_pb2.Timings(**{f"{name}_ms": value for name, value in done.timings_ms.items()}))

@@ -14,6 +14,7 @@ from pointsman.common.core.enum_words import values
 from pointsman.router.core.analysis.decision_replay import inputs_digest
 from pointsman.router.core.analysis.outcome_stats import OutcomeGroup, quantile
 from pointsman.router.core.analysis.policy_comparison import PolicyComparison, grouped
+from pointsman.router.core.instances.instance_orders import InstanceOrder, OrderChange
 from pointsman.router.core.instances.instance_registry import InstanceRecord
 from pointsman.router.core.policy.base import Policy, bounds, summary
 from pointsman.router.core.router_state import RouterState
@@ -162,11 +163,37 @@ def instance_status(state: RouterState, record: InstanceRecord, now: float) -> f
         approximate_keys=state.prefix_knowledge.approximate_index.count(info.instance_id),
         provisional_keys=state.prefix_knowledge.provisional.count(info.instance_id),
         prediction_audit_failures=record.prediction_audit.failures,
+        cordoned=record.order.cordoned,
+        weight=record.order.weight,
+        order_reason=record.order.reason,
         stale=load is not None and now > load.sampled_at + state.settings.stale_report_s,
     )
     if load is not None:
         wire.load.CopyFrom(agent_messages.load_to_wire(load, now))
     return wire
+
+
+def order_to_wire(instance_id: str, order: InstanceOrder, *, known: bool) -> fleet_pb2.InstanceOrder:
+    """An operator's order for an instance, which is `known` or not."""
+    return fleet_pb2.InstanceOrder(
+        instance_id=instance_id,
+        cordoned=order.cordoned,
+        weight=order.weight,
+        reason=order.reason,
+        update_time=timestamp(order.set_at) if order.set_at else None,
+        instance_known=known,
+    )
+
+
+def order_change(wire: fleet_pb2.SetInstanceOrderRequest, now: float) -> OrderChange:
+    """What an operator asks to be changed at `now`, in s since 1970."""
+    return OrderChange(
+        wire.instance_id,
+        now,
+        cordoned=wire.cordoned if wire.HasField("cordoned") else None,
+        weight=wire.weight if wire.HasField("weight") else None,
+        reason=wire.reason if wire.HasField("reason") else None,
+    )
 
 
 def _candidate(candidate: Candidate, age_s: float | None, score: float | None) -> fleet_pb2.Candidate:
@@ -226,6 +253,8 @@ def decision_to_wire(state: RouterState, logged: LoggedDecision, *, candidates: 
         figures=result.figures,
         next_owner=decision.next_owner if request.session else "",
         other_instances=decision.view.unseen.instances,
+        priority=gateway_messages.priority_to_wire(request.priority),
+        weight=int(request.weight),
     )
     if candidates:
         view = decision.view

@@ -11,8 +11,9 @@ from urllib.parse import urlsplit
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
-from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
+from pointsman.agent.v1 import agent_pb2
 from pointsman.common.io.auth import credentials
 from pointsman.common.io.channel import END_OF_STREAM
 from pointsman.router.core import events_and_effects as ev
@@ -21,13 +22,27 @@ from pointsman.router.io.rpc.duplex_stream import run_duplex
 from pointsman.router.io.rpc.turn_budget import TurnBudget
 from pointsman.router.io.runtime import AgentStream, Router
 
-# Block keys of many agents that come at once (a chunk of a snapshot takes some ms) hold placements up for so long.
-KEYS_BUDGET_S = 0.002
+AGENT_SERVICE = agent_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name
+# What many agents tell at once (a chunk of a snapshot takes some ms) holds placements up for so long.
+REPORTS_BUDGET_S = 0.002
 
-Context: TypeAlias = "grpc.aio.ServicerContext[agent_pb2.ReportRequest, agent_pb2.ReportResponse]"
+Context: TypeAlias = "grpc.aio.ServicerContext[bytes, agent_pb2.ReportResponse]"
 
 
-class AgentService(agent_pb2_grpc.AgentServiceServicer):
+def add_agent_service(service: AgentService, server: grpc.aio.Server) -> None:
+    """As the generated add_AgentServiceServicer_to_server, but for messages that are not parsed yet: gRPC would parse those of
+    all agents in one turn of the loop."""
+    handlers = {
+        "Report": grpc.stream_stream_rpc_method_handler(
+            service.Report, response_serializer=agent_pb2.ReportResponse.SerializeToString
+        )
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(AGENT_SERVICE, handlers),))
+    # The stubs do not have what the generated code calls.
+    server.add_registered_method_handlers(AGENT_SERVICE, handlers)  # type: ignore[attr-defined]
+
+
+class AgentService:
     """One stream for each instance."""
 
     def __init__(self, router: Router, may_report: Callable[[str, Sequence[str], str], bool]) -> None:
@@ -36,9 +51,9 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         self._router = router
         self._may_report = may_report
         self._stream_ids = itertools.count(1)
-        self._key_turns = TurnBudget(KEYS_BUDGET_S)
+        self._turns = TurnBudget(REPORTS_BUDGET_S)
 
-    async def Report(self, requests: object, context: Context) -> None:  # type: ignore[override]  # noqa: N802
+    async def Report(self, requests: object, context: Context) -> None:  # noqa: N802
         """Read the agent's messages, write the router's, until either side ends."""
         stream_id = next(self._stream_ids)
         stream = self._router.agents[stream_id] = AgentStream()
@@ -62,32 +77,39 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
     async def _read(self, stream_id: int, context: Context) -> None:
         instance_id = ""
         while (message := await context.read()) is not END_OF_STREAM:
-            kind = message.WhichOneof("kind")
-            if kind == "hello":
-                if instance_id:
-                    raise _ProtocolError("a second hello on one stream")
-                self._check_right(context, message.hello.instance)
-                instance_id = message.hello.instance.instance_id
-                self._router.submit(
-                    ev.AgentHello(
-                        stream_id,
-                        agent_messages.instance_info(message.hello.instance),
-                        message.hello.key_scheme,
-                        message.hello.oldest_seq,
-                        message.hello.latest_seq,
-                    )
-                )
-            elif not instance_id:
-                raise _ProtocolError("the first message must be a hello")
-            elif kind == "load":
-                self._router.submit(
-                    ev.LoadReported(stream_id, instance_id, agent_messages.load(message.load, time.monotonic()))
-                )
-            elif kind == "goodbye":
-                self._router.submit(ev.AgentGoodbye(stream_id, instance_id))
-            elif (about_keys := agent_messages.key_message(message)) is not None:
-                about = ev.KeysReported(stream_id, instance_id, about_keys)
-                await self._key_turns.run(partial(self._router.submit, about))
+            instance_id = await self._turns.run(partial(self._take, stream_id, instance_id, message, context))
+
+    def _take(self, stream_id: int, instance_id: str, raw: bytes, context: Context) -> str:
+        """One message of an agent, of which `instance_id` (empty before the hello) is reported; the id that is from now on."""
+        try:
+            message = agent_pb2.ReportRequest.FromString(raw)
+        except DecodeError as error:
+            raise _ProtocolError(f"not a ReportRequest: {error}") from None
+        kind = message.WhichOneof("kind")
+        if kind == "hello":
+            if instance_id:
+                raise _ProtocolError("a second hello on one stream")
+            self._check_right(context, message.hello.instance)
+            instance_id = self._router.agents[stream_id].instance_id = message.hello.instance.instance_id
+            event: ev.Event = ev.AgentHello(
+                stream_id,
+                agent_messages.instance_info(message.hello.instance),
+                message.hello.key_scheme,
+                message.hello.oldest_seq,
+                message.hello.latest_seq,
+            )
+        elif not instance_id:
+            raise _ProtocolError("the first message must be a hello")
+        elif kind == "load":
+            event = ev.LoadReported(stream_id, instance_id, agent_messages.load(message.load, time.monotonic()))
+        elif kind == "goodbye":
+            event = ev.AgentGoodbye(stream_id, instance_id)
+        elif (about_keys := agent_messages.key_message(message)) is not None:
+            event = ev.KeysReported(stream_id, instance_id, about_keys)
+        else:
+            return instance_id
+        self._router.submit(event)
+        return instance_id
 
     def _check_right(self, context: Context, instance: agent_pb2.Instance) -> None:
         """Raise _NotYours unless the agent may report the instance, and have prompts sent where it says."""
@@ -111,10 +133,10 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         return reply
 
     def _lost(self, stream_id: int) -> None:
-        del self._router.agents[stream_id]
-        for record in self._router.state.instances.records():
-            if record.stream_id == stream_id and record.lost_at is None:
-                self._router.submit(ev.AgentLost(stream_id, record.info.instance_id))
+        instance_id = self._router.agents.pop(stream_id).instance_id
+        record = self._router.state.instances.get(instance_id)
+        if record is not None and record.stream_id == stream_id and record.lost_at is None:
+            self._router.submit(ev.AgentLost(stream_id, instance_id))
 
 
 def _address(url: str) -> str:

@@ -22,6 +22,7 @@ _REFUSALS = {
     "RESOURCE_EXHAUSTED": "SATURATED",
     "UNAVAILABLE": "NO_INSTANCE",
     "ABORTED": "REQUEST_ENDED",
+    "DEADLINE_EXCEEDED": "FIRST_TOKEN_TOO_LATE",
 }
 
 
@@ -70,6 +71,11 @@ def policy_changed_status(etag: str) -> grpc.Status:
     """ABORTED: another policy is in force than the one to replace; `etag` stands for it."""
     message = "another policy is in force by now: read it, and decide again"
     return _status("ABORTED", "POLICY_CHANGED", message, {"etag": etag})
+
+
+def too_many_orders_status(most: int) -> grpc.Status:
+    """RESOURCE_EXHAUSTED: there are orders for `most` instances already."""
+    return _status("RESOURCE_EXHAUSTED", "TOO_MANY_ORDERS", f"there are orders for {most:,} instances already", {})
 
 
 def gateway_id_status(gateway_id: str) -> grpc.Status:

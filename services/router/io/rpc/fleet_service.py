@@ -6,38 +6,40 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from pointsman.common.core.enum_words import word
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.analysis.outcome_stats import OutcomeStats
 from pointsman.router.core.analysis.policy_comparison import PolicyComparison
+from pointsman.router.core.instances.instance_orders import (
+    MAX_ORDERS,
+    NO_ORDER,
+    InvalidOrder,
+    TooManyOrders,
+    check_change,
+)
 from pointsman.router.core.instances.instance_registry import InstanceRecord
 from pointsman.router.core.policy.base import Policy, SettingError
 from pointsman.router.core.policy.registry import POLICIES, make_policy
-from pointsman.router.core.types import PolicyRef
 from pointsman.router.io.convert import gateway_messages, operator_messages
 from pointsman.router.io.convert.times import duration, timestamp
 from pointsman.router.io.rpc.errors import (
     abort,
     field_status,
     not_found_status,
-    page_token_status,
     policy_changed_status,
     refusal_status,
     setting_status,
+    too_many_orders_status,
 )
-from pointsman.router.io.rpc.pages import (
-    DEFAULT_PAGE,
-    MAX_PAGE,
-    InvalidPageToken,
-    page_size,
-    position_of,
-    token_after,
-)
-from pointsman.router.io.runtime import PolicyChanged, ReplicaInfo, Router
+from pointsman.router.io.rpc.history_lists import HistoryLists
+from pointsman.router.io.rpc.paged_lists import in_turns
+from pointsman.router.io.rpc.pages import MAX_PAGE
+from pointsman.router.io.rpc.replicas import replicas_to_wire
+from pointsman.router.io.runtime import PolicyChanged, Router
 from pointsman.router.io.telemetry.decision_log import DecisionFilter, LoggedDecision
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 
@@ -45,11 +47,6 @@ DEFAULT_SUMMARIZED = 1_000
 MAX_SUMMARIZED = 10_000
 # Sessions are kept by the million, and looked through while placements wait.
 SESSIONS_LOOKED_AT = 20_000
-# Placements are answered after at most so long of a listing.
-TURN_S = 0.001
-
-T = TypeVar("T")
-P = TypeVar("P")
 
 
 class SessionPosition(NamedTuple):
@@ -63,11 +60,11 @@ class SessionPosition(NamedTuple):
         return (-self.used_at, self.number) < (-other.used_at, other.number)
 
 
-class FleetService(fleet_pb2_grpc.FleetServiceServicer):
+class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
     """Reads are answered by every replica; decisions are known to the replica that made them."""
 
     def __init__(self, router: Router) -> None:
-        self._router = router
+        super().__init__(router)
         self._started = time.monotonic()
         # A thousand decisions take seconds at a thousand instances: whoever asks meanwhile waits, and not each placement twice.
         self._deciding_again = asyncio.Lock()
@@ -85,7 +82,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         ]
         policy = self._router.state.policy.ref()
         return fleet_pb2.ListInstancesResponse(
-            instances=[self._status(record) async for record in _in_turns(found[:size])],
+            instances=[self._status(record) async for record in in_turns(found[:size])],
             policy=operator_messages.policy_to_wire(policy),
             policy_etag=operator_messages.policy_etag(policy),
             router_id=self._router.settings.router_id,
@@ -106,6 +103,36 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         record = await self._instance(request.instance_id, context)
         everywhere = await self._router.drain(record.info, request.resume)
         return fleet_pb2.DrainResponse(instance=self._status(record), this_replica_only=not everywhere)
+
+    async def SetInstanceOrder(  # noqa: N802
+        self, request: fleet_pb2.SetInstanceOrderRequest, context: Any
+    ) -> fleet_pb2.SetInstanceOrderResponse:
+        """Cordon an instance or let it in again, or change its share of new sessions, by all replicas."""
+        change = operator_messages.order_change(request, time.time())
+        try:
+            check_change(change)
+            everywhere = await self._router.set_instance_order(change)
+        except InvalidOrder as error:
+            await abort(context, field_status(error.field, error.message))
+        except TooManyOrders:
+            await abort(context, too_many_orders_status(MAX_ORDERS))
+        record = self._router.state.instances.get(change.instance_id)
+        return fleet_pb2.SetInstanceOrderResponse(
+            order=self._order(change.instance_id),
+            instance=None if record is None else self._status(record),
+            this_replica_only=not everywhere,
+        )
+
+    async def ListInstanceOrders(  # noqa: N802
+        self, request: fleet_pb2.ListInstanceOrdersRequest, context: Any
+    ) -> fleet_pb2.ListInstanceOrdersResponse:
+        """All orders by instance id, of instances known or not."""
+        size, after = await self._page(request, str, context, default=MAX_PAGE)
+        found = sorted(name for name in self._router.state.instances.orders if after is None or name > after)
+        return fleet_pb2.ListInstanceOrdersResponse(
+            orders=[self._order(name) async for name in in_turns(found[:size])],
+            next_page_token=self._token(found[size - 1], request) if len(found) > size else "",
+        )
 
     async def SetPolicy(  # noqa: N802
         self, request: fleet_pb2.SetPolicyRequest, context: Any
@@ -131,7 +158,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         # One more tells whether there is a next page.
         found = list(itertools.islice(self._router.decisions.newest(wanted.matches, before), size + 1))
         return fleet_pb2.ListDecisionsResponse(
-            decisions=[self.without_candidates(one) async for one in _in_turns(found[:size])],
+            decisions=[self.without_candidates(one) async for one in in_turns(found[:size])],
             next_page_token=self._token(found[size - 1].number, request) if len(found) > size else "",
         )
 
@@ -186,7 +213,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         async with self._deciding_again:
             made_again = [
                 PolicyComparison(one.decision, self._router.state.what_if(one.decision, policy))
-                async for one in _in_turns(recorded)
+                async for one in in_turns(recorded)
             ]
         return operator_messages.what_if_to_wire(made_again)
 
@@ -199,7 +226,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         newest = self._router.decisions.newest(_filter(request.filter).matches)
         found = list(itertools.islice(newest, request.last or DEFAULT_SUMMARIZED))
         outcomes = OutcomeStats()
-        async for one in _in_turns(found):
+        async for one in in_turns(found):
             outcomes.add(one.decision, one.outcome, one.finished)
         return fleet_pb2.SummarizeDecisionsResponse(
             decided=len(found),
@@ -240,65 +267,15 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         self, request: fleet_pb2.ListReplicasRequest, context: Any
     ) -> fleet_pb2.ListReplicasResponse:
         """The live routers, the pools' owners, and this replica's own health."""
-        state, store, now = self._router.state, self._router.store, asyncio.get_running_loop().time()
-        answer = fleet_pb2.ListReplicasResponse(this_replica=self._router_status())
-        for one in store.replicas():
-            heartbeat_age = None if one.seen_at is None else duration(now - one.seen_at)
-            replica_info = ReplicaInfo.read(one.replica_info)
-            answer.replicas.add(
-                router_id=one.router_id,
-                address=one.address,
-                heartbeat_age=heartbeat_age,
-                policy=operator_messages.policy_to_wire(PolicyRef(*replica_info.policy))
-                if replica_info.policy
-                else None,
-                console_url=replica_info.console_url,
-            )
-        for pool in state.instances.pools():
-            answer.pools.add(
-                model=pool.model,
-                owner=gateway_messages.owner_to_wire(store.owner(pool.model)),
-                instances=len(state.instances.members(pool.model, pool.model)),
-                held_requests=state.held_requests.queue.count(pool.model),
-            )
-        return answer
-
-    async def _page(
-        self, request: Any, kind: type[P], context: Any, default: int = DEFAULT_PAGE
-    ) -> tuple[int, P | None]:
-        """How many entries to tell, and after which position (None: from the beginning on)."""
-        try:
-            return page_size(request.page_size, default), position_of(request, self._router.settings.router_id, kind)
-        except InvalidPageToken as error:
-            await abort(context, page_token_status(str(error)))
-        except ValueError as error:
-            await abort(context, field_status("page_size", str(error)))
-
-    def _token(self, position: object, request: Any) -> str:
-        return token_after(position, request, self._router.settings.router_id)
-
-    def _router_status(self) -> fleet_pb2.RouterStatus:
-        router, state = self._router, self._router.state
-        answered_at = router.store.answered_at
-        silent_s = None if answered_at is None else asyncio.get_running_loop().time() - answered_at
-        return fleet_pb2.RouterStatus(
-            router_id=router.settings.router_id,
-            uptime=duration(time.monotonic() - self._started),
-            ready=router.ready,
-            store=router.store.kind,
-            degraded=state.degraded,
-            store_answer_age=None if silent_s is None else duration(silent_s),
-            gateways=len(router.gateways),
-            agent_streams=len(router.agents),
-            open_requests=len(state.reservations),
-            held_requests=len(state.held_requests.queue),
-            sessions=len(state.affinity),
-            keys=len(state.index),
-            decisions=len(router.decisions),
-        )
+        return replicas_to_wire(self._router, time.monotonic() - self._started)
 
     def _status(self, record: InstanceRecord) -> fleet_pb2.InstanceStatus:
         return operator_messages.instance_status(self._router.state, record, time.monotonic())
+
+    def _order(self, instance_id: str) -> fleet_pb2.InstanceOrder:
+        instances = self._router.state.instances
+        known = instances.get(instance_id) is not None
+        return operator_messages.order_to_wire(instance_id, instances.orders.get(instance_id, NO_ORDER), known=known)
 
     def without_candidates(self, logged: LoggedDecision) -> fleet_pb2.Decision:
         """A decision as WatchDecisions tells it."""
@@ -325,16 +302,6 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
             return make_policy(wire.name, operator_messages.policy_settings(wire.settings))
         except SettingError as error:
             await abort(context, setting_status(error))
-
-
-async def _in_turns(items: Iterable[T]) -> AsyncIterator[T]:
-    """The items, with a turn for the others whenever they have taken TURN_S."""
-    until = time.perf_counter() + TURN_S
-    for item in items:
-        yield item
-        if time.perf_counter() > until:
-            await asyncio.sleep(0)
-            until = time.perf_counter() + TURN_S
 
 
 def _filter(wire: fleet_pb2.DecisionFilter) -> DecisionFilter:

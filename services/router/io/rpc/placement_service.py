@@ -62,7 +62,7 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
             accounts_usage=True,
         )
         await context.write(placement_pb2.SessionResponse(welcome=welcome))
-        self._router.opened(gateway_messages.gateway_hello(hello), stream)
+        self._router.opened(await gateway_messages.gateway_hello(hello), stream)
         ended = await run_duplex(
             self._read(hello.gateway_id, context),
             self._write(stream, context),
@@ -101,13 +101,17 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
                     request_id, elsewhere, "the request is not known here; another router may have placed it"
                 )
                 await abort(context, refusal_status(refused, self._router.owner_elsewhere(refused)))
-        self._router.submit(gateway_messages.finished(request.finished))
+        self._router.submit(ev.FinishedBy("", gateway_messages.finished(request.finished)))
         return placement_pb2.FinishResponse()
 
     async def _read(self, gateway_id: str, context: SessionContext) -> None:
         while (message := await context.read()) is not END_OF_STREAM:
             for one in message.batch.requests if message.HasField("batch") else (message,):
-                self._take(gateway_id, one)
+                if one.HasField("hello"):
+                    again = await gateway_messages.gateway_hello(one.hello)
+                    self._router.submit(replace(again, gateway_id=gateway_id))
+                else:
+                    self._take(gateway_id, one)
 
     def _take(self, gateway_id: str, message: placement_pb2.SessionRequest) -> None:
         match message.WhichOneof("kind"):
@@ -116,19 +120,16 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
                 self._router.place(ev.PlaceRequested(asked, gateway_id), message.place.traceparent)
                 return
             case "step_done":
-                done = message.step_done
-                event: ev.Event = ev.StepDone(
-                    done.request_id, done.step_index, done.ok, done.error, done.instance_failed
-                )
+                event: ev.Event = gateway_messages.step_done(message.step_done)
+            case "open_stream":
+                event = ev.StreamOpened(gateway_id, gateway_messages.open_stream(message.open_stream))
             case "first_token":
                 event = gateway_messages.first_token(message.first_token)
             case "finished":
-                event = gateway_messages.finished(message.finished)
+                event = ev.FinishedBy(gateway_id, gateway_messages.finished(message.finished))
             case "usage":
                 self._router.account(gateway_id, message.usage)
                 return
-            case "hello":
-                event = replace(gateway_messages.gateway_hello(message.hello), gateway_id=gateway_id)
             case _:
                 return
         self._router.submit(event)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 # KEYS: live replicas, their addresses, what they tell of themselves, operators' configuration. ARGV: router id, address, time to
-# live in ms, what it tells of itself, the version of the configuration that it last took (0: none), that configuration. Returns
-# {{id, address, ms since its last heartbeat, what it tells} of each live replica, version, orders, known}: the newest
-# configuration, and 1 if the caller was known already: 0 at its first heartbeat, after a long silence, and where Redis has lost
-# its data. A replica whose heartbeat is of the future gave it before the clock was set back; if it lives it gives another at
-# once.
+# live in ms, what it tells of itself, the version of the configuration that it last took (0: none), the SHA-1 of that
+# configuration. Returns {{id, address, ms since its last heartbeat, what it tells} of each live replica, version, config, known}:
+# the configuration that is kept, empty where it is the caller's own, since it may have a megabyte, and 1 if the caller was known
+# already: 0 at its first heartbeat, after a long silence, and where Redis has lost its data. A replica whose heartbeat is of the
+# future gave it before the clock was set back; if it lives it gives another at once.
 HEARTBEAT = """
 local known = redis.call('HGET', KEYS[2], ARGV[1]) and 1 or 0
 local time = redis.call('TIME')
@@ -24,9 +24,6 @@ local function forget(least, most)
 end
 forget(0, now - tonumber(ARGV[3]))
 forget(now + tonumber(ARGV[3]), '+inf')
-if tonumber(ARGV[5]) > tonumber(redis.call('HGET', KEYS[4], 'version') or '0') then
-  redis.call('HSET', KEYS[4], 'version', ARGV[5], 'config', ARGV[6])
-end
 local live = {}
 local beats = redis.call('ZRANGE', KEYS[1], 0, -1, 'WITHSCORES')
 for i = 1, #beats, 2 do
@@ -34,7 +31,9 @@ for i = 1, #beats, 2 do
   local silent = math.max(now - tonumber(beats[i + 1]), 0)
   table.insert(live, {id, redis.call('HGET', KEYS[2], id) or '', silent, redis.call('HGET', KEYS[3], id) or ''})
 end
-return {live, tonumber(redis.call('HGET', KEYS[4], 'version') or '0'), redis.call('HGET', KEYS[4], 'config') or '', known}
+local version, config = tonumber(redis.call('HGET', KEYS[4], 'version') or '0'), redis.call('HGET', KEYS[4], 'config') or ''
+if version == tonumber(ARGV[5]) and redis.sha1hex(config) == ARGV[6] then config = '' end
+return {live, version, config, known}
 """
 
 # KEYS: operators' configuration. ARGV: the version of those that the caller has changed, what it made of them. Returns {version,

@@ -17,6 +17,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from hashlib import sha1
 from typing import TypeVar
 
 import msgspec
@@ -126,7 +127,8 @@ class RedisStore:
         self._fleet = fleet
         self._replica_keys = [f"pointsman:{{{fleet}}}:{name}" for name in ("replicas", "addresses", "replica_info")]
         self._config_key = f"pointsman:{{{fleet}}}:config"
-        self._config = (0, "")  # the newest that are known, with their version
+        self._config = (0, "")  # the newest that is known, with its version
+        self._config_digest = sha1(b"").hexdigest()
         self._router_id = router_id
         self._lease_s = lease_s
         self._ttl_ms = int(affinity_ttl_s * 1e3)
@@ -219,6 +221,7 @@ class RedisStore:
     def _take_config(self, version: int, config: str) -> None:
         if (version, config) != self._config and version >= self._config[0]:
             self._config = (version, config)
+            self._config_digest = sha1(config.encode()).hexdigest()
             self.on_operator_config(config)
 
     async def run(self) -> None:
@@ -263,10 +266,21 @@ class RedisStore:
         self._poll_at = asyncio.get_running_loop().time() + self._lease_s / 4
         told, version, config, known = await self._heartbeat(
             keys=[*self._replica_keys, self._config_key],
-            args=[self._router_id, self.address, int(self._lease_s * 1e3), self.replica_info(), *self._config],
+            args=[
+                self._router_id,
+                self.address,
+                int(self._lease_s * 1e3),
+                self.replica_info(),
+                self._config[0],
+                self._config_digest,
+            ],
         )
         live = self._met(told)
-        self._take_config(int(version), config)
+        if int(version) < (own := self._config[0]):
+            # Redis has lost it, or was away when it was changed here.
+            version, config = await self._set_config(keys=[self._config_key], args=[own - 1, self._config[1]])
+        if config:
+            self._take_config(int(version), config)
         if not known:
             # Newly come, or Redis has lost its data between two polls: others may live, and own what seems to be free.
             live = []

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pointsman.router.core.analysis.pool_backlog import PoolBacklogs
 from pointsman.router.core.instances.instance_registry import InstanceRecord
+from pointsman.router.core.priority import Priority
 from pointsman.router.core.router_state import RouterState
 from pointsman.router.core.types import InstanceState
 
@@ -26,6 +28,9 @@ class StateCollector(Collector):
         self._state = state
         self._ready = ready
         self._clock = clock
+        self._backlogs = PoolBacklogs(
+            state.instances, state.reservations, state.prefill_observer, state.held_requests.queue
+        )
 
     def describe(self) -> list[Metric]:
         """Nothing: names are known when asked, and the state need not be complete when this is registered."""
@@ -48,15 +53,32 @@ class StateCollector(Collector):
     def _models(self) -> Iterator[Metric]:
         state = self._state
         owned = GaugeMetricFamily(f"{NAME}pool_owned", "1 where this replica places the model", labels=["model"])
-        held = GaugeMetricFamily(f"{NAME}held_requests", "Requests that wait for a placement", labels=["model"])
+        held = GaugeMetricFamily(
+            f"{NAME}held_requests", "Requests that wait for a placement, by class", labels=["model", "priority"]
+        )
         instances = GaugeMetricFamily(f"{NAME}instances", "Instances by state", labels=["model", "state"])
         counts = Counter((record.info.model, record.state) for record in state.instances.records())
         for model in sorted({model for model, _ in counts}):
             owned.add_metric([model], float(state.owned.owns(model)))
-            held.add_metric([model], state.held_requests.queue.count(model))
+            for priority in Priority:
+                held.add_metric([model, priority], state.held_requests.queue.count(model, priority))
             for one in InstanceState:
                 instances.add_metric([model, one], counts[model, one])
         yield from (owned, held, instances)
+        yield self._backlog()
+
+    def _backlog(self) -> Metric:
+        """0 for an idle pool, so that a scaler finds a figure; nothing of pools that another replica owns."""
+        told = GaugeMetricFamily(
+            f"{NAME}backlog_seconds",
+            "Prefill that a new request of the class waits for, per placeable instance",
+            labels=["model", "route_class"],
+        )
+        for model, classes in sorted(self._backlogs.at(self._clock()).items()):
+            if self._state.owned.owns(model):
+                for name, seconds in classes.items():
+                    told.add_metric([model, name], seconds)
+        return told
 
     def _instances(self) -> Iterator[Metric]:
         state, now, records = self._state, self._clock(), self._state.instances.records()

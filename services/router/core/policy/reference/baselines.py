@@ -36,6 +36,7 @@ class LeastRequests(Policy):
     """argmin num_requests; ties in turn."""
 
     name: ClassVar[str] = "least_requests"
+    looks_at_few: ClassVar[bool] = True
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         eligible = view.eligible()
@@ -48,6 +49,7 @@ class Sticky(Policy):
     """The session's owner while it lives; otherwise argmin num_requests, ties in turn."""
 
     name: ClassVar[str] = "sticky"
+    looks_at_few: ClassVar[bool] = True
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         for candidate in view.eligible():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pointsman.router.core.policy.base import Policy, offload, serve, setting
-from pointsman.router.core.policy.reference.scores import lowest_at_random, negated_hit_ratios
+from pointsman.router.core.policy.reference.scores import lowest_at_random, negated_hit_ratios, reported
 from pointsman.router.core.types import FleetView, PlacementRequest, PolicyResult
 
 
@@ -16,7 +16,8 @@ class LlmdDefault(Policy):
     """Peer: llm-d's default scorers.
 
     Greatest queue_weight * queue + kv_weight * (1 - kv_usage) + prefix_weight * cached / prompt, negated in the scores; queue =
-    (max - q) / (max - min) over the reported waiting requests, 1 when all are equal. Random ties (reason `weighted_score`).
+    (max - q) / (max - min) over the reported waiting requests, 1 when all are equal; a stale report counts as the greatest of the
+    fresh ones. Random ties (reason `weighted_score`).
     With `pd_threshold_tokens` > 0 a request with at least so many uncached tokens prefills on the best of the others (reason
     `pd_threshold`). Source: llm-d-router's default scorer weights.
     """
@@ -31,11 +32,13 @@ class LlmdDefault(Policy):
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         available = view.available()
         missed = negated_hit_ratios(available, request)
-        low, high = min(one.waiting for one in available), max(one.waiting for one in available)
+        waiting = reported(available, lambda one: one.waiting)
+        kv_usage = reported(available, lambda one: one.kv_usage)
+        low, high = min(waiting.values()), max(waiting.values())
         scores = {
             one.instance_id: self.prefix_weight * missed[one.instance_id]
-            - self.kv_weight * (1.0 - one.kv_usage)
-            - self.queue_weight * ((high - one.waiting) / (high - low) if high > low else 1.0)
+            - self.kv_weight * (1.0 - kv_usage[one.instance_id])
+            - self.queue_weight * ((high - waiting[one.instance_id]) / (high - low) if high > low else 1.0)
             for one in available
         }
         eligible = view.eligible()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pointsman.router.core.policy.base import Policy, mean, serve, setting
-from pointsman.router.core.policy.reference.scores import lowest_at_random, negated_hit_ratios
+from pointsman.router.core.policy.reference.scores import lowest_at_random, negated_hit_ratios, reported
 from pointsman.router.core.types import Candidate, FleetView, PlacementRequest, PolicyResult
 
 
@@ -18,7 +18,7 @@ class Preble(Policy):
     work = pending_prefill + decode_weight * ongoing_decode, in tokens. Exploit: the best match, random ties, serves if it saves
     more than `exploit_ratio` of the prompt and its work <= overload_factor * mean work (reason `exploit`). Explore: argmin
     work + new + eviction_weight * max(new - free KV tokens, 0), random ties (reason `explore`); free = (1 - kv_usage) *
-    capacity, and no eviction is counted where the capacity is unknown.
+    capacity, with a stale report as the greatest of the fresh ones, and no eviction is counted where the capacity is unknown.
     Source: Preble (E2), without its rebalancing. It weighs evicted tokens by their hit rate and work over a time window, neither
     of which the view has: eviction_weight and the open requests stand for them.
     """
@@ -36,7 +36,11 @@ class Preble(Policy):
             one.instance_id: one.pending_prefill_tokens + self.decode_weight * one.ongoing_decode_tokens
             for one in eligible
         }
-        scores = {one.instance_id: work[one.instance_id] + one.new_tokens + self._eviction(one) for one in eligible}
+        kv_usage = reported(eligible, lambda one: one.kv_usage)
+        scores = {
+            one.instance_id: work[one.instance_id] + one.new_tokens + self._eviction(one, kv_usage[one.instance_id])
+            for one in eligible
+        }
         best = lowest_at_random(eligible, negated_hit_ratios(eligible, request), rng)
         if best.cached_tokens > self.exploit_ratio * request.input_tokens and work[
             best.instance_id
@@ -44,8 +48,8 @@ class Preble(Policy):
             return serve(best, "exploit", scores)
         return serve(lowest_at_random(eligible, scores, rng), "explore", scores)
 
-    def _eviction(self, candidate: Candidate) -> float:
+    def _eviction(self, candidate: Candidate, kv_usage: float) -> float:
         if not candidate.kv_capacity_tokens:
             return 0.0
-        free = (1.0 - candidate.kv_usage) * candidate.kv_capacity_tokens
+        free = (1.0 - kv_usage) * candidate.kv_capacity_tokens
         return self.eviction_weight * max(candidate.new_tokens - free, 0.0)

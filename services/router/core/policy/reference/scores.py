@@ -7,7 +7,7 @@ Higher-is-better scores are negated; ties are broken at random (through `rng`). 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pointsman.router.core.types import Candidate, PlacementRequest
 
@@ -21,6 +21,13 @@ def lowest_at_random(candidates: Sequence[Candidate], scores: Mapping[str, float
 def open_requests(candidates: Sequence[Candidate]) -> dict[str, float]:
     """Open requests by instance."""
     return {one.instance_id: float(one.num_requests) for one in candidates}
+
+
+def reported(candidates: Sequence[Candidate], figure: Callable[[Candidate], float]) -> dict[str, float]:
+    """A figure of the engines' reports, by instance. What is stale says nothing: it counts as the greatest of the fresh ones,
+    lest an instance whose agent fell silent while it was idle draws everything; 0 everywhere when none is fresh."""
+    greatest = max((figure(one) for one in candidates if not one.stale), default=0.0)
+    return {one.instance_id: greatest if one.stale else figure(one) for one in candidates}
 
 
 def negated_hit_ratios(candidates: Sequence[Candidate], request: PlacementRequest) -> dict[str, float]:

@@ -7,6 +7,7 @@ import { span } from "./format.js";
 import { askToken, askPolicy } from "./operate.js";
 import { decisionsView } from "./view_decisions.js";
 import { fleetView } from "./view_fleet.js";
+import { historyView } from "./view_history.js";
 import { instanceView } from "./view_instance.js";
 import { outcomesView } from "./view_outcomes.js";
 import { replicasView } from "./view_replicas.js";
@@ -16,22 +17,29 @@ import { whyView } from "./view_why.js";
 const at = (id) => document.getElementById(id);
 const main = at("main");
 // Views by the first and, where there is one, the second part of the address.
-const VIEWS = { fleet: [fleetView, instanceView], decisions: [decisionsView, whyView], sessions: [sessionsView], outcomes: [outcomesView], replicas: [replicasView] };
+const VIEWS = { fleet: [fleetView, instanceView], history: [historyView], decisions: [decisionsView, whyView], sessions: [sessionsView], outcomes: [outcomesView], replicas: [replicasView] };
+
+const NOBODY = { role: "", open: false, read: false, operate: false };
+const SIGNED_OUT = "SIGNED_OUT";
 
 const app = {
-  who: { role: "", open: false, read: false, operate: false },
+  who: NOBODY,
   fleet: null,
   replicas: null,
   heardAt: 0,
   trouble: "",
-  /** Ask the router; a lost right ends in the sign-in. */
+  /** Ask the router; a lost right ends in the sign-in. What somebody asked who has signed out since is neither sent nor shown. */
   async call(method, request) {
+    const { who } = app;
+    if (!who.read) throw new api.CallError(0, SIGNED_OUT, "Signed out.");
     try {
-      return await api.call(method, request);
+      const answer = await api.call(method, request);
+      if (app.who.role === who.role) return answer;
     } catch (error) {
       if (error.status === 401) await identify();
       throw error;
     }
+    throw new api.CallError(0, SIGNED_OUT, "Signed out.");
   },
   /** A list to its end: the first page's answer with the `entries` of all. */
   async list(method, entries) {
@@ -69,6 +77,7 @@ async function identify() {
 
 /** What went wrong with a call; an error of the page's own is told to the browser, too. */
 function lost(error) {
+  if (error.code === SIGNED_OUT) return;
   app.trouble = error instanceof api.CallError ? error.message : "This page has failed; load it again.";
   if (!(error instanceof api.CallError)) reportError(error);
   tick();
@@ -179,6 +188,8 @@ function show(anew = false) {
 at("account").addEventListener("click", () => {
   if (app.who.role) {
     api.signOut();
+    app.who = NOBODY;
+    app.feed.stop();
     app.fleet = null;
     app.heardAt = 0;
     at("elsewhere").hidden = true;

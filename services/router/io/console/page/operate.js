@@ -1,4 +1,4 @@
-// What an operator may do: sign in, drain and resume, change the policy.
+// What an operator may do: sign in, drain and cordon instances, give them weights, change the policy.
 
 import { ask, el, say } from "./dom.js";
 
@@ -8,7 +8,7 @@ export function askToken(enter) {
   ask(
     "Sign in",
     [
-      el("p", { className: "muted" }, "A gateway's token may read; an operator's may also drain instances and change the policy."),
+      el("p", { className: "muted" }, "A gateway's token may read; an operator's may also take instances out and change the policy."),
       el("label", {}, "Token", token),
       el("label", { className: "check" }, keep, "Keep it for this tab, over reloads"),
     ],
@@ -24,6 +24,31 @@ export function askDrain(app, status) {
   ask(resume ? `Resume ${id}?` : `Drain ${id}?`, [el("p", {}, text)], resume ? "Resume" : "Drain", async () => {
     const { thisReplicaOnly } = await app.call("Drain", { instanceId: id, resume });
     say((resume ? `${id} takes requests again.` : `${id} is draining.`) + alone(thisReplicaOnly));
+    await app.refresh();
+  });
+}
+
+export function askCordon(app, status) {
+  const { instanceId } = status.instance;
+  const cordoned = !status.cordoned;
+  const reason = el("input", { maxLength: 300 });
+  const text = cordoned ? `It gets no new requests until it is let in again, also after a restart; the ${status.numRequests ?? 0} open ones go on to their end.` : "It gets new requests again.";
+  const parts = [el("p", {}, text), ...(cordoned ? [el("label", {}, "Reason", reason)] : [])];
+  ask(`${cordoned ? "Cordon" : "Uncordon"} ${instanceId}?`, parts, cordoned ? "Cordon" : "Uncordon", async () => {
+    const { thisReplicaOnly } = await app.call("SetInstanceOrder", { instanceId, cordoned, reason: reason.value.trim() });
+    say(`${instanceId} is ${cordoned ? "cordoned" : "let in again"}.${alone(thisReplicaOnly)}`);
+    await app.refresh();
+  });
+}
+
+export function askWeight(app, status) {
+  const { instanceId } = status.instance;
+  const input = el("input", { value: String(status.weight ?? 1), inputMode: "decimal", required: true });
+  const text = "The part of its fair share of new sessions that it gets: 1 is all, 0 none. Sessions that live there stay.";
+  ask(`Weight of ${instanceId}`, [el("p", {}, text), el("label", {}, "Weight, 0 to 1", input)], "Change", async () => {
+    const weight = Number(input.value);
+    const { thisReplicaOnly } = await app.call("SetInstanceOrder", { instanceId, weight });
+    say(`${instanceId} has weight ${weight} now.${alone(thisReplicaOnly)}`);
     await app.refresh();
   });
 }

@@ -6,7 +6,9 @@ import { filterBox, Table } from "./table.js";
 
 export const stateOf = (status) => bare(status.state, "INSTANCE_STATE_");
 export const sourceOf = (one) => bare(one.prefixSource, "PREFIX_SOURCE_").toLowerCase();
-export const STATE_TONES = { READY: "good", SYNCING: "wait", DRAINING: "wait", UNHEALTHY: "bad", LOST: "bad" };
+export const STATE_TONES = { READY: "good", SYNCING: "wait", DRAINING: "wait", CORDONED: "wait", UNHEALTHY: "bad", LOST: "bad" };
+/** "", or which part of its fair share of new sessions an instance gets. */
+export const weightOf = (status) => (num(status.weight ?? 1) < 1 ? `weight ${num(status.weight)}` : "");
 export const decisionsOf = (id) => `#/decisions?instance=${encodeURIComponent(id)}`;
 export const instanceHref = (id) => `#/fleet/${encodeURIComponent(id)}`;
 
@@ -49,9 +51,9 @@ const ifLoaded = (get, show) => (status) => (status.load ? show(get(status.load)
 const COLUMNS = [
   { id: "instance", title: "Instance", value: (s) => s.instance.instanceId, href: (s) => instanceHref(s.instance.instanceId) },
   {
-    id: "state", title: "State", pill: true, value: stateOf, text: (s) => stateOf(s).toLowerCase() + (s.circuitOpen ? ", failing" : ""),
+    id: "state", title: "State", pill: true, value: stateOf, text: (s) => [stateOf(s).toLowerCase(), weightOf(s), s.circuitOpen ? "failing" : ""].filter(Boolean).join(", "),
     tone: (s) => (s.circuitOpen ? "bad" : STATE_TONES[stateOf(s)]),
-    note: (s) => (s.circuitOpen ? "It failed requests one after another and gets none, or one on trial, until it answers." : ""),
+    note: (s) => (s.circuitOpen ? "It failed requests one after another and gets none, or one on trial, until it answers." : s.orderReason ?? ""),
   },
   { id: "age", title: "Report", unit: "ago", num: true, hint: "Since the agent last said anything", value: (s) => seconds(s.reportAge), text: (s) => age(seconds(s.reportAge)) + (s.stale ? " stale" : ""), tone: aged },
   { id: "open", title: "Open", unit: "req", num: true, hint: "Requests placed and not finished", value: (s) => num(s.numRequests), text: (s) => count(s.numRequests) },
@@ -91,7 +93,7 @@ export function fleetView(app, query) {
   const shown = el("span", { className: "muted" });
   let words = wordsOf(query.get("filter") ?? "");
   const matches = (status) => {
-    const text = [status.instance.instanceId, status.instance.model, stateOf(status), status.instance.node, status.instance.incarnation, sourceOf(status), status.stale ? "stale" : ""].join(" ").toLowerCase();
+    const text = [status.instance.instanceId, status.instance.model, stateOf(status), weightOf(status), status.instance.node, status.instance.incarnation, sourceOf(status), status.stale ? "stale" : ""].join(" ").toLowerCase();
     return words.every((word) => text.includes(word));
   };
   const draw = () => {

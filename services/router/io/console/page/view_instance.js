@@ -2,21 +2,24 @@
 
 import { el, facts, link, pill } from "./dom.js";
 import { age, bare, count, num, percent, seconds } from "./format.js";
-import { askDrain } from "./operate.js";
+import { askCordon, askDrain, askWeight } from "./operate.js";
 import { Table } from "./table.js";
 import { DECISION_COLUMNS } from "./view_decisions.js";
-import { decisionsOf, hitRate, sourceOf, stateOf, STATE_TONES } from "./view_fleet.js";
+import { decisionsOf, hitRate, sourceOf, stateOf, STATE_TONES, weightOf } from "./view_fleet.js";
 import { SESSION_COLUMNS } from "./view_sessions.js";
 
 export function instanceView(app, id) {
   const decisions = new Table({ label: "Decisions for it", columns: DECISION_COLUMNS, key: (one) => one.decisionId, pageSize: 25, empty: "No decision in the log names it." });
   const sessions = new Table({ label: "Sessions it owns", narrow: true, columns: SESSION_COLUMNS, key: (one) => `${one.tenant}/${one.sessionId}/${one.model}`, pageSize: 25, empty: "It owns no session." });
   const about = el("div", {});
-  const button = el("button", { type: "button", disabled: true, onclick: () => status && askDrain(app, status) }, "Drain");
+  const button = (text, ask) => el("button", { type: "button", disabled: true, onclick: () => status && ask(app, status) }, text);
+  const drain = button("Drain", askDrain);
+  const cordon = button("Cordon", askCordon);
+  const weight = button("Weight", askWeight);
   let status;
   const element = el(
     "section", {},
-    el("div", { className: "head" }, link("#/fleet", "← Fleet"), el("h1", { tabIndex: -1 }, id), button),
+    el("div", { className: "head" }, link("#/fleet", "← Fleet"), el("h1", { tabIndex: -1 }, id), drain, cordon, weight),
     about,
     el("h2", {}, "Latest decisions ", el("a", { href: decisionsOf(id) }, "all")), decisions.element,
     el("h2", {}, "Sessions "), sessions.element,
@@ -25,9 +28,12 @@ export function instanceView(app, id) {
     status = app.fleet?.instances?.find((one) => one.instance.instanceId === id);
     if (!app.fleet) return;
     about.replaceChildren(status ? described(status) : el("p", { className: "empty" }, "The router knows no such instance."));
-    button.textContent = status && stateOf(status) === "DRAINING" ? "Resume" : "Drain";
-    button.disabled = !status || !app.who.operate;
-    button.title = app.who.operate ? "" : "Needs an operator's token";
+    drain.textContent = status && stateOf(status) === "DRAINING" ? "Resume" : "Drain";
+    cordon.textContent = status?.cordoned ? "Uncordon" : "Cordon";
+    for (const one of [drain, cordon, weight]) {
+      one.disabled = !status || !app.who.operate;
+      one.title = app.who.operate ? "" : "Needs an operator's token";
+    }
     const [made, owned] = await Promise.all([
       app.call("ListDecisions", { filter: { instanceId: id }, pageSize: 25 }),
       app.call("ListSessions", { instanceId: id, pageSize: 100 }),
@@ -46,6 +52,7 @@ function described(status) {
     "div", { className: "columns" },
     el("div", {}, el("h2", {}, "Now"), facts([
       ["State", el("span", {}, pill(stateOf(status).toLowerCase(), STATE_TONES[stateOf(status)]), status.circuitOpen ? " fails requests: left alone, tried now and then" : "")],
+      ["Ordered", [status.cordoned ? "cordoned" : "", weightOf(status), status.orderReason].filter(Boolean).join(", ")],
       ["Agent spoke", `${age(seconds(status.reportAge))} ago`],
       ["Open requests", count(status.numRequests)],
       ["To prefill", `${count(status.pendingPrefillTokens)} tok`],

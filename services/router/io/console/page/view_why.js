@@ -65,6 +65,11 @@ function verdict(decision, candidates, last) {
   return el("p", { className: "verdict" }, parts.join(""));
 }
 
+function priorityOf(decision) {
+  const word = (decision.priority ?? "").replace("PRIORITY_", "").toLowerCase();
+  return num(decision.weight) > 1 ? `${word}, weight ${decision.weight}` : word;
+}
+
 function asked(decision) {
   return el("div", {}, el("h2", {}, "Request"), facts([
     ["Request", decision.requestId],
@@ -73,6 +78,7 @@ function asked(decision) {
     ["Model", decision.model],
     ["Input", `${count(decision.inputTokens)} tok`],
     ["Known by", num(decision.keyCount) ? `${count(decision.keyCount)} block keys` : "its length only: no prefix knowledge"],
+    ["Priority", priorityOf(decision)],
     ["Held before", seconds(decision.held) ? span(seconds(decision.held)) : ""],
   ]));
 }
@@ -102,6 +108,7 @@ function came(decision) {
     ["Outcome", pill(outcomeOf(decision).toLowerCase(), OUTCOME_TONES[outcomeOf(decision)])],
     ["Error", done?.error],
     ["HTTP status", done?.httpStatus ? String(done.httpStatus) : ""],
+    ["Ended by", bare(done?.finishReason, "FINISH_REASON_").toLowerCase()],
     ["Reported cached", hit === undefined ? (done ? "the engine did not say" : "") : `${count(hit)} tok (${signed(hit - num(decision.cachedTokens))} to the prediction)`],
     ["Prompt", done?.promptTokens === undefined ? "" : `${count(done.promptTokens)} tok by the engine's count`],
     ["Output", done?.outputTokens === undefined ? "" : `${count(done.outputTokens)} tok`],

@@ -1,0 +1,147 @@
+"""What a decision on a part of a large pool costs in quality: the first choice against all instances, in simulation.
+
+`python -m bench first_choice`: policies that look at a first choice (core/first_choice.py) and the same policies shown all
+instances, on the same draws. Not run by default: it takes an hour. POINTSMAN_BENCH_FIRST_CHOICE names other cases, each
+POLICY:INSTANCES:LOAD:DRAWS, with commas between them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, NamedTuple
+
+from bench.figures import Figure
+from pointsman.lab.engine.interface import EngineConfig
+from pointsman.lab.experiments.paired_statistics import Estimate, paired_difference
+from pointsman.lab.experiments.trials import Cell, Trial, Workload, run_cells
+from pointsman.lab.report.measures import ALL
+from pointsman.lab.simulation.config import SimulationConfig
+from pointsman.lab.workload.session_starts import Arrivals
+from pointsman.lab.workload.synthetic_trace import AGENTIC, generate
+from pointsman.lab.workload.traces import TraceRequest
+from pointsman.router.core.policy.base import Policy
+from pointsman.router.core.policy.registry import make_policy
+from pointsman.router.core.router_state import StateSettings
+from pointsman.router.core.types import FleetView, PlacementRequest, PolicyRef, PolicyResult
+
+VARIABLE = "POINTSMAN_BENCH_FIRST_CHOICE"
+CASES = ",".join(
+    f"{policy}:{instances}:{load}:3"
+    for instances in (128, 256)
+    for policy in ("unified", "foresight")
+    for load in ("light", "knee")
+)
+# Sessions that start per instance and second; 230 in 600 s on eight instances are the knee of the study in docs/findings.md.
+KNEE = 230 / 600 / 8
+LOADS = {"light": 0.5 * KNEE, "knee": KNEE}
+# Longer than most sessions last.
+SPAN_S = 150.0
+# As the study behind docs/findings.md has them.
+ENGINE = EngineConfig(max_model_len=200_000, kv_blocks=31_250)
+METRICS = ("ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "tpot_p99_s", "hit_ratio")
+FIRST_SEED = 100
+
+
+class Case(NamedTuple):
+    """What is compared: `load` is one of LOADS, `draws` how many draws of the workload."""
+
+    policy: str
+    instances: int
+    load: str
+    draws: int
+
+
+@dataclass(frozen=True)
+class _Shown(Policy):
+    """Another policy's decisions, of what this one is shown."""
+
+    inner: Policy
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        return self.inner.choose(request, view, rng)
+
+    def without_holds(self) -> Policy | None:
+        without = self.inner.without_holds()
+        return None if without is None else type(self)(without)
+
+    def ref(self) -> PolicyRef:
+        return self.inner.ref()
+
+
+class _ShownAll(_Shown):
+    name: ClassVar[str] = "all"
+
+
+class _ShownFew(_Shown):
+    name: ClassVar[str] = "few"
+    looks_at_few: ClassVar[bool] = True
+
+
+def first_choice() -> list[Figure]:
+    """Latencies and the hit ratio with a first choice, beside those when all are scored, and their paired ratio."""
+    return [figure for case in cases(os.environ.get(VARIABLE, CASES)) for figure in _figures(case)]
+
+
+def cases(text: str) -> list[Case]:
+    """The cases that the variable names. ValueError for one that cannot be read, SettingError for an unknown policy."""
+    found = []
+    for one in text.split(","):
+        words = one.split(":")
+        if len(words) != len(Case._fields) or words[2] not in LOADS:
+            raise ValueError(f"{VARIABLE}: {one!r} is not POLICY:INSTANCES:LOAD:DRAWS with LOAD {' or '.join(LOADS)}")
+        policy, instances, load, draws = words
+        make_policy(policy)
+        found.append(Case(policy, int(instances), load, int(draws)))
+    return found
+
+
+def _figures(case: Case) -> Iterator[Figure]:
+    policy = make_policy(case.policy)
+    cells = [_cell(case, shown(policy)) for shown in (_ShownFew, _ShownAll)]
+    seeds = range(FIRST_SEED, FIRST_SEED + case.draws)
+    # One after another, since a run of 256 instances takes gigabytes; pair by pair, so that what has been told can be compared.
+    trials = [one for seed in seeds for one in run_cells(cells, [seed], processes=1, on_trial=partial(_tell, case))]
+    few, every = ([one.measures[ALL] for one in trials if one.policy == name] for name in ("few", "all"))
+    for metric in METRICS:
+        pairs = [(one[metric], other[metric]) for one, other in zip(few, every, strict=True)]
+        ratio = _ratio(pairs)
+        sure = "" if ratio.half_width is None else f", {math.exp(ratio.low):.3f} to {math.exp(ratio.high):.3f}"
+        yield Figure(
+            f"first_choice_{case.policy}_{case.instances}_{case.load}_{metric}",
+            math.fsum(one for one, _ in pairs) / len(pairs),
+            "" if metric == "hit_ratio" else "s",
+            math.fsum(other for _, other in pairs) / len(pairs),
+            f"baseline: all scored; paired ratio {math.exp(ratio.mean):.3f}{sure} ({case.draws} draws of "
+            f"{few[0]['requests']:,.0f} requests)",
+        )
+
+
+def _ratio(pairs: Sequence[tuple[float, float]]) -> Estimate:
+    """Of the logarithm of value / baseline: the interval is the ratio's, whatever the draws' own sizes are."""
+    return paired_difference([math.log(one) for one, _ in pairs], [math.log(other) for _, other in pairs])
+
+
+def _cell(case: Case, policy: Policy) -> Cell:
+    sessions = round(LOADS[case.load] * case.instances * SPAN_S)
+    keys = case.instances * ENGINE.kv_blocks
+    simulation = SimulationConfig(
+        instances=case.instances, policy=policy, engine=ENGINE, router=StateSettings(max_keys=2 * keys)
+    )
+    return Cell(policy.name, case.load, Workload(partial(_sessions, sessions), Arrivals("trace")), simulation)
+
+
+def _sessions(sessions: int, seed: int) -> list[TraceRequest]:
+    return generate(sessions, SPAN_S, seed, AGENTIC)
+
+
+def _tell(case: Case, trial: Trial) -> None:
+    told = ", ".join(f"{metric} {trial.measures[ALL][metric]:.3f}" for metric in METRICS)
+    print(
+        f"{case.policy} {case.instances} {case.load}, {trial.policy} shown, seed {trial.seed}: {told}", file=sys.stderr
+    )

@@ -1,0 +1,159 @@
+"""How long a new request of each pool would wait until its prefill begins, in seconds of prefill per instance. Pure.
+
+A replica knows this of the pools that it owns: nobody else knows their open requests.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+
+from pointsman.router.core.instances.instance_registry import InstanceRegistry, PoolInfo
+from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
+from pointsman.router.core.load.reservations import Reservations
+from pointsman.router.core.policy.foresight import MAX_DONE_SHARE
+from pointsman.router.core.prefill_curve import PrefillCurve
+from pointsman.router.core.requests.hold_queue import HoldQueue
+from pointsman.router.core.types import route_class
+
+# Lightest first: the order in which requests leave the router's queue.
+ROUTE_CLASSES = ("LIGHT", "MEDIUM", "HEAVY")
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """Prefills that are not placed yet, as the three sums that any prefill curve needs: requests, tokens, pairs of tokens."""
+
+    requests: int = 0
+    tokens: float = 0.0
+    pairs: float = 0.0
+
+    def add(self, new: int, cached: int) -> None:
+        """Count one prefill of `new` tokens after `cached` ones. Mutates."""
+        if new > 0:
+            self.requests += 1
+            self.tokens += new
+            self.pairs += new * (2.0 * cached + new)
+
+    def seconds(self, curve: PrefillCurve) -> float:
+        """What they take one after another."""
+        return curve.base_s * self.requests + curve.token_s * self.tokens + curve.pair_s * self.pairs
+
+
+class PoolBacklogs:
+    """Computes the backlog of pools from the router's state; changes nothing."""
+
+    def __init__(
+        self,
+        instances: InstanceRegistry,
+        reservations: Reservations,
+        prefill_observer: PrefillObserver,
+        queue: HoldQueue,
+    ) -> None:
+        self._instances = instances
+        self._reservations = reservations
+        self._prefill_observer = prefill_observer
+        self._queue = queue
+
+    def at(self, now: float) -> dict[str, Mapping[str, float]]:
+        """Pool -> route class -> seconds until a new request of that class would begin its prefill if the work were spread
+        evenly, at `now` (s on the router's clock). O(placeable instances + held requests + prompts placed in part).
+
+        backlog(class) = (placed + held(class)) / max(instances, 1)
+        placed      seconds of prefill, by the learned curve of pool and hardware, that are left of the prompts placed on the
+                    pool's placeable instances; of an instance's first one what it has computed since it last moved counts as
+                    done, up to MAX_DONE_SHARE of it
+        held(class) seconds of prefill of the requests in the router's queue, and of those parts of sliced prompts that are not
+                    placed yet, of `class` or a lighter one; by the mean of the curves over the instances
+        instances   those that gateways may be told to place on (PoolInfo.instances)
+
+        Engines compute prompts in the order of their coming, so a new request waits for all that is placed, whatever its class.
+        The router's queue is shortest first, so there it waits for its own class and lighter ones. HEAVY is therefore the whole
+        backlog of the pool, and LIGHT <= MEDIUM <= HEAVY. A request has the class that a decision on what is left of it now
+        would have (types.route_class). Not in it: ageing, priorities and tenants in the
+        queue, decodes, and waits for KV memory.
+
+        Until prefills were seen, curves are the default one, as for policies. Without a placeable instance it is told as if
+        there were one. A pool that has neither instances nor held requests is not in it. Source: a queue's unfinished work
+        (Kleinrock, Queueing Systems, volume 1, 1975) over its servers, in the seconds by which `foresight` places.
+        """
+        parts = self.in_parts(now)
+        while True:
+            try:
+                next(parts)
+            except StopIteration as end:
+                told: dict[str, Mapping[str, float]] = end.value
+                return told
+
+    def in_parts(self, now: float) -> Generator[None, None, dict[str, Mapping[str, float]]]:
+        """The same, with a pause for others after each instance: events may come meanwhile."""
+        waiting = self._held()
+        told: dict[str, Mapping[str, float]] = {}
+        for pool in self._instances.pools():
+            held = waiting.pop(pool.model, {})
+            told[pool.model] = yield from self._backlog(pool, held, now)
+        for model, held in waiting.items():
+            # Its last instance is gone, and requests wait for another.
+            told[model] = _by_class(held, self._prefill_observer.curve(model, ""), 0.0, 1)
+        return told
+
+    def _held(self) -> dict[str, dict[str, _Waiting]]:
+        """Pool -> class -> what is still to be placed."""
+        waiting: dict[str, dict[str, _Waiting]] = {}
+        for held in self._queue:
+            _add(waiting.setdefault(held.pool, {}), held.new_tokens, held.request.input_tokens)
+        for one in self._reservations.partial_prefills():
+            # Between two slices its request is in the queue, and counted there.
+            if self._queue.get(one.request_id) is None:
+                _add(waiting.setdefault(one.pool, {}), one.remainder_tokens, one.input_tokens)
+        return waiting
+
+    def _backlog(
+        self, pool: PoolInfo, held: dict[str, _Waiting], now: float
+    ) -> Generator[None, None, Mapping[str, float]]:
+        kinds = Counter(info.hardware for info in pool.instances.values()) or Counter(("",))
+        curves = {kind: self._prefill_observer.curve(pool.model, kind) for kind in kinds}
+        placed = 0.0
+        for instance_id, info in pool.instances.items():
+            if self._reservations.prefills(instance_id):
+                placed += self._placed_s(instance_id, curves[info.hardware], now)
+            yield
+        return _by_class(held, _mean_curve(curves, kinds), placed, max(len(pool.instances), 1))
+
+    def _placed_s(self, instance_id: str, curve: PrefillCurve, now: float) -> float:
+        """Seconds that are left of the open prefills of an instance."""
+        first = self._reservations.first_prefill(instance_id)
+        if first is None:
+            return 0.0
+        sums = self._reservations.counters(instance_id)
+        left = (
+            curve.base_s * sums.pending_prefills
+            + curve.token_s * sums.pending_prefill_tokens
+            + curve.pair_s * sums.pending_pairs
+        )
+        first_s = curve.cost_s(first.pending_tokens, first.cached_tokens + first.prefilled_tokens)
+        since = max(now - self._prefill_observer.advanced_at(instance_id), 0.0)
+        return left - min(since, MAX_DONE_SHARE * first_s)
+
+
+def _add(waiting: dict[str, _Waiting], new: int, tokens: int) -> None:
+    waiting.setdefault(route_class(new, tokens), _Waiting()).add(new, tokens - new)
+
+
+def _mean_curve(curves: Mapping[str, PrefillCurve], kinds: Mapping[str, int]) -> PrefillCurve:
+    """The mean over all instances: seconds are linear in a curve's coefficients."""
+    total = sum(kinds.values())
+    return PrefillCurve(
+        base_s=sum(curves[kind].base_s * count for kind, count in kinds.items()) / total,
+        token_s=sum(curves[kind].token_s * count for kind, count in kinds.items()) / total,
+        pair_s=sum(curves[kind].pair_s * count for kind, count in kinds.items()) / total,
+    )
+
+
+def _by_class(held: Mapping[str, _Waiting], curve: PrefillCurve, placed: float, instances: int) -> Mapping[str, float]:
+    told, work = {}, placed
+    for name in ROUTE_CLASSES:
+        work += held[name].seconds(curve) if name in held else 0.0
+        told[name] = work / instances
+    return told

@@ -1,0 +1,311 @@
+"""The order in which the held requests of one pool are tried: by class, by tenants' shares, by rank. Pure.
+
+Work is counted in tokens: the prefill that a request brings, and REQUEST_TOKENS for everything else about it.
+
+1. Classes. The highest class with a request goes first. But a lower class that waits is owed `lower_share` of the work that is
+   served of higher ones meanwhile; its first request goes before theirs once so much is owed. So a first request of c tokens
+   waits for c / lower_share tokens of higher classes at most (and for one request more), and a higher class is held up by
+   `lower_share` of its own work for each lower class that waits.
+2. Tenants of one class: the one whose served work divided by its weight is least. Who comes to wait begins where those are that
+   wait already (start-time fair queueing: Goyal, Vin and Cheng, SIGCOMM 1996; with prefill as the cost: the virtual token counter
+   of Sheng et al., OSDI 2024).
+3. Requests of one tenant: least rank first.
+
+Nothing is remembered of a class in which nobody waits. All changes cost O(log n) comparisons, and a shift within lists of
+references; the first k of the order cost O(k x models that are waited for), however many wait.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from heapq import heappop, heappush, merge
+
+import msgspec
+
+# What a request costs besides its prefill: a slot, and the decoding of an answer whose length nobody knows. About the prefill
+# tokens that a usual step computes beside its decodes.
+REQUEST_TOKENS = 512
+
+
+class Entry(msgspec.Struct, frozen=True, gc=False):
+    """A request that waits: `level` of its class (0: lowest), `cost` in tokens, `weight` of its tenant, its `rank` there."""
+
+    request_id: str
+    tenant: str
+    model: str
+    level: int
+    rank: float
+    since: float
+    cost: float
+    weight: float
+
+
+# (rank, since, request id, the entry): request ids are unique, so that entries are never compared.
+_Line = list[tuple[float, float, str, Entry]]
+# (served work by weight, number, tenant)
+_Turn = tuple[float, int, str]
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """A tenant that waits in a class. `served` and `waiting` are tokens divided by weights; of two that are equal the one with
+    the lower `number` goes first. `lines`: model asked for -> its requests by rank."""
+
+    name: str
+    number: int
+    served: float
+    waiting: float = 0.0
+    lines: dict[str, _Line] = field(default_factory=dict)
+
+    @property
+    def turn(self) -> _Turn:
+        return self.served, self.number, self.name
+
+    @property
+    def end(self) -> _Turn:
+        return self.served + self.waiting, self.number, self.name
+
+
+class _Class:
+    """The waiting requests of one class. `owed`: tokens that it may be served before higher classes."""
+
+    def __init__(self) -> None:
+        self.owed = 0.0
+        self.count = 0
+        self.tenants: dict[str, _Tenant] = {}
+        # model -> the turns of the tenants that wait for it; and the turns that tenants have after all that they wait for.
+        self.turns: dict[str, list[_Turn]] = {}
+        self.ends: list[_Turn] = []
+        # Where who comes to wait begins, and the tenants that do not wait and are ahead of it.
+        self._clock = 0.0
+        self._ahead: dict[str, float] = {}
+        self._prune_at = 64
+        self._numbers = 0
+
+    def add(self, entry: Entry) -> None:
+        tenant = self.tenants.get(entry.tenant)
+        if tenant is None:
+            self._numbers += 1
+            served = max(self._ahead.pop(entry.tenant, 0.0), self._clock)
+            tenant = self.tenants[entry.tenant] = _Tenant(entry.tenant, self._numbers, served)
+        else:
+            _discard(self.ends, tenant.end)
+        if entry.model not in tenant.lines:
+            tenant.lines[entry.model] = []
+            insort(self.turns.setdefault(entry.model, []), tenant.turn)
+        insort(tenant.lines[entry.model], _listed(entry))
+        tenant.waiting += entry.cost / entry.weight
+        insort(self.ends, tenant.end)
+        self.count += 1
+
+    def remove(self, entry: Entry) -> None:
+        tenant = self.tenants[entry.tenant]
+        line = tenant.lines[entry.model]
+        _discard(self.ends, tenant.end)
+        _discard(line, _listed(entry))
+        tenant.waiting -= entry.cost / entry.weight
+        if not line:
+            del tenant.lines[entry.model]
+            turns = self.turns[entry.model]
+            _discard(turns, tenant.turn)
+            if not turns:
+                del self.turns[entry.model]
+        if tenant.lines:
+            insort(self.ends, tenant.end)
+        else:
+            del self.tenants[entry.tenant]
+            self._keep_ahead(tenant)
+        self.count -= 1
+
+    def replace(self, old: Entry, new: Entry) -> None:
+        tenant = self.tenants[old.tenant]
+        _discard(self.ends, tenant.end)
+        line = tenant.lines[old.model]
+        _discard(line, _listed(old))
+        insort(line, _listed(new))
+        tenant.waiting += new.cost / new.weight - old.cost / old.weight
+        insort(self.ends, tenant.end)
+
+    def serve(self, entry: Entry, cost: float) -> None:
+        tenant = self.tenants[entry.tenant]
+        self._clock = max(self._clock, tenant.served)
+        for model in tenant.lines:
+            _discard(self.turns[model], tenant.turn)
+        _discard(self.ends, tenant.end)
+        tenant.served += cost / entry.weight
+        for model in tenant.lines:
+            insort(self.turns[model], tenant.turn)
+        insort(self.ends, tenant.end)
+        self.remove(entry)
+
+    def _keep_ahead(self, tenant: _Tenant) -> None:
+        if tenant.served > self._clock:
+            self._ahead[tenant.name] = tenant.served
+        if len(self._ahead) > self._prune_at:
+            self._ahead = {name: served for name, served in self._ahead.items() if served > self._clock}
+            self._prune_at = 2 * len(self._ahead) + 64
+
+    def last(self, tenant: str | None) -> Iterator[str]:
+        """The ids, those that come last first; of one tenant, or of all."""
+        names = [tenant] if tenant is not None else (name for _, _, name in reversed(self.ends))
+        for name in names:
+            if name in self.tenants:
+                lines = [reversed(line) for line in self.tenants[name].lines.values()]
+                yield from (listed[2] for listed in merge(*lines, reverse=True))
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when the lists contradict each other."""
+        lines = [line for tenant in self.tenants.values() for line in tenant.lines.values()]
+        assert self.count == sum(map(len, lines)) > 0
+        assert all(line and line == sorted(line, key=lambda listed: listed[:3]) for line in lines)
+        turns = {
+            model: sorted(one.turn for one in self.tenants.values() if model in one.lines)
+            for model in {model for one in self.tenants.values() for model in one.lines}
+        }
+        assert self.turns == turns
+        assert self.ends == sorted(one.end for one in self.tenants.values())
+        assert not self._ahead.keys() & self.tenants.keys()
+        assert len(self._ahead) <= self._prune_at
+        for tenant in self.tenants.values():
+            waiting = sum(entry.cost / entry.weight for line in tenant.lines.values() for *_, entry in line)
+            assert abs(tenant.waiting - waiting) <= 1e-6 * (1.0 + waiting)
+
+
+class _ClassWalk:
+    """The order of a class as it is, without changing it. `full`: models whose requests are passed over; it may grow."""
+
+    def __init__(self, of: _Class, full: Collection[str]) -> None:
+        self.owed = of.owed
+        self._of = of
+        self._full = full
+        self._places = dict.fromkeys(of.turns, 0)
+        self._tried: dict[str, dict[str, int]] = {}  # tenant -> model -> how many of that line were taken
+        self._again: list[_Turn] = []  # the turns of these tenants, as if what was taken had been served
+        self._turn: _Turn = 0.0, 0, ""
+
+    def head(self) -> Entry | None:
+        """Whose turn it is; None where nobody is left."""
+        while True:
+            best = self._again[0] if self._again else None
+            for model, turns in self._of.turns.items():
+                if model in self._full:
+                    continue
+                place = self._places[model]
+                while place < len(turns) and turns[place][2] in self._tried:
+                    place += 1
+                self._places[model] = place
+                if place < len(turns) and (best is None or turns[place] < best):
+                    best = turns[place]
+            if best is None:
+                return None
+            if (entry := self._first(best[2])) is not None:
+                self._turn = best
+                return entry
+            heappop(self._again)
+
+    def take(self, entry: Entry) -> None:
+        """Go on as if the head had been served. Mutates."""
+        served, number, name = self._turn
+        if name in self._tried:
+            heappop(self._again)
+        taken = self._tried.setdefault(name, {})
+        taken[entry.model] = taken.get(entry.model, 0) + 1
+        heappush(self._again, (served + entry.cost / entry.weight, number, name))
+
+    def _first(self, tenant: str) -> Entry | None:
+        taken = self._tried.get(tenant, {})
+        heads = [
+            line[taken.get(model, 0)]
+            for model, line in self._of.tenants[tenant].lines.items()
+            if model not in self._full and taken.get(model, 0) < len(line)
+        ]
+        return min(heads)[3] if heads else None
+
+
+class PoolOrder:
+    """The waiting requests of one pool. An entry that was added is the one to be given when it is removed, replaced or served."""
+
+    def __init__(self, lower_share: float) -> None:
+        self._lower_share = lower_share
+        self._classes: dict[int, _Class] = {}
+
+    def __len__(self) -> int:
+        return sum(one.count for one in self._classes.values())
+
+    def count(self, level: int) -> int:
+        """How many wait in a class."""
+        return self._classes[level].count if level in self._classes else 0
+
+    def add(self, entry: Entry) -> None:
+        """Let a request wait. Mutates."""
+        if entry.level not in self._classes:
+            self._classes[entry.level] = _Class()
+        self._classes[entry.level].add(entry)
+
+    def remove(self, entry: Entry) -> None:
+        """A request waits no more, and was not served. Mutates."""
+        self._classes[entry.level].remove(entry)
+        self._forget_empty(entry.level)
+
+    def replace(self, old: Entry, new: Entry) -> None:
+        """Another rank or cost is known of a request; all else is equal. Mutates."""
+        self._classes[old.level].replace(old, new)
+
+    def serve(self, entry: Entry, cost: float) -> None:
+        """A request was served, and has cost so many tokens. Mutates."""
+        one = self._classes[entry.level]
+        one.owed = max(one.owed - cost, 0.0)
+        for level, lower in self._classes.items():
+            if level < entry.level:
+                lower.owed = self._owed(lower.owed, _ClassWalk(lower, ()).head(), cost)
+        one.serve(entry, cost)
+        self._forget_empty(entry.level)
+
+    def walk(self, full: Collection[str] = ()) -> Iterator[str]:
+        """The ids in the order in which they are served if all can be. The caller may put models into `full` on the way: their
+        requests are passed over from then on, and the one that was told last then counts as not tried. It must not change
+        anything else meanwhile."""
+        walks = [(level, _ClassWalk(self._classes[level], full)) for level in sorted(self._classes, reverse=True)]
+        while heads := [(level, walk, head) for level, walk in walks if (head := walk.head()) is not None]:
+            lower = (one for one in heads[1:] if one[1].owed >= one[2].cost)
+            level, chosen, entry = next(lower, heads[0])
+            yield entry.request_id
+            if entry.model in full:
+                continue
+            chosen.owed = max(chosen.owed - entry.cost, 0.0)
+            chosen.take(entry)
+            for other_level, walk, head in heads:
+                if other_level < level:
+                    walk.owed = self._owed(walk.owed, head, entry.cost)
+
+    def last(self, below: int, tenant: str | None) -> Iterator[str]:
+        """The ids of requests of classes below a level, from the one that is to go last; of one tenant, or of all."""
+        for level in sorted(self._classes):
+            if level < below:
+                yield from self._classes[level].last(tenant)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when anything in here contradicts itself."""
+        for one in self._classes.values():
+            assert one.owed >= 0.0
+            one.check_invariants()
+
+    def _owed(self, owed: float, head: Entry | None, cost: float) -> float:
+        """What a lower class is owed after so much of a higher one; no more than its head needs, so that nothing is saved up."""
+        return owed + self._lower_share * cost if head is not None and owed < head.cost else owed
+
+    def _forget_empty(self, level: int) -> None:
+        if not self._classes[level].count:
+            del self._classes[level]
+
+
+def _listed(entry: Entry) -> tuple[float, float, str, Entry]:
+    return entry.rank, entry.since, entry.request_id, entry
+
+
+def _discard(keys: list[_Turn] | _Line, key: _Turn | tuple[float, float, str, Entry]) -> None:
+    place = bisect_left(keys, key[:3])
+    assert keys[place][:3] == key[:3]
+    del keys[place]

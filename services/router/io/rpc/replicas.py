@@ -1,0 +1,55 @@
+"""What ListReplicas tells: the live routers, the pools' owners, and the health of the router that answers."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pointsman.router.core.types import PolicyRef
+from pointsman.router.io.convert import gateway_messages, operator_messages
+from pointsman.router.io.convert.times import duration
+from pointsman.router.io.runtime import ReplicaInfo, Router
+from pointsman.router.v1 import fleet_pb2
+
+
+def replicas_to_wire(router: Router, uptime_s: float) -> fleet_pb2.ListReplicasResponse:
+    """The control plane as `router` sees it, which has run for `uptime_s`."""
+    state, store, now = router.state, router.store, asyncio.get_running_loop().time()
+    answer = fleet_pb2.ListReplicasResponse(this_replica=_router_status(router, uptime_s))
+    for one in store.replicas():
+        heartbeat_age = None if one.seen_at is None else duration(now - one.seen_at)
+        replica_info = ReplicaInfo.read(one.replica_info)
+        answer.replicas.add(
+            router_id=one.router_id,
+            address=one.address,
+            heartbeat_age=heartbeat_age,
+            policy=operator_messages.policy_to_wire(PolicyRef(*replica_info.policy)) if replica_info.policy else None,
+            console_url=replica_info.console_url,
+        )
+    for pool in state.instances.pools():
+        answer.pools.add(
+            model=pool.model,
+            owner=gateway_messages.owner_to_wire(store.owner(pool.model)),
+            instances=len(state.instances.members(pool.model, pool.model)),
+            held_requests=state.held_requests.queue.count(pool.model),
+        )
+    return answer
+
+
+def _router_status(router: Router, uptime_s: float) -> fleet_pb2.RouterStatus:
+    state, answered_at = router.state, router.store.answered_at
+    silent_s = None if answered_at is None else asyncio.get_running_loop().time() - answered_at
+    return fleet_pb2.RouterStatus(
+        router_id=router.settings.router_id,
+        uptime=duration(uptime_s),
+        ready=router.ready,
+        store=router.store.kind,
+        degraded=state.degraded,
+        store_answer_age=None if silent_s is None else duration(silent_s),
+        gateways=len(router.gateways),
+        agent_streams=len(router.agents),
+        open_requests=len(state.reservations),
+        held_requests=len(state.held_requests.queue),
+        sessions=len(state.affinity),
+        keys=len(state.index),
+        decisions=len(router.decisions),
+    )

@@ -1,0 +1,206 @@
+"""Cordons and weights over real gRPC, with a real Redis where they are to outlive routers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import subprocess
+from contextlib import AsyncExitStack
+from hashlib import sha1
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+from redis import Redis
+
+from pointsman.router.core.instances import instance_orders
+from pointsman.router.io.store import redis_scripts
+from pointsman.router.v1 import fleet_pb2, placement_pb2
+from tests.support.processes.pointsman import pointsman_command
+from tests.support.processes.redis import redis_server
+from tests.support.router import Client, Report, Session, running
+from tests.support.waiting import eventually
+
+READY, CORDONED = fleet_pb2.INSTANCE_STATE_READY, fleet_pb2.INSTANCE_STATE_CORDONED
+
+
+async def order(client: Client, name: str, **changes: Any) -> fleet_pb2.SetInstanceOrderResponse:
+    request = fleet_pb2.SetInstanceOrderRequest(instance_id=name, **changes)
+    answer: fleet_pb2.SetInstanceOrderResponse = await client.fleet.SetInstanceOrder(request)
+    return answer
+
+
+async def orders(client: Client) -> dict[str, tuple[bool, float, str, bool]]:
+    answer = await client.fleet.ListInstanceOrders(fleet_pb2.ListInstanceOrdersRequest())
+    return {one.instance_id: (one.cordoned, one.weight, one.reason, one.instance_known) for one in answer.orders}
+
+
+def told(client: Client, **wanted: tuple[bool, float, str, bool]) -> Any:
+    async def check() -> bool:
+        return await orders(client) == wanted
+
+    return check
+
+
+async def refused_as(call: Any) -> tuple[str, str, str]:
+    """The code, the reason and the message of a call that fails."""
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call
+    info = error_details_pb2.ErrorInfo()
+    assert rpc_status.from_call(error.value).details[0].Unpack(info)  # type: ignore[arg-type]
+    return error.value.code().name, info.reason, str(error.value.details())
+
+
+async def test_an_order_is_of_all_replicas_and_outlives_all_restarts(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as (url, redis):
+        shared = {"redis_url": url, "owner_lease_s": 0.5}
+        async with running(router_id="one", **shared) as (_, one), running(router_id="two", **shared) as (_, two):
+            for client in (one, two):
+                for name in "ab":
+                    await Report(client).join(name)
+            answer = await order(one, "a", cordoned=True, reason="a new disk")
+            assert (answer.instance.state, answer.instance.cordoned, answer.this_replica_only) == (
+                CORDONED,
+                True,
+                False,
+            )
+            assert (await order(two, "late", weight=0.25)).order.weight == 0.25
+            both = {"a": (True, 1.0, "a new disk", True), "late": (False, 0.25, "", False)}
+            for client in (one, two):
+                await eventually(told(client, **both), "each knows what was said to the other")
+            for client in (one, two):
+                await Report(client).join("a", incarnation="2")
+                await Report(client).join("late")
+                known = await client.instances()
+                assert (known["a"].state, known["a"].order_reason) == (CORDONED, "a new disk"), "its engine restarted"
+                assert (known["b"].state, known["b"].weight, known["late"].weight) == (READY, 1.0, 0.25)
+            # Both change one order, each another field of it.
+            await asyncio.gather(order(one, "b", cordoned=True), order(two, "b", weight=0.5))
+            both |= {"b": (True, 0.5, "", True), "late": (False, 0.25, "", True)}
+            for client in (one, two):
+                await eventually(told(client, **both), "neither change is lost")
+        # All routers restart.
+        async with AsyncExitStack() as stack:
+            (_, one), (_, two) = [
+                await stack.enter_async_context(running(router_id=name, **shared)) for name in ("one", "two")
+            ]
+            unknown = {name: (*said[:3], False) for name, said in both.items()}
+            for client in (one, two):
+                await eventually(told(client, **unknown), "read from Redis again")
+            await Report(one).join("a", incarnation="3")
+            assert (await one.instances())["a"].state == CORDONED
+            redis.kill()
+            alone = await order(one, "a", cordoned=False)
+            assert (alone.this_replica_only, alone.instance.state) == (True, READY)
+            del unknown["a"]
+            with redis_server(tmp_path, port=int(url.rpartition(":")[2].partition("/")[0])):
+                await eventually(told(two, **unknown), "written again into an empty Redis")
+                assert await orders(one) == unknown
+
+
+async def test_a_heartbeat_carries_no_orders_that_its_router_has(tmp_path: Path) -> None:
+    """10,000 of them are a megabyte, and each router sends four heartbeats in a lease."""
+    with redis_server(tmp_path) as (url, _):
+        async with running(router_id="one", redis_url=url) as (_, one):
+            await order(one, "a", cordoned=True)
+            with Redis.from_url(url, decode_responses=True) as client:
+                keys = [f"pointsman:{{default}}:{name}" for name in ("replicas", "addresses", "replica_info", "config")]
+                version, config = client.hmget(keys[-1], "version", "config")
+                assert version == "1"
+
+                def told(version: int, digest: str) -> list[object]:
+                    beat = client.register_script(redis_scripts.HEARTBEAT)
+                    return beat(keys=keys, args=["two", "two:1", 1_000, "", version, digest])[1:3]  # type: ignore[no-any-return]
+
+                assert told(1, sha1(config.encode()).hexdigest()) == [1, ""]
+                assert told(1, sha1(b"what was set elsewhere as often").hexdigest()) == [1, config]
+                assert told(0, sha1(b"").hexdigest()) == [1, config]
+
+
+async def test_a_cordon_is_seen_in_decisions_and_by_gateways() -> None:
+    async with running() as (_, client):
+        for name in "ab":
+            await Report(client).join(name)
+        session = Session(client)
+        await session.hello()
+
+        async def placeable() -> set[str]:
+            return {one.instance_id for one in (await session.fleet()).pools["m"].instances}
+
+        assert await placeable() == {"a", "b"}
+        await order(client, "a", cordoned=True)
+        assert await placeable() == {"b"}, "what a gateway places on by itself"
+        for number in range(4):
+            assert (await session.place(f"r{number}", 160)).step.instance.instance_id == "b"
+        made = (await client.fleet.GetDecision(fleet_pb2.GetDecisionRequest(decision_id="r0"))).decision
+        assert {one.instance_id: (one.state, one.excluded) for one in made.candidates} == {
+            "a": (CORDONED, "cordoned"),
+            "b": (READY, ""),
+        }
+
+        await order(client, "a", cordoned=False)
+        await order(client, "b", weight=0.0)
+        asked = placement_pb2.PlacementRequest(request_id="x", model="m", input_tokens=160, session_id="s")
+        would = (await client.fleet.Explain(fleet_pb2.ExplainRequest(request=asked))).decision
+        assert {one.instance_id: one.excluded for one in would.candidates} == {"a": "", "b": "canary"}
+
+
+async def test_orders_are_listed_in_pages_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instance_orders, "MAX_ORDERS", 5)
+    async with running() as (_, client):
+        assert await orders(client) == {}
+        for name in "ebdac":
+            await order(client, name, weight=0.5)
+        request = fleet_pb2.ListInstanceOrdersRequest(page_size=2)
+        seen = []
+        while True:
+            answer = await client.fleet.ListInstanceOrders(request)
+            seen.append([one.instance_id for one in answer.orders])
+            if not answer.next_page_token:
+                break
+            request.page_token = answer.next_page_token
+        assert seen == [["a", "b"], ["c", "d"], ["e"]]
+        assert (await refused_as(order(client, "f", cordoned=True)))[:2] == ("RESOURCE_EXHAUSTED", "TOO_MANY_ORDERS")
+        for changes, said in (
+            ({"weight": math.nan}, "weight: must be 0 to 1"),
+            ({"weight": 2.0}, "weight: must be 0 to 1"),
+            ({}, "cordoned: cordoned, weight or reason is needed"),
+        ):
+            assert await refused_as(order(client, "a", **changes)) == ("INVALID_ARGUMENT", "INVALID_FIELD", said)
+        assert (await refused_as(order(client, "", cordoned=True)))[1] == "INVALID_FIELD"
+        assert len(await orders(client)) == 5
+        assert (await order(client, "a", weight=1.0)).order.weight == 1.0
+        assert len(await orders(client)) == 4
+
+
+async def test_by_command() -> None:
+    async with running() as (server, client):
+        await Report(client).join("a")
+
+        async def pointsman(*arguments: str) -> str:
+            process = await asyncio.create_subprocess_exec(
+                *pointsman_command(*arguments, "--router", f"127.0.0.1:{server.port}"),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            out, _ = await process.communicate()
+            return out.decode()
+
+        assert await pointsman("cordon", "a", "--reason", "a new disk") == (
+            "a is CORDONED, 0 requests open (cordoned: a new disk)\n"
+        )
+        assert await pointsman("weight", "late", "0.1") == "late is not known yet (weight 0.1)\n"
+        listed = await pointsman("instances")
+        assert "CORDONED (a new disk" in listed
+        assert "late is not known yet (weight 0.1)" in listed
+        assert await pointsman("weight", "a", "0.5") == (
+            "a is CORDONED, 0 requests open (cordoned, weight 0.5: a new disk)\n"
+        )
+        assert await pointsman("uncordon", "a") == "a is READY, 0 requests open (weight 0.5)\n"
+        # Behind it is said that the cache counts as empty, where commands take longer than an agent may be silent.
+        assert "READY (weight 0.5" in await pointsman("instances")
+        assert "weight: must be 0 to 1" in await pointsman("weight", "a", "1.5")

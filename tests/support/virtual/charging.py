@@ -1,0 +1,227 @@
+"""Charges the routers and agents of a virtual fleet for what they compute, and stands a few of each for the declared size.
+
+Each prebuilt session, key and instance stands for as many as the declared size has of them, and costs as much. What the services
+do in parts (pages, turns of a sweep) they count by numbers that are divided by as much, but are at least 1: the whole takes as
+long as it would, in parts that are at most as long as one prebuilt thing stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from pointsman.agent.core import report_protocol
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core import router_state
+from pointsman.router.core.first_choice import MANY
+from pointsman.router.core.instances.report_sync import Delta, SnapshotChunk
+from pointsman.router.core.load import affinity
+from pointsman.router.core.policy.registry import POLICIES
+from pointsman.router.core.policy_views import Views
+from pointsman.router.core.prefix import exact_index
+from pointsman.router.io.convert.told_fleet import ToldFleet
+from pointsman.router.io.store import redis_store
+from tests.support.virtual import costs
+from tests.support.virtual.costs import Declared
+from tests.support.virtual.engines import CAPACITY_BLOCKS, LOAD_S
+from tests.support.virtual.loop import SHORTEST_TURN_S, VirtualLoop
+
+# Sessions that Redis has of each pool when the fleet starts, where the declared size has any. Their names begin so.
+PREBUILT_SESSIONS, PREBUILT = 50, "~"
+# The reports that one stands for come one after the other. They are charged in so many parts.
+REPORT_PARTS = 10
+# A dict of keys is swept at once: fewer of them cost the tests less. In a large fleet each holds a few of those that are built.
+SHARDS, SHARDS_OF_LARGE = 8, 64
+
+
+class Charges:
+    """Charges on `loop` for a fleet of `declared` size, of which `pools` pools and `engines` engines are built."""
+
+    def __init__(
+        self, loop: VirtualLoop, declared: Declared, *, pools: int, engines: int, as_it_is: bool = False
+    ) -> None:
+        """`as_it_is`: the fleet is built in its size, and so are the index's dicts."""
+        self._charge = loop.charge
+        self._loop = loop
+        self._as_it_is = as_it_is
+        self.declared = declared
+        self.sessions = _ratio(declared.sessions, pools * PREBUILT_SESSIONS)
+        """How many sessions a prebuilt one stands for; and so on for the others."""
+        self.keys = _ratio(declared.keys, engines * CAPACITY_BLOCKS)
+        self.instances = _ratio(declared.instances, engines)
+        self.keys_of_one = max(self.keys / self.instances, 1.0)
+        self.decisions = 1.0
+        """How many recorded decisions one stands for, when they are made again."""
+
+    # ---- what Redis and its clients are charged ----
+
+    def fields(self, told: Mapping[str, str]) -> float:
+        """How many fields those of a reply stand for."""
+        return sum(self.sessions if name.startswith(PREBUILT) else 1.0 for name in told)
+
+    def changes(self, args: Any) -> float:
+        """How many changes a call of APPLY with these arguments stands for; 0 for other scripts."""
+        if len(args) != 5 or not isinstance(args[2], bytes):
+            return 0.0
+        prebuilt = args[2].count(b'["own","%s' % PREBUILT.encode())
+        return args[2].count(b"],[") + 1 + prebuilt * (self.sessions - 1.0)
+
+    def parsed(self, fields: float) -> None:
+        """The client has read a reply of so many fields."""
+        self._charge(fields * costs.SESSION_PARSED_S)
+
+    # ---- what a router is charged ----
+
+    def submit(self, submit: Callable[[ev.Event], list[ev.Effect]], event: ev.Event, *, held: bool) -> list[ev.Effect]:
+        """Have a router handle an event. `held`: whether requests wait, which a load report may have tried again."""
+        self._charge(costs.EVENT_S)
+        match event:
+            case ev.LoadReported() if self.instances > 1.0:
+                # It stands for those of other instances. What a second one costs at once is what each of those costs.
+                self._charge((self.instances - 1.0) * costs.EVENT_S)
+                effects = submit(event)
+                if held:
+                    begun = self._loop.time()
+                    effects += submit(event)
+                    self._spread((self._loop.time() - begun) * max(self.instances - 2.0, 0.0))
+                return effects
+            case ev.KeysReported(_, _, SnapshotChunk() as chunk):
+                self._charge(len(chunk.keys) * self.keys_of_one * costs.REPORTED_KEY_S)
+            case ev.KeysReported(_, _, Delta() as delta):
+                self._charge((len(delta.added) + len(delta.removed)) * costs.REPORTED_KEY_S)
+            case ev.PoolTaken():
+                self._charge(len(event.reservations) * self.instances * costs.RESERVATION_TAKEN_S)
+        return submit(event)
+
+    def _spread(self, seconds: float) -> None:
+        """Charge the node whose code is running for work that is spread over the time until the instance's next report."""
+        for part in range(REPORT_PARTS if seconds > SHORTEST_TURN_S else 0):
+            self._loop.call_later(LOAD_S * part / REPORT_PARTS, self._charge, seconds / REPORT_PARTS)
+
+    @contextmanager
+    def charging(self) -> Iterator[None]:
+        """The services' code is charged inside the block."""
+        with ExitStack() as stack:
+
+            def replace(owner: Any, name: str, made: Callable[[Any], Any]) -> None:
+                stack.enter_context(mock.patch.object(owner, name, made(getattr(owner, name))))
+
+            def smaller(owner: Any, name: str, ratio: float) -> None:
+                stack.enter_context(mock.patch.object(owner, name, _smaller(getattr(owner, name), ratio)))
+
+            if not self._as_it_is:
+                shards = SHARDS_OF_LARGE if self.declared.large else SHARDS
+                stack.enter_context(mock.patch.object(exact_index, "SHARDS", shards))
+                stack.enter_context(mock.patch.object(exact_index, "_SHARD", shards - 1))
+            smaller(affinity, "LOOKED_AT", self.sessions)
+            smaller(affinity, "FREED_AT_ONCE", self.sessions)
+            smaller(report_protocol, "CHUNK_KEYS", self.keys_of_one)
+            replace(Views, "view", self._view)
+            replace(Views, "has_room", self._has_room)
+            replace(router_state.RouterState, "what_if", self._what_if)
+            replace(exact_index.PrefixIndex, "__init__", self._index)
+            replace(exact_index.PrefixIndex, "_sweep_on", self._sweep_on)
+            replace(affinity.Affinity, "recall", self._recall)
+            replace(affinity.Affinity, "expire", self._expire)
+            replace(redis_store, "_change", self._change)
+            replace(ToldFleet, "whole", self._whole)
+            replace(report_protocol.ReportProtocol, "next_message", self._next_message)
+            yield
+
+    def _looked_at(self, built: int, *, few: bool) -> float:
+        """How many candidates a decision on so many stands for."""
+        return min(built * self.instances, max(MANY, built)) if few else built * self.instances
+
+    def _view(self, view: Any) -> Any:
+        def charged(views: Views, request: Any, pool: str, number: int, now: float, *, few: bool = False) -> Any:
+            found = view(views, request, pool, number, now, few=few)
+            candidates = self._looked_at(len(found.candidates), few=few) * costs.CANDIDATE_S
+            self._charge(costs.PLACEMENT_S + candidates + len(request.keys) * costs.PROMPT_KEY_S)
+            return found
+
+        return charged
+
+    def _has_room(self, has_room: Any) -> Any:
+        def charged(views: Views, pool: str, model: str, now: float) -> bool:
+            self._charge(len(views._instances.members(pool, model)) * self.instances * costs.ROOM_S)
+            return bool(has_room(views, pool, model, now))
+
+        return charged
+
+    def _what_if(self, what_if: Any) -> Any:
+        def charged(state: Any, decision: Any, policy: Any) -> Any:
+            few = POLICIES[decision.policy.name].looks_at_few
+            seen = self._looked_at(len(decision.view.candidates), few=few)
+            self._charge(self.decisions * (costs.WHAT_IF_S + seen * costs.WHAT_IF_CANDIDATE_S))
+            return what_if(state, decision, policy)
+
+        return charged
+
+    def _index(self, init: Any) -> Any:
+        def smaller(index: Any, max_keys: int = exact_index.UNBOUNDED) -> None:
+            init(index, max_keys, _smaller(exact_index.SWEEP_KEYS, self.keys))
+
+        return smaller
+
+    def _sweep_on(self, sweep_on: Any) -> Any:
+        def charged(index: Any) -> None:
+            unswept = index._unswept or range(len(index._masks))
+            before = [len(index._masks[number]) for number in unswept]
+            sweep_on(index)
+            looked_at = sum(before[len(index._unswept) :])
+            self._charge(looked_at * self.keys * costs.SWEPT_KEY_S)
+
+        return charged
+
+    def _recall(self, recall: Any) -> Any:
+        def charged(sessions: Any, pool: str, session: str, instance_id: str, now: float) -> None:
+            self._charge(costs.SESSION_RECALLED_S * (self.sessions if session.startswith(PREBUILT) else 1.0))
+            recall(sessions, pool, session, instance_id, now)
+
+        return charged
+
+    def _expire(self, expire: Any) -> Any:
+        def charged(sessions: Any, now: float) -> None:
+            given_up = sessions._given_up
+            before = len(given_up[-1]) if given_up else 0
+            freed = min(before, affinity.FREED_AT_ONCE)
+            self._charge(freed * self.sessions * costs.SESSION_FREED_S)
+            expire(sessions, now)
+
+        return charged
+
+    def _change(self, change: Any) -> Any:
+        def charged(effect: Any) -> Any:
+            many = isinstance(effect, ev.SessionOwnerSet) and effect.session.startswith(PREBUILT)
+            self._charge(costs.CHANGE_WRITTEN_S * (self.sessions if many else 1.0))
+            return change(effect)
+
+        return charged
+
+    def _whole(self, whole: Any) -> Any:
+        def charged(told: Any) -> Any:
+            fleet = whole(told)
+            instances = sum(len(pool.instances) for pool in fleet.pools)
+            self._charge(instances * self.instances * costs.FLEET_INSTANCE_S)
+            return fleet
+
+        return charged
+
+    def _next_message(self, next_message: Any) -> Any:
+        def charged(protocol: Any, now: float) -> Any:
+            message = next_message(protocol, now)
+            if message is not None and message.HasField("snapshot_chunk"):
+                self._charge(len(message.snapshot_chunk.keys) * self.keys_of_one * costs.SENT_KEY_S)
+            return message
+
+        return charged
+
+
+def _ratio(declared: int, built: int) -> float:
+    return max(declared / built, 1.0)
+
+
+def _smaller(count: int, ratio: float) -> int:
+    return max(int(count / ratio), 1)

@@ -1,0 +1,195 @@
+"""What must hold of a fleet, beside each router's own invariants: of held requests, leases, turns of the loop, and at rest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from pointsman.router.core.requests.place_or_hold import TRIES_ON_TICK
+from pointsman.router.core.router_state import RouterState
+from pointsman.router.core.types import InstanceState
+from pointsman.router.io.runtime import TICK_S
+from tests.support.virtual.network import Node
+from tests.support.virtual.store import NAME as REDIS
+
+# Longer than this, in s, no router may compute without a turn for others: it is the time between two renewals of a lease.
+LONGEST_TURN_S = 0.25
+# Of messages to and from Redis that were late within one lease: from so many s on a lease may be lost by them.
+LATE_S = 0.3
+# After the last fault every pool has an owner that places within so many s: an engine's agent and a router may have started only
+# then, and a pool may be handed over.
+OWNED_WITHIN_S = 10.0
+# So much later than it is due may a tick be, in s.
+TICK_SLACK_S = 0.25
+
+
+class InvariantViolation(AssertionError):
+    """Something that must hold does not."""
+
+
+class Disturbances:
+    """When what was disturbed from outside, so that leases may be lost; times in s on the loop's clock."""
+
+    def __init__(self) -> None:
+        self._times: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        self.over_at = 0.0
+        """When the last of them ends."""
+
+    def note(self, name: str, for_s: float) -> None:
+        """A node, or Redis, is disturbed from now on."""
+        now = asyncio.get_running_loop().time()
+        self._times[name].append((now, now + for_s))
+        self.lasts(for_s)
+
+    def lasts(self, for_s: float) -> None:
+        """Something that disturbs no lease lasts for so long."""
+        self.over_at = max(self.over_at, asyncio.get_running_loop().time() + for_s)
+
+    def any(self, name: str, since: float, until: float) -> bool:
+        """Whether the node or Redis was disturbed between two moments."""
+        return any(
+            begins <= until and ends >= since for one in (name, REDIS) for begins, ends in self._times.get(one, ())
+        )
+
+
+class LeaseWatch:
+    """Tells of each lease that a router lost, or let run out, though nothing kept it from renewing it but its own work."""
+
+    def __init__(self, lease_s: float, disturbances: Disturbances, violate: Callable[[str], None]) -> None:
+        self._lease_s, self._disturbances, self._violate = lease_s, disturbances, violate
+
+    def watch(self, node: Node, renew: Any) -> Any:
+        """RedisStore._renew of that node's store, watched."""
+
+        async def watched(pool: Any, live: list[str], *, rewrite: bool = False) -> None:
+            loop = asyncio.get_running_loop()
+            epoch, until, begun = pool.epoch, pool.held_until, loop.time()
+            if epoch and begun > until and not self._excused(node, until, until):
+                self._violate(f"{node.name} let its lease of {pool.name} run out: its own work took too long")
+            await renew(pool, live, rewrite=rewrite)
+            if epoch and pool.epoch != epoch and not self._excused(node, until, loop.time()):
+                self._violate(f"{node.name} lost its lease of {pool.name}, though nothing disturbed it")
+
+        return watched
+
+    def _excused(self, node: Node, held_until: float, now: float) -> bool:
+        """Whether the lease, which was given a lease before `held_until`, may be lost by `now`."""
+        given = held_until - self._lease_s
+        late_s = sum(late_s for at, late_s in node.late if given - LATE_S <= at <= now)
+        return not node.alive or late_s >= LATE_S or self._disturbances.any(node.name, given, now)
+
+
+def check_turn(node: Node, begun: float, seconds: float) -> str:
+    """What is wrong with a router's turn: "" or why."""
+    node.blocked.append((begun, begun + seconds))
+    if seconds <= LONGEST_TURN_S:
+        return ""
+    return f"a turn of {node.name} took {seconds:.2f} s: leases are to be renewed every {LONGEST_TURN_S} s"
+
+
+def check_tick(state: RouterState, node: Node, before: float, now: float) -> None:
+    """Time passes for a router, as it did at `before`: each time those of its held requests are answered whose time is over, so
+    that none is late but by a tick, and for as long as the router could not. Raises InvariantViolation."""
+    late_s = now - before - TICK_S - TICK_SLACK_S
+    if len(state.held_requests.queue) and late_s > 0.0 and late_s > _blocked_s(node, before, now):
+        raise InvariantViolation(f"{node.name} answers held requests {late_s:.2f} s late")
+
+
+def check_held(state: RouterState, ticked_at: float, now: float) -> None:
+    """After time has passed: all whose time was over are answered, and nothing waits beside an instance that is idle and may be
+    placed on. Raises InvariantViolation."""
+    queue = state.held_requests.queue
+    for held in queue if len(queue) <= TRIES_ON_TICK else ():
+        if held.answer_by <= ticked_at:
+            raise InvariantViolation(f"held request {held.request.request_id} is not answered by its time")
+        if not held.for_room:
+            continue  # as its policy asks
+        members = state.instances.members(held.pool, held.request.model)
+        for snapshot in state.views._snapshots(members, now):
+            one = snapshot.candidate
+            free = not one.excluded and not one.produces_only and one.instance_id not in held.request.exclude
+            if free and not one.num_requests:
+                raise InvariantViolation(
+                    f"{held.request.request_id} waits for room beside {one.instance_id}, which is idle"
+                )
+
+
+def _blocked_s(node: Node, since: float, until: float) -> float:
+    return sum(max(min(ends, until) - max(begins, since), 0.0) for begins, ends in node.blocked)
+
+
+async def check_owned(world: Any, models: tuple[str, ...]) -> None:
+    """After the last fault: every pool has an owner that places, in time. Raises InvariantViolation."""
+    loop = asyncio.get_running_loop()
+    by = max(world.disturbances.over_at, loop.time()) + OWNED_WITHIN_S
+    waiting = set(models)
+    while waiting:
+        await asyncio.sleep(0.1)
+        for model in list(waiting):
+            if any(_places(router, model, loop.time()) for router in world.live_routers()):
+                waiting.discard(model)
+        if waiting and loop.time() > by:
+            raise InvariantViolation(
+                f"{sorted(waiting)} had no owner that places {OWNED_WITHIN_S} s after the last fault"
+            )
+
+
+def _places(router: Any, model: str, now: float) -> bool:
+    return router.store.may_place(model) and router.state.owned.owns(model) and not router.state.starting(now, model)
+
+
+async def check_at_rest(world: Any, models: tuple[str, ...]) -> None:
+    """Some time after all is well again and the last request has ended. Raises InvariantViolation."""
+    for gateway in world.gateways.values():
+        assert gateway.client is not None
+        _equal(gateway.client.open_count, 0, f"open requests of {gateway.name}")
+        _equal(len(gateway.client._requests), 0, f"remembered requests of {gateway.name}")
+    for model in models:
+        owners = [router for router in world.live_routers() if router.state.owned.owns(model)]
+        names = [router.settings.router_id for router in owners]
+        if len(owners) != 1:
+            raise InvariantViolation(f"{model} is owned by {names or 'nobody'}")
+        _equal(world.redis.hash(f"pointsman:{{default:{model}}}:open"), {}, f"reservations kept of {model}")
+        pool = owners[0].store._pools[model]
+        _equal((pool.reading, pool.unwritten), (None, None), f"what {names[0]} has not read or written of {model}")
+    for router in world.live_routers():
+        _check_router(world, router)
+    await _check_circuits(world)
+
+
+def _check_router(world: Any, router: Any) -> None:
+    state, name = router.state, router.settings.router_id
+    _equal(state.degraded, False, f"{name} degraded")
+    _equal([one.request_id for one in state.reservations], [], f"reservations of {name}")
+    _equal(len(state.held_requests.queue), 0, f"held requests of {name}")
+    for engine in world.engines.values():
+        record = state.instances.get(engine.instance_id)
+        if record is None or record.info.incarnation != engine.incarnation:
+            raise InvariantViolation(f"{name} does not know {engine.incarnation}")
+        _equal(record.state, InstanceState.READY, f"{engine.instance_id} at {name}")
+        missing = [key for key in engine.cached_keys() if not state.index.holds(engine.instance_id, key)]
+        _equal(missing, [], f"blocks of {engine.instance_id} that {name} does not know")
+        _equal(state.index.count(engine.instance_id), len(engine.cache), f"blocks of {engine.instance_id} at {name}")
+
+
+async def _check_circuits(world: Any) -> None:
+    """No instance stays excluded: where a circuit is open, its time ends, and the instance may be placed on."""
+    loop = asyncio.get_running_loop()
+    records = [record for router in world.live_routers() for record in router.state.instances.records()]
+    left_s = max((record.circuit.until - loop.time() for record in records), default=0.0)
+    for router in world.live_routers():
+        if left_s > router.settings.circuit_max_open_s:
+            raise InvariantViolation(f"a circuit stays open for {left_s:.0f} s more")
+    await asyncio.sleep(max(left_s, 0.0) + 0.01)
+    for router in world.live_routers():
+        now = loop.time()
+        for snapshot in router.state.views._snapshots(router.state.instances.records(), now):
+            one = snapshot.candidate
+            _equal(one.excluded, "", f"why {one.instance_id} stays excluded at {router.settings.router_id}")
+
+
+def _equal(found: object, wanted: object, what: str) -> None:
+    if found != wanted:
+        raise InvariantViolation(f"{what}: {found}, not {wanted}")

@@ -1,0 +1,116 @@
+"""Routers of a virtual fleet: their own code, charged for what it computes and looked into after every event."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from pydantic import SecretStr
+
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.io.rpc.agent_service import AgentService
+from pointsman.router.io.rpc.placement_service import PlacementService
+from pointsman.router.io.runtime import Router
+from pointsman.router.io.settings import RouterSettings
+from pointsman.router.v1 import placement_pb2
+from tests.support.virtual import invariants
+from tests.support.virtual.network import Method, Node
+
+LEASE_S = 1.0
+# So that a fleet this small slices, holds, and offloads.
+SETTINGS: dict[str, dict[str, float | bool | str]] = {
+    "foresight": {"slice_factor": 0.5, "slice_min_tokens": 64.0, "light_factor": 0.5},
+    "elastic": {"heavy_new_tokens": 32.0, "throughput": 500.0},
+}
+
+
+class CheckedRouter(Router):
+    """A router that is charged for every event, and looked into after it."""
+
+    def __init__(self, settings: RouterSettings, world: Any, node: Node) -> None:
+        super().__init__(settings)
+        self._world, self._node = world, node
+        self._ticked_at = time.monotonic()
+        store: Any = self.store
+        store._renew = world.leases.watch(node, store._renew)
+
+    def submit(self, event: ev.Event) -> list[ev.Effect]:
+        """As ever."""
+        passes = isinstance(event, ev.Tick)
+        if passes:
+            before, self._ticked_at = self._ticked_at, time.monotonic()
+            invariants.check_tick(self.state, self._node, before, self._ticked_at)
+        held = len(self.state.held_requests.queue) > 0
+        effects = self._world.charges.submit(super().submit, event, held=held)
+        if passes:
+            invariants.check_held(self.state, self._ticked_at, time.monotonic())
+        if self._world.checks_all:
+            self.state.check_invariants()
+        return effects
+
+
+class RouterNode:
+    """One router process after another at one address."""
+
+    def __init__(self, world: Any, address: str) -> None:
+        self._world, self._address = world, address
+        self._lives = 0
+        self._task: asyncio.Task[None] | None = None
+        self.node = Node(address)
+        self.router: CheckedRouter | None = None
+
+    def start(self) -> None:
+        """A new process."""
+        self._lives += 1
+        self.node = Node(self._address)
+        self._task = self.node.spawn(self._run())
+
+    async def _run(self) -> None:
+        settings = RouterSettings(
+            redis_url=SecretStr("redis://redis"),
+            router_id=f"{self._address}-{self._lives}",
+            policy=self._world.policy,
+            policy_settings=SETTINGS.get(self._world.policy, {}),
+            owner_lease_s=LEASE_S,
+            gateway_lease_s=5.0,
+            lost_instance_s=6.0,
+            queue_timeout_s=5.0,
+            queue_size=self._world.queue_size,
+            startup_wait_s=2.0,
+            max_requests_per_instance=4,
+        )
+        router = self.router = CheckedRouter(settings, self._world, self.node)
+        router.store.address = self._address
+        services = {
+            "/pointsman.router.v1.PlacementService/Session": Method(
+                PlacementService(router, lambda *_: True).Session, placement_pb2.SessionRequest.FromString
+            ),
+            "/pointsman.agent.v1.AgentService/Report": Method(
+                AgentService(router, lambda authorization, names, instance: True).Report, bytes
+            ),
+        }
+        self._world.network.listen(self._address, self.node, services)
+        await router.run()
+
+    async def stop(self) -> None:
+        """Go in order, as a rollout has it."""
+        router, self.router = self.router, None
+        assert self._task is not None
+        assert router is not None
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        router.end_sessions()
+        router.end_reports()
+        await asyncio.sleep(0.3)
+        self.kill()
+
+    @property
+    def up(self) -> bool:
+        """Whether it runs, and is not about to stop."""
+        return self.router is not None
+
+    def kill(self) -> None:
+        """Go at once."""
+        self.router = None
+        self._world.network.kill(self.node)

@@ -1,0 +1,102 @@
+"""What a gateway's /metrics say of models: the fleet's alone, and of those that have left it only for a while."""
+
+from __future__ import annotations
+
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pointsman.gateway.core.request_usage import RequestUsage
+from pointsman.gateway.core.tokens.token_cache import TokenCache
+from pointsman.gateway.io.telemetry.metrics import GONE_MODEL_S, GatewayMetrics
+
+ROUTE = "/v1/chat/completions"
+
+
+class Page:
+    """The metrics of one gateway at a time that the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.metrics = GatewayMetrics(TokenCache(1 << 20), lambda: self.now)
+
+    def count_all(self, model: str) -> None:
+        """One of everything that is counted by model."""
+        self.metrics.answered(model, ROUTE, 200)
+        self.metrics.used("tenant", model, RequestUsage(prompt_tokens=3))
+        self.metrics.placed_without_keys(model)
+        self.metrics.token_counts_differ(model)
+        self.metrics.tokenizer_is_exact(model, True)
+
+    def samples(self) -> dict[tuple[str, str], float]:
+        """(name, model) -> value, of all samples with a model."""
+        families = text_string_to_metric_families(generate_latest(self.metrics.registry).decode())
+        return {
+            (one.name.removeprefix("pointsman_gateway_"), one.labels["model"]): one.value
+            for family in families
+            for one in family.samples
+            if "model" in one.labels and not one.name.endswith("_created")
+        }
+
+    def models(self) -> set[str]:
+        return {model for _, model in self.samples()}
+
+
+COUNTED = (
+    "requests_total",
+    "tenant_requests_total",
+    "tenant_prompt_tokens_total",
+    "tenant_cached_tokens_total",
+    "tenant_completion_tokens_total",
+    "keyless_total",
+    "prompt_tokens_mismatch_total",
+)
+
+
+def test_a_model_that_left_the_fleet_keeps_its_counters_for_a_while() -> None:
+    page = Page()
+    page.metrics.keep_models(["a", "b"])
+    for model in ("a", "b"):
+        page.count_all(model)
+    page.metrics.keep_models(["b"])
+    page.now = GONE_MODEL_S - 1.0
+    page.metrics.answered("a", ROUTE, 200)  # a request that was open
+    told = page.samples()
+    assert {name for name, model in told if model == "a"} == set(COUNTED)
+    assert (told["requests_total", "a"], told["tenant_prompt_tokens_total", "a"]) == (2, 3)
+    assert ("tokenizer_exact", "b") in told
+    page.now = GONE_MODEL_S
+    assert page.models() == {"b"}
+    page.count_all("a")
+    assert page.models() == {"b", ""}
+    assert page.samples()["requests_total", ""] == 1
+
+
+def test_a_model_that_comes_back_goes_on_counting() -> None:
+    page = Page()
+    page.metrics.keep_models(["a"])
+    page.count_all("a")
+    page.metrics.keep_models([])
+    page.now = GONE_MODEL_S / 2
+    page.metrics.keep_models(["a"])
+    page.now = 2 * GONE_MODEL_S
+    page.count_all("a")
+    assert [page.samples()[name, "a"] for name in ("requests_total", "keyless_total")] == [2, 2]
+    assert page.samples()["tokenizer_exact", "a"] == 1
+
+
+def test_a_name_that_no_model_of_the_fleet_has_makes_no_series() -> None:
+    page = Page()
+    page.metrics.keep_models(["a"])
+    for number in range(100):
+        page.count_all(f"invented-{number}")
+    assert page.models() == {"a", ""}
+    assert page.samples()["requests_total", ""] == 100
+
+
+def test_series_stay_few_while_thousands_of_models_come_and_go() -> None:
+    page = Page()
+    for number in range(3_000):
+        page.now += GONE_MODEL_S / 10
+        page.metrics.keep_models([f"m{number}"])
+        page.count_all(f"m{number}")
+    assert len(page.models()) <= 12

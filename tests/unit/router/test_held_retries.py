@@ -1,0 +1,233 @@
+"""When held requests are tried again: soon after something frees, and at a bounded rate however much happens."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pointsman.common.core.block_keys import KEY_SCHEME
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.instances.instance_orders import InstanceOrder
+from pointsman.router.core.instances.saturation import SaturationLimits
+from pointsman.router.core.policy.base import Policy, hold, serve
+from pointsman.router.core.requests.hold_queue import QueueSettings
+from pointsman.router.core.requests.place_or_hold import (
+    MOST_DECISIONS,
+    REPORT_RETRY_S,
+    RETRY_S,
+    TICK_RETRY_S,
+    TRIALS_AT_ONCE,
+    TRIES,
+    TRIES_ON_TICK,
+)
+from pointsman.router.core.types import FleetView, Load, PlacementRequest, PolicyResult
+from pointsman.router.io.runtime import Router
+from pointsman.router.io.settings import RouterSettings
+from tests.support.router_values import info, join, request, state
+
+TICK_S = 0.5
+INSTANCES = 6
+
+
+@dataclass(frozen=True)
+class Reluctant(Policy):
+    """Holds every prompt of an odd number of tokens."""
+
+    name: ClassVar[str] = "reluctant"
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        first = min(view.eligible(), key=lambda one: one.num_requests)
+        return hold("odd") if request.input_tokens % 2 else serve(first, "first")
+
+
+class Driven:
+    """A router with its timers, in virtual time. `decisions` are those on held requests, `placed` those that placed them."""
+
+    def __init__(self, limit: int, queue: int = 30) -> None:
+        self.router = state(limits=SaturationLimits(limit), queue=QueueSettings(size=queue, timeout_s=1e6))
+        self.now, self.tick_at = 0.0, TICK_S
+        self.decisions = self.placed = self.number = 0
+        self.free_since: float | None = None
+        self.longest_s = 0.0
+        for number in range(INSTANCES):
+            join(self.router, f"i{number}", number)
+        queue_ = self.router.held_requests.queue
+        decide, commit = self.router.held_requests._decide, self.router.held_requests._commit
+
+        def counted(asked: PlacementRequest, *given_: Any) -> Any:
+            self.decisions += queue_.get(asked.request_id) is not None
+            return decide(asked, *given_)
+
+        def placed(decision: Any, *given_: Any) -> Any:
+            self.placed += decision.held_s > 0
+            return commit(decision, *given_)
+
+        self.router.held_requests._decide = counted
+        self.router.held_requests._commit = placed
+
+    def tell(self, event: ev.Event) -> None:
+        self.router.handle(event, self.now)
+        waits = any(held.for_room for held in self.router.held_requests.queue)
+        if not waits or not self.router.views.has_room("m", "m", self.now):
+            self.free_since = None
+        elif self.free_since is None:
+            self.free_since = self.now
+
+    def until(self, moment: float) -> None:
+        """Let timers fire until `moment`."""
+        while (due := min(self.router.retry_at or moment, self.tick_at)) <= moment and due > self.now:
+            self.now = due
+            if self.free_since is not None:
+                self.longest_s = max(self.longest_s, self.now - self.free_since)
+            self.tell(ev.RetryDue() if due != self.tick_at else ev.Tick())
+            self.tick_at += TICK_S * (due == self.tick_at)
+        self.now = moment
+        if self.free_since is not None:
+            self.longest_s = max(self.longest_s, self.now - self.free_since)
+
+    def open(self) -> list[str]:
+        return sorted(one.request_id for one in self.router.reservations)
+
+    def act(self, kind: str, which: int) -> None:
+        open_ = self.open()
+        match kind:
+            case "place":
+                self.number += 1
+                self.tell(ev.PlaceRequested(request(f"r{self.number:05}", tokens=100 + which), "g"))
+            case "finish" if open_:
+                self.tell(ev.Finished(open_[which % len(open_)], "OK"))
+            case "first_token" if open_:
+                self.tell(ev.FirstToken(open_[which % len(open_)]))
+            case "load":
+                who = which % INSTANCES
+                self.tell(ev.LoadReported(who, f"i{who}", Load(self.now, running=1)))
+            case "cordon":
+                cordoned = [f"i{one}" for one in range(INSTANCES) if which >> one & 1]
+                self.tell(ev.OrdersChanged({one: InstanceOrder(cordoned=True) for one in cordoned}))
+            case "hello":
+                who = f"i{which % INSTANCES}"
+                self.tell(ev.AgentHello(which % INSTANCES, info(who), KEY_SCHEME, 1, 0))
+
+
+KINDS = st.sampled_from(["place", "place", "finish", "finish", "finish", "first_token", "load", "cordon", "hello"])
+EVENTS = st.lists(
+    st.tuples(st.sampled_from([0.0, 0.0, 0.0001, 0.001, 0.003]), KINDS, st.integers(0, 63)), min_size=100, max_size=400
+)
+
+
+@given(reluctant=st.booleans(), events=EVENTS)
+@settings(max_examples=60, deadline=None)
+def test_held_requests_cost_few_decisions_however_much_happens_and_wait_beside_free_room_for_moments_only(
+    reluctant: bool, events: list[tuple[float, str, int]]
+) -> None:
+    driven = Driven(limit=0 if reluctant else 1)
+    if reluctant:
+        driven.router.policy = Reluctant()
+    for number in range(INSTANCES + 20):
+        driven.act("place", 2 * number + 1)
+    for pause, kind, which in events:
+        driven.until(driven.now + pause)
+        driven.act(kind, which)
+    driven.until(driven.now + RETRY_S)
+    driven.router.check_invariants()
+    trials = driven.now / RETRY_S + TRIALS_AT_ONCE + 1
+    assert driven.decisions - driven.placed <= TRIES * trials + TRIES_ON_TICK * (driven.now / TICK_RETRY_S + 1)
+    assert driven.decisions <= MOST_DECISIONS * trials + TRIES_ON_TICK * (driven.now / TICK_RETRY_S + 1)
+    assert driven.longest_s <= RETRY_S + 1e-9
+
+
+def test_what_ends_together_is_answered_by_one_trial_more() -> None:
+    driven = Driven(limit=1, queue=30)
+    for number in range(INSTANCES + 10):
+        driven.act("place", number)
+    driven.until(0.1)
+    trials = 0
+    order = driven.router.held_requests.queue.order
+
+    def counted(*given_: Any) -> Any:
+        nonlocal trials
+        trials += 1
+        return order(*given_)
+
+    driven.router.held_requests.queue.order = counted  # type: ignore[method-assign]
+    for request_id in driven.open():
+        driven.tell(ev.Finished(request_id, "OK"))
+    assert (trials, len(driven.router.held_requests.queue)) == (TRIALS_AT_ONCE, 10 - TRIALS_AT_ONCE)
+    driven.until(0.1 + RETRY_S)
+    assert (trials, len(driven.router.held_requests.queue)) == (TRIALS_AT_ONCE + 1, 10 - INSTANCES)
+
+
+def test_more_than_one_trial_may_place_is_placed_by_the_next_ones() -> None:
+    driven = Driven(limit=1, queue=200)
+    for number in range(INSTANCES + 100):
+        driven.act("place", number)
+    driven.until(0.1)
+    driven.router.views.limits = SaturationLimits(100)
+    driven.act("finish", 0)
+    for left in (100 - MOST_DECISIONS, 100 - 2 * MOST_DECISIONS, 100 - 3 * MOST_DECISIONS, 0):
+        assert len(driven.router.held_requests.queue) == left
+        driven.until(driven.now + RETRY_S)
+    assert driven.router.retry_at is None
+
+
+def test_a_report_that_comes_soon_after_another_is_not_forgotten() -> None:
+    driven = Driven(limit=0)
+    driven.router.views.limits = SaturationLimits(0, 0.9)
+    for who in range(INSTANCES):
+        driven.tell(ev.LoadReported(who, f"i{who}", Load(0.0, waiting=1, kv_usage=1.0)))
+    driven.act("place", 0)
+    driven.until(0.1)
+    driven.tell(ev.LoadReported(0, "i0", Load(0.1, waiting=1, kv_usage=1.0)))
+    driven.until(0.101)
+    driven.tell(ev.LoadReported(1, "i1", Load(0.101, waiting=0, kv_usage=0.5)))
+    assert len(driven.router.held_requests.queue) == 1
+    driven.until(0.1 + REPORT_RETRY_S)
+    assert len(driven.router.held_requests.queue) == 0
+
+
+def test_a_trial_that_is_due_when_nothing_waits_any_more_is_due_once() -> None:
+    driven = Driven(limit=1)
+    for number in range(INSTANCES + 1):
+        driven.act("place", number)
+    driven.until(0.1)
+    for _ in range(TRIALS_AT_ONCE):
+        driven.tell(ev.OrdersChanged({"i0": InstanceOrder(cordoned=True)}))
+        driven.tell(ev.OrdersChanged({}))
+    [held] = driven.router.held_requests.queue
+    driven.tell(ev.Finished(held.request.request_id, "CANCELLED"))
+    assert driven.router.retry_at is not None
+    driven.until(0.1 + RETRY_S)
+    assert driven.router.retry_at is None
+
+
+async def test_the_process_tries_again_by_a_timer_and_not_with_the_next_tick() -> None:
+    """Its ticks are never begun here."""
+    router = Router(RouterSettings(router_id="t", max_requests_per_instance=1, startup_wait_s=0.0))
+    answered = asyncio.Event()
+    submit = router.submit
+
+    def told(event: ev.Event) -> list[ev.Effect]:
+        effects = submit(event)
+        if isinstance(event, ev.RetryDue) and any(isinstance(effect, ev.Placed) for effect in effects):
+            answered.set()
+        return effects
+
+    router.submit = told  # type: ignore[method-assign]
+    for number in range(TRIALS_AT_ONCE + 1):
+        name = f"i{number}"
+        router.submit(ev.AgentHello(number, info(name, exact_prefix=False), KEY_SCHEME, 1, 0))
+    names = [f"r{number}" for number in range(TRIALS_AT_ONCE + 1)]
+    for name in (*names, *(f"held-{name}" for name in names)):
+        router.submit(ev.PlaceRequested(request(name, tokens=10), "g"))
+    assert len(router.state.held_requests.queue) == len(names)
+    for name in names:
+        router.submit(ev.Finished(name, "OK"))
+    async with asyncio.timeout(30):
+        await answered.wait()
+    assert len(router.state.held_requests.queue) == 0
+    router.decisions.close()

@@ -1,0 +1,305 @@
+"""Held requests of several classes in a router: who goes first, who gives up a place for whom, and who is refused as too late."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec.structs import replace
+
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.instances.saturation import SaturationLimits
+from pointsman.router.core.policy.base import Policy
+from pointsman.router.core.policy.registry import make_policy
+from pointsman.router.core.prefill_curve import DEFAULT_CURVE, PrefillCurveFit
+from pointsman.router.core.priority import PRIORITIES, Priority
+from pointsman.router.core.requests.deadlines import SURE_SAMPLES, SURE_SHARE
+from pointsman.router.core.requests.hold_queue import HeldRequest, HoldQueue, QueueSettings
+from pointsman.router.core.requests.place_or_hold import RETRY_S, _computed
+from pointsman.router.core.router_state import RouterState
+from pointsman.router.core.types import Step, StepKind
+from tests.support.router_values import join, request, state
+from tests.unit.router.test_hold_queue import Picky, answers, ask, busy, held, order, tell
+
+BATCH, STANDARD, INTERACTIVE = PRIORITIES
+
+
+def waits(name: str, priority: Priority = STANDARD, tenant: str = "", **changes: Any) -> HeldRequest:
+    one = held(name, tenant=tenant, **changes)
+    return replace(one, request=replace(one.request, priority=priority))
+
+
+def test_freed_room_goes_to_the_highest_class() -> None:
+    router, _ = busy()
+    for number, priority in enumerate((BATCH, STANDARD, INTERACTIVE)):
+        ask(router, priority, float(number), priority=priority)
+    ended = "xa"
+    for expected in (INTERACTIVE, STANDARD, BATCH):
+        assert tell(router, ev.Finished(ended, "OK"), 5.0) == [(expected, "a")]
+        ended = expected
+
+
+def test_a_request_of_a_higher_class_does_not_wait_behind_those_of_lower_ones() -> None:
+    router, _ = busy()
+    for number in range(5):
+        ask(router, f"b{number}", 0.0, priority=BATCH, tokens=10)
+    router.views.limits = SaturationLimits(2)
+    assert [one.request_id for one in ask(router, "i", 5.0, priority=INTERACTIVE, tokens=9_000)] == ["i"]
+
+
+def test_when_the_queue_is_full_the_last_of_the_lowest_class_gives_up_its_place() -> None:
+    router, _ = busy(size=3)
+    for name, priority in (("b0", BATCH), ("s0", STANDARD), ("b1", BATCH)):
+        assert ask(router, name, tokens=10 + len(router.held_requests.queue), priority=priority) == []
+    [refused] = ask(router, "s1", priority=STANDARD)
+    assert isinstance(refused, ev.Refused)
+    assert (refused.request_id, refused.code, refused.retry_after_s) == ("b1", "RESOURCE_EXHAUSTED", 1.0)
+    assert "a request of the class STANDARD has its place" in refused.message
+    assert [one.request_id for one in ask(router, "i0", priority=INTERACTIVE)] == ["b0"]
+    assert [one.request_id for one in ask(router, "b2", priority=BATCH)] == ["b2"]
+    assert [one.request_id for one in ask(router, "s2", priority=STANDARD)] == ["s2"]
+    assert [one.request_id for one in ask(router, "i1", priority=INTERACTIVE)] == ["s0"]  # longer than s1
+
+
+def test_the_tenant_with_most_work_waiting_for_its_weight_gives_up_the_place() -> None:
+    queue = HoldQueue(QueueSettings(size=4))
+    for name, tenant in (("a0", "a"), ("a1", "a"), ("b0", "b"), ("b1", "b")):
+        one = waits(name, BATCH, tenant)
+        queue.offer(replace(one, request=replace(one.request, weight=2.0 if tenant == "a" else 1.0)))
+    displaced = queue.make_room(waits("i", INTERACTIVE, "a"))
+    assert displaced is not None
+    assert displaced.request.request_id == "b1"
+
+
+def test_a_tenant_with_its_share_of_the_queue_displaces_its_own_requests_alone() -> None:
+    queue = HoldQueue(QueueSettings(size=4, tenant_share=0.5))
+    for name, priority, tenant in (("a0", STANDARD, "a"), ("a1", BATCH, "a"), ("b0", BATCH, "b")):
+        assert queue.offer(waits(name, priority, tenant)) == ""
+    displaced = queue.make_room(waits("a2", INTERACTIVE, "a"))
+    assert displaced is not None
+    assert displaced.request.request_id == "a1"
+    assert queue.offer(waits("a2", INTERACTIVE, "a")) == ""
+    assert queue.make_room(waits("a3", STANDARD, "a")) is None
+    assert queue.offer(waits("a3", STANDARD, "a")) == "this tenant has its share of the queue already"
+    queue.check_invariants()
+
+
+def test_what_has_computed_a_part_of_its_prompt_keeps_its_place() -> None:
+    queue = HoldQueue(QueueSettings(size=2))
+    queue.offer(waits("b0", BATCH, new=10))
+    queue.offer(waits("b1", BATCH, new=5_000, previous_id="d1"))
+    displaced = queue.make_room(waits("s0", STANDARD))
+    assert displaced is not None
+    assert displaced.request.request_id == "b0"
+    queue.offer(waits("s0", STANDARD))
+    assert queue.make_room(waits("i0", INTERACTIVE)) is None or queue.get("b1") is not None
+
+
+def test_of_one_tenants_equal_requests_the_earliest_deadline_goes_first() -> None:
+    queue = HoldQueue(QueueSettings())
+    for name, needed in (("none", None), ("late", 20.0), ("soon", 2.0), ("beyond", 3_000.0)):
+        changes = {} if needed is None else {"first_token_by": needed}
+        queue.offer(waits(name, **changes))
+    assert order(queue) == "soon late beyond none"  # the last two are refused after 30 s, whichever comes first
+
+
+def test_a_deadline_gains_nothing_over_another_tenant_or_class() -> None:
+    queue = HoldQueue(QueueSettings())
+    queue.offer(waits("i0", INTERACTIVE, "a"))
+    queue.offer(waits("s0", STANDARD, "a"))
+    queue.offer(waits("s1", STANDARD, "b"))
+    queue.offer(waits("s2", STANDARD, "b", first_token_by=0.5))
+    assert order(queue) == "i0 s0 s2 s1"
+
+
+def learned(names: str, limit: int, policy: Policy | None = None) -> RouterState:
+    """A router whose curve of prefills is the default one, and known; all instances tell their keys."""
+    router, _ = busy(names, limit=limit, policy=policy)
+    fit = router.prefill_observer._fits["m", ""] = PrefillCurveFit()
+    for number in range(SURE_SAMPLES):
+        tokens = (1_000, 8_000, 64_000)[number % 3]
+        fit.learn(tokens, 0, DEFAULT_CURVE.cost_s(tokens, 0))
+    return router
+
+
+KEYS = tuple(range(4_000))
+LEAST_S = SURE_SHARE * DEFAULT_CURVE.cost_s(64_000, 0)
+
+
+def test_who_cannot_have_its_first_token_in_time_is_refused_instead_of_placed() -> None:
+    router = learned("ab", limit=5)
+    [refused] = ask(router, "r", tokens=64_000, keys=KEYS, ttft_deadline_s=LEAST_S - 0.1)
+    assert isinstance(refused, ev.Refused)
+    assert (refused.code, refused.retry_after_s) == ("DEADLINE_EXCEEDED", None)
+    assert f"needed within {LEAST_S - 0.1:.2f} s, and its prompt takes {LEAST_S:.2f} s at least" in refused.message
+    assert len(router.reservations) == 2
+    [placed] = ask(router, "q", tokens=64_000, keys=KEYS, ttft_deadline_s=LEAST_S + 0.1)
+    assert isinstance(placed, ev.Placed)
+    [over] = ask(router, "o", tokens=10, ttft_deadline_s=0.0)
+    assert isinstance(over, ev.Refused)
+    assert over.message == "the time in which its first token was needed is over"
+    dry = router.explain(request("dry", tokens=64_000, keys=KEYS, ttft_deadline_s=LEAST_S - 0.1), 0.0)
+    assert isinstance(dry, ev.Refused)
+    assert dry.code == "DEADLINE_EXCEEDED"
+
+
+def test_an_explanation_tells_who_waits_before() -> None:
+    router, _ = busy()
+    for name, priority in (("b", BATCH), ("s", STANDARD), ("i", INTERACTIVE)):
+        ask(router, name, priority=priority)
+    told = router.explain(request("x", priority=STANDARD), 0.0)
+    assert isinstance(told, ev.Refused)
+    assert told.message.endswith("(it would be held or refused; 3 wait, 2 of them STANDARD or higher)")
+
+
+@pytest.mark.parametrize("unknown", ["tokens", "curve", "cache", "other hardware"])
+def test_what_is_not_certain_refuses_nobody(unknown: str) -> None:
+    router = learned("ab", limit=5)
+    if unknown == "curve":
+        router.prefill_observer._fits["m", ""].samples = SURE_SAMPLES - 1
+    elif unknown == "cache":
+        join(router, "c", 7, exact_prefix=False)
+    elif unknown == "other hardware":
+        join(router, "c", 7, hardware="faster")
+    keys = () if unknown == "tokens" else KEYS
+    [placed] = ask(router, "r", tokens=64_000, keys=keys, ttft_deadline_s=0.001)
+    assert isinstance(placed, ev.Placed)
+
+
+def test_a_held_request_is_refused_as_soon_as_it_is_late() -> None:
+    router = learned("a", limit=1)
+    assert ask(router, "r", tokens=64_000, keys=KEYS, ttft_deadline_s=LEAST_S + 2.0) == []
+    assert ask(router, "light", ttft_deadline_s=5.0) == []
+    assert tell(router, ev.Tick(), 1.9) == []
+    assert tell(router, ev.Tick(), 2.0) == [("r", "DEADLINE_EXCEEDED")]
+    assert tell(router, ev.Tick(), 4.9) == []
+    assert tell(router, ev.Tick(), 5.0) == [("light", "DEADLINE_EXCEEDED")]
+    router.check_invariants()
+
+
+def test_a_held_request_that_is_late_when_room_comes_is_refused_and_the_next_one_placed() -> None:
+    router = learned("a", limit=1)
+    ask(router, "late", ttft_deadline_s=1.0)
+    ask(router, "next")
+    assert tell(router, ev.Finished("xa", "OK"), 1.5) == [("late", "DEADLINE_EXCEEDED"), ("next", "a")]
+
+
+def test_a_held_request_whose_prompt_was_cached_meanwhile_is_not_late() -> None:
+    router = learned("a", limit=1)
+    ask(router, "r", tokens=64_000, keys=KEYS, ttft_deadline_s=LEAST_S + 2.0)
+    router.prefix_knowledge.index.add("a", KEYS)
+    assert tell(router, ev.Tick(), 2.5) == []
+    assert tell(router, ev.Finished("xa", "OK"), 3.0) == [("r", "a")]
+
+
+def test_what_a_policy_holds_is_placed_while_there_is_time_for_its_prefill() -> None:
+    router = learned("a", limit=0, policy=Picky())
+    needed = LEAST_S / SURE_SHARE + 5.0
+    assert ask(router, "heavy", tokens=64_000, keys=KEYS, ttft_deadline_s=needed) == []
+    assert tell(router, ev.Tick(), 3.9) == []
+    assert tell(router, ev.Tick(), 4.0) == [("heavy", "a")]
+
+
+def test_a_slice_counts_for_what_it_computes() -> None:
+    """Else the parts of one prompt would be counted again and again."""
+    _router, [placed] = busy(limit=0)
+    [one] = placed.decision.view.candidates
+    seen = replace(placed.decision.view, candidates=(replace(one, cached_tokens=100, new_tokens=900),))
+    slice_, serve = Step(StepKind.PREFILL, "a", "part", prefix_tokens=400), Step(StepKind.SERVE, "a", "rest")
+    for steps, computed in (((slice_,), 300), ((serve,), 900), ((slice_, serve), 900)):
+        result = replace(placed.decision.result, steps=steps)
+        assert _computed(replace(placed.decision, view=seen, result=result)) == computed
+
+
+def test_a_request_keeps_its_class_and_deadline_for_its_decision() -> None:
+    router, _ = busy(limit=5)
+    [placed] = ask(router, "r", priority=INTERACTIVE, weight=3.0, ttft_deadline_s=9.0)
+    kept = placed.decision.request
+    assert (kept.priority, kept.weight, kept.ttft_deadline_s) == (INTERACTIVE, 3.0, 9.0)
+
+
+@given(
+    arrivals=st.lists(
+        st.tuples(st.sampled_from(PRIORITIES), st.sampled_from("abc"), st.integers(1, 60_000)), max_size=60
+    )
+)
+@settings(max_examples=40)
+def test_an_overloaded_router_answers_all_and_serves_lower_classes_too(
+    arrivals: list[tuple[Priority, str, int]],
+) -> None:
+    """One instance for one request at a time: each is answered once, and a class is passed by no more than it is owed."""
+    router = state(limits=SaturationLimits(1), queue=QueueSettings(size=100, timeout_s=1e6))
+    router.policy = make_policy("unified")
+    join(router, "a", 1)
+    ask(router, "x0", tokens=10)
+    running = "x0"
+    for number, (priority, tenant, tokens) in enumerate(arrivals):
+        assert ask(router, f"r{number}", tokens=tokens, priority=priority, tenant=tenant) == []
+    answered = []
+    while len(router.held_requests.queue):
+        [placed] = answers(router.handle(ev.Finished(running, "OK"), 1.0 + len(answered) * RETRY_S))
+        assert isinstance(placed, ev.Placed)
+        router.check_invariants()
+        running = placed.request_id
+        answered.append(running)
+    assert sorted(answered) == sorted(f"r{number}" for number in range(len(arrivals)))
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """A bounded queue under any order of arrivals, answers and ends: nobody is displaced by an equal or lower class, or without
+    need; and a request is let in if a lower class has one that can give up its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = HoldQueue(QueueSettings(size=5, tenant_share=0.6))
+        self.count = 0
+
+    @rule(
+        priority=st.sampled_from(PRIORITIES),
+        tenant=st.sampled_from("abc"),
+        new=st.integers(0, 9_000),
+        between=st.booleans(),
+        needed=st.sampled_from([None, 3.0]),
+    )
+    def arrive(self, priority: Priority, tenant: str, new: int, between: bool, needed: float | None) -> None:
+        self.count += 1
+        changes = {} if needed is None else {"first_token_by": needed}
+        one = waits(f"r{self.count}", priority, tenant, new=new, previous_id="d" * between, **changes)
+        before = {other.request.request_id: other for other in self.queue}
+        share = sum(other.request.tenant == tenant for other in before.values()) >= 3
+        full = share or len(before) >= 5
+        lower = [
+            other
+            for other in before.values()
+            if other.request.priority.level < priority.level
+            and not other.previous_id
+            and (not share or other.request.tenant == tenant)
+        ]
+        displaced = self.queue.make_room(one)
+        assert (displaced is not None) == (full and bool(lower))
+        if displaced is not None:
+            assert displaced.request.priority.level == min(other.request.priority.level for other in lower)
+        assert (self.queue.offer(one) == "") == (not full or bool(lower))
+
+    @precondition(lambda self: len(self.queue))
+    @rule(place=st.integers(0, 4), new=st.integers(0, 9_000), how=st.sampled_from(["answer", "end", "judge"]))
+    def change(self, place: int, new: int, how: str) -> None:
+        waiting = list(self.queue.order("m"))
+        one = waiting[min(place, len(waiting) - 1)]
+        if how == "answer":
+            self.queue.answered(one.request.request_id, new)
+        elif how == "end":
+            assert self.queue.remove(one.request.request_id) == one
+        else:
+            self.queue.update(replace(one, new_tokens=new, for_room=bool(new % 2)))
+
+    @invariant()
+    def consistent(self) -> None:
+        self.queue.check_invariants()
+
+
+TestQueueMachine = QueueMachine.TestCase
+TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=40)

@@ -1,0 +1,258 @@
+"""Takeovers and hellos that are applied a part at a time end as those that are applied in one turn, whatever comes between."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import chain
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from pointsman.common.core.block_keys import KEY_SCHEME
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.instances.saturation import SaturationLimits
+from pointsman.router.core.load.reservations import Reservation
+from pointsman.router.core.prefill_curve import MeanWork, PrefillWork
+from pointsman.router.core.requests import unfinished_work
+from pointsman.router.core.requests.hold_queue import QueueSettings
+from pointsman.router.core.requests.unfinished_work import PART
+from pointsman.router.core.router_state import RouterState
+from pointsman.router.core.types import Load, Phase
+from pointsman.router.io.runtime import Router
+from pointsman.router.io.settings import RouterSettings
+from tests.support.router_values import finish, info, join, request, state
+
+POOLS = {"m": ("a", "b"), "n": ("c",)}
+
+
+def reservation(name: str, pool: str = "m", gateway: str = "g1", instance: str = "a") -> Reservation:
+    return Reservation(name, gateway, instance, f"d-{name}", 100, 60, pool=pool, cached_tokens=40)
+
+
+def stream(name: str, pool: str = "m", instance: str = "a", phase: Phase = Phase.DECODE) -> ev.OpenStream:
+    return ev.OpenStream(request(name, tokens=100, model=pool), instance, phase, 40)
+
+
+def fleet(limit: int = 0) -> RouterState:
+    router = state(
+        owns_all=False,
+        limits=SaturationLimits(limit),
+        queue=QueueSettings(size=50, timeout_s=1e6),
+        gateway_lease_s=50.0,
+    )
+    for number, (name, pool) in enumerate((name, pool) for pool, names in POOLS.items() for name in names):
+        join(router, name, number, model=pool, served_names=())
+    return router
+
+
+def known(router: RouterState) -> dict[str, Any]:
+    """All that is known of requests. Of what waited for a takeover not when it was decided, nor what its keys' order gave."""
+    return {
+        "open": {one.request_id: one for one in router.reservations},
+        "counters": {name: router.reservations.counters(name) for names in POOLS.values() for name in names},
+        "held": sorted(one.request.request_id for one in router.held_requests.queue),
+        "decided": {one.request.request_id: (one.pool, one.decision_id) for one in router.plans.decisions},
+        "owned": {pool: router.owned.owns(pool) for pool in POOLS},
+        "mean": {pool: router.prefill_observer.mean_work(pool) for pool in POOLS},
+        "owner": {pool: {one: router.affinity.owner(pool, f"/{one}", 0.0) for one in NAMES} for pool in POOLS},
+    }
+
+
+NAMES = [f"r{number}" for number in range(12)]
+REQUESTS = st.sampled_from(NAMES)
+GATEWAYS = st.sampled_from(["g1", "g2"])
+PLACES = st.sampled_from([(pool, name) for pool, names in POOLS.items() for name in names])
+
+
+def _reservations(drawn: list[tuple[str, str, tuple[str, str]]]) -> dict[str, list[Reservation]]:
+    one_each = {name: reservation(name, pool, gateway, where) for name, gateway, (pool, where) in drawn}
+    return {pool: [one for one in one_each.values() if one.pool == pool] for pool in POOLS}
+
+
+def _taken(drawn: list[tuple[str, str, tuple[str, str]]], pool: str) -> ev.PoolTaken:
+    return ev.PoolTaken(pool, tuple(_reservations(drawn)[pool]), MeanWork(PrefillWork(5.0, 9.0), 3))
+
+
+TAKEN = st.builds(_taken, st.lists(st.tuples(REQUESTS, GATEWAYS, PLACES), max_size=10), st.sampled_from(sorted(POOLS)))
+HELLO = st.builds(
+    lambda gateway, streams, waiting: ev.GatewayHello(
+        gateway,
+        tuple({name: stream(name, pool, where, phase) for name, (pool, where), phase in streams}.values()),
+        waiting,
+    ),
+    GATEWAYS,
+    st.lists(st.tuples(REQUESTS, PLACES, st.sampled_from(Phase)), max_size=10),
+    st.frozensets(REQUESTS, max_size=3),
+)
+EVENTS = st.one_of(
+    TAKEN,
+    HELLO,
+    st.builds(ev.PoolLost, st.sampled_from(sorted(POOLS))),
+    st.builds(ev.GatewayLost, GATEWAYS),
+    st.builds(ev.Finished, REQUESTS, st.sampled_from(["OK", "CANCELLED"])),
+    st.builds(ev.FirstToken, REQUESTS),
+    st.builds(ev.StepDone, REQUESTS, st.just(0), st.booleans()),
+    st.builds(lambda name, where, gateway: ev.StreamOpened(gateway, stream(name, *where)), REQUESTS, PLACES, GATEWAYS),
+    st.builds(
+        lambda name, pool, gateway: ev.PlaceRequested(request(name, tokens=100, model=pool, session_id=name), gateway),
+        REQUESTS,
+        st.sampled_from(sorted(POOLS)),
+        GATEWAYS,
+    ),
+    st.builds(
+        lambda pool, owners: ev.SessionsRead(pool, owners), st.sampled_from(sorted(POOLS)), st.just({"/r1": "a"})
+    ),
+)
+
+
+@given(events=st.lists(EVENTS, min_size=3, max_size=25), turns=st.lists(st.integers(0, 4), min_size=25, max_size=25))
+@settings(max_examples=300, deadline=None)
+def test_any_interleaving_ends_as_whole_events_one_after_another(events: list[ev.Event], turns: list[int]) -> None:
+    """Of one pool's events the order stays. Of two pools' it need not, so requests of one id stay in one pool here."""
+    events = [_in_one_pool(event) for event in events]
+    whole = fleet()
+    answered_whole = [_answers(whole.handle(event, 0.0)) for event in events]
+    parts = fleet()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unfinished_work, "PART", 2)
+        answered: list[Any] = []
+        for event, count in zip(events, turns, strict=False):
+            answered.append(_answers(parts.handle(event, 0.0)))
+            for _ in range(count):
+                answered.append(_answers(parts.handle(ev.GoOn(), 0.0)))
+                parts.check_invariants()
+        answered.append(_answers(finish(parts)))
+    parts.check_invariants()
+    assert _sums(parts) == _sums(whole)
+    assert sorted(chain.from_iterable(answered)) == sorted(chain.from_iterable(answered_whole))
+
+
+def _in_one_pool(event: ev.Event) -> ev.Event:
+    """Requests with an even number are of pool m, on a; the others of pool n, on c."""
+
+    def home(name: str) -> tuple[str, str]:
+        return ("m", "a") if int(name[1:]) % 2 == 0 else ("n", "c")
+
+    def at_home(one: ev.OpenStream) -> ev.OpenStream:
+        return stream(one.request.request_id, *home(one.request.request_id), one.phase)
+
+    match event:
+        case ev.PoolTaken():
+            kept = {one.request_id: one for one in event.reservations}
+            return replace(
+                event,
+                reservations=tuple(
+                    reservation(name, event.pool, one.gateway_id, home(name)[1])
+                    for name, one in kept.items()
+                    if home(name)[0] == event.pool
+                ),
+            )
+        case ev.GatewayHello():
+            return replace(event, open_streams=tuple(map(at_home, event.open_streams)))
+        case ev.StreamOpened():
+            return replace(event, stream=at_home(event.stream))
+        case ev.PlaceRequested():
+            return replace(event, request=replace(event.request, model=home(event.request.request_id)[0]))
+        case _:
+            return event
+
+
+def _answers(effects: list[ev.Effect]) -> list[tuple[str, str, str]]:
+    """Who is told what."""
+    return [
+        (one.request_id, one.gateway_id, "placed" if isinstance(one, ev.Placed) else one.code)
+        for one in effects
+        if isinstance(one, ev.Placed | ev.Refused)
+    ]
+
+
+def _sums(router: RouterState) -> dict[str, Any]:
+    """What is known, without the numbers of decisions, which follow the order in which two pools' were made."""
+    found = known(router)
+    found["open"] = {name: replace(one, decision_id="", instance_id="") for name, one in found["open"].items()}
+    found["decided"] = {name: pool for name, (pool, _) in found["decided"].items()}
+    by_pool = {pool: [found["counters"][name] for name in names] for pool, names in POOLS.items()}
+    found["counters"] = {
+        pool: (sum(one.num_requests for one in sums), sum(one.ongoing_tokens for one in sums))
+        for pool, sums in by_pool.items()
+    }
+    found["owner"] = {pool: {one: bool(name) for one, name in of.items()} for pool, of in found["owner"].items()}
+    return found
+
+
+def taking(count: int = 3 * PART, pool: str = "m") -> ev.PoolTaken:
+    return ev.PoolTaken(pool, tuple(reservation(f"r{number}", pool) for number in range(count)))
+
+
+def test_a_takeover_is_applied_in_parts_and_its_pools_placements_wait_for_all_of_them() -> None:
+    router = fleet()
+    router.handle(ev.PoolTaken("n"), 0.0)
+    router.handle(taking(), 1.0)
+    assert (router.unfinished, len(router.reservations)) == (True, PART - 1)
+    assert router.handle(ev.PlaceRequested(request("new", tokens=10), "g2"), 1.0) == []
+    other = router.handle(ev.PlaceRequested(request("other", tokens=10, model="n"), "g2"), 1.0)
+    assert [type(one) for one in other if isinstance(one, ev.Placed | ev.Refused)] == [ev.Placed]
+    [placed] = [one for one in finish(router, 2.0) if isinstance(one, ev.Placed)]
+    # All of the takeover's are on a.
+    assert (placed.request_id, placed.step.instance_id) == ("new", "b")
+    assert len(router.reservations) == 3 * PART + 2
+
+
+def test_an_end_that_comes_before_its_reservation_is_applied_ends_it() -> None:
+    router = fleet()
+    router.handle(taking(), 1.0)
+    last = f"r{3 * PART - 1}"
+    assert router.handle(ev.Finished(last, "OK"), 1.0) == []
+    finish(router, 1.0)
+    assert router.reservations.get(last) is None
+    assert len(router.reservations) == 3 * PART - 1
+
+
+def test_a_hello_in_the_middle_of_a_takeover_and_the_loss_of_its_stream_come_after_it() -> None:
+    router = fleet()
+    router.handle(taking(), 1.0)
+    kept = tuple(stream(f"r{number}") for number in range(2 * PART))
+    router.handle(ev.GatewayHello("g1", kept), 2.0)
+    router.handle(ev.GatewayLost("g1"), 3.0)
+    assert router.handle(ev.PlaceRequested(request("new", tokens=10), "g2"), 3.0) == []
+    finish(router, 3.0)
+    assert len(router.reservations) == 2 * PART + 1
+    assert {one.lease_until for one in router.reservations if one.gateway_id == "g1"} == {53.0}
+
+
+def test_a_pool_that_is_lost_in_the_middle_is_lost_at_once() -> None:
+    router = fleet()
+    router.handle(taking(), 1.0)
+    router.handle(ev.PlaceRequested(request("new", tokens=10), "g2"), 1.0)
+    effects = router.handle(ev.PoolLost("m"), 1.0)
+    assert (router.unfinished, len(router.reservations), router.owned.owns("m")) == (False, 0, False)
+    assert [one.request_id for one in effects if isinstance(one, ev.Placed | ev.Refused)] == ["new"]
+
+
+def test_agents_are_heard_in_the_middle() -> None:
+    router = fleet()
+    router.handle(taking(), 1.0)
+    router.handle(ev.LoadReported(0, "a", Load(1.0, running=7)), 1.0)
+    record = router.instances.get("a")
+    assert record is not None
+    assert record.load is not None
+    assert (router.unfinished, record.load.running) == (True, 7)
+
+
+async def test_the_process_has_other_turns_between_the_parts() -> None:
+    router = Router(RouterSettings(router_id="t", startup_wait_s=0.0))
+    router.submit(ev.AgentHello(0, info("a", exact_prefix=False), KEY_SCHEME, 1, 0))
+    router.submit(ev.GatewayHello("g1", tuple(stream(f"r{number}") for number in range(4 * PART))))
+    seen = [len(router.state.reservations)]
+    while router.state.unfinished:
+        await asyncio.sleep(0)
+        seen.append(len(router.state.reservations))
+    assert seen[:4] == [PART, 2 * PART, 3 * PART, 4 * PART]
+    # What is written anew is all of it.
+    router.submit(ev.GatewayHello("g1", tuple(stream(f"s{number}") for number in range(4 * PART))))
+    written = [one for one in router._snapshot("m") if isinstance(one, ev.Reserved)]
+    assert {one.reservation.request_id for one in written} == {f"s{number}" for number in range(4 * PART)}
+    router.decisions.close()
