@@ -11,7 +11,7 @@ from itertools import count, cycle, islice
 from types import FrameType
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -160,6 +160,7 @@ def test_while_all_wait_shares_are_as_weights(tenants: list[tuple[int, int]], se
             assert difference <= cost_a / weight_a + cost_b / weight_b + 1e-6
 
 
+@example(share=0.5, first=1, costs=[(INTERACTIVE, 1_000), (STANDARD, 500)], others=0)
 @given(
     share=st.sampled_from([0.05, 0.1, 0.5]),
     first=st.integers(1, 5_000),

@@ -269,7 +269,8 @@ class PoolOrder:
         anything else meanwhile."""
         walks = [(level, _ClassWalk(self._classes[level], full)) for level in sorted(self._classes, reverse=True)]
         while heads := [(level, walk, head) for level, walk in walks if (head := walk.head()) is not None]:
-            lower = (one for one in heads[1:] if one[1].owed >= one[2].cost)
+            # The lowest first: what is owed to one between would else come on top of what a lower one waits for.
+            lower = (one for one in reversed(heads[1:]) if one[1].owed >= one[2].cost)
             level, chosen, entry = next(lower, heads[0])
             yield entry.request_id
             if entry.model in full:
