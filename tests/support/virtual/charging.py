@@ -115,8 +115,8 @@ class Charges:
                 shards = SHARDS_OF_LARGE if self.declared.large else SHARDS
                 stack.enter_context(mock.patch.object(exact_index, "SHARDS", shards))
                 stack.enter_context(mock.patch.object(exact_index, "_SHARD", shards - 1))
-            smaller(affinity, "LOOKED_AT", self.sessions)
-            smaller(affinity, "FREED_AT_ONCE", self.sessions)
+            smaller(affinity, "CHUNK", self.sessions)
+            smaller(affinity, "DROPPED_AT_ONCE", self.sessions)
             smaller(report_protocol, "CHUNK_KEYS", self.keys_of_one)
             replace(Views, "view", self._view)
             replace(Views, "has_room", self._has_room)
@@ -184,11 +184,10 @@ class Charges:
 
     def _expire(self, expire: Any) -> Any:
         def charged(sessions: Any, now: float) -> None:
-            given_up = sessions._given_up
-            before = len(given_up[-1]) if given_up else 0
-            freed = min(before, affinity.FREED_AT_ONCE)
-            self._charge(freed * self.sessions * costs.SESSION_FREED_S)
+            before = sessions.left_to_free
             expire(sessions, now)
+            freed = (before - sessions.left_to_free) / 2
+            self._charge(freed * self.sessions * costs.SESSION_FREED_S)
 
         return charged
 

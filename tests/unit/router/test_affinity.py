@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+from itertools import pairwise
+from unittest import mock
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,8 +22,13 @@ ACTIONS = st.one_of(
 )
 
 
-@given(st.lists(ACTIONS, max_size=60))
-def test_owners_are_those_of_a_dict(actions: list[tuple[str, str, str, str]]) -> None:
+@given(st.lists(ACTIONS, max_size=60), st.integers(1, 4))
+def test_owners_are_those_of_a_dict(actions: list[tuple[str, str, str, str]], chunk: int) -> None:
+    with mock.patch.object(affinity, "CHUNK", chunk):
+        compare_with_a_dict(actions)
+
+
+def compare_with_a_dict(actions: list[tuple[str, str, str, str]]) -> None:
     known, model, now = Affinity(ttl_s=10.0), {}, 0.0
     returned: set[tuple[str, str]] = set()
     for action, pool, session, owner in actions:
@@ -49,7 +58,7 @@ def test_owners_are_those_of_a_dict(actions: list[tuple[str, str, str, str]]) ->
         for name in "abc":
             assert known.sessions_of(name) == sum(value[0] == name for value in model.values())
         for of in "mn":
-            assert dict(known.returning(of)) == {
+            assert dict(filter(None, known.returning(of))) == {
                 one[1]: model[one][0] for one in model if one in returned and one[0] == of
             }
         listed = list(known.newest(now))
@@ -67,15 +76,64 @@ def test_the_oldest_of_all_pools_goes_where_there_are_too_many(monkeypatch: pyte
     assert len(known) == 3, "what an earlier router knew displaces nothing"
 
 
-def test_a_pool_that_is_given_up_is_freed_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(affinity, "FREED_AT_ONCE", 2)
+def test_what_goes_at_once_goes_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a pool that is given up, and of sessions whose time is over."""
+    monkeypatch.setattr(affinity, "DROPPED_AT_ONCE", 2)
+    monkeypatch.setattr(affinity, "CHUNK", 2)
     known = Affinity(ttl_s=10.0)
     for number in range(5):
         known.assign("m", str(number), "a", 0.0)
     known.forget_pool("m")
     assert (len(known), known.owner("m", "1", 0.0), known.sessions_of("a")) == (0, "", 0)
+    freed = [known.left_to_free]
+    while known.left_to_free:
+        known.expire(0.0)
+        freed.append(known.left_to_free)
+    assert freed[0] == 10
+    assert all(0 < before - after <= 3 for before, after in pairwise(freed)), freed
+
+    for number in range(5):
+        known.assign("m", str(number), "a", 0.0)
     left = []
     for _ in range(3):
-        known.expire(0.0)
-        left.append(sum(map(len, known._given_up)))
+        known.expire(10.0)
+        known.check_invariants()
+        left.append(len(known))
     assert left == [3, 1, 0]
+
+
+def test_a_session_whose_time_is_over_has_not_come_back() -> None:
+    """Though it has not been dropped yet."""
+    known = Affinity(ttl_s=10.0)
+    assert not known.assign("m", "s", "a", 0.0)
+    assert known.assign("m", "s", "a", 9.0)
+    assert not known.assign("m", "s", "a", 19.0)
+    assert list(known.returning("m")) == [None]
+
+
+def test_sessions_that_come_and_go_while_they_are_listed() -> None:
+    """Whoever lists gives others a turn in between."""
+    known = Affinity(ttl_s=10.0)
+    for number in range(6):
+        known.assign("m", str(number), "a", float(number))
+    listed = known.newest(5.0)
+    assert next(listed)[1] == "5"
+    known.assign("m", "3", "a", 6.0)
+    known.assign("m", "new", "a", 6.0)
+    assert [session for _, session, _, _ in listed] == ["4", "2", "1", "0"]
+    returning = known.returning("m")
+    known.forget_pool("m")
+    assert list(returning) == []
+
+
+def test_no_dict_becomes_large() -> None:
+    """Whatever the order of coming and going: a dict that grows is copied in one go."""
+    known = Affinity(ttl_s=1e9)
+    for number in range(100_000):
+        known.assign("m", f"t/{number}", "a", float(number))
+        if number % 3:
+            known.assign("m", f"t/{number // 2}", "b", float(number))
+    sessions = known._pools["m"]
+    assert max(map(len, sessions.shards.values())) < 2 * 100_000 / affinity.SHARDS
+    assert max(map(len, sessions.chunks.values())) <= affinity.CHUNK
+    assert not any(map(gc.is_tracked, [*sessions.shards.values(), *sessions.chunks.values()]))

@@ -242,7 +242,8 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
         affinity, now = self._router.state.affinity, time.monotonic()
         answer = fleet_pb2.ListSessionsResponse(total=len(affinity), time_to_live=duration(affinity.ttl_s))
         here = last = SessionPosition(math.inf, 0)
-        for model, session, owner, used_at in itertools.islice(affinity.newest(now), SESSIONS_LOOKED_AT):
+        newest = itertools.islice(affinity.newest(now), SESSIONS_LOOKED_AT)
+        async for model, session, owner, used_at in in_turns(newest):
             here = SessionPosition(used_at, here.number + 1 if used_at == here.used_at else 1)
             if after is not None and not after.precedes(here):
                 continue

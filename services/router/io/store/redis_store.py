@@ -40,8 +40,13 @@ T = TypeVar("T")
 
 log = structlog.get_logger()
 
-# One script call carries at most this many changes, and one page about so many, so that none holds Redis or the loop up for long.
+# One script call carries at most this many changes, and a page of open reservations about so many, so that none holds Redis or
+# the loop up for long.
 BATCH = 500
+# Sessions read or rewritten at once: placements wait for the page before them. Between two pages the router rests for as long as
+# a page has taken, at most for MAX_REST_S, so that it has half of its time for others.
+PAGE = 128
+MAX_REST_S = 0.02
 # One failure may be this process's own sleep, or a single lost reply; two in a row are Redis' absence.
 FAILURES = 2
 
@@ -81,6 +86,7 @@ class _Pool:
     reading: _Reading | None = None
     unwritten: Iterator[StoreEffect | None] | None = None
     told_after: list[Stored] | None = None
+    paged_at: float = 0.0  # when its last page was read or rewritten
 
     @property
     def taken(self) -> bool:
@@ -143,6 +149,7 @@ class RedisStore:
         self._write_failures = 0
         self._degraded = False
         self._returning = False  # degraded, and the rewrite is on its way
+        self._next_page_at = 0.0  # when the next page of sessions may be read or written
         self._replicas: list[Replica] = []
         self.answered_at: float | None = None
         self.address = ""
@@ -239,10 +246,12 @@ class RedisStore:
                     self._failed(error)
                     await asyncio.sleep(self._lease_s / 8)
                     continue
+                began = loop.time()
+                paged = self._next_paged() if began >= self._next_page_at else None
                 try:
                     for pool in list(self._pools.values()):
-                        await self._read_on(pool)
-                        await self._flush(pool, self._poll_at)
+                        await self._read_on(pool, page=pool is paged)
+                        await self._flush(pool, self._poll_at, page=pool is paged)
                 except (redis.exceptions.RedisError, OSError) as error:
                     self._write_failures += 1
                     self._failed(error)
@@ -252,11 +261,15 @@ class RedisStore:
                 self._write_failures = 0
                 if self._returning and all(pool.told_after is None for pool in self._pools.values()):
                     self._returned()
-                if any(pool.reading or pool.unwritten for pool in self._pools.values()):
-                    await asyncio.sleep(0)
-                    continue
+                now = loop.time()
+                if paged is not None:
+                    paged.paged_at = now
+                    self._next_page_at = now + min(now - began, MAX_REST_S)
+                goes_on_at = now if self._urgent() else self._poll_at
+                if self._next_paged() is not None:
+                    goes_on_at = min(goes_on_at, self._next_page_at)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout_at(max(self._poll_at, loop.time())):
+                    async with asyncio.timeout_at(max(goes_on_at, now)):
                         await self._wake.wait()
                 self._wake.clear()
         finally:
@@ -395,15 +408,15 @@ class RedisStore:
             self._on_owners()
         await self._release(keys=[pool.lease_key], args=[self._router_id])
 
-    async def _read_on(self, pool: _Pool) -> None:
-        """Read the next page of a pool that was taken."""
+    async def _read_on(self, pool: _Pool, *, page: bool) -> None:
+        """Read the next page of a pool that was taken; of its sessions only if `page`."""
         reading = pool.reading
-        if reading is None or not self._writing:
+        if reading is None or not self._writing or (reading.reservations_read and not page):
             return
-        key = pool.state_keys[3 if reading.reservations_read else 2]
-        reading.cursor, page = await self._redis.hscan(key, reading.cursor, count=BATCH)
-        assert isinstance(page, dict)
-        values = {str(name): str(value) for name, value in page.items()}
+        key, count = (pool.state_keys[3], PAGE) if reading.reservations_read else (pool.state_keys[2], BATCH)
+        reading.cursor, found = await self._redis.hscan(key, reading.cursor, count=count)
+        assert isinstance(found, dict)
+        values = {str(name): str(value) for name, value in found.items()}
         if reading.reservations_read:
             reading.sessions += len(values)
             self._on_event(ev.SessionsRead(pool.name, values))
@@ -425,6 +438,19 @@ class RedisStore:
         pool.owner = Owner(self._router_id, self.address, pool.epoch)
         self._on_owners()
 
+    def _urgent(self) -> bool:
+        """Whether reservations are still to be read, or rewritten: placements wait for them."""
+        return self._writing and any(
+            pool.epoch and (not pool.taken or pool.told_after is not None) for pool in self._pools.values()
+        )
+
+    def _next_paged(self) -> _Pool | None:
+        """The pool whose sessions are to be read or rewritten next: each in its turn."""
+        if not self._writing:
+            return None
+        paged = [pool for pool in self._pools.values() if pool.epoch and (pool.reading or pool.unwritten)]
+        return min(paged, key=lambda pool: pool.paged_at, default=None)
+
     @property
     def _writing(self) -> bool:
         """Whether Redis is there, or has just come back and is tried."""
@@ -437,7 +463,7 @@ class RedisStore:
             if effect is None:
                 break
             pool.pending.append(_change(effect))
-            if number == BATCH:
+            if number == (PAGE if pool.told_after is None else BATCH):
                 return
         else:
             pool.unwritten = None
@@ -446,12 +472,12 @@ class RedisStore:
             pool.pending.extend(pool.told_after)
             pool.told_after = None
 
-    async def _flush(self, pool: _Pool, until: float = math.inf) -> None:
-        """Write what is pending by now, for so long, and a page of what a rewrite has left. What comes meanwhile waits for the
-        next turn, which under a full load it does without end: leases are to be renewed, and other pools' changes written, in
+    async def _flush(self, pool: _Pool, until: float = math.inf, *, page: bool = True) -> None:
+        """Write what is pending by now, for so long, and if `page` one of what a rewrite has left. What comes meanwhile waits for
+        the next turn, which under a full load it does without end: leases are to be renewed, and other pools' changes written, in
         between."""
         loop = asyncio.get_running_loop()
-        if pool.unwritten is not None and len(pool.pending) < BATCH:
+        if pool.unwritten is not None and len(pool.pending) < BATCH and (page or pool.told_after is not None):
             self._next_page(pool)
         left = len(pool.pending)
         while left and pool.epoch and self._writing:
