@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.engines.chat_client import complete, fresh_words
 from tests.support.engines.direct_offloads import OUTPUT, Offload, Refused, alone, post, session
-from tests.support.engines.fault_switches import FAULTY, WITHIN_S, assert_nothing_left, faulty, told
+from tests.support.engines.fault_switches import FAULTY, WITHIN_S, assert_nothing_left, faulty, stepped, told
 from tests.support.engines.offloading import assert_offloaded, assert_tie, in_step, offloading, stopped
 from tests.support.engines.servers import KV_EXPIRES_S, Engine, EngineSpec, running_engines
 from tests.support.processes.control_plane import ControlPlane
@@ -175,21 +175,17 @@ def test_a_preempted_prefill_is_sent_anew(trio: list[Engine]) -> None:
 
     async def ask(http: aiohttp.ClientSession) -> tuple[str, str]:
         prompt, prefill, text = await in_the_middle(http, p, d)
-        for number in (1, 2):
+        for _ in range(2):
             await asyncio.to_thread(p.ask, "/reset_prefix_cache?reset_running_requests=true", {})
-            # It is told with the step in which the prompt has begun anew.
-            await asyncio.to_thread(
-                until,
-                lambda number=number: p.metric("vllm:num_preemptions_total") == before + number,
-                within_s=WITHIN_S,
-                what="a prefill that begins anew",
-            )
+            # With that the prompt has begun anew.
+            await asyncio.to_thread(stepped, p)
         await prefill
         return prompt, await text
 
     # Of some dozen steps the prompt takes each keeps a layer for so long: no machine is done with it before it is preempted.
     with faulty(p, slow_s=0.2, layer_s=0.1):
         answer = run(ask)
+    assert p.metric("vllm:num_preemptions_total") == before + 2
     assert_right([d], [answer])
     nothing_left(p, d)
 

@@ -64,6 +64,16 @@ def told(engine: Engine, rank: int = 0) -> dict[str, Any]:
     return until(report, within_s=WITHIN_S, what=f"a report of {engine.spec.name}")
 
 
+def stepped(engine: Engine) -> None:
+    """Wait until the engine has begun another step."""
+    now = time.monotonic()
+
+    def begun() -> bool:
+        return bool(json.loads(file(engine, ".scheduler.json").read_text())["at"] > now)
+
+    until(begun, within_s=WITHIN_S, what=f"a step of {engine.spec.name}")
+
+
 def left(engine: Engine) -> dict[str, float]:
     """What the engine keeps, of transfers and of KV that may not be evicted. It must have nothing to do."""
     # Some is only cleared by a step, and gauges move with steps.

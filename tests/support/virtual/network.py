@@ -290,6 +290,10 @@ class _Context:
     async def abort(self, code: grpc.StatusCode, details: str = "") -> None:
         raise _Aborted(Ended(code, details))
 
+    async def abort_with_status(self, status: Any) -> None:
+        """What the status has beside its code and text is not carried."""
+        await self.abort(status.code, status.details)
+
 
 class Channel:
     """What a node dials an address by."""
