@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
@@ -17,7 +18,7 @@ from pointsman.router.io.convert.gateway_messages import instance_ref
 from pointsman.router.io.runtime import GatewayStream, Router
 from pointsman.router.io.settings import RouterSettings
 from pointsman.router.v1.placement_pb2 import InstanceRef
-from tests.support.router_values import info
+from tests.support.router_values import info, request
 
 INSTANCES = 1_000
 GATEWAYS = 4
@@ -28,18 +29,21 @@ class Gateway:
 
     def __init__(self, router: Router, gateway_id: str) -> None:
         self.told: ToldFleet | None = None
+        self.kinds: list[str] = []  # of the messages that came the last time
         self._stream = GatewayStream()
         assert router.gateway_claims.claim(gateway_id, b"secret", time.monotonic())
         router.opened(ev.GatewayHello(gateway_id), self._stream)
 
     async def read(self) -> int:
         """The size, in bytes, of all that has come."""
+        await asyncio.sleep(0)  # the turn in which the fleet has changed ends
         # The end of a stream lets its queue be read until it is empty; another one takes what follows.
         come, self._stream.batch_queue = self._stream.batch_queue, BatchQueue()
         come.end()
-        size = 0
+        size, self.kinds = 0, []
         while messages := await come.take():
             for one in messages:
+                self.kinds.append(str(one.WhichOneof("kind")))
                 size += one.ByteSize()
                 if one.HasField("fleet"):
                     self.told = ToldFleet(one.fleet)
@@ -84,7 +88,10 @@ async def fleet() -> Fleet:
     for number in range(INSTANCES):
         fleet.hello(number, number)
     sent = await fleet.read()
-    assert sum(sent) < 2_000_000, "all agents said hello one after the other"
+    assert sum(sent) < 2_000_000, "all agents said hello in one turn"
+    assert all(gateway.kinds == ["fleet_update"] for gateway in fleet.gateways), (
+        "what changes in one turn is one update"
+    )
     return fleet
 
 
@@ -122,6 +129,19 @@ async def test_a_change_of_health_is_made_of_that_instance_alone(fleet: Fleet, m
 
     monkeypatch.setattr(told_fleet, "instance_ref", noted)
     fleet.report(7, 7, healthy=False)
+    await asyncio.sleep(0)
     assert made == []
     fleet.report(7, 7, healthy=True)
+    await asyncio.sleep(0)
     assert made == [fleet.infos[7].instance_id]
+
+
+async def test_an_instance_is_told_before_what_is_placed_on_it(fleet: Fleet) -> None:
+    """In the turn in which its agent said hello."""
+    fleet.infos.append(info("new.fleet.example", model="another", served_names=("another",)))
+    fleet.hello(INSTANCES, INSTANCES)
+    fleet.report(INSTANCES, INSTANCES, healthy=True)
+    fleet.router.place(ev.PlaceRequested(request("r", model="another"), "g0"), "")
+    first = fleet.gateways[0]
+    await first.read()
+    assert first.kinds == ["fleet_update", "placement"]

@@ -155,6 +155,7 @@ class Router:
         self._goes_on = False  # the next turn applies a part of what is unfinished
         self._retry_at = math.inf  # when the next timer for held requests is due, by the monotonic clock
         self._told_fleet = ToldFleet(settings.ownerless_timeout_s)
+        self._fleet_untold = False  # the fleet has changed in this turn, and nobody has been told
         self._told_shared_names: dict[str, list[str]] = {}
         if url:
             self.store = RedisStore(
@@ -323,11 +324,10 @@ class Router:
         self.store.record(kept)
         for answer in answers:
             self._answer(answer)
-        if fleet_changed:
-            self._tell_shared_names()
-            self.store.compete_for(pool.model for pool in self.state.instances.pools())
-            self._check_ready()
-            self._tell_gateways()
+        if fleet_changed and not self._fleet_untold:
+            # All changes of a turn at once: an engine of a thousand costs what all of them do.
+            self._fleet_untold = True
+            asyncio.get_running_loop().call_soon(self._tell_fleet)
         if (retry_at := self.state.retry_at) is not None and retry_at < self._retry_at:
             self._retry_at = retry_at
             delay_s = max(retry_at - time.monotonic(), LEAST_TIMER_S)
@@ -336,6 +336,15 @@ class Router:
             self._goes_on = True
             asyncio.get_running_loop().call_soon(self._go_on)
         return effects
+
+    def _tell_fleet(self) -> None:
+        """Let everybody know what has changed of the fleet."""
+        if self._fleet_untold:
+            self._fleet_untold = False
+            self._tell_shared_names()
+            self.store.compete_for(pool.model for pool in self.state.instances.pools())
+            self._check_ready()
+            self._tell_gateways()
 
     def _go_on(self) -> None:
         """The next turn of the loop."""
@@ -437,6 +446,8 @@ class Router:
         if (stream := self.gateways.get(effect.gateway_id)) is None:
             log.warning("an answer to a gateway that left", request_id=effect.request_id)
         elif isinstance(effect, ev.Placed):
+            # It may be on an instance of which the gateway does not know yet.
+            self._tell_fleet()
             stream.send(placement=gateway_messages.placement_to_wire(self.state, effect))
         else:
             stream.send(refusal=gateway_messages.refusal_to_wire(effect, self.owner_elsewhere(effect)))
