@@ -14,7 +14,9 @@ import redis
 import redis.asyncio
 from redis.asyncio.connection import AbstractConnection
 
+from pointsman.agent.v1 import agent_pb2
 from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.instances import gone_pools
 from pointsman.router.io.main import RouterServer
 from pointsman.router.io.store.redis_store import RedisStore
 from pointsman.router.v1 import placement_pb2
@@ -324,3 +326,35 @@ async def test_a_redis_that_takes_no_writes_is_done_without_until_it_does(tmp_pa
                 await eventually(written, "written")
             assert not (await session.place("after")).degraded
             assert told == [True, False]
+
+
+async def test_a_pool_without_instances_is_left_and_what_redis_has_of_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many models come and go, leases are asked for of those alone that are there. One that comes back is owned again."""
+    monkeypatch.setattr(gone_pools, "KEPT_S", 0.3)
+    with redis_server(tmp_path) as (url, _):
+        async with running(redis_url=url, owner_lease_s=0.4) as (server, client):
+            await Report(client).join("stays", model="n", served_names=["n"])
+            report = Report(client)
+            await report.join("a")
+            await owns(server)
+            session = Session(client)
+            await session.hello()
+            await session.place("open")
+            await session.finish("open")
+            async with redis.asyncio.Redis.from_url(url) as store:
+
+                async def ending() -> bool:
+                    left = [await store.pttl(key) for key in await store.keys(POOL + "*")]
+                    return bool(left) and all(0 < ms <= 3_600_000 for ms in left)
+
+                await report.send(goodbye=agent_pb2.Goodbye())
+                await eventually(ending, "all that is kept of the pool has a time to live")
+                assert not await store.exists(POOL + "lease")
+                assert set(server.router.store._pools) == {"n"}
+                await Report(client).join("a", incarnation="2")
+                await owns(server)
+                assert (await session.place("again")).step.instance.instance_id == "a"
+                kept = {key: await store.pttl(key) for key in await store.keys(POOL + "*")}
+                assert {key for key, ms in kept.items() if ms >= 0} == {POOL.encode() + b"lease"}

@@ -320,6 +320,12 @@ class FleetChanged(msgspec.Struct, frozen=True, gc=False):
     """Models, instances or their readiness changed."""
 
 
+class PoolForgotten(msgspec.Struct, frozen=True, gc=False):
+    """A pool has had no instance for long, and nothing of it is open."""
+
+    pool: str
+
+
 class Reserved(msgspec.Struct, frozen=True, gc=False):
     """For the shared store: a reservation opened or moved on."""
 
@@ -360,6 +366,7 @@ Effect = (
     | DecisionClosed
     | FinishIgnored
     | FleetChanged
+    | PoolForgotten
     | Reserved
     | Released
     | SessionOwnerSet

@@ -574,19 +574,20 @@ class RouterState:
         self._drop_snapshots(self.migrations.expire(now))
         self.prefix_knowledge.expire(now)
         self.held_requests.expire(now)
-        self._forget_gone_pools(now)
-        return effects
+        return effects + self._forget_gone_pools(now)
 
-    def _forget_gone_pools(self, now: float) -> None:
+    def _forget_gone_pools(self, now: float) -> list[ev.Effect]:
         self._gone_pools.left(self.instances.pools_left(), now)
-        for pool in self._gone_pools.due(
+        due = self._gone_pools.due(
             lambda pool: bool(self.instances.members(pool, pool)),
             lambda pool: bool(self.reservations.of_pool(pool) or self.held_requests.queue.count(pool)),
             now,
-        ):
+        )
+        for pool in due:
             self.prefill_observer.forget_pool(pool)
             self.views.forget_pool(pool)
             self._decision_numbers.pop(pool, None)
+        return [ev.PoolForgotten(pool) for pool in due]
 
     # ---- deciding ----
 

@@ -311,6 +311,8 @@ class Router:
                     )
                 case ev.FleetChanged():
                     fleet_changed = True
+                case ev.PoolForgotten(pool):
+                    self.store.give_up(pool)
                 case ev.Placed():
                     answers.append(effect)
         if (

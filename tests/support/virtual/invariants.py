@@ -60,15 +60,15 @@ class LeaseWatch:
     def __init__(self, lease_s: float, disturbances: Disturbances, violate: Callable[[str], None]) -> None:
         self._lease_s, self._disturbances, self._violate = lease_s, disturbances, violate
 
-    def watch(self, node: Node, renew: Any) -> Any:
-        """RedisStore._renew of that node's store, watched."""
+    def watch(self, node: Node, renewed: Any) -> Any:
+        """RedisStore._renewed of that node's store, watched."""
 
-        async def watched(pool: Any, live: list[str], *, rewrite: bool = False) -> None:
+        async def watched(pool: Any, lease: Any, asked: float, *, rewrite: bool) -> None:
             loop = asyncio.get_running_loop()
-            epoch, until, begun = pool.epoch, pool.held_until, loop.time()
-            if epoch and begun > until and not self._excused(node, until, until):
+            epoch, until = pool.epoch, pool.held_until
+            if epoch and asked > until and not self._excused(node, until, until):
                 self._violate(f"{node.name} let its lease of {pool.name} run out: its own work took too long")
-            await renew(pool, live, rewrite=rewrite)
+            await renewed(pool, lease, asked, rewrite=rewrite)
             if epoch and pool.epoch != epoch and not self._excused(node, until, loop.time()):
                 self._violate(f"{node.name} lost its lease of {pool.name}, though nothing disturbed it")
 

@@ -33,7 +33,7 @@ class CheckedRouter(Router):
         self._world, self._node = world, node
         self._ticked_at = time.monotonic()
         store: Any = self.store
-        store._renew = world.leases.watch(node, store._renew)
+        store._renewed = world.leases.watch(node, store._renewed)
 
     def submit(self, event: ev.Event) -> list[ev.Effect]:
         """As ever."""

@@ -140,6 +140,9 @@ class VirtualRedis:
         self._expiry[key] = self._now() * 1e3 + float(ms)
         return 1
 
+    def _persist(self, key: str) -> int:
+        return 1 if self._live(key) is not None and self._expiry.pop(key, None) is not None else 0
+
     def _pttl(self, key: str) -> float:
         return self._expiry[key] - self._now() * 1e3 if self._live(key) and key in self._expiry else -1.0
 

@@ -45,7 +45,8 @@ redis.call('HSET', KEYS[1], 'version', ARGV[1] + 1, 'config', ARGV[2])
 return {ARGV[1] + 1, ARGV[2]}
 """
 
-# KEYS: lease, epoch, number of the last change. ARGV: router id, address, lease in ms, the caller's own epoch (0: it owns
+# KEYS: lease, and the pool's state: epoch, number of the last change, open reservations, session owners, their expiry, mean work.
+# ARGV: router id, address, lease in ms, the caller's own epoch (0: it owns
 # nothing), the highest epoch that it has seen, take. A free pool is taken when take is 2, or 1 and Redis has not lost its data
 # since. A caller whose epoch is the newest goes on under it, however long ago its lease ended: nobody owned the pool in between,
 # so what the caller knows is newest. That an attempt whose reply was lost is made again changes nothing.
@@ -65,6 +66,8 @@ if own > 0 and own >= seen and own >= epoch then
 else
   epoch = math.max(epoch, seen) + 1
   redis.call('DEL', KEYS[3])
+  -- The owner before may have given the pool up.
+  for i = 2, #KEYS do redis.call('PERSIST', KEYS[i]) end
 end
 redis.call('SET', KEYS[2], epoch)
 redis.call('HSET', KEYS[1], 'id', ARGV[1], 'address', ARGV[2])
@@ -115,6 +118,13 @@ return 1
 
 # KEYS: lease. ARGV: router id.
 RELEASE = "if redis.call('HGET', KEYS[1], 'id') == ARGV[1] then redis.call('DEL', KEYS[1]) end return 1"
+
+# KEYS: as of ACQUIRE. ARGV: time to live in ms. Lets what is kept of a pool end after that time, unless somebody owns it.
+GIVE_UP = """
+if redis.call('HGET', KEYS[1], 'id') then return 0 end
+for i = 2, #KEYS do redis.call('PEXPIRE', KEYS[i], ARGV[1]) end
+return 1
+"""
 
 # KEYS: live replicas, their addresses, what they tell of themselves. ARGV: router id.
 LEAVE = "redis.call('ZREM', KEYS[1], ARGV[1]) for i = 2, 3 do redis.call('HDEL', KEYS[i], ARGV[1]) end return 1"

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import sha1
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
 import redis.asyncio
@@ -37,6 +37,8 @@ from pointsman.router.io.store import redis_scripts
 from pointsman.router.io.store.store import Replica, Stored, StoreEffect, StoreEvent
 
 T = TypeVar("T")
+# Owner's id, its address, epoch, number of the last change; as ACQUIRE tells them.
+_Lease: TypeAlias = tuple[str, str, int, int]
 
 log = structlog.get_logger()
 
@@ -47,6 +49,9 @@ BATCH = 500
 # a page has taken, at most for MAX_REST_S, so that it has half of its time for others.
 PAGE = 128
 MAX_REST_S = 0.02
+# Leases asked for at once, each on a connection of its own: those of a thousand pools, one after the other, would run out
+# meanwhile.
+RENEWED_AT_ONCE = 16
 # One failure may be this process's own sleep, or a single lost reply; two in a row are Redis' absence.
 FAILURES = 2
 
@@ -86,6 +91,7 @@ class _Pool:
     reading: _Reading | None = None
     unwritten: Iterator[StoreEffect | None] | None = None
     told_after: list[Stored] | None = None
+    given_up: bool = False  # it is to be left, and forgotten
     paged_at: float = 0.0  # when its last page was read or rewritten
 
     @property
@@ -128,6 +134,7 @@ class RedisStore:
         self._acquire = self._redis.register_script(redis_scripts.ACQUIRE)
         self._apply = self._redis.register_script(redis_scripts.APPLY)
         self._release = self._redis.register_script(redis_scripts.RELEASE)
+        self._give_up = self._redis.register_script(redis_scripts.GIVE_UP)
         self._leave = self._redis.register_script(redis_scripts.LEAVE)
         self._set_config = self._redis.register_script(redis_scripts.SET_CONFIG)
         self._fleet = fleet
@@ -179,15 +186,22 @@ class RedisStore:
         return self._degraded or asyncio.get_running_loop().time() < known.held_until
 
     def compete_for(self, pools: Iterable[str]) -> None:
-        """Take part in the ownership of these pools. A pool once wanted stays so for the process's life."""
+        """Take part in the ownership of these pools. A pool once wanted stays so until it is given up."""
         for pool in pools:
-            if pool not in self._pools:
+            if (known := self._pools.get(pool)) is not None:
+                known.given_up = False
+            else:
                 # The braces keep all keys of a pool on one node of a Redis cluster.
                 key = f"pointsman:{{{self._fleet}:{pool}}}:"
                 names = ("epoch", "number", "open", "affinity", "affinity_expiry", "mean_work")
                 self._pools[pool] = _Pool(pool, key + "lease", [key + name for name in names])
                 self._poll_at = 0.0
                 self._wake.set()
+
+    def give_up(self, pool: str) -> None:
+        """Leave the pool with the next heartbeat. What Redis keeps of it ends after `affinity_ttl_s`, unless another owns it."""
+        if (known := self._pools.get(pool)) is not None:
+            known.given_up = True
 
     def record(self, effects: list[StoreEffect]) -> None:
         """Take changes to be written; while Redis is away only the newest state is kept, by a rewrite on its return."""
@@ -300,9 +314,9 @@ class RedisStore:
             self._forget_free()
         # What happens from here on follows each pool's rewrite, that of the first while the others wait for theirs.
         self._returning = self._degraded
-        for pool in list(self._pools.values()):
-            await self._renew(pool, live, rewrite=self._returning)
+        await self._renew_all(live)
         self._failures = 0
+        await self._forget_given_up()
         now = asyncio.get_running_loop().time()
         self._settled.seen(live, now)
         for pool in self._pools.values():
@@ -335,19 +349,30 @@ class RedisStore:
             return 2
         return 1 if free_s >= delay_s else 0
 
-    async def _renew(self, pool: _Pool, live: list[str], *, rewrite: bool = False) -> None:
+    async def _renew_all(self, live: list[str]) -> None:
+        pools = list(self._pools.values())
+        for first in range(0, len(pools), RENEWED_AT_ONCE):
+            asked = [(pool, self._ask_for(pool, live)) for pool in pools[first : first + RENEWED_AT_ONCE]]
+            now = asyncio.get_running_loop().time()
+            answers = await asyncio.gather(*(answer for _, answer in asked), return_exceptions=True)
+            for (pool, _), answer in zip(asked, answers, strict=True):
+                if isinstance(answer, BaseException):
+                    raise answer
+                await self._renewed(pool, answer, now, rewrite=self._returning)
+
+    async def _renew(self, pool: _Pool) -> None:
         now = asyncio.get_running_loop().time()
-        router_id, address, epoch, written = await self._acquire(
-            keys=[pool.lease_key, *pool.state_keys[:2]],
-            args=[
-                self._router_id,
-                self.address,
-                int(self._lease_s * 1e3),
-                pool.epoch,
-                pool.seen,
-                self._take(pool, live, now),
-            ],
-        )
+        await self._renewed(pool, await self._ask_for(pool, []), now, rewrite=False)
+
+    async def _ask_for(self, pool: _Pool, live: list[str]) -> _Lease:
+        args: list[str | int] = [self._router_id, self.address, int(self._lease_s * 1e3), pool.epoch, pool.seen]
+        args.append(self._take(pool, live, asyncio.get_running_loop().time()))
+        lease: _Lease = await self._acquire(keys=[pool.lease_key, *pool.state_keys], args=args)
+        return lease
+
+    async def _renewed(self, pool: _Pool, lease: _Lease, now: float, *, rewrite: bool) -> None:
+        """Go on by what ACQUIRE, asked at `now`, has answered."""
+        router_id, address, epoch, written = lease
         before = pool.owner
         if router_id == self._router_id:
             pool.held_until = now + self._lease_s
@@ -390,6 +415,17 @@ class RedisStore:
         pool.epoch, pool.reading = 0, None
         self._drop_pending(pool, kept=False)
         self._on_event(ev.PoolLost(pool.name))
+
+    async def _forget_given_up(self) -> None:
+        for pool in [one for one in self._pools.values() if one.given_up]:
+            if pool.reading or pool.unwritten:
+                continue
+            if pool.epoch:
+                log.info("a pool without instances is given up", pool=pool.name)
+                await self._leave_pool(pool)
+            await self._give_up(keys=[pool.lease_key, *pool.state_keys], args=[self._ttl_ms])
+            if pool.given_up:  # it may have come back meanwhile
+                del self._pools[pool.name]
 
     async def _hand_over(self, pool: _Pool, successor: str) -> None:
         """Let the preferred replica, which came later, take the pool: nothing more is placed here, all that was is written."""
@@ -487,7 +523,7 @@ class RedisStore:
                 keys=pool.state_keys,
                 args=[pool.epoch, self._ttl_ms, msgspec.json.encode(changes), pool.number, MAX_SESSIONS],
             ):
-                await self._renew(pool, [])
+                await self._renew(pool)
                 left = len(pool.pending)
                 continue
             left -= len(batch)

@@ -61,6 +61,9 @@ class Store(Protocol):
     def compete_for(self, pools: Iterable[str]) -> None:
         """Take part in the ownership of these pools, besides those named before."""
 
+    def give_up(self, pool: str) -> None:
+        """Take no part in the ownership of a pool any more, until it is competed for again."""
+
     def record(self, effects: list[StoreEffect]) -> None:
         """Take changes to be kept; never blocks."""
 
@@ -103,6 +106,9 @@ class MemoryStore:
         return True
 
     def compete_for(self, pools: Iterable[str]) -> None:
+        """Nothing to do."""
+
+    def give_up(self, pool: str) -> None:
         """Nothing to do."""
 
     def record(self, effects: list[StoreEffect]) -> None:
