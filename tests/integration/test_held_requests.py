@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 import grpc.aio
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
+from msgspec import structs
 
 from pointsman.agent.v1 import agent_pb2
+from pointsman.gateway.io.main import serving
+from pointsman.gateway.io.settings import GatewaySettings
 from pointsman.gateway.io.tokenizer_files import load_tokenizer
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.policy.base import Policy, hold, slice_of
+from pointsman.router.core.types import FleetView, PlacementRequest, PolicyResult
+from pointsman.router.io.convert import gateway_messages
 from pointsman.router.io.main import RouterServer
 from pointsman.router.v1 import fleet_pb2, placement_pb2
-from tests.support.fakes.gateway_peers import MODEL, FakeEngine, stack
+from tests.support.fakes.gateway_peers import MODEL, FakeEngine, stack, until_ready
 from tests.support.processes.pointsman import pointsman_process
 from tests.support.processes.process import free_port
 from tests.support.router import Client, Report, Session, running
@@ -234,3 +243,65 @@ async def test_a_gateway_waits_for_room_and_passes_the_refusal_on_as_429(tmp_pat
                 await eventually(idle, "nothing open")
         finally:
             gateway.stop()
+
+
+@dataclass(frozen=True)
+class HoldsTheRest(Policy):
+    """A slice of one block, and then no word of the rest."""
+
+    name: ClassVar[str] = "holds_the_rest"
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        best = min(view.eligible(), key=lambda one: one.instance_id)
+        return hold("later", queue_penalty_s=1.0) if best.cached_tokens else slice_of(best, 16, "slice")
+
+
+@pytest.mark.parametrize("told", [True, False])
+async def test_a_hold_between_two_steps_that_outlasts_its_gateway_gives_one_answer_at_one_price(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    """Whether the router knows how long the gateway waits, so that both give up at once, or not, as of an older gateway."""
+    if not told:
+        step_done = gateway_messages.step_done
+
+        def older(wire: placement_pb2.StepDone) -> ev.StepDone:
+            return structs.replace(step_done(wire), deadline_s=None)
+
+        monkeypatch.setattr(gateway_messages, "step_done", older)
+    tokenizer = load_tokenizer(make_tokenizer(tmp_path / "model"))
+    engine = FakeEngine(tokenizer)
+    prompts = [f"{number} each train takes the track that its points are set for " * 8 for number in range(4)]
+    async with engine.serve(), running(queue_timeout_s=8.0, policy="unified") as (server, client):
+        router = server.router
+        router.state.policy = HoldsTheRest()
+        where = {"model": MODEL, "served_names": [MODEL], "url": engine.url, "model_root": str(tmp_path / "model")}
+        await Report(client).join("a", max_model_len=4096, **where)
+        prices: list[int] = []
+        submit = router.submit
+
+        def noted(event: ev.Event) -> list[ev.Effect]:
+            effects = submit(event)
+            prices.append(router.state.reservations.counters("a").num_requests)
+            return effects
+
+        monkeypatch.setattr(router, "submit", noted)
+        settings = GatewaySettings(
+            listen="127.0.0.1:0", routers=[f"127.0.0.1:{server.port}"], placement_timeout_s=0.8, drain_timeout_s=0.5
+        )
+        async with serving(settings) as (gateway, url), aiohttp.ClientSession() as http:
+            await until_ready(gateway)
+            for prompt in prompts:
+                body = {"model": MODEL, "prompt": prompt, "max_tokens": 3}
+                async with http.post(f"{url}/v1/completions", json=body) as answer:
+                    assert answer.status == 200
+                    assert (await answer.json())["usage"]["completion_tokens"]
+                await eventually(lambda: len(router.state.reservations) == 0, "nothing is open")
+                router.state.check_invariants()
+            # Longer than the router holds, so that an answer that comes too late would have come.
+            await eventually(lambda: not router.state.held_requests.queue.count(MODEL), "nothing is held")
+            ends = [one for one in router.decisions.newest(lambda _: True) if one.finished is not None]
+        parts = [asked["max_tokens"] for path, asked, _ in engine.requests if path.endswith("/completions")]
+        assert parts == [1, 3] * 4, "a slice and an answer each"
+        assert len({one.decision.request.request_id for one in ends}) == 4
+        assert {one.finished.outcome for one in ends if one.finished} == {"OK"}
+        assert max(prices) == 1
