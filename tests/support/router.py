@@ -49,7 +49,9 @@ class Report:
         await self.call.write(agent_pb2.ReportRequest(**kind))
 
     async def read(self) -> agent_pb2.ReportResponse:
-        return await asyncio.wait_for(self.call.read(), WITHIN_S)
+        # Not wait_for(): before Python 3.12 it loses a cancellation that comes with the message.
+        async with asyncio.timeout(WITHIN_S):
+            return await self.call.read()
 
     async def hello(
         self, name: str = "a", *, scheme: str = KEY_SCHEME, oldest: int = 1, latest: int = 0, **changes: Any
@@ -117,7 +119,8 @@ class Session:
                 message = self._unread.popleft()
                 if message.WhichOneof("kind") in kinds:
                     return message
-            message = await asyncio.wait_for(self.call.read(), WITHIN_S)
+            async with asyncio.timeout(WITHIN_S):
+                message = await self.call.read()
             assert isinstance(message, placement_pb2.SessionResponse), "the stream ended"
             self._unread.extend(message.batch.responses if message.HasField("batch") else (message,))
 

@@ -24,7 +24,7 @@ from pointsman.router.io.runtime import AgentStream, Router
 
 AGENT_SERVICE = agent_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name
 # What many agents tell at once (a chunk of a snapshot takes some ms) holds placements up for so long.
-REPORTS_BUDGET_S = 0.002
+REPORTS_BUDGET_S = 0.0005
 
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, agent_pb2.ReportResponse]"
 
