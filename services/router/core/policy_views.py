@@ -21,7 +21,8 @@ from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman.router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman.router.core.load.affinity import Affinity
 from pointsman.router.core.load.recent_migrations import Migrations
-from pointsman.router.core.load.reservations import Reservations
+from pointsman.router.core.load.reservations import Reservation, Reservations
+from pointsman.router.core.prefill_curve import NO_PREFILLS, PrefillSums
 from pointsman.router.core.types import (
     NOTHING_UNSEEN,
     Candidate,
@@ -105,6 +106,10 @@ class Views:
                 confirmed = (blocks[instance_id] - provisional[instance_id]) * KEY_TOKENS
                 extra = max(candidate.cached_tokens - confirmed, 0)
                 candidates[number] = structs.replace(candidate, provisional_tokens=extra)
+        if (own := self._reservations.partial_prefill(request.request_id)) is not None:
+            candidates = [
+                _with_own_remainder(one, own) if one.instance_id == own.instance_id else one for one in candidates
+            ]
         if request.single_instance:
             candidates = [structs.replace(one, kv_gives="", kv_takes="") for one in candidates]
         if all(candidate.produces_only for candidate in candidates):
@@ -214,22 +219,18 @@ class Views:
 
     def _prefill_backlog(self, record: InstanceRecord) -> PrefillBacklog:
         info = record.info
-        queue, remainders = [], []
-        open_prefills = self._reservations.open_prefills(info.instance_id)
-        for one in open_prefills:
-            there = one.cached_tokens + one.new_tokens
-            if (pending := one.pending_tokens) > 0:
-                queue.append((pending, one.cached_tokens + one.prefilled_tokens))
-            if one.input_tokens > there:
-                remainders.append((one.request_id, one.input_tokens - there, there))
+        queue, unlisted = self._reservations.queue(info.instance_id)
+        remainders, unlisted_remainders = self._reservations.remainders(info.instance_id)
         return PrefillBacklog(
-            queue=tuple(queue),
+            queue=queue,
             advanced_at=self._prefill_observer.advanced_at(info.instance_id) if queue else 0.0,
-            remainders=tuple(remainders),
-            requests=len(open_prefills),
+            remainders=remainders,
+            requests=self._reservations.num_prefills(info.instance_id),
             chunk_limit=info.long_prefill_token_threshold,
             block_size=info.block_size,
             hardware=info.hardware,
+            unlisted=unlisted,
+            unlisted_remainders=unlisted_remainders,
         )
 
     def _refresh(self, record: InstanceRecord, now: float) -> CandidateSnapshot:
@@ -286,6 +287,24 @@ def _kv_kind(info: InstanceInfo, side: KvRole) -> str:
     if kv is None or kv.role not in (KvRole.BOTH, side):
         return ""
     return f"{kv.protocol}/{info.block_size}/{kv.cache_dtype}"
+
+
+def _with_own_remainder(candidate: Candidate, own: Reservation) -> Candidate:
+    """An instance where a part of the request's own prompt is computed: what is to follow it is one of the remainders listed."""
+    backlog, others = candidate.prefill_backlog, candidate.prefill_backlog.unlisted_remainders
+    if not others.prefills or own.remainder in backlog.remainders:
+        return candidate
+    _, left, there = own.remainder
+    backlog = structs.replace(
+        backlog,
+        remainders=(own.remainder, *backlog.remainders),
+        unlisted_remainders=PrefillSums(
+            others.prefills - 1, others.tokens - left, others.pairs - left * (2 * there + left)
+        )
+        if others.prefills > 1
+        else NO_PREFILLS,
+    )
+    return structs.replace(candidate, prefill_backlog=backlog)
 
 
 def _may_serve(candidate: Candidate) -> bool:
