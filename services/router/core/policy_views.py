@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from msgspec import structs
 
 from pointsman.common.core.block_keys import KEY_TOKENS
-from pointsman.router.core.first_choice import MANY, PoolLoads
+from pointsman.router.core.first_choice import MANY, KeptLoads, PoolLoads
 from pointsman.router.core.instances.circuit_breaker import CIRCUIT_OPEN
 from pointsman.router.core.instances.instance_registry import CandidateSnapshot, InstanceRecord, InstanceRegistry
 from pointsman.router.core.instances.saturation import SATURATED, SaturationLimits
@@ -65,8 +65,7 @@ class Views:
         self._prefill_observer = prefill_observer
         self.limits = limits
         self._stale_report_s = stale_report_s
-        # By pool and name.
-        self._loads: dict[tuple[str, str], PoolLoads] = {}
+        self._loads = KeptLoads(reservations)
 
     def view(
         self, request: PlacementRequest, pool: str, decision_number: int, now: float, *, few: bool = False
@@ -79,7 +78,7 @@ class Views:
         shares = self._instances.shares(pool, request.model)
         drawn = shares.drawn(pool, request.session or request.request_id) if shares else ()
         if few and len(members) > MANY:
-            loads = self._pool_loads(pool, request.model, members)
+            loads = self._loads.of(pool, self._instances.lists(pool), members)
             if chosen := self._first_choice(loads, request, shares, (*drawn, owner), decision_number, now):
                 members, unseen = chosen, loads.unseen(chosen)
         snapshots = self._snapshots(members, now)
@@ -141,8 +140,8 @@ class Views:
         return not any(map(_may_serve, seen)) and any(candidate.excluded == CIRCUIT_OPEN for candidate in seen)
 
     def forget_pool(self, pool: str) -> None:
-        """The pool has been gone for long. Mutates; O(names of pools)."""
-        self._loads = {key: loads for key, loads in self._loads.items() if key[0] != pool}
+        """The pool has been gone for long. Mutates."""
+        self._loads.forget_pool(pool)
 
     def check_invariants(self) -> None:
         """Raise AssertionError when what is kept of an instance is not what would be seen anew."""
@@ -150,9 +149,8 @@ class Views:
             kept = record.candidate_snapshot
             if kept is not None and record.info.instance_id not in self._reservations.touched:
                 assert kept == self._snapshot(record, kept.since), record.info.instance_id
-        for loads in self._loads.values():
-            loads.touch(self._reservations.touched)
-            loads.check_invariants()
+        self._loads.changed(self._reservations.touched)
+        self._loads.check_invariants()
 
     def _follow_reservations(self) -> None:
         """Forget what is kept of the instances whose open requests have changed."""
@@ -160,19 +158,8 @@ class Views:
         for instance_id in touched:
             if (record := self._instances.get(instance_id)) is not None:
                 record.candidate_snapshot = None
-        for loads in self._loads.values() if touched else ():
-            loads.touch(touched)
+        self._loads.changed(touched)
         touched.clear()
-
-    def _pool_loads(self, pool: str, model: str, members: Sequence[InstanceRecord]) -> PoolLoads:
-        loads = self._loads.get((pool, model))
-        if loads is not None and loads.members is not members:
-            # The registry has made the lists of this pool anew, all of them.
-            self._loads = {key: one for key, one in self._loads.items() if key[0] != pool}
-            loads = None
-        if loads is None:
-            loads = self._loads[pool, model] = PoolLoads(members, self._reservations)
-        return loads
 
     def _first_choice(
         self,
