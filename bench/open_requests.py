@@ -1,4 +1,4 @@
-"""What a router keeps of an open request, on a fleet of a thousand instances."""
+"""What a router keeps of an open request: on a fleet of a thousand instances, and of many on few instances."""
 
 from __future__ import annotations
 
@@ -20,43 +20,63 @@ INSTANCES = 1_000
 OPEN = {1_024: 10_000, PROMPT_TOKENS: 1_000}
 # Until its first token a request's keys are kept.
 IN_PREFILL = 1_000
+# So many on each of few instances, where what is kept of one must not grow with the others.
+FEW_INSTANCES, OPEN_ON_FEW = 10, 5_000
 GOAL_BYTES = 8_000.0
 
 
 def open_request_bytes() -> list[Figure]:
-    """open_request_bytes_1k and _130k, of requests that are answered, and open_prefill_bytes_* of those that are not yet."""
+    """open_request_bytes_1k and _130k, of requests that are answered, and open_prefill_bytes_* of those that are not yet;
+    *_crowded: many of them on each of few instances."""
     figures = []
     for tokens, count in OPEN.items():
+        name, case = f"{tokens // 1_000}k", _case(tokens, INSTANCES)
         answered, prefill = _bytes_each(tokens, count, answered=True), _bytes_each(tokens, IN_PREFILL, answered=False)
-        case = f"{tokens:,}-token prompts ({tokens // KEY_TOKENS:,} keys) on {INSTANCES:,} instances"
-        name = f"{tokens // 1_000}k"
-        figures += [
-            Figure(
-                f"open_request_bytes_{name}",
-                answered,
-                "B",
-                GOAL_BYTES,
-                f"{count:,} open in decode, {case}; baseline is the goal",
-            ),
-            Figure(f"open_prefill_bytes_{name}", prefill, "B", None, f"{IN_PREFILL:,} open in prefill, {case}"),
-        ]
+        figures += [_in_decode(name, answered, count, case), _in_prefill(name, prefill, IN_PREFILL, case)]
+    tokens = min(OPEN)
+    crowded = {
+        answered: _bytes_each(tokens, OPEN_ON_FEW, answered=answered, instances=FEW_INSTANCES)
+        for answered in (True, False)
+    }
+    name, case = f"{tokens // 1_000}k_crowded", _case(tokens, FEW_INSTANCES)
+    figures += [
+        _in_decode(name, crowded[True], OPEN_ON_FEW, case),
+        _in_prefill(name, crowded[False], OPEN_ON_FEW, case),
+    ]
     return figures
 
 
-def _bytes_each(tokens: int, count: int, *, answered: bool) -> float:
+def _case(tokens: int, instances: int) -> str:
+    return f"{tokens:,}-token prompts ({tokens // KEY_TOKENS:,} keys) on {instances:,} instances"
+
+
+def _in_decode(name: str, size: float, count: int, case: str) -> Figure:
+    where = f"{count:,} open in decode, {case}; baseline is the goal"
+    return Figure(f"open_request_bytes_{name}", size, "B", GOAL_BYTES, where)
+
+
+def _in_prefill(name: str, size: float, count: int, case: str) -> Figure:
+    return Figure(f"open_prefill_bytes_{name}", size, "B", None, f"{count:,} open in prefill, {case}")
+
+
+def _bytes_each(tokens: int, count: int, *, answered: bool, instances: int = INSTANCES) -> float:
     """Bytes that the state grows by with each of `count` requests, without what is bounded for all of them together."""
-    state = filled(INSTANCES, [0], 16)
+    state = filled(instances, [0], 16)
     rng = random.Random(1)
     now = 1.0
     state.handle(ev.GatewayHello("g"), now)
     # What grows once for all: orders of loads, snapshots of instances, a mean.
     for number in range(2):
-        _open(state, f"first{number}", tokens, rng, now, answered=answered)
+        _open(state, f"first{number}", tokens, rng, now)
+        state.handle(ev.FirstToken(_id(f"first{number}")), now)
     gc.collect()
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
+    # All prefill at once, so that what is kept of each might hold all that came before it.
     for number in range(count):
-        _open(state, f"r{number}", tokens, rng, now, answered=answered)
+        _open(state, f"r{number}", tokens, rng, now)
+    for number in range(count if answered else 0):
+        state.handle(ev.FirstToken(_id(f"r{number}")), now)
     # What was just computed counts as cached for a while, up to a bound.
     now += 2 * PROVISIONAL_S
     state.handle(ev.Tick(), now)
@@ -67,11 +87,11 @@ def _bytes_each(tokens: int, count: int, *, answered: bool) -> float:
     return grown / count
 
 
-def _open(state: RouterState, name: str, tokens: int, rng: random.Random, now: float, *, answered: bool) -> None:
+def _id(name: str) -> str:
+    return f"0f3c9a52-7d1e-4b68-9c40-{name}"
+
+
+def _open(state: RouterState, name: str, tokens: int, rng: random.Random, now: float) -> None:
     keys = array("Q", rng.randbytes(tokens // KEY_TOKENS * 8))
-    asked = PlacementRequest(
-        f"0f3c9a52-7d1e-4b68-9c40-{name}", "m", tokens, keys, tenant="tenant", session_id=f"session-{name}"
-    )
+    asked = PlacementRequest(_id(name), "m", tokens, keys, tenant="tenant", session_id=f"session-{name}")
     state.handle(ev.PlaceRequested(asked, "g"), now)
-    if answered:
-        state.handle(ev.FirstToken(asked.request_id), now)

@@ -7,6 +7,7 @@ the least loaded is the best one, whatever the policy's formula, so few of them 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -22,6 +23,9 @@ MOST_CACHED = 24
 LEAST_LOADED = 16
 # A token in decode weighs as in `unified`.
 DECODE_WEIGHT = 0.01
+# Of all that is kept for lists of instances: their lengths, 260 bytes for each place; and changes that all need not follow yet.
+MAX_PLACES = 100_000
+MAX_CHANGES = 4_096
 
 
 # Two measures of an instance's load, and its id.
@@ -40,8 +44,8 @@ class _Load(NamedTuple):
 
 
 class PoolLoads:
-    """The instances of a pool that answer to one name, in two orders: by open requests and then work, and by work and then
-    requests. `members` must have ids in ascending order."""
+    """The instances of a pool that answer to the same names, in two orders: by open requests and then work, and by work and then
+    requests. `members` must have ids in ascending order. It is right once it has followed all changes."""
 
     def __init__(self, members: Sequence[InstanceRecord], reservations: Reservations) -> None:
         self.members = members
@@ -53,12 +57,19 @@ class PoolLoads:
         self._requests = sum(load.requests for load in self._loads.values())
         self._prefilling = sum(load.prefills for load in self._loads.values())
         self._tokens = sum(load.tokens for load in self._loads.values())
-        self._touched: set[str] = set()
         self._masks: dict[PrefixIndex, tuple[int, int]] = {}
 
-    def touch(self, instance_ids: set[str]) -> None:
-        """The open requests of these instances, of this pool or another, have changed. Mutates."""
-        self._touched |= instance_ids & self._loads.keys()
+    def follow(self, instance_ids: Iterable[str] | None) -> None:
+        """The open requests of these instances, of this pool or another, have changed; None: of any. Mutates."""
+        for name in self._records if instance_ids is None else self._records.keys() & set(instance_ids):
+            was, now = self._loads[name], self._load(name)
+            if was != now:
+                self._loads[name] = now
+                _move(self._by_requests, (was.requests, was.work, name), (now.requests, now.work, name))
+                _move(self._by_work, (was.work, was.requests, name), (now.work, now.requests, name))
+                self._requests += now.requests - was.requests
+                self._prefilling += now.prefills - was.prefills
+                self._tokens += now.tokens - was.tokens
 
     def chosen(
         self,
@@ -70,8 +81,7 @@ class PoolLoads:
     ) -> list[InstanceRecord]:
         """The instances to look at, by id: those that are `named`, and of those that are `eligible` the ones that hold most of
         `keys` in each index and the least loaded. Of equally loaded ones `turn` (the pool's decisions so far) says which. Empty
-        when none is eligible. Mutates what it keeps of their loads."""
-        self._refresh()
+        when none is eligible."""
         found: dict[str, InstanceRecord] = {}
         for order in (self._by_requests, self._by_work):
             room = LEAST_LOADED
@@ -100,7 +110,6 @@ class PoolLoads:
 
     def check_invariants(self) -> None:
         """Raise AssertionError when the orders are not those of the loads."""
-        self._refresh()
         assert self._loads == {name: self._load(name) for name in self._records}
         assert self._by_requests == sorted((load.requests, load.work, name) for name, load in self._loads.items())
         assert self._by_work == sorted((load.work, load.requests, name) for name, load in self._loads.items())
@@ -113,18 +122,6 @@ class PoolLoads:
         work = counters.pending_prefill_tokens + DECODE_WEIGHT * counters.ongoing_decode_tokens
         prefills = self._reservations.prefills(instance_id)
         return _Load(counters.num_requests, work, prefills, counters.ongoing_tokens)
-
-    def _refresh(self) -> None:
-        for name in self._touched & self._loads.keys():
-            was, now = self._loads[name], self._load(name)
-            if was != now:
-                self._loads[name] = now
-                _move(self._by_requests, (was.requests, was.work, name), (now.requests, now.work, name))
-                _move(self._by_work, (was.work, was.requests, name), (now.work, now.requests, name))
-                self._requests += now.requests - was.requests
-                self._prefilling += now.prefills - was.prefills
-                self._tokens += now.tokens - was.tokens
-        self._touched.clear()
 
     def _most_cached(
         self, keys: Sequence[int], index: PrefixIndex, eligible: Callable[[InstanceRecord], bool]
@@ -149,6 +146,69 @@ class PoolLoads:
 
     def _holding(self, mask: int, index: PrefixIndex) -> Iterator[str]:
         return (name for _, _, name in self._by_work if index.mask((name,)) & mask)
+
+
+class KeptLoads:
+    """The PoolLoads of the lists of instances that were lately asked for: one for all names that the same instances answer to, of
+    at most MAX_PLACES instances together. One follows changes when it is asked for, so that a placement by one name of hundreds
+    does not pay for the others."""
+
+    def __init__(self, reservations: Reservations) -> None:
+        self._reservations = reservations
+        # By pool and the id() of the list, the one asked for last at the end; each with how many changes it has followed.
+        self._kept: OrderedDict[tuple[str, int], tuple[PoolLoads, int]] = OrderedDict()
+        self._places = 0
+        # By pool: what holds its lists.
+        self._lists: dict[str, object] = {}
+        # The instances that changed last, and how many did before them.
+        self._changes: list[str] = []
+        self._dropped = 0
+
+    def changed(self, instance_ids: Iterable[str]) -> None:
+        """The open requests of these instances have changed. Mutates; O(instances) in the mean."""
+        self._changes.extend(instance_ids)
+        # Nothing follows those of small pools.
+        most = MAX_CHANGES if self._kept else 0
+        if len(self._changes) > 2 * most:
+            drop = len(self._changes) - most
+            del self._changes[:drop]
+            self._dropped += drop
+
+    def of(self, pool: str, lists: object, members: Sequence[InstanceRecord]) -> PoolLoads:
+        """Those of `members`, one of the `lists` of a pool (InstanceRegistry); lists that the pool had before are forgotten.
+        Mutates; O(changes since it was asked for last)."""
+        if self._lists.get(pool) is not lists:
+            self.forget_pool(pool)
+            self._lists[pool] = lists
+        key, now = (pool, id(members)), self._dropped + len(self._changes)
+        if (found := self._kept.pop(key, None)) is None:
+            loads = PoolLoads(members, self._reservations)
+            self._places += len(members)
+            while self._places > MAX_PLACES and self._kept:
+                self._places -= len(self._kept.popitem(last=False)[1][0].members)
+        else:
+            loads, followed = found
+            self._follow(loads, followed)
+        self._kept[key] = loads, now
+        return loads
+
+    def forget_pool(self, pool: str) -> None:
+        """The pool is gone, or its instances are others. Mutates; O(lists that are kept)."""
+        self._lists.pop(pool, None)
+        for key in [key for key in self._kept if key[0] == pool]:
+            self._places -= len(self._kept.pop(key)[0].members)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when the orders are not those of the loads once changes are followed."""
+        assert self._places == sum(len(loads.members) for loads, _ in self._kept.values())
+        assert self._places <= MAX_PLACES or len(self._kept) == 1
+        assert {pool for pool, _ in self._kept} <= self._lists.keys()
+        for loads, followed in self._kept.values():
+            self._follow(loads, followed)
+            loads.check_invariants()
+
+    def _follow(self, loads: PoolLoads, followed: int) -> None:
+        loads.follow(self._changes[followed - self._dropped :] if followed >= self._dropped else None)
 
 
 def _move(order: _Order, was: _Place, now: _Place) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from msgspec import structs
 
 from pointsman.common.core.block_keys import KEY_TOKENS
-from pointsman.router.core.first_choice import MANY, PoolLoads
+from pointsman.router.core.first_choice import MANY, KeptLoads, PoolLoads
 from pointsman.router.core.instances.circuit_breaker import CIRCUIT_OPEN
 from pointsman.router.core.instances.instance_registry import CandidateSnapshot, InstanceRecord, InstanceRegistry
 from pointsman.router.core.instances.saturation import SATURATED, SaturationLimits
@@ -21,7 +21,8 @@ from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman.router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman.router.core.load.affinity import Affinity
 from pointsman.router.core.load.recent_migrations import Migrations
-from pointsman.router.core.load.reservations import Reservations
+from pointsman.router.core.load.reservations import Reservation, Reservations
+from pointsman.router.core.prefill_curve import NO_PREFILLS, PrefillSums
 from pointsman.router.core.types import (
     NOTHING_UNSEEN,
     Candidate,
@@ -64,8 +65,7 @@ class Views:
         self._prefill_observer = prefill_observer
         self.limits = limits
         self._stale_report_s = stale_report_s
-        # By pool and name.
-        self._loads: dict[tuple[str, str], PoolLoads] = {}
+        self._loads = KeptLoads(reservations)
 
     def view(
         self, request: PlacementRequest, pool: str, decision_number: int, now: float, *, few: bool = False
@@ -78,7 +78,7 @@ class Views:
         shares = self._instances.shares(pool, request.model)
         drawn = shares.drawn(pool, request.session or request.request_id) if shares else ()
         if few and len(members) > MANY:
-            loads = self._pool_loads(pool, request.model, members)
+            loads = self._loads.of(pool, self._instances.lists(pool), members)
             if chosen := self._first_choice(loads, request, shares, (*drawn, owner), decision_number, now):
                 members, unseen = chosen, loads.unseen(chosen)
         snapshots = self._snapshots(members, now)
@@ -105,6 +105,10 @@ class Views:
                 confirmed = (blocks[instance_id] - provisional[instance_id]) * KEY_TOKENS
                 extra = max(candidate.cached_tokens - confirmed, 0)
                 candidates[number] = structs.replace(candidate, provisional_tokens=extra)
+        if (own := self._reservations.partial_prefill(request.request_id)) is not None:
+            candidates = [
+                _with_own_remainder(one, own) if one.instance_id == own.instance_id else one for one in candidates
+            ]
         if request.single_instance:
             candidates = [structs.replace(one, kv_gives="", kv_takes="") for one in candidates]
         if all(candidate.produces_only for candidate in candidates):
@@ -136,8 +140,8 @@ class Views:
         return not any(map(_may_serve, seen)) and any(candidate.excluded == CIRCUIT_OPEN for candidate in seen)
 
     def forget_pool(self, pool: str) -> None:
-        """The pool has been gone for long. Mutates; O(names of pools)."""
-        self._loads = {key: loads for key, loads in self._loads.items() if key[0] != pool}
+        """The pool has been gone for long. Mutates."""
+        self._loads.forget_pool(pool)
 
     def check_invariants(self) -> None:
         """Raise AssertionError when what is kept of an instance is not what would be seen anew."""
@@ -145,9 +149,8 @@ class Views:
             kept = record.candidate_snapshot
             if kept is not None and record.info.instance_id not in self._reservations.touched:
                 assert kept == self._snapshot(record, kept.since), record.info.instance_id
-        for loads in self._loads.values():
-            loads.touch(self._reservations.touched)
-            loads.check_invariants()
+        self._loads.changed(self._reservations.touched)
+        self._loads.check_invariants()
 
     def _follow_reservations(self) -> None:
         """Forget what is kept of the instances whose open requests have changed."""
@@ -155,19 +158,8 @@ class Views:
         for instance_id in touched:
             if (record := self._instances.get(instance_id)) is not None:
                 record.candidate_snapshot = None
-        for loads in self._loads.values() if touched else ():
-            loads.touch(touched)
+        self._loads.changed(touched)
         touched.clear()
-
-    def _pool_loads(self, pool: str, model: str, members: Sequence[InstanceRecord]) -> PoolLoads:
-        loads = self._loads.get((pool, model))
-        if loads is not None and loads.members is not members:
-            # The registry has made the lists of this pool anew, all of them.
-            self._loads = {key: one for key, one in self._loads.items() if key[0] != pool}
-            loads = None
-        if loads is None:
-            loads = self._loads[pool, model] = PoolLoads(members, self._reservations)
-        return loads
 
     def _first_choice(
         self,
@@ -214,22 +206,18 @@ class Views:
 
     def _prefill_backlog(self, record: InstanceRecord) -> PrefillBacklog:
         info = record.info
-        queue, remainders = [], []
-        open_prefills = self._reservations.open_prefills(info.instance_id)
-        for one in open_prefills:
-            there = one.cached_tokens + one.new_tokens
-            if (pending := one.pending_tokens) > 0:
-                queue.append((pending, one.cached_tokens + one.prefilled_tokens))
-            if one.input_tokens > there:
-                remainders.append((one.request_id, one.input_tokens - there, there))
+        queue, unlisted = self._reservations.queue(info.instance_id)
+        remainders, unlisted_remainders = self._reservations.remainders(info.instance_id)
         return PrefillBacklog(
-            queue=tuple(queue),
+            queue=queue,
             advanced_at=self._prefill_observer.advanced_at(info.instance_id) if queue else 0.0,
-            remainders=tuple(remainders),
-            requests=len(open_prefills),
+            remainders=remainders,
+            requests=self._reservations.num_prefills(info.instance_id),
             chunk_limit=info.long_prefill_token_threshold,
             block_size=info.block_size,
             hardware=info.hardware,
+            unlisted=unlisted,
+            unlisted_remainders=unlisted_remainders,
         )
 
     def _refresh(self, record: InstanceRecord, now: float) -> CandidateSnapshot:
@@ -286,6 +274,24 @@ def _kv_kind(info: InstanceInfo, side: KvRole) -> str:
     if kv is None or kv.role not in (KvRole.BOTH, side):
         return ""
     return f"{kv.protocol}/{info.block_size}/{kv.cache_dtype}"
+
+
+def _with_own_remainder(candidate: Candidate, own: Reservation) -> Candidate:
+    """An instance where a part of the request's own prompt is computed: what is to follow it is one of the remainders listed."""
+    backlog, others = candidate.prefill_backlog, candidate.prefill_backlog.unlisted_remainders
+    if not others.prefills or own.remainder in backlog.remainders:
+        return candidate
+    _, left, there = own.remainder
+    backlog = structs.replace(
+        backlog,
+        remainders=(own.remainder, *backlog.remainders),
+        unlisted_remainders=PrefillSums(
+            others.prefills - 1, others.tokens - left, others.pairs - left * (2 * there + left)
+        )
+        if others.prefills > 1
+        else NO_PREFILLS,
+    )
+    return structs.replace(candidate, prefill_backlog=backlog)
 
 
 def _may_serve(candidate: Candidate) -> bool:

@@ -19,6 +19,22 @@ class PrefillWork(msgspec.Struct, frozen=True, gc=False):
     pairs: float = 0.0
 
 
+class PrefillSums(msgspec.Struct, frozen=True, gc=False):
+    """Several prefills in sums: how many they are, and the tokens and pairs of PrefillWork that they have left together."""
+
+    prefills: int = 0
+    tokens: float = 0.0
+    pairs: float = 0.0
+
+    def mean(self) -> tuple[float, float]:
+        """(new, cached) tokens such that as many prefills of these have the same sums; there must be some."""
+        new = self.tokens / self.prefills
+        return new, max(self.pairs / self.tokens - new, 0.0) / 2.0
+
+
+NO_PREFILLS = PrefillSums()
+
+
 class PrefillCurve(msgspec.Struct, frozen=True, gc=False):
     """Seconds of a prefill of n new tokens after c cached ones: base_s + token_s * n + pair_s * n * (2c + n).
 
@@ -43,6 +59,10 @@ class PrefillCurve(msgspec.Struct, frozen=True, gc=False):
         for new, cached in prefills:
             total += base + new * (token + pair * (2.0 * cached + new))
         return total
+
+    def sums_s(self, sums: PrefillSums) -> float:
+        """Seconds for several of which the sums are known."""
+        return self.base_s * sums.prefills + self.token_s * sums.tokens + self.pair_s * sums.pairs
 
     def work_s(self, work: PrefillWork) -> float:
         """Seconds for so much work."""

@@ -7,12 +7,15 @@ from enum import StrEnum
 
 import msgspec
 
-from pointsman.router.core.prefill_curve import PrefillCurve, PrefillWork
+from pointsman.router.core.prefill_curve import NO_PREFILLS, PrefillCurve, PrefillSums, PrefillWork
 from pointsman.router.core.priority import Priority
 
 LIGHT_CACHE_RATIO = 0.5
 LIGHT_NEW_TOKENS = 5_000
 HEAVY_NEW_TOKENS = 20_000
+# So many of an instance's open prefills are told one by one, and as many remainders of prompts; a policy that holds requests lets
+# few come to be open. What a decision costs, and what its record holds, does not grow with those beyond.
+LISTED_PREFILLS = 16
 
 
 class InstanceState(StrEnum):
@@ -156,11 +159,13 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
 class PrefillBacklog(msgspec.Struct, frozen=True, gc=False):
     """What an instance has to compute before a new prompt's turn comes.
 
-    `queue` are its open prefills in the order of their coming: (tokens left, tokens of the prompt that are there). The first
-    moved on for the last time at `advanced_at` (s on the view's clock). `remainders` are what is still to be placed, here as far
-    as anybody knows, of prompts of which a part is computed: (request id, tokens left, tokens that will be there before them).
-    `requests` have no first token yet, paused ones included. `chunk_limit`: the engine computes no more tokens of one prompt in a
-    step (long_prefill_token_threshold), so that others go on beside it; 0: no such limit is known.
+    `queue` are its open prefills in the order of their coming, LISTED_PREFILLS at most: (tokens left, tokens of the prompt that
+    are there). The first moved on for the last time at `advanced_at` (s on the view's clock). `remainders` are what is still to
+    be placed, here as far as anybody knows, of prompts of which a part is computed: (request id, tokens left, tokens that will
+    be there before them); of more than LISTED_PREFILLS those that came last, and that of the request that is decided on.
+    `unlisted` and `unlisted_remainders` are the sums of the others. `requests` have no first token yet, paused ones included.
+    `chunk_limit`: the engine computes no more tokens of one prompt in a step (long_prefill_token_threshold), so that others go on
+    beside it; 0: no such limit is known.
     """
 
     queue: tuple[tuple[int, int], ...] = ()
@@ -170,6 +175,8 @@ class PrefillBacklog(msgspec.Struct, frozen=True, gc=False):
     chunk_limit: int = 0
     block_size: int = 16
     hardware: str = ""
+    unlisted: PrefillSums = NO_PREFILLS
+    unlisted_remainders: PrefillSums = NO_PREFILLS
 
 
 NO_BACKLOG = PrefillBacklog()

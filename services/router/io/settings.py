@@ -140,7 +140,7 @@ class RouterSettings(BaseSettings):
         3.0, ge=0, description="after a start, wait at most this long for the instances to report before placing"
     )
     decision_log_size: int = Field(
-        10_000, ge=1, description="decisions kept in memory; fewer, when the fleet has more than 50 instances"
+        10_000, ge=1, description="decisions kept in memory; fewer, when they would hold more than 140 MB together"
     )
     decision_log_file: Path | None = Field(
         None, description="append every decision to this file, one JSON object a line"

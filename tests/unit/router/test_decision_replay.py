@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
+import tracemalloc
 from pathlib import Path
 
 import msgspec
@@ -17,14 +19,17 @@ from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.analysis.decision_replay import differences, inputs_digest, redecide, rng_of
 from pointsman.router.core.policy.registry import POLICIES, make_policy
 from pointsman.router.core.router_state import RouterState, StateSettings
-from pointsman.router.core.types import Decision, Load
+from pointsman.router.core.types import LISTED_PREFILLS, Decision, Load
 from pointsman.router.io.console.decision_stream import DecisionStream
 from pointsman.router.io.telemetry.decision_log import (
     ClosedLine,
     DecidedLine,
     DecisionFilter,
     DecisionLog,
+    LoggedDecision,
     MalformedLine,
+    decided_line,
+    line_bytes,
     read_log,
 )
 from pointsman.router.v1 import fleet_pb2
@@ -181,17 +186,77 @@ def test_decisions_are_filtered_by_time() -> None:
     assert [one.decision.request.request_id for one in log.newest(wanted.matches)] == ["r1"]
 
 
-def test_the_memory_of_a_large_fleets_decisions_is_bounded_by_their_candidates() -> None:
-    log = DecisionLog(10, max_candidates=12)
-    router = state()
-    for number, name in enumerate("abcd"):
-        join(router, name, number + 1)
-    for number in range(5):
-        answer = place(router, request(f"r{number}", tokens=1))
-        assert isinstance(answer, ev.Placed)
-        log.decided(answer.decision, 0.0, 0.0)
-    assert [one.decision.request.request_id for one in log.newest(lambda _: True)] == ["r4", "r3", "r2"]
-    assert log.get("r1") is None
+def busy_fleet(instances: int, each: int, policy: str = "unified") -> RouterState:
+    """Instances that have so many open prefills each."""
+    router = state(policy)
+    router.policy = router.policy.without_holds() or router.policy
+    for number in range(instances):
+        join(router, f"i{number:03}", number)
+    for number in range(instances * each):
+        place(router, request(f"open{number}", tokens=20_000 + number))
+    return router
+
+
+def decided(router: RouterState, number: int) -> Decision:
+    asked = request(f"0f3c9a52-7d1e-4b68-9c40-{number}", tokens=20_000 + number % 7_000, session_id=f"s{number}")
+    answer = place(router, asked, 1.0 + number)
+    assert isinstance(answer, ev.Placed)
+    router.handle(ev.FirstToken(asked.request_id), 1.0 + number)
+    return answer.decision
+
+
+@pytest.mark.parametrize("reported", [False, True])
+@pytest.mark.parametrize(("instances", "each"), [(2, 0), (2, 500), (64, 0), (64, 20)])
+def test_the_memory_of_decisions_is_about_what_the_log_counts(instances: int, each: int, reported: bool) -> None:
+    """`reported`: all instances report between two decisions."""
+    router = busy_fleet(instances, each)
+    log = DecisionLog(10_000, max_bytes=1_000_000)
+    number = 0
+    tracemalloc.start()
+    try:
+        # Without what the state keeps, which is the same in the second half.
+        grown = []
+        for kept in (DecisionLog(1), log):
+            before = tracemalloc.get_traced_memory()[0]
+            for _ in range(1_200 if instances == 2 else 90):
+                number += 1
+                for at in range(instances if reported else 0):
+                    load = Load(1.0 + number, running=1_000 + number, kv_usage=number / 10_000)
+                    router.handle(ev.LoadReported(at, f"i{at:03}", load), 1.0 + number)
+                decision = decided(router, number)
+                kept.decided(decision, 0.0, 0.0)
+                router.handle(ev.Finished(decision.request.request_id, "OK"), 1.0 + number)
+            gc.collect()
+            grown.append(tracemalloc.get_traced_memory()[0] - before)
+    finally:
+        tracemalloc.stop()
+    assert 0 < len(log) < number // 2  # the oldest have left
+    assert 400_000 < grown[1] - grown[0] < 1_200_000
+
+
+@pytest.mark.parametrize(
+    ("instances", "each", "policy"), [(1, 0, "unified"), (2, 500, "unified"), (20, 5, "foresight")]
+)
+def test_how_long_a_line_will_be_is_known_about_before_it_is_made(instances: int, each: int, policy: str) -> None:
+    decision = decided(busy_fleet(instances, each, policy), 1)
+    assert 0.7 < len(decided_line(LoggedDecision(decision, 0.0, 0.0))) / line_bytes(decision) < 1.3
+
+
+def test_the_newest_decision_stays_however_large_it_is() -> None:
+    log = DecisionLog(10, max_bytes=1)
+    router = busy_fleet(4, 0)
+    for number in range(3):
+        log.decided(decided(router, number), 0.0, 0.0)
+        assert len(log) == 1
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_decision_before_many_open_prefills_is_the_same_when_made_again(policy: str) -> None:
+    router = busy_fleet(2, 2 * LISTED_PREFILLS, policy)
+    recorded = msgspec.json.decode(decided_line(LoggedDecision(decided(router, 1), 0.0, 0.0)), type=DecidedLine)
+    assert any(one.prefill_backlog.unlisted.prefills for one in recorded.decision.view.candidates)
+    assert differences(recorded.decision, redecide(recorded.decision)) == []
+    assert inputs_digest(recorded.decision) == recorded.inputs_digest
 
 
 def test_a_request_that_was_decided_again_is_found_after_its_first_decision_left() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given
@@ -17,6 +17,7 @@ from pointsman.router.core.policy.unified import Unified
 from pointsman.router.core.prefix.exact_index import PrefixIndex
 from pointsman.router.core.router_state import RouterState
 from pointsman.router.core.types import Candidate, Decision, FleetView, PlacementRequest
+from tests.support.interpreter_steps import Steps
 from tests.support.router_values import candidate, join, place, request, state
 
 NAMES = [f"i{number:02d}" for number in range(16)]
@@ -252,3 +253,91 @@ def test_the_bits_of_owners_change_with_the_generation_only() -> None:
     assert index.generation != between
     assert index.owners(index.mask("ab")) == ["b"]
     assert make_policy("unified").looks_at_few
+
+
+ADAPTERS = tuple(f"adapter{number}" for number in range(6))
+
+
+@given(
+    st.lists(st.sets(st.sampled_from(ADAPTERS), min_size=4), min_size=len(NAMES), max_size=len(NAMES)),
+    st.lists(st.tuples(st.sampled_from("pppprfj"), st.integers(0, 30), st.sampled_from(("m", *ADAPTERS))), max_size=60),
+    st.integers(0, 60),
+    st.integers(0, 6),
+)
+def test_what_is_kept_for_names_shows_what_would_be_shown_anew(
+    loaded: list[set[str]], events: list[tuple[str, int, str]], places: int, changes: int
+) -> None:
+    router = state()
+    for number, (name, adapters) in enumerate(zip(NAMES, loaded, strict=True)):
+        join(router, name, number, lora_names=tuple(sorted(adapters)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(first_choice, "MAX_PLACES", places)
+        patch.setattr(first_choice, "MAX_CHANGES", changes)
+        for kind, number, model in events:
+            if kind == "p":
+                asked = request(f"r{number}", tokens=100 * number, model=model)
+                shown = router.views.view(asked, "m", number, 0.0, few=True)
+                kept, router.views._loads = router.views._loads, first_choice.KeptLoads(router.reservations)
+                assert router.views.view(asked, "m", number, 0.0, few=True) == shown
+                router.views._loads = kept
+                place(router, asked)
+            elif kind == "f":
+                router.handle(ev.FirstToken(f"r{number}"), 0.0)
+            elif kind == "r":
+                router.handle(ev.Finished(f"r{number}", "OK"), 0.0)
+            else:
+                join(router, NAMES[number % len(NAMES)], 100 + number, lora_names=(model,), incarnation=str(number))
+            router.check_invariants()
+
+
+def test_names_of_the_same_instances_share_a_list_and_what_is_kept_for_it() -> None:
+    router = state()
+    for number, name in enumerate(NAMES):
+        join(router, name, number, lora_names=("all", "also all", *(("some",) if number % 4 else ())))
+    members = {name: router.instances.members("m", name) for name in ("m", "alias", "all", "also all", "some", "none")}
+    assert len({id(one) for one in members.values()}) == 3
+    assert [record.info.instance_id for record in members["all"]] == NAMES
+    assert [record.info.instance_id for record in members["some"]] == [one for n, one in enumerate(NAMES) if n % 4]
+    assert members["none"] == []
+    join(router, "i00", 99, incarnation="2", lora_names=("all",))
+    assert [record.info.instance_id for record in router.instances.members("m", "also all")] == NAMES[1:]
+    router.check_invariants()
+
+
+def test_a_placement_costs_the_same_however_many_names_were_asked_for() -> None:
+    adapters = tuple(f"adapter{number}" for number in range(100))
+    router = state()
+    for number, name in enumerate(NAMES):
+        join(router, name, number, lora_names=adapters)
+    steps = []
+    for asked_for in (adapters[:2], adapters):
+        for name in asked_for:
+            decision_of(router, f"first-{name}", tokens=5, model=name)
+        with Steps() as taken:
+            for number in range(20):
+                decision_of(router, f"r{number}-{len(asked_for)}", tokens=5, model=adapters[number % 2])
+        steps.append(taken.count)
+    assert steps[1] < 1.1 * steps[0]
+
+
+def test_no_more_is_kept_than_is_bounded_and_what_was_not_asked_for_long_goes_first() -> None:
+    router = state()
+    names = [f"all-but-{name}" for name in NAMES]
+    for number, name in enumerate(NAMES):
+        join(router, name, number, lora_names=tuple(one for one in names if one != f"all-but-{name}"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(first_choice, "MAX_PLACES", 50)
+        made: list[object] = []
+        patch.setattr(first_choice.PoolLoads, "__init__", counted(made, first_choice.PoolLoads.__init__))
+        for name, expected in zip([0, 1, 2, 0, 1, 2, 3, 1, 2, 0], [1, 2, 3, 3, 3, 3, 4, 4, 4, 5], strict=True):
+            decision_of(router, f"r{len(made)}-{name}", tokens=5, model=names[name])
+            assert len(made) == expected
+            router.check_invariants()
+
+
+def counted(made: list[object], init: Callable[..., None]) -> Callable[..., None]:
+    def count(one: object, *arguments: object) -> None:
+        made.append(one)
+        init(one, *arguments)
+
+    return count

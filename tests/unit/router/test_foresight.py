@@ -6,9 +6,10 @@ import random
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from pointsman.router.core.policy.foresight import Foresight
-from pointsman.router.core.prefill_curve import PrefillCurve, PrefillWork
+from pointsman.router.core.prefill_curve import PrefillCurve, PrefillSums, PrefillWork
 from pointsman.router.core.types import Candidate, FleetView, PlacementRequest, PolicyResult, PrefillBacklog, StepKind
 from tests.support.router_values import candidate, request
 
@@ -207,3 +208,53 @@ def test_eager_holds_nobody_and_slices_all_the_same() -> None:
     assert rule(10_000, one("a", 10_000, open_tokens=90_000), policy=without_holds).reason == "slice"
     begun = one("a", 10_000, remainders=(("other", 7_000, 5_000),))
     assert rule(10_000, begun, policy=without_holds).reason == "slice"
+
+
+OTHERS = [(1_000 + 10 * number, 64 * number) for number in range(40)]
+BENT = PrefillCurve(1e-3, 1e-3, 1e-7)
+
+
+def sums(prefills: list[tuple[int, int]]) -> PrefillSums:
+    return PrefillSums(
+        len(prefills),
+        float(sum(left for left, _ in prefills)),
+        float(sum(left * (2 * there + left) for left, there in prefills)),
+    )
+
+
+@pytest.mark.parametrize(("others", "chunk_limit"), [(OTHERS, 0), ([(5_000, 128)] * 40, 512), ([(100, 0)] * 40, 512)])
+def test_prefills_that_are_not_listed_count_as_those_that_are(others: list[tuple[int, int]], chunk_limit: int) -> None:
+    listed = one("a", 900, queue=tuple(others), chunk_limit=chunk_limit, advanced_at=9.5)
+    summed = one(
+        "a", 900, queue=tuple(others[:16]), chunk_limit=chunk_limit, advanced_at=9.5, unlisted=sums(others[16:])
+    )
+    summed = replace(
+        summed, num_requests=listed.num_requests, prefill_backlog=replace(summed.prefill_backlog, requests=40)
+    )
+    for tokens in (900, 9_000):
+        one_by_one, in_sums = rule(tokens, listed, curve=BENT), rule(tokens, summed, curve=BENT)
+        assert in_sums.scores == pytest.approx(one_by_one.scores)
+        assert in_sums.figures == pytest.approx(one_by_one.figures)
+        assert in_sums.reason == one_by_one.reason
+
+
+def test_where_prompts_are_cut_those_not_listed_keep_a_prompt_waiting_no_longer_than_they_take() -> None:
+    work = {"queue": ((100, 0),) * 16, "chunk_limit": 512, "unlisted": PrefillSums(10, 8_000.0, 8_000.0 * 800)}
+    # 800 tokens in the mean: a prompt of two chunks waits for all of each, one of a chunk for 512 tokens.
+    assert rule(900, one("a", 900, **work)).figures["wait_s"] == pytest.approx(1.6 + 8.0)
+    assert rule(500, one("a", 500, **work)).figures["wait_s"] == pytest.approx(1.6 + 5.12)
+
+
+@pytest.mark.parametrize("length", [500, 3_000, 50_000])
+def test_remainders_that_are_not_listed_count_as_those_that_are(length: int) -> None:
+    rests = [(f"r{number}", 5_000, 512) for number in range(40)]
+    listed = one("a", length, remainders=tuple(rests))
+    others = sums([(left, there) for _, left, there in rests[16:]])
+    summed = one("a", length, remainders=tuple(rests[:16]), unlisted_remainders=others)
+    summed = replace(summed, num_requests=40, prefill_backlog=replace(summed.prefill_backlog, requests=40))
+    free = one("b", length)
+    one_by_one, in_sums = rule(length, listed, free, curve=BENT), rule(length, summed, free, curve=BENT)
+    assert in_sums.scores == pytest.approx(one_by_one.scores)
+    assert in_sums.reason == one_by_one.reason
+    alone = [rule(length, only, curve=BENT) for only in (listed, summed)]
+    assert alone[0].reason == alone[1].reason

@@ -11,6 +11,7 @@ import pytest
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.prefix.provisional_blocks import PROVISIONAL_S
 from pointsman.router.core.types import Phase
+from tests.support.interpreter_steps import Steps
 from tests.support.router_values import join, place, request, state
 
 KEYS = 8_125  # of 130,000 tokens
@@ -44,6 +45,47 @@ def test_a_request_that_is_answered_takes_a_few_kilobytes(keys: int, instances: 
         tracemalloc.stop()
     assert len(router.reservations) == 130
     assert grown / 100 <= 8_000
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_one_of_many_that_prefill_on_an_instance_takes_no_more(answered: bool) -> None:
+    router = state()
+    for number in range(2):
+        join(router, f"i{number}", number)
+    for number in range(30):
+        router.handle(ev.PlaceRequested(request(f"first{number}", tokens=1_024), "g"), 1.0)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(1_000):
+            router.handle(ev.PlaceRequested(request(f"r{number}", tokens=1_024, session_id=f"s{number}"), "g"), 1.0)
+        for number in range(1_000 if answered else 0):
+            router.handle(ev.FirstToken(f"r{number}"), 1.0)
+        gc.collect()
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert len(router.reservations) == 1_030
+    assert grown / 1_000 <= 8_000
+
+
+@pytest.mark.parametrize("policy", ["unified", "foresight"])
+def test_a_placement_costs_the_same_however_many_prefill(policy: str) -> None:
+    router = state(policy)
+    router.policy = router.policy.without_holds() or router.policy
+    for number in range(4):
+        join(router, f"i{number}", number)
+    steps = []
+    for turn in range(2):
+        for number in range(400 if turn else 100):
+            router.handle(ev.PlaceRequested(request(f"r{turn}-{number}", tokens=1_024), "g"), 1.0)
+        with Steps() as taken:
+            for number in range(20):
+                router.handle(ev.PlaceRequested(request(f"counted{turn}-{number}", tokens=1_024), "g"), 1.0)
+        steps.append(taken.count)
+    assert len(router.reservations) == 540
+    assert steps[1] < 1.1 * steps[0]
 
 
 def test_keys_are_kept_where_the_answer_still_corrects_what_is_assumed_to_be_cached() -> None:

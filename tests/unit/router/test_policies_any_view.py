@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from pointsman.router.core.policy.base import NO_KV_TRANSFER, Policy, decide
 from pointsman.router.core.policy.registry import POLICIES, make_policy
 from pointsman.router.core.policy.unified import Unified
-from pointsman.router.core.prefill_curve import PrefillCurve, PrefillWork
+from pointsman.router.core.prefill_curve import PrefillCurve, PrefillSums, PrefillWork
 from pointsman.router.core.types import (
     Candidate,
     FleetView,
@@ -34,6 +34,14 @@ NAMES = ("a", "b", "c", "d", "e", "f")
 # Small numbers make ties and thresholds likely; big ones are what a busy fleet has.
 TOKENS = st.one_of(st.integers(0, 3), st.integers(0, 300_000), st.integers(0, 10**9))
 REQUESTS = st.one_of(st.integers(0, 3), st.integers(0, 40), st.integers(0, 10**5))
+SUMS = st.builds(
+    lambda prefills, tokens, cached: PrefillSums(
+        prefills, prefills * tokens, prefills * tokens * (2.0 * cached + tokens)
+    ),
+    st.integers(0, 5_000),
+    st.floats(1, 200_000),
+    st.floats(0, 200_000),
+)
 WORK = st.builds(
     PrefillBacklog,
     queue=st.lists(st.tuples(st.integers(1, 200_000), st.integers(0, 200_000)), max_size=3).map(tuple),
@@ -45,6 +53,8 @@ WORK = st.builds(
     chunk_limit=st.sampled_from((0, 4_096)),
     block_size=st.sampled_from((16, 32)),
     hardware=st.sampled_from(("", "fast")),
+    unlisted=SUMS,
+    unlisted_remainders=SUMS,
 )
 
 

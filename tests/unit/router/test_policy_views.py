@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pointsman.router.core import events_and_effects as ev
@@ -12,9 +14,12 @@ from pointsman.router.core.instances.instance_orders import InstanceOrder
 from pointsman.router.core.instances.instance_registry import CandidateSnapshot
 from pointsman.router.core.instances.report_sync import Delta
 from pointsman.router.core.instances.saturation import SaturationLimits
+from pointsman.router.core.load import reservations
+from pointsman.router.core.load.reservations import Reservation, Reservations
 from pointsman.router.core.policy.registry import POLICIES
+from pointsman.router.core.prefill_curve import PrefillSums
 from pointsman.router.core.router_state import RouterState
-from pointsman.router.core.types import Candidate, Decision, KvRole, KvTransfer, Load, StepKind
+from pointsman.router.core.types import LISTED_PREFILLS, Candidate, Decision, KvRole, KvTransfer, Load, StepKind
 from tests.support.router_values import info, join, place, request, state
 
 KEYS = [*range(100, 112)]
@@ -202,3 +207,79 @@ def test_a_request_waits_for_an_engine_that_answers() -> None:
     assert router.handle(ev.PlaceRequested(request("second", tokens=100), "g"), 1.0) == []
     [placed] = [one for one in router.handle(ev.Finished("first", "OK"), 2.0) if isinstance(one, ev.Placed)]
     assert (placed.request_id, placed.step.instance_id) == ("second", "d")
+
+
+def slice_on(name: str, request_id: str, prefix: int, computed: int = 0) -> Reservation:
+    return Reservation(request_id, "g", name, "d", 1_000, prefix, prefilled_tokens=computed, pool="m")
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("pmfr"), st.integers(0, 7), st.sampled_from((16, 160, 1_000)), st.integers(0, 200)),
+        max_size=30,
+    )
+)
+def test_some_of_the_open_prefills_are_listed_and_all_are_told(events: list[tuple[str, int, int, int]]) -> None:
+    open_ = Reservations()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reservations, "LISTED_PREFILLS", 3)
+        for kind, number, prefix, computed in events:
+            name = f"r{number}"
+            if kind == "p":
+                open_.put(slice_on("ab"[number % 3 % 2], name, prefix))
+            elif kind == "m":
+                open_.prefilled(name, computed)
+            elif kind == "f":
+                open_.first_token(name)
+            else:
+                open_.release(name)
+            open_.check_invariants()
+            for instance_id in "ab":
+                prefills = open_.open_prefills(instance_id)
+                left = [(one.pending_tokens, one.prefilled_tokens) for one in prefills if one.pending_tokens]
+                rests = [(one.request_id, 1_000 - one.new_tokens, one.new_tokens) for one in prefills]
+                rests = [rest for rest in rests if rest[1]]
+                assert open_.num_prefills(instance_id) == len(prefills)
+                assert open_.queue(instance_id) == (tuple(left[:3]), sums_of(left[3:]))
+                assert open_.remainders(instance_id) == (tuple(rests[-3:]), sums_of([one[1:] for one in rests[:-3]]))
+
+
+def sums_of(prefills: list[tuple[int, int]]) -> PrefillSums:
+    tokens = sum(left for left, _ in prefills)
+    return PrefillSums(len(prefills), tokens, sum(left * (2 * there + left) for left, there in prefills))
+
+
+def test_a_request_finds_its_own_remainder_listed_among_however_many() -> None:
+    router = fleet()
+    for number in range(LISTED_PREFILLS + 2):
+        router.reservations.put(slice_on("a", f"r{number}", 16 * (number + 1)))
+    for number, others in ((0, 1), (1, 1), (2, 2)):
+        view = router.views.view(request(f"r{number}", tokens=1_000), "m", 0, 1.0)
+        found = view.find("a")
+        assert found is not None
+        backlog = found.prefill_backlog
+        assert f"r{number}" in [who for who, *_ in backlog.remainders]
+        assert backlog.unlisted_remainders.prefills == others
+        assert len(backlog.remainders) + others == LISTED_PREFILLS + 2
+        told = sums_of([(left, there) for _, left, there in backlog.remainders])
+        everything = sums_of([(1_000 - 16 * n, 16 * n) for n in range(1, LISTED_PREFILLS + 3)])
+        assert told.tokens + backlog.unlisted_remainders.tokens == everything.tokens
+        assert told.pairs + backlog.unlisted_remainders.pairs == everything.pairs
+    # One that had its part elsewhere, and one that has none.
+    router.reservations.put(slice_on("b", "other", 16))
+    for name in ("other", "new"):
+        found = router.views.view(request(name, tokens=1_000), "m", 0, 1.0).find("a")
+        assert found is not None
+        assert found.prefill_backlog.unlisted_remainders.prefills == 2
+    router.views.check_invariants()
+
+
+def test_views_share_what_they_tell_of_a_prefill_that_does_not_move() -> None:
+    router = fleet()
+    queues = []
+    for number in range(3):
+        router.reservations.put(slice_on("a", f"r{number}", 160))
+        found = router.views.view(request("new", tokens=1_000), "m", 0, 1.0).find("a")
+        assert found is not None
+        queues.append(found.prefill_backlog.queue)
+    assert [id(entry) for entry in queues[2][:2]] == [id(entry) for entry in queues[1]]

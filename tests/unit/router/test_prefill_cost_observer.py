@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
 from typing import Any
 
 import pytest
 
 from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman.router.core.load.reservations import Reservation, Reservations
+from tests.support.interpreter_steps import Steps
 from tests.support.router_values import info
 
 
@@ -42,23 +41,6 @@ class Watched:
         self.observer.check_invariants()
         self.reservations.check_invariants()
         return self.observer.samples("m", "gpu")
-
-
-class Steps:
-    """Counts the interpreter's steps inside the block."""
-
-    def __enter__(self) -> Steps:
-        self.count = 0
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _trace(self, frame: FrameType, event: str, _: object) -> Any:
-        frame.f_trace_opcodes = True
-        self.count += event == "opcode"
-        return self._trace
 
 
 @pytest.mark.parametrize("order", ["as they came", "the last first"])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 import msgspec
 
@@ -97,8 +97,29 @@ class PoolInfo:
     instances: Mapping[str, InstanceInfo]
 
 
-# What an instance adds to its pool's description: served names, LoRA adapters, context in tokens.
-_Traits = tuple[tuple[str, ...], tuple[str, ...], int]
+class _Traits:
+    """What an instance adds to its pool's description, as a key: its hash, of hundreds of names, is taken once."""
+
+    __slots__ = ("_hash", "lora_names", "max_model_len", "served_names")
+
+    def __init__(self, info: InstanceInfo) -> None:
+        self.served_names, self.lora_names, self.max_model_len = info.served_names, info.lora_names, info.max_model_len
+        self._hash = hash((info.served_names, info.lora_names, info.max_model_len))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Traits) and (
+            self.max_model_len == other.max_model_len
+            and self.served_names == other.served_names
+            and self.lora_names == other.lora_names
+        )
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names, besides its pool's own, that it answers to."""
+        return frozenset(self.served_names + self.lora_names)
 
 
 class _Pool:
@@ -108,12 +129,16 @@ class _Pool:
     def __init__(self, model: str) -> None:
         self.model = model
         self.records: list[InstanceRecord] = []  # by id
-        # By a name of the pool: the instances that answer to it. Emptied when instances come and go.
-        self.members: dict[str, list[InstanceRecord]] = {}
-        # By a name of the pool: the weights of those that are placeable. Emptied when these, or weights, change.
-        self.shares: dict[str, SessionShares] = {}
-        # Most instances of a model are alike, so that these are few.
-        self._traits: Counter[_Traits] = Counter()
+        # The instances that answer to a name of the pool, by name: one list for all names that the same ones answer to. Emptied
+        # when instances come and go.
+        self._members: dict[str, list[InstanceRecord]] = {}
+        self.lists: dict[frozenset[_Traits], list[InstanceRecord]] = {}
+        # By the id() of such a list: the weights of those that are placeable. Emptied when these, weights or the lists change.
+        self._shares: dict[int, SessionShares] = {}
+        # Instances by what they add to the description, and by id: most are alike, so that these are few.
+        self._alike: dict[_Traits, dict[str, InstanceRecord]] = {}
+        # By a name besides the pool's own: which of these answer to it.
+        self._answering: dict[str, set[_Traits]] = {}
         self._closed: dict[str, InstanceInfo] = {}
         self._opened: dict[str, InstanceInfo] = {}
         self._info: PoolInfo | None = None
@@ -121,20 +146,52 @@ class _Pool:
     def add(self, record: InstanceRecord) -> None:
         """Take a new instance in. Mutates."""
         insort(self.records, record, key=_id_of)
-        self._traits[_traits(record)] += 1
-        self.members, self.shares, self._info = {}, {}, None
+        traits = _Traits(record.info)
+        if traits not in self._alike:
+            self._alike[traits] = {}
+            for name in traits.names:
+                self._answering.setdefault(name, set()).add(traits)
+        self._alike[traits][_id_of(record)] = record
+        self._list_anew()
         self.refresh(record)
 
     def remove(self, record: InstanceRecord) -> None:
         """Let an instance go, whose `info` is still that which it came with. Mutates."""
         del self.records[bisect_left(self.records, _id_of(record), key=_id_of)]
-        traits = _traits(record)
-        self._traits[traits] -= 1
-        if not self._traits[traits]:
-            del self._traits[traits]
+        traits = _Traits(record.info)
+        del self._alike[traits][_id_of(record)]
+        if not self._alike[traits]:
+            del self._alike[traits]
+            for name in traits.names:
+                self._answering[name].discard(traits)
+                if not self._answering[name]:
+                    del self._answering[name]
         self._closed.pop(record.info.instance_id, None)
         self._opened.pop(record.info.instance_id, None)
-        self.members, self.shares, self._info = {}, {}, None
+        self._list_anew()
+
+    def members(self, name: str) -> list[InstanceRecord]:
+        """The instances that answer to a name, by id."""
+        members = self._members.get(name)
+        if members is None:
+            alike = frozenset(self._alike if name == self.model else self._answering.get(name, ()))
+            if alike not in self.lists:
+                found = (self._alike[traits].values() for traits in alike)
+                self.lists[alike] = sorted(chain.from_iterable(found), key=_id_of)
+            members = self._members[name] = self.lists[alike]
+        return members
+
+    def shares(self, name: str) -> SessionShares:
+        """The weights among them."""
+        members = self.members(name)
+        shares = self._shares.get(id(members))
+        if shares is None:
+            shares = self._shares[id(members)] = _shares_of(members)
+        return shares
+
+    def weigh_anew(self) -> None:
+        """Weights have changed. Mutates."""
+        self._shares = {}
 
     def refresh(self, record: InstanceRecord) -> None:
         """Take up whether an instance is placeable, and whether its circuit is closed. Mutates."""
@@ -144,23 +201,23 @@ class _Pool:
             if infos is holding:
                 if infos.get(instance_id) is not record.info:
                     infos[instance_id] = record.info
-                    self.shares, self._info = {}, None
+                    self._shares, self._info = {}, None
             elif infos.pop(instance_id, None) is not None:
-                self.shares, self._info = {}, None
+                self._shares, self._info = {}, None
 
     def names(self) -> set[str]:
         """All names besides the pool's own that an instance answers to."""
-        return {name for served, adapters, _ in self._traits for name in (*served, *adapters)}
+        return set(self._answering)
 
     def info(self) -> PoolInfo:
         """What gateways need to know; the same object until that changes."""
         if self._info is None:
             self._info = PoolInfo(
                 model=self.model,
-                served_names=tuple(sorted({name for served, _, _ in self._traits for name in served} - {self.model})),
-                lora_names=tuple(sorted({name for _, adapters, _ in self._traits for name in adapters})),
+                served_names=tuple(sorted({name for one in self._alike for name in one.served_names} - {self.model})),
+                lora_names=tuple(sorted({name for one in self._alike for name in one.lora_names})),
                 model_root=next((one.info.model_root for one in self.records if one.info.model_root), ""),
-                max_model_len=min((limit for _, _, limit in self._traits if limit), default=0),
+                max_model_len=min((one.max_model_len for one in self._alike if one.max_model_len), default=0),
                 # As for the router itself: where all fail, they are better than none.
                 instances=dict(self._closed or self._opened),
             )
@@ -169,15 +226,27 @@ class _Pool:
     def check_invariants(self) -> None:
         """Raise AssertionError when what is kept is not what the records say."""
         assert self.records == sorted(self.records, key=_id_of)
-        assert self._traits == Counter(map(_traits, self.records))
+        alike: dict[_Traits, dict[str, InstanceRecord]] = {}
+        for record in self.records:
+            alike.setdefault(_Traits(record.info), {})[_id_of(record)] = record
+        assert self._alike == alike
+        assert self._answering == {
+            name: {one for one in alike if name in one.names} for name in {name for one in alike for name in one.names}
+        }
         up = [record for record in self.records if record.state in _PLACEABLE]
         told = [record for record in up if not record.circuit.opened] or up
         info = self.info()
         assert {one: id(known) for one, known in info.instances.items()} == {_id_of(one): id(one.info) for one in told}
-        for name, members in self.members.items():
+        for name, members in self._members.items():
             assert members == [record for record in self.records if _answers(record, name)]
-        for name, shares in self.shares.items():
-            assert vars(shares) == vars(_shares_of([record for record in self.records if _answers(record, name)]))
+            assert any(members is one for one in self.lists.values())
+        for members in self.lists.values():
+            if (shares := self._shares.get(id(members))) is not None:
+                assert vars(shares) == vars(_shares_of(members))
+        assert self._shares.keys() <= {id(members) for members in self.lists.values()}
+
+    def _list_anew(self) -> None:
+        self._members, self.lists, self._shares, self._info = {}, {}, {}, None
 
 
 _PLACEABLE = frozenset({InstanceState.READY, InstanceState.SYNCING, InstanceState.LOST})
@@ -195,11 +264,6 @@ def _shares_of(members: Iterable[InstanceRecord]) -> SessionShares:
 
 def _id_of(record: InstanceRecord) -> str:
     return record.info.instance_id
-
-
-def _traits(record: InstanceRecord) -> _Traits:
-    info = record.info
-    return info.served_names, info.lora_names, info.max_model_len
 
 
 class InstanceRegistry:
@@ -233,21 +297,21 @@ class InstanceRegistry:
         return self._pool_of.get(model, "")
 
     def members(self, pool: str, model: str) -> list[InstanceRecord]:
-        """The pool's instances, by id, that answer to `model`, one of its names: an adapter may be loaded on some only."""
-        if (known := self._pools.get(pool)) is None:
-            return []
-        members = known.members.get(model)
-        if members is None:
-            members = known.members[model] = [record for record in known.records if _answers(record, model)]
-        return members
+        """The pool's instances, by id, that answer to `model`, one of its names: an adapter may be loaded on some only. The same
+        list for all names that the same ones answer to, until an instance of the pool comes or goes."""
+        known = self._pools.get(pool)
+        return known.members(model) if known is not None else []
+
+    def lists(self, pool: str) -> object:
+        """What holds all lists that `members` gives of a pool: another object once an instance of the pool has come or gone."""
+        known = self._pools.get(pool)
+        return known.lists if known is not None else None
 
     def shares(self, pool: str, model: str) -> SessionShares | None:
         """The weights among the instances of `pool` that answer to `model`, one of its names; None where all have full weight."""
         if not self._weighted or (known := self._pools.get(pool)) is None:
             return None
-        if model not in known.shares:
-            known.shares[model] = _shares_of(self.members(pool, model))
-        return known.shares[model] or None
+        return known.shares(model) or None
 
     def answers(self, instance_id: str, model: str) -> bool:
         """Whether the instance is known and `model` is one of its names."""
@@ -304,7 +368,7 @@ class InstanceRegistry:
         for record in changed:
             record.order = orders.get(record.info.instance_id, NO_ORDER)
             record.candidate_snapshot = None
-            self._pools[record.info.model].shares = {}
+            self._pools[record.info.model].weigh_anew()
             self.refresh(record)
         return bool(changed)
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
+from typing import Generic, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
-from pointsman.router.core.types import Phase
+from pointsman.router.core.prefill_curve import NO_PREFILLS, PrefillSums
+from pointsman.router.core.types import LISTED_PREFILLS, Phase
 
 
 class Reservation(msgspec.Struct, frozen=True, gc=False):
@@ -48,6 +51,11 @@ class Reservation(msgspec.Struct, frozen=True, gc=False):
         """Tokens of the prompt behind those that this step computes."""
         return self.input_tokens - self.cached_tokens - self.new_tokens
 
+    @property
+    def remainder(self) -> tuple[str, int, int]:
+        """These, as PrefillBacklog.remainders tells them."""
+        return self.request_id, self.remainder_tokens, self.cached_tokens + self.new_tokens
+
 
 @dataclass(slots=True)
 class Counters:
@@ -80,6 +88,58 @@ class Counters:
 
 _NOTHING = Counters()
 
+_Entry = TypeVar("_Entry", tuple[int, int], tuple[str, int, int])
+
+
+class _Prefills(Generic[_Entry]):
+    """Some of an instance's open prefills in the order of their coming, as PrefillBacklog tells them, and their sums. Entries are
+    made once, so that all views of a prefill that does not move share its entry."""
+
+    __slots__ = ("entries", "pairs", "tokens")
+
+    def __init__(self) -> None:
+        # No dict: to ask one for its first key takes a step for each key that was removed.
+        self.entries: OrderedDict[str, _Entry] = OrderedDict()
+        self.tokens = self.pairs = 0
+
+    def put(self, request_id: str, entry: _Entry) -> None:
+        """Add a prefill as the last one, or change one at its place. Mutates."""
+        if (before := self.entries.get(request_id)) is not None:
+            self._count(before, -1)
+        self.entries[request_id] = entry
+        self._count(entry, 1)
+
+    def drop(self, request_id: str) -> None:
+        """Remove one, if it is there. Mutates."""
+        if (entry := self.entries.pop(request_id, None)) is not None:
+            self._count(entry, -1)
+
+    def listed(self, *, last: bool = False) -> tuple[tuple[_Entry, ...], PrefillSums]:
+        """LISTED_PREFILLS of them, the first or the last that came, and the sums of the others. O(1)."""
+        if len(self.entries) <= LISTED_PREFILLS:
+            return tuple(self.entries.values()), NO_PREFILLS
+        values = self.entries.values()
+        some = tuple(islice(reversed(values) if last else values, LISTED_PREFILLS))
+        tokens, pairs = self.tokens, self.pairs
+        for entry in some:
+            tokens -= entry[-2]
+            pairs -= _pairs(entry)
+        return some[::-1] if last else some, PrefillSums(len(self.entries) - len(some), float(tokens), float(pairs))
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when the sums are not those of the entries."""
+        assert self.entries
+        assert self.tokens == sum(entry[-2] for entry in self.entries.values())
+        assert self.pairs == sum(map(_pairs, self.entries.values()))
+
+    def _count(self, entry: _Entry, sign: int) -> None:
+        self.tokens += sign * entry[-2]
+        self.pairs += sign * _pairs(entry)
+
+
+def _pairs(entry: tuple[int, int] | tuple[str, int, int]) -> int:
+    return entry[-2] * (2 * entry[-1] + entry[-2])
+
 
 class Reservations:
     """All open reservations, one for each request id, and their sums by instance. `touched` names the instances whose sums
@@ -92,10 +152,10 @@ class Reservations:
         # Instance -> the ids of its open prefills, in the order of their coming, each with a number that grows with it.
         self._prefilling: dict[str, dict[str, int]] = {}
         self._came = 0
-        # Those of them that have tokens left to compute. To ask a dict for its first key takes a step for each that was removed.
-        self._pending: dict[str, OrderedDict[str, None]] = {}
+        # Those of them that have tokens left to compute.
+        self._pending: dict[str, _Prefills[tuple[int, int]]] = {}
         # Those of them whose prompts have a remainder that is to be placed later.
-        self._partial: set[str] = set()
+        self._partial: dict[str, _Prefills[tuple[str, int, int]]] = {}
 
     def __len__(self) -> int:
         return len(self._open)
@@ -119,16 +179,37 @@ class Reservations:
     def first_prefill(self, instance_id: str) -> Reservation | None:
         """The first of them that has tokens left to compute. O(1)."""
         pending = self._pending.get(instance_id)
-        return self._open[next(iter(pending))] if pending else None
+        return self._open[next(iter(pending.entries))] if pending else None
+
+    def queue(self, instance_id: str) -> tuple[tuple[tuple[int, int], ...], PrefillSums]:
+        """`queue` and `unlisted` of its PrefillBacklog. O(1)."""
+        pending = self._pending.get(instance_id)
+        return pending.listed() if pending else ((), NO_PREFILLS)
+
+    def remainders(self, instance_id: str) -> tuple[tuple[tuple[str, int, int], ...], PrefillSums]:
+        """`remainders` and `unlisted_remainders` of its PrefillBacklog, for a request that has none there. O(1)."""
+        partial = self._partial.get(instance_id)
+        # Who is given an instance's turn has less left than those that are there: of many the last ones count.
+        return partial.listed(last=True) if partial else ((), NO_PREFILLS)
+
+    def num_prefills(self, instance_id: str) -> int:
+        """How many open prefills an instance has, those without tokens left to compute included."""
+        return len(self._prefilling.get(instance_id, ()))
 
     def came_before(self, instance_id: str, one: str, other: str) -> bool:
         """Of two of them, by their ids, whether `one` came before the `other`. O(1)."""
         numbers = self._prefilling[instance_id]
         return numbers[one] < numbers[other]
 
+    def partial_prefill(self, request_id: str) -> Reservation | None:
+        """The open reservation of a request, if it is one of those of whose prompts a part is to be placed later."""
+        reservation = self._open.get(request_id)
+        partial = self._partial.get(reservation.instance_id) if reservation is not None else None
+        return reservation if partial is not None and request_id in partial.entries else None
+
     def partial_prefills(self) -> list[Reservation]:
         """Those of all instances of whose prompts a part is to be placed later."""
-        return [self._open[request_id] for request_id in self._partial]
+        return [self._open[request_id] for partial in self._partial.values() for request_id in partial.entries]
 
     def prefills(self, instance_id: str) -> bool:
         """Whether an instance has any of them."""
@@ -142,9 +223,12 @@ class Reservations:
         if reservation.pending_tokens > 0:
             self._came += 1
             self._prefilling.setdefault(reservation.instance_id, {})[reservation.request_id] = self._came
-            self._pending.setdefault(reservation.instance_id, OrderedDict())[reservation.request_id] = None
+            self._pending.setdefault(reservation.instance_id, _Prefills()).put(
+                reservation.request_id, _left(reservation)
+            )
             if reservation.remainder_tokens > 0:
-                self._partial.add(reservation.request_id)
+                partial = self._partial.setdefault(reservation.instance_id, _Prefills())
+                partial.put(reservation.request_id, reservation.remainder)
         self.touched.add(reservation.instance_id)
 
     def of_pool(self, pool: str) -> list[Reservation]:
@@ -170,8 +254,8 @@ class Reservations:
             counters = self._counters[moved.instance_id]
             counters.add_pending(reservation, -1)
             counters.add_pending(moved, 1)
-            if bool(moved.pending_tokens) is not bool(reservation.pending_tokens):
-                self._follow_pending(moved)
+            if moved.pending_tokens != reservation.pending_tokens:
+                self._follow_pending(moved, before=reservation.pending_tokens)
 
     def keep(self, request_id: str) -> None:
         """Let a reservation, if it is open, live until it is released. Mutates."""
@@ -191,30 +275,28 @@ class Reservations:
             counters = self._counters[reservation.instance_id]
             counters.add(reservation, -1)
             self.touched.add(reservation.instance_id)
-            self._partial.discard(request_id)
             if not counters.num_requests:
                 del self._counters[reservation.instance_id]
             if (waiting := self._prefilling.get(reservation.instance_id)) is not None:
                 waiting.pop(request_id, None)
                 if not waiting:
                     del self._prefilling[reservation.instance_id]
-            self._drop_pending(reservation)
+            _drop(self._pending, reservation)
+            _drop(self._partial, reservation)
         return reservation
 
-    def _drop_pending(self, reservation: Reservation) -> None:
-        if (pending := self._pending.get(reservation.instance_id)) is not None:
-            pending.pop(reservation.request_id, None)
-            if not pending:
-                del self._pending[reservation.instance_id]
-
-    def _follow_pending(self, reservation: Reservation) -> None:
-        instance_id = reservation.instance_id
+    def _follow_pending(self, reservation: Reservation, before: int) -> None:
+        instance_id, request_id = reservation.instance_id, reservation.request_id
         if not reservation.pending_tokens:
-            self._drop_pending(reservation)
-        elif reservation.request_id in self._prefilling.get(instance_id, ()):
+            _drop(self._pending, reservation)
+        elif before:
+            self._pending[instance_id].put(request_id, _left(reservation))
+        elif request_id in self._prefilling.get(instance_id, ()):
             # It has tokens to compute again, which hardly happens: at its old place.
-            ids = [one for one in self._prefilling[instance_id] if self._open[one].pending_tokens]
-            self._pending[instance_id] = OrderedDict.fromkeys(ids)
+            pending = self._pending[instance_id] = _Prefills()
+            for one in map(self._open.__getitem__, self._prefilling[instance_id]):
+                if one.pending_tokens:
+                    pending.put(one.request_id, _left(one))
 
     def expired(self, now: float) -> list[Reservation]:
         """Reservations whose lease is over at `now` (s)."""
@@ -233,8 +315,25 @@ class Reservations:
         assert all(self._open[request_id].instance_id == instance for instance, request_id in listed)
         for instance_id, numbers in self._prefilling.items():
             assert list(numbers.values()) == sorted(numbers.values())
-            ids = [one for one in numbers if self._open[one].pending_tokens > 0]
-            assert list(self._pending.get(instance_id, ())) == ids
-        assert self._pending.keys() <= self._prefilling.keys()
-        assert all(self._pending.values())
-        assert self._partial == {one for _, one in listed if self._open[one].remainder_tokens > 0}
+            here = [self._open[one] for one in numbers]
+            _check(self._pending, instance_id, {one.request_id: _left(one) for one in here if one.pending_tokens > 0})
+            _check(self._partial, instance_id, {one.request_id: one.remainder for one in here if one.remainder[1] > 0})
+        assert self._pending.keys() | self._partial.keys() <= self._prefilling.keys()
+
+
+def _left(reservation: Reservation) -> tuple[int, int]:
+    """An open prefill, as PrefillBacklog.queue tells it."""
+    return reservation.pending_tokens, reservation.cached_tokens + reservation.prefilled_tokens
+
+
+def _drop(prefills: dict[str, _Prefills[_Entry]], reservation: Reservation) -> None:
+    if (here := prefills.get(reservation.instance_id)) is not None:
+        here.drop(reservation.request_id)
+        if not here.entries:
+            del prefills[reservation.instance_id]
+
+
+def _check(prefills: dict[str, _Prefills[_Entry]], instance_id: str, expected: dict[str, _Entry]) -> None:
+    if (here := prefills.get(instance_id)) is not None:
+        here.check_invariants()
+    assert list(here.entries.items() if here is not None else ()) == list(expected.items()), instance_id

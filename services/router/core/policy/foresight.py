@@ -129,7 +129,7 @@ class Foresight(Policy):
             remainders = [
                 curve.cost_s(left, there) for who, left, there in work.remainders if who != request.request_id
             ]
-            added += self.remainder_weight * idle * sum(remainders)
+            added += self.remainder_weight * idle * (sum(remainders) + curve.sums_s(work.unlisted_remainders))
         return added
 
     def _slice(self, request: PlacementRequest, one: Candidate, curve: PrefillCurve, unit: float) -> int:
@@ -149,11 +149,14 @@ def _less_left(request: PlacementRequest, one: Candidate, cost: float, curve: Pr
     """Seconds of the rests of other prompts there that have less left than this one, which takes `cost` s there.
 
     Prompts that took turns, slice by slice, would all end when the last one does. Of two one is always first: both are compared
-    by what was left when they were there last, lest each give way to the other because its own part was evicted meanwhile.
+    by what was left when they were there last, lest each give way to the other because its own part was evicted meanwhile. Those
+    that are not listed count as so many of their mean.
     """
     remainders = {who: curve.cost_s(left, there) for who, left, there in one.prefill_backlog.remainders}
     cost = min(cost, remainders.pop(request.request_id, cost))
-    return sum([rest for rest in remainders.values() if rest < cost])
+    less = sum([rest for rest in remainders.values() if rest < cost])
+    others = one.prefill_backlog.unlisted_remainders
+    return less + curve.sums_s(others) if others.prefills and curve.cost_s(*others.mean()) < cost else less
 
 
 def _open_tokens(request: PlacementRequest, one: Candidate) -> int:
@@ -175,18 +178,24 @@ def _backlog(work: PrefillBacklog, curve: PrefillCurve, now: float) -> float:
     if not work.queue:
         return 0.0
     done = min(max(now - work.advanced_at, 0.0), MAX_DONE_SHARE * curve.cost_s(*work.queue[0]))
-    return curve.total_s(work.queue) - done
+    return curve.total_s(work.queue) + curve.sums_s(work.unlisted) - done
 
 
 def _ahead(work: PrefillBacklog, curve: PrefillCurve, new: int, now: float) -> tuple[float, float]:
-    """Seconds of prefill open on an instance, and how many of them a prompt of `new` tokens waits for."""
+    """Seconds of prefill open on an instance, and how many of them a prompt of `new` tokens waits for; of those that are not
+    listed as for so many of their mean."""
     backlog = _backlog(work, curve, now)
     if not (limit := work.chunk_limit) or not backlog:
         return backlog, backlog
     costs = [curve.cost_s(left, there) for left, there in work.queue]
     costs[0] -= min(max(now - work.advanced_at, 0.0), MAX_DONE_SHARE * costs[0])
     rounds = -(-new // limit)
-    return backlog, sum(
+    wait = sum(
         min(cost, rounds * curve.cost_s(min(limit, left), there))
         for cost, (left, there) in zip(costs, work.queue, strict=True)
     )
+    if work.unlisted.prefills:
+        left, there = work.unlisted.mean()
+        in_chunks = rounds * work.unlisted.prefills * curve.cost_s(min(limit, left), there)
+        wait += min(curve.sums_s(work.unlisted), in_chunks)
+    return backlog, wait

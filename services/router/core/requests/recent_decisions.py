@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from msgspec.structs import replace
 
-from pointsman.router.core.types import Decision, FleetView
+from pointsman.router.core.types import NO_BACKLOG, Decision, FleetView
 
 _NOTHING_SEEN = FleetView(())
 
@@ -33,7 +33,11 @@ class RecentDecisions:
         """Remember a decision, and of what it saw what its plan goes on with: all of it is in the log, and weighs 250 kB on 1,000
         instances. Mutates."""
         where = dict.fromkeys(step.instance_id for step in decision.result.steps)
-        seen = tuple(found for one in where if (found := decision.view.find(one)) is not None)
+        seen = tuple(
+            replace(found, prefill_backlog=NO_BACKLOG)
+            for one in where
+            if (found := decision.view.find(one)) is not None
+        )
         self._by_request[decision.request.request_id] = replace(
             decision,
             view=replace(decision.view, candidates=seen),

@@ -20,14 +20,21 @@ from pointsman.router.core.types import Decision
 
 OPEN = "OPEN"
 DRY_RUN = "DRY_RUN"
-# About what a decision holds, and each candidate of its view besides.
-_LINE_BYTES = 2_000
+# About what a line has: a decision's own part, each candidate of its view, and what this one has to compute.
+_LINE_BYTES = 1_500
+_CANDIDATE_LINE_BYTES = 800
+_QUEUED_LINE_BYTES = 13
+_REMAINDER_LINE_BYTES = 70
+# About what the same hold in memory. An instance that did not change since the decision before shares the rest with it.
+_DECISION_BYTES = 1_200
 _CANDIDATE_BYTES = 280
+_CHANGED_BYTES = 280
+_LISTED_BYTES = 16
 
 
 class LoggedDecision(msgspec.Struct, frozen=True, gc=False):
     """A decision, when it was made (unix s), how long that took (s), and how its request ended (None while it runs). `number`
-    counts the log's decisions in their order."""
+    counts the log's decisions in their order; `held_bytes`: about the memory that it takes beside the one before it."""
 
     decision: Decision
     unix_s: float
@@ -35,6 +42,7 @@ class LoggedDecision(msgspec.Struct, frozen=True, gc=False):
     finished: Finished | None = None
     dry_run: bool = False
     number: int = 0
+    held_bytes: int = 0
 
     @property
     def outcome(self) -> str:
@@ -156,16 +164,16 @@ class DecisionLog:
     """Bounded memory, append-only file, live watchers. The file gets a line when a decision is made, when
     something becomes of it, and when it ends.
 
-    Memory holds `size` decisions, and fewer of a large fleet: their views hold `max_candidates` together.
+    Memory holds `size` decisions, and fewer of a large fleet: they hold about `max_bytes` together.
     """
 
     def __init__(
-        self, size: int, file: Path | None = None, max_file_bytes: int = 0, max_candidates: int = 500_000
+        self, size: int, file: Path | None = None, max_file_bytes: int = 0, max_bytes: int = 140_000_000
     ) -> None:
         """`max_file_bytes`: the file is rotated before it is larger; 0: never. Raises OSError for one that cannot be opened."""
         self._size = size
-        self._max_candidates = max_candidates
-        self._candidates = 0
+        self._max_bytes = max_bytes
+        self._held_bytes = 0
         self._by_id: OrderedDict[str, LoggedDecision] = OrderedDict()
         self._by_request: dict[str, str] = {}
         self._decided = 0
@@ -183,21 +191,21 @@ class DecisionLog:
     def decided(self, decision: Decision, unix_s: float, decide_s: float) -> LoggedDecision:
         """Remember a new decision."""
         self._decided += 1
-        logged = LoggedDecision(decision, unix_s, decide_s, number=self._decided)
+        held = _held_bytes(decision, next(reversed(self._by_id.values()), None))
+        logged = LoggedDecision(decision, unix_s, decide_s, number=self._decided, held_bytes=held)
         self._by_id[decision.decision_id] = logged
         self._by_request[decision.request.request_id] = decision.decision_id
-        self._candidates += len(decision.view.candidates)
-        while len(self._by_id) > self._size or (self._candidates > self._max_candidates and len(self._by_id) > 1):
+        self._held_bytes += held
+        while len(self._by_id) > self._size or (self._held_bytes > self._max_bytes and len(self._by_id) > 1):
             self._forget_oldest()
         if self._file is not None:
-            size = _LINE_BYTES + _CANDIDATE_BYTES * len(decision.view.candidates)
-            self._file.append(partial(_decided_line, logged), size)
+            self._file.append(partial(decided_line, logged), line_bytes(decision))
         self._publish(logged)
         return logged
 
     def _forget_oldest(self) -> None:
         decision_id, oldest = self._by_id.popitem(last=False)
-        self._candidates -= len(oldest.decision.view.candidates)
+        self._held_bytes -= oldest.held_bytes
         request_id = oldest.decision.request.request_id
         if self._by_request.get(request_id) == decision_id:
             del self._by_request[request_id]
@@ -261,6 +269,28 @@ class DecisionLog:
             self._file.append(partial(msgspec.json.encode, line), _LINE_BYTES)
 
 
-def _decided_line(logged: LoggedDecision) -> bytes:
+def decided_line(logged: LoggedDecision) -> bytes:
+    """The file's line on a decision."""
     decision = logged.decision
     return msgspec.json.encode(DecidedLine(logged.unix_s, logged.decide_s, decision, inputs_digest(decision)))
+
+
+def line_bytes(decision: Decision) -> int:
+    """About the length of the file's line on a decision, without making it."""
+    backlogs = [one.prefill_backlog for one in decision.view.candidates]
+    return (
+        _LINE_BYTES
+        + _CANDIDATE_LINE_BYTES * len(backlogs)
+        + _QUEUED_LINE_BYTES * sum([len(one.queue) for one in backlogs])
+        + _REMAINDER_LINE_BYTES * sum([len(one.remainders) for one in backlogs])
+    )
+
+
+def _held_bytes(decision: Decision, before: LoggedDecision | None) -> int:
+    """About the memory that a decision takes beside the one `before` it: what is seen of an instance is made anew when that one
+    changes (policy_views.py), and its backlog with it."""
+    known = {id(one.prefill_backlog) for one in before.decision.view.candidates} if before is not None else set()
+    backlogs = [one.prefill_backlog for one in decision.view.candidates]
+    changed = [one for one in backlogs if id(one) not in known]
+    listed = sum([len(one.queue) + len(one.remainders) for one in changed])
+    return _DECISION_BYTES + _CANDIDATE_BYTES * len(backlogs) + _CHANGED_BYTES * len(changed) + _LISTED_BYTES * listed
