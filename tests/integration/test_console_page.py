@@ -108,7 +108,7 @@ async def test_a_gateways_token_may_look_and_an_operators_may_act() -> None:
     async with browser(roles=True) as shown:
         page = shown.page
         await shown.open("fleet")
-        await expect(page.get_by_text("Sign in with an operator's or a gateway's token")).to_be_visible()
+        await expect(page.get_by_text("Sign in with an operator's, an observer's or a gateway's token")).to_be_visible()
         await shown.sign_in("wrong")
         await expect(page.get_by_text("No role has this token.")).to_be_visible()
         await page.keyboard.press("Escape")
@@ -164,7 +164,7 @@ async def test_who_signs_out_asks_nothing_more() -> None:
         await asked.wait()
         # In the middle of what the page asks for every other second; the rest of that would have no token.
         await page.get_by_role("button", name="Sign out (gateway)").click()
-        await expect(page.get_by_text("Sign in with an operator's or a gateway's token")).to_be_visible()
+        await expect(page.get_by_text("Sign in with an operator's, an observer's or a gateway's token")).to_be_visible()
         async with page.expect_response("**/api/ListInstances"):
             signed_out.set()
         await page.unroute("**/api/ListInstances", slow)

@@ -5,6 +5,11 @@ import { age, bare, count, num, orNone, percent, seconds } from "./format.js";
 import { filterBox, Table } from "./table.js";
 
 export const stateOf = (status) => bare(status.state, "INSTANCE_STATE_");
+/** What an instance is besides being cordoned or drained, in lower case: "unhealthy"; "" where that is ready. */
+export const besidesOf = (status) => {
+  const state = bare(status.underlyingState, "INSTANCE_STATE_");
+  return [stateOf(status), "READY"].includes(state) ? "" : state.toLowerCase();
+};
 export const sourceOf = (one) => bare(one.prefixSource, "PREFIX_SOURCE_").toLowerCase();
 export const STATE_TONES = { READY: "good", SYNCING: "wait", DRAINING: "wait", CORDONED: "wait", UNHEALTHY: "bad", LOST: "bad" };
 /** "", or which part of its fair share of new sessions an instance gets. */
@@ -51,9 +56,9 @@ const ifLoaded = (get, show) => (status) => (status.load ? show(get(status.load)
 const COLUMNS = [
   { id: "instance", title: "Instance", value: (s) => s.instance.instanceId, href: (s) => instanceHref(s.instance.instanceId) },
   {
-    id: "state", title: "State", pill: true, value: stateOf, text: (s) => [stateOf(s).toLowerCase(), weightOf(s), s.circuitOpen ? "failing" : ""].filter(Boolean).join(", "),
-    tone: (s) => (s.circuitOpen ? "bad" : STATE_TONES[stateOf(s)]),
-    note: (s) => (s.circuitOpen ? "It failed requests one after another and gets none, or one on trial, until it answers." : s.orderReason ?? ""),
+    id: "state", title: "State", pill: true, value: stateOf, text: (s) => [stateOf(s).toLowerCase(), besidesOf(s), weightOf(s), s.circuitOpen ? "failing" : ""].filter(Boolean).join(", "),
+    tone: (s) => (s.circuitOpen ? "bad" : STATE_TONES[besidesOf(s).toUpperCase()] ?? STATE_TONES[stateOf(s)]),
+    note: (s) => (s.circuitOpen ? "It failed requests one after another and gets none, or one on trial, until it answers." : [s.cordonReason, s.weightReason].filter(Boolean).join("; ")),
   },
   { id: "age", title: "Report", unit: "ago", num: true, hint: "Since the agent last said anything", value: (s) => seconds(s.reportAge), text: (s) => age(seconds(s.reportAge)) + (s.stale ? " stale" : ""), tone: aged },
   { id: "open", title: "Open", unit: "req", num: true, hint: "Requests placed and not finished", value: (s) => num(s.numRequests), text: (s) => count(s.numRequests) },
@@ -93,7 +98,7 @@ export function fleetView(app, query) {
   const shown = el("span", { className: "muted" });
   let words = wordsOf(query.get("filter") ?? "");
   const matches = (status) => {
-    const text = [status.instance.instanceId, status.instance.model, stateOf(status), weightOf(status), status.instance.node, status.instance.incarnation, sourceOf(status), status.stale ? "stale" : ""].join(" ").toLowerCase();
+    const text = [status.instance.instanceId, status.instance.model, stateOf(status), besidesOf(status), weightOf(status), status.instance.node, status.instance.incarnation, sourceOf(status), status.stale ? "stale" : ""].join(" ").toLowerCase();
     return words.every((word) => text.includes(word));
   };
   const draw = () => {
