@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.cli.instance_commands import order_words, orders_of, state_words
-from pointsman.cli.router_call import dial, operator
+from pointsman.cli.router_call import credentials, dial
 from pointsman.common.core.block_keys import KEY_TOKENS
 from pointsman.common.io.pages import whole
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
@@ -65,7 +65,7 @@ def examine(
     base URLs of their /health). Sends each engine one token's work."""
     findings: list[Finding] = []
     with dial(router) as channel:
-        shown = operator()
+        shown = credentials()
         try:
             health = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(service="pointsman.router.v1.PlacementService"), timeout=TIMEOUT_S
@@ -78,7 +78,9 @@ def examine(
             )
         except grpc.RpcError as error:
             code, details = error.code().name, error.details()
-            advice = "is it running, and is POINTSMAN_OPERATOR_TOKEN (or POINTSMAN_TOKEN_DIR) its operator's token?"
+            advice = (
+                "is it running, and is POINTSMAN_OPERATOR_TOKEN, POINTSMAN_OBSERVER_TOKEN or POINTSMAN_TOKEN_DIR its?"
+            )
             findings.append(Finding(Finding.FAIL, "router", f"{router}: {code}: {details}", advice))
         else:
             serving = health.status == health_pb2.HealthCheckResponse.SERVING

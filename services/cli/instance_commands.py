@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import grpc
 import typer
 
-from pointsman.cli.router_call import DEFAULT_ROUTER, call, dial, operator
+from pointsman.cli.router_call import DEFAULT_ROUTER, call, credentials, dial
 from pointsman.common.io.pages import whole
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 
@@ -93,7 +93,7 @@ def orders_of(router: str) -> list[fleet_pb2.InstanceOrder]:
     """All orders by instance id. Raises grpc.RpcError; none at a router that has no orders yet."""
     with dial(router) as channel:
         list_orders = fleet_pb2_grpc.FleetServiceStub(channel).ListInstanceOrders
-        shown = operator()
+        shown = credentials()
         try:
             answer = whole(
                 lambda request: list_orders(request, timeout=TIMEOUT_S, metadata=shown),
