@@ -293,4 +293,6 @@ async def test_by_command() -> None:
         assert await pointsman("uncordon", "a") == "a is READY, 0 requests open (weight 0.5)\n"
         # Behind it is said that the cache counts as empty, where commands take longer than an agent may be silent.
         assert "READY (weight 0.5" in await pointsman("instances")
-        assert "weight: must be 0 to 1" in await pointsman("weight", "a", "1.5")
+        for given in ("1.5", "-1", "-0.5"):
+            assert "weight: must be 0 to 1" in await pointsman("weight", "a", given)
+        assert "Usage: " in await pointsman("weight", "a", "--wieght", "1")
