@@ -41,6 +41,16 @@ export function askCordon(app, status) {
   });
 }
 
+export function askLift(app, { instanceId }, lifted) {
+  const text = "No agent reports an instance of this id. One that comes under it later gets requests as any other.";
+  ask(`Lift all orders for ${instanceId}?`, [el("p", {}, text)], "Lift", async () => {
+    const { thisReplicaOnly } = await app.call("SetInstanceOrder", { instanceId, cordoned: false, weight: 1 });
+    lifted();
+    say(`Nothing is ordered for ${instanceId} any more.${alone(thisReplicaOnly)}`);
+    await app.refresh();
+  });
+}
+
 export function askWeight(app, status) {
   const { instanceId } = status.instance;
   const input = el("input", { value: String(status.weight ?? 1), inputMode: "decimal", required: true });

@@ -2,6 +2,7 @@
 
 import { el, setText } from "./dom.js";
 import { age, bare, count, num, orNone, percent, seconds } from "./format.js";
+import { askLift } from "./operate.js";
 import { filterBox, Table } from "./table.js";
 
 export const stateOf = (status) => bare(status.state, "INSTANCE_STATE_");
@@ -12,6 +13,9 @@ export const besidesOf = (status) => {
 };
 export const sourceOf = (one) => bare(one.prefixSource, "PREFIX_SOURCE_").toLowerCase();
 export const STATE_TONES = { READY: "good", SYNCING: "wait", DRAINING: "wait", CORDONED: "wait", UNHEALTHY: "bad", LOST: "bad" };
+/** What is ordered for an instance: "cordoned: a new disk, weight 0.1: canary"; "" without an order. */
+export const orderedOf = (one) => [one.cordoned ? withReason("cordoned", one.cordonReason) : "", weightOf(one) && withReason(weightOf(one), one.weightReason)].filter(Boolean).join(", ");
+const withReason = (ordered, reason) => (reason ? `${ordered}: ${reason}` : ordered);
 /** "", or which part of its fair share of new sessions an instance gets. */
 export const weightOf = (status) => (num(status.weight ?? 1) < 1 ? `weight ${num(status.weight)}` : "");
 export const decisionsOf = (id) => `#/decisions?instance=${encodeURIComponent(id)}`;
@@ -23,6 +27,8 @@ export function hitRate(load) {
   return queries ? num(load.prefixCacheHits) / queries : undefined;
 }
 
+// How often orders are asked for.
+const ORDERS_MS = 15000;
 // Figures of the last minute, from the counters that this page has seen: instance and incarnation -> [time, queries, hits].
 const WINDOW_MS = 60000;
 const samples = new Map();
@@ -95,6 +101,7 @@ export function fleetView(app, query) {
     empty: "No agent has reported an instance to this router.",
   });
   const tiles = new Tiles();
+  const orders = new OrdersForNobody(app);
   const shown = el("span", { className: "muted" });
   let words = wordsOf(query.get("filter") ?? "");
   const matches = (status) => {
@@ -114,8 +121,40 @@ export function fleetView(app, query) {
     draw();
   });
   filter.value = query.get("filter") ?? "";
-  const element = el("section", {}, el("div", { className: "head" }, el("h1", { tabIndex: -1 }, "Fleet"), filter, shown), tiles.element, table.element);
-  return { element, title: "Fleet", refresh: async () => draw() };
+  const element = el("section", {}, el("div", { className: "head" }, el("h1", { tabIndex: -1 }, "Fleet"), filter, shown), tiles.element, table.element, orders.element);
+  const refresh = async () => {
+    draw();
+    await orders.refresh();
+  };
+  return { element, title: "Fleet", refresh };
+}
+
+/** The orders for ids that no agent reports, which stand in no row. There may be thousands of orders: not asked for each time. */
+class OrdersForNobody {
+  constructor(app) {
+    this.app = app;
+    this.askedAt = -Infinity;
+    this.list = el("ul", {});
+    this.element = el("section", { hidden: true }, el("h2", {}, "Orders for instances that no agent reports"), this.list);
+  }
+
+  async refresh() {
+    if (Date.now() - this.askedAt < ORDERS_MS) return;
+    this.askedAt = Date.now();
+    const { orders = [] } = await this.app.list("ListInstanceOrders", "orders");
+    const nobodys = orders.filter((one) => !one.instanceKnown);
+    this.element.hidden = !nobodys.length;
+    this.list.replaceChildren(...nobodys.map((one) => this.row(one)));
+  }
+
+  row(order) {
+    const lifted = () => {
+      this.askedAt = -Infinity;
+    };
+    const title = this.app.who.operate ? "" : "Needs an operator's token";
+    const lift = el("button", { type: "button", disabled: !this.app.who.operate, title, onclick: () => askLift(this.app, order, lifted) }, "Lift");
+    return el("li", {}, el("span", { className: "id" }, order.instanceId), ` ${orderedOf(order)} `, lift);
+  }
 }
 
 class Tiles {

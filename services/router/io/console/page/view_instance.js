@@ -5,7 +5,7 @@ import { age, bare, count, num, percent, seconds } from "./format.js";
 import { askCordon, askDrain, askWeight } from "./operate.js";
 import { Table } from "./table.js";
 import { DECISION_COLUMNS } from "./view_decisions.js";
-import { besidesOf, decisionsOf, hitRate, sourceOf, stateOf, STATE_TONES, weightOf } from "./view_fleet.js";
+import { besidesOf, decisionsOf, hitRate, orderedOf, sourceOf, stateOf, STATE_TONES } from "./view_fleet.js";
 import { SESSION_COLUMNS } from "./view_sessions.js";
 
 export function instanceView(app, id) {
@@ -44,8 +44,6 @@ export function instanceView(app, id) {
   return { element, title: id, up: "#/fleet", refresh };
 }
 
-const withReason = (ordered, reason) => (reason ? `${ordered}: ${reason}` : ordered);
-
 function described(status) {
   const { instance, load } = status;
   const sampled = load ? `${age(num(load.sampleAgeMs) / 1000)} old${status.stale ? ", stale: not used in decisions" : ""}` : "none yet";
@@ -54,7 +52,7 @@ function described(status) {
     "div", { className: "columns" },
     el("div", {}, el("h2", {}, "Now"), facts([
       ["State", el("span", {}, pill(stateOf(status).toLowerCase(), STATE_TONES[stateOf(status)]), besidesOf(status) ? ` and ${besidesOf(status)}` : "", status.circuitOpen ? " fails requests: left alone, tried now and then" : "")],
-      ["Ordered", [status.cordoned ? withReason("cordoned", status.cordonReason) : "", weightOf(status) && withReason(weightOf(status), status.weightReason)].filter(Boolean).join(", ")],
+      ["Ordered", orderedOf(status)],
       ["Agent spoke", `${age(seconds(status.reportAge))} ago`],
       ["Open requests", count(status.numRequests)],
       ["To prefill", `${count(status.pendingPrefillTokens)} tok`],
