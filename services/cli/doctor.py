@@ -8,6 +8,7 @@ import ssl
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,8 +17,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman.cli.instance_commands import order_words, orders_of
-from pointsman.cli.router_call import dial, operator
+from pointsman.cli.instance_commands import order_words, orders_of, state_words
+from pointsman.cli.router_call import credentials, dial
 from pointsman.common.core.block_keys import KEY_TOKENS
 from pointsman.common.io.pages import whole
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
@@ -26,6 +27,8 @@ TIMEOUT_S = 10.0
 STALE_REPORT_S = 5.0
 CLOCK_SKEW_S = 2.0
 LONG_CORDONED_S = 86_400.0
+# The others get nothing new.
+PLACEABLE = (fleet_pb2.INSTANCE_STATE_SYNCING, fleet_pb2.INSTANCE_STATE_READY, fleet_pb2.INSTANCE_STATE_LOST)
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ def examine(
     base URLs of their /health). Sends each engine one token's work."""
     findings: list[Finding] = []
     with dial(router) as channel:
-        shown = operator()
+        shown = credentials()
         try:
             health = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(service="pointsman.router.v1.PlacementService"), timeout=TIMEOUT_S
@@ -75,7 +78,9 @@ def examine(
             )
         except grpc.RpcError as error:
             code, details = error.code().name, error.details()
-            advice = "is it running, and is POINTSMAN_OPERATOR_TOKEN (or POINTSMAN_TOKEN_DIR) its operator's token?"
+            advice = (
+                "is it running, and is POINTSMAN_OPERATOR_TOKEN, POINTSMAN_OBSERVER_TOKEN or POINTSMAN_TOKEN_DIR its?"
+            )
             findings.append(Finding(Finding.FAIL, "router", f"{router}: {code}: {details}", advice))
         else:
             serving = health.status == health_pb2.HealthCheckResponse.SERVING
@@ -106,10 +111,12 @@ def _fleet(instances: list[fleet_pb2.InstanceStatus], access: EngineAccess) -> I
         )
         return
     for model in sorted({one.instance.model for one in instances}):
-        pool = [one.instance for one in instances if one.instance.model == model]
+        statuses = [one for one in instances if one.instance.model == model]
+        pool = [one.instance for one in statuses]
         sizes = sorted({one.block_size for one in pool})
+        yield from placeability(model, statuses)
         yield (
-            Finding(Finding.OK, f"model {model}", f"{len(pool)} instances, block size {sizes[0]}")
+            Finding(Finding.OK, f"model {model}", f"block size {sizes[0]}")
             if len(sizes) == 1
             else Finding(
                 Finding.WARN, f"model {model}", f"block sizes {sizes} differ", "give all its engines one --block-size"
@@ -128,6 +135,26 @@ def _fleet(instances: list[fleet_pb2.InstanceStatus], access: EngineAccess) -> I
         yield from _instance(one, access)
 
 
+def placeability(model: str, pool: Sequence[fleet_pb2.InstanceStatus]) -> Iterator[Finding]:
+    """How many instances of a model can get requests."""
+    placeable = sum(one.state in PLACEABLE for one in pool)
+    found = f"{placeable} of {len(pool)} instances placeable"
+    if placeable:
+        yield Finding(Finding.OK, f"model {model}", found)
+        return
+    counts = Counter(state_words(one) for one in pool)
+    states = ", ".join(f"{count} {words}" for words, count in sorted(counts.items()))
+    ordered = [
+        one for one in pool if one.state in (fleet_pb2.INSTANCE_STATE_CORDONED, fleet_pb2.INSTANCE_STATE_DRAINING)
+    ]
+    advice = (
+        "let one in again: pointsman uncordon INSTANCE, pointsman drain INSTANCE --resume"
+        if ordered
+        else "see each below"
+    )
+    yield Finding(Finding.FAIL, f"model {model}", f"none placeable: {states}", advice)
+
+
 def _orders(router: str) -> Iterator[Finding]:
     try:
         orders = orders_of(router)
@@ -140,14 +167,15 @@ def _orders(router: str) -> Iterator[Finding]:
 def forgotten_orders(orders: Sequence[fleet_pb2.InstanceOrder], now: float) -> Iterator[Finding]:
     """The orders that may have been forgotten at `now` (s since 1970): cordons of long ago, and what is ordered for nobody."""
     for order in orders:
-        words = order_words(order.cordoned, order.weight, order.reason)
-        undo = (
-            f"pointsman weight {order.instance_id} 1" if order.weight < 1 else f"pointsman uncordon {order.instance_id}"
+        words = order_words(order)
+        undo = "; ".join(
+            [f"pointsman uncordon {order.instance_id}"] * order.cordoned
+            + [f"pointsman weight {order.instance_id} 1"] * (order.weight < 1)
         )
         if not order.instance_known:
             found = f"{words}; no agent reports an instance of this id"
             yield Finding(Finding.WARN, order.instance_id, found, f"if it went for good: {undo}")
-        elif order.cordoned and now - order.update_time.ToNanoseconds() / 1e9 > LONG_CORDONED_S:
+        elif order.cordoned and now - order.cordon_time.ToNanoseconds() / 1e9 > LONG_CORDONED_S:
             yield Finding(
                 Finding.WARN,
                 order.instance_id,
@@ -202,24 +230,28 @@ def _kv_passes(source: agent_pb2.Instance, target: agent_pb2.Instance) -> bool:
     )
 
 
+def instance_finding(one: fleet_pb2.InstanceStatus) -> Finding:
+    """Whether an instance can get requests, and what operators have ordered for it."""
+    name, ordered, age = one.instance.instance_id, order_words(one), one.report_age.ToMilliseconds() / 1e3
+    state = state_words(one) + (f" ({ordered})" if ordered else "")
+    if one.state == fleet_pb2.INSTANCE_STATE_CORDONED:
+        if one.underlying_state in (*PLACEABLE, fleet_pb2.INSTANCE_STATE_UNSPECIFIED):
+            return Finding(Finding.OK, name, state)
+        return Finding(Finding.WARN, name, state, "see the agent's and the engine's logs before you uncordon it")
+    if one.state != fleet_pb2.INSTANCE_STATE_READY:
+        return Finding(Finding.FAIL, name, state, "see the agent's and the engine's logs")
+    if one.circuit_open:
+        found = "it failed requests one after another and is left alone"
+        return Finding(Finding.FAIL, name, found, "see the engine's log")
+    if age > STALE_REPORT_S:
+        advice = "is its agent overloaded, or the network cut?"
+        return Finding(Finding.WARN, name, f"last report {age:.0f} s ago", advice)
+    return Finding(Finding.OK, name, f"{state}, vLLM {one.instance.engine_version}, report {age:.1f} s old")
+
+
 def _instance(one: fleet_pb2.InstanceStatus, access: EngineAccess) -> Iterator[Finding]:
     name = one.instance.instance_id
-    state = fleet_pb2.InstanceState.Name(one.state).removeprefix("INSTANCE_STATE_")
-    age = one.report_age.ToMilliseconds() / 1e3
-    if one.state == fleet_pb2.INSTANCE_STATE_CORDONED:
-        yield Finding(Finding.OK, name, f"state {state}")
-    elif one.state != fleet_pb2.INSTANCE_STATE_READY:
-        yield Finding(Finding.FAIL, name, f"state {state}", "see the agent's and the engine's logs")
-    elif one.circuit_open:
-        yield Finding(
-            Finding.FAIL, name, "it failed requests one after another and is left alone", "see the engine's log"
-        )
-    elif age > STALE_REPORT_S:
-        yield Finding(
-            Finding.WARN, name, f"last report {age:.0f} s ago", "is its agent overloaded, or the network cut?"
-        )
-    else:
-        yield Finding(Finding.OK, name, f"{state}, vLLM {one.instance.engine_version}, report {age:.1f} s old")
+    yield instance_finding(one)
     if one.instance.prefix_mode != agent_pb2.PREFIX_MODE_EXACT:
         yield Finding(
             Finding.FAIL,

@@ -24,7 +24,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from pointsman.cli.doctor import EngineAccess, Finding, examine
-from pointsman.cli.instance_commands import RouterFlag, cordon, drain, order_words, orders_of, uncordon, weight
+from pointsman.cli.instance_commands import (
+    RouterFlag,
+    cordon,
+    drain,
+    order_words,
+    orders_of,
+    state_words,
+    uncordon,
+    weight,
+    weight_words,
+)
 from pointsman.cli.policy_commands import set_policy, verify, what_if
 from pointsman.cli.router_call import DEFAULT_ROUTER, UNUSABLE, call, fail
 from pointsman.common.core.enum_words import values, word
@@ -49,8 +59,10 @@ console = Console(width=None if sys.stdout.isatty() else 180)
 
 def add_fleet_commands(app: typer.Typer) -> None:
     """Register the commands of this module."""
-    for command in (instances, explain, policies, drain, cordon, uncordon, weight, doctor):
+    for command in (instances, explain, policies, drain, cordon, uncordon, doctor):
         app.command()(command)
+    # What begins with a minus is a weight, too, though none that can be had.
+    app.command(context_settings={"ignore_unknown_options": True})(weight)
     app.command("what-if")(what_if)
     app.command("set-policy")(set_policy)
     group = typer.Typer(invoke_without_command=True)
@@ -93,8 +105,7 @@ def instances(router: RouterFlag = DEFAULT_ROUTER, model: str = "", as_json: Jso
         )
     console.print(table)
     for order in _orders_for_unknown(router):
-        words = order_words(order.cordoned, order.weight, order.reason)
-        console.print(f"{order.instance_id} is not known yet ({words})", highlight=False, markup=False)
+        console.print(f"{order.instance_id}: no agent reports it ({order_words(order)})", highlight=False, markup=False)
     console.print(
         f"policy {answer.policy.name} {_settings(answer.policy)}  router {answer.router_id}"
         + (f"  {answer.held_requests} requests held" if answer.held_requests else "")
@@ -110,8 +121,7 @@ def _orders_for_unknown(router: str) -> list[fleet_pb2.InstanceOrder]:
 
 def _state_of(one: fleet_pb2.InstanceStatus) -> str:
     """The state, what operators have ordered besides, and what is unusual about its keys."""
-    ordered = order_words(False, one.weight if one.HasField("weight") else 1.0, "")
-    remarks = [escape(words) for words in (ordered, one.order_reason) if words]
+    remarks = [escape(words) for words in (one.cordon_reason, weight_words(one)) if words]
     if one.prefix_source == fleet_pb2.PREFIX_SOURCE_APPROXIMATE:
         remarks.append("approximate")
     if one.prefix_source == fleet_pb2.PREFIX_SOURCE_NONE and one.state == fleet_pb2.INSTANCE_STATE_READY:
@@ -120,7 +130,7 @@ def _state_of(one: fleet_pb2.InstanceStatus) -> str:
         remarks.append("circuit open")
     if one.prediction_audit_failures:
         remarks.append(f"prediction audit failed {one.prediction_audit_failures}x")
-    state = fleet_pb2.InstanceState.Name(one.state).removeprefix("INSTANCE_STATE_")
+    state = state_words(one)
     return f"{state} ({', '.join(remarks)})" if remarks else state
 
 
@@ -213,7 +223,8 @@ def doctor(
     agent: Annotated[
         list[str] | None,
         typer.Option(
-            envvar="POINTSMAN_AGENT", help="base URL of an agent's /health: say what is wrong with its engines"
+            envvar="POINTSMAN_AGENT",
+            help="base URL of an agent, such as http://HOST:9101: say what is wrong with its engines",
         ),
     ] = None,
     engine_api_key: Annotated[

@@ -30,7 +30,7 @@ def call(
     settings for TLS or tokens cannot be used."""
     with dial(router) as channel:
         try:
-            return method(fleet_pb2_grpc.FleetServiceStub(channel))(request, timeout=timeout_s, metadata=operator())
+            return method(fleet_pb2_grpc.FleetServiceStub(channel))(request, timeout=timeout_s, metadata=credentials())
         except grpc.RpcError as error:
             fail(f"router {router}: {error.code().name}: {error.details()}")
 
@@ -43,12 +43,17 @@ def dial(router: str) -> grpc.Channel:
         fail(f"TLS to router {router}: {error}", UNUSABLE)
 
 
-def operator() -> tuple[tuple[str, str], ...]:
-    """Metadata that shows the operator's token, if there is one. Ends the program with 2 when its file cannot be read."""
-    try:
-        return bearer(Tokens().of("operator"))
-    except (OSError, ValueError) as error:
-        fail(f"the operator's token: {error}", UNUSABLE)
+def credentials() -> tuple[tuple[str, str], ...]:
+    """Metadata that shows the operator's token, or where there is none the observer's, which lets its bearer look; empty without
+    either. Ends the program with 2 when a file of one cannot be read."""
+    tokens = Tokens()
+    for role in ("operator", "observer"):
+        try:
+            if token := tokens.of(role):
+                return bearer(token)
+        except (OSError, ValueError) as error:
+            fail(f"the {role}'s token: {error}", UNUSABLE)
+    return ()
 
 
 def fail(message: str, status: int = 1) -> NoReturn:

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from playwright.async_api import Route, expect
 
+from pointsman.router.core.instances.instance_orders import OrderChange
 from tests.support.console_page import CONTRAST, EVIL, browser
 from tests.support.router_past import give_past
 
@@ -108,7 +109,7 @@ async def test_a_gateways_token_may_look_and_an_operators_may_act() -> None:
     async with browser(roles=True) as shown:
         page = shown.page
         await shown.open("fleet")
-        await expect(page.get_by_text("Sign in with an operator's or a gateway's token")).to_be_visible()
+        await expect(page.get_by_text("Sign in with an operator's, an observer's or a gateway's token")).to_be_visible()
         await shown.sign_in("wrong")
         await expect(page.get_by_text("No role has this token.")).to_be_visible()
         await page.keyboard.press("Escape")
@@ -130,7 +131,7 @@ async def test_a_gateways_token_may_look_and_an_operators_may_act() -> None:
         await page.get_by_role("button", name="Weight").click()
         await page.get_by_role("dialog").get_by_label("Weight").fill("0.5")
         await page.get_by_role("dialog").get_by_role("button", name="Change").click()
-        await expect(page.locator(".facts").first).to_contain_text("cordoned, weight 0.5, a new disk")
+        await expect(page.locator(".facts").first).to_contain_text("cordoned: a new disk, weight 0.5")
         await page.get_by_role("button", name="Uncordon").click()
         await page.get_by_role("dialog").get_by_role("button", name="Uncordon").click()
         await expect(page.locator(".facts").first).to_contain_text("draining")
@@ -143,6 +144,25 @@ async def test_a_gateways_token_may_look_and_an_operators_may_act() -> None:
         assert await page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie])") == '[{},{},""]'
         await page.reload()
         await expect(page.get_by_role("button", name="Sign in")).to_be_visible()
+        assert shown.wrongs == []
+
+
+async def test_orders_for_instances_that_nobody_reports_are_shown_and_lifted() -> None:
+    async with browser(roles=True) as shown:
+        router, page = shown.server.router, shown.page
+        await router.set_instance_order(OrderChange("gone", 1.0, cordoned=True, reason=EVIL))
+        await router.set_instance_order(OrderChange("gone", 1.0, weight=0.5))
+        await router.set_instance_order(OrderChange("10.0.0.0:8000", 1.0, weight=0.5))
+        await shown.open("fleet")
+        await shown.sign_in("operators")
+        orders = page.get_by_role("listitem").filter(has_text="gone")
+        await expect(orders).to_contain_text(f"cordoned: {EVIL}, weight 0.5")
+        await expect(page.get_by_role("button", name="Lift")).to_have_count(1)
+        await orders.get_by_role("button", name="Lift").click()
+        await page.get_by_role("dialog").get_by_role("button", name="Lift").click()
+        await expect(page.get_by_role("status")).to_have_text("Nothing is ordered for gone any more.")
+        await expect(orders).to_have_count(0)
+        assert [*router.state.instances.orders] == ["10.0.0.0:8000"]
         assert shown.wrongs == []
 
 
@@ -164,7 +184,7 @@ async def test_who_signs_out_asks_nothing_more() -> None:
         await asked.wait()
         # In the middle of what the page asks for every other second; the rest of that would have no token.
         await page.get_by_role("button", name="Sign out (gateway)").click()
-        await expect(page.get_by_text("Sign in with an operator's or a gateway's token")).to_be_visible()
+        await expect(page.get_by_text("Sign in with an operator's, an observer's or a gateway's token")).to_be_visible()
         async with page.expect_response("**/api/ListInstances"):
             signed_out.set()
         await page.unroute("**/api/ListInstances", slow)

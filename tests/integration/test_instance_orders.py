@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import signal
 import subprocess
-from contextlib import AsyncExitStack
+from collections import Counter
+from contextlib import AsyncExitStack, ExitStack
 from hashlib import sha1
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from redis import Redis
+from structlog.testing import capture_logs
 
 from pointsman.router.core.instances import instance_orders
 from pointsman.router.io.store import redis_scripts
@@ -36,12 +40,23 @@ async def order(client: Client, name: str, **changes: Any) -> fleet_pb2.SetInsta
 
 async def orders(client: Client) -> dict[str, tuple[bool, float, str, bool]]:
     answer = await client.fleet.ListInstanceOrders(fleet_pb2.ListInstanceOrdersRequest())
-    return {one.instance_id: (one.cordoned, one.weight, one.reason, one.instance_known) for one in answer.orders}
+    return {one.instance_id: (one.cordoned, one.weight, _reasons(one), one.instance_known) for one in answer.orders}
+
+
+def _reasons(one: fleet_pb2.InstanceOrder) -> str:
+    return ", ".join(filter(None, (one.cordon_reason, one.weight_reason)))
 
 
 def told(client: Client, **wanted: tuple[bool, float, str, bool]) -> Any:
     async def check() -> bool:
         return await orders(client) == wanted
+
+    return check
+
+
+def knows(client: Client, *names: str) -> Any:
+    async def check() -> bool:
+        return {*names} <= (await orders(client)).keys()
 
     return check
 
@@ -76,7 +91,7 @@ async def test_an_order_is_of_all_replicas_and_outlives_all_restarts(tmp_path: P
                 await Report(client).join("a", incarnation="2")
                 await Report(client).join("late")
                 known = await client.instances()
-                assert (known["a"].state, known["a"].order_reason) == (CORDONED, "a new disk"), "its engine restarted"
+                assert (known["a"].state, known["a"].cordon_reason) == (CORDONED, "a new disk"), "its engine restarted"
                 assert (known["b"].state, known["b"].weight, known["late"].weight) == (READY, 1.0, 0.25)
             # Both change one order, each another field of it.
             await asyncio.gather(order(one, "b", cordoned=True), order(two, "b", weight=0.5))
@@ -100,6 +115,81 @@ async def test_an_order_is_of_all_replicas_and_outlives_all_restarts(tmp_path: P
             with redis_server(tmp_path, port=int(url.rpartition(":")[2].partition("/")[0])):
                 await eventually(told(two, **unknown), "written again into an empty Redis")
                 assert await orders(one) == unknown
+
+
+@pytest.mark.parametrize("comes_back", ["as it was", "empty"])
+async def test_orders_of_two_replicas_without_redis_are_both_kept(tmp_path: Path, comes_back: str) -> None:
+    """What each says while Redis is away is new to the other, and none of it is lost."""
+    with ExitStack() as processes:
+        url, redis = processes.enter_context(redis_server(tmp_path))
+        shared = {"redis_url": url, "owner_lease_s": 0.5}
+        async with running(router_id="one", **shared) as (_, one), running(router_id="two", **shared) as (_, two):
+            clients = (one, two)
+            for client in clients:
+                for name in "abcd":
+                    await Report(client).join(name)
+            await order(one, "before", cordoned=True)
+            await order(two, "lifted", cordoned=True)
+            for client in clients:
+                await eventually(knows(client, "before", "lifted"), "both know what was said before")
+            os.kill(redis.pid, signal.SIGSTOP) if comes_back == "as it was" else redis.kill()
+            answers = [
+                await order(two, "a", cordoned=True, reason="a new disk"),
+                await order(one, "b", weight=0.5),
+                await order(one, "lifted", cordoned=False),
+                # One order, each another part of it.
+                await order(two, "c", cordoned=True),
+                await order(one, "c", weight=0.25),
+                # The same part of it: the later one counts, whoever writes first.
+                await order(one, "d", weight=0.75),
+                await order(two, "d", weight=0.125),
+            ]
+            assert all(answer.this_replica_only for answer in answers)
+            await two.fleet.Drain(fleet_pb2.DrainRequest(instance_id="b"))
+            policy = fleet_pb2.Policy(name="round_robin")
+            await one.fleet.SetPolicy(fleet_pb2.SetPolicyRequest(policy=policy))
+            if comes_back == "as it was":
+                os.kill(redis.pid, signal.SIGCONT)
+            else:
+                processes.enter_context(redis_server(tmp_path, port=int(url.rpartition(":")[2].partition("/")[0])))
+            wanted = {
+                "a": (True, 1.0, "a new disk", True),
+                "b": (False, 0.5, "", True),
+                "before": (True, 1.0, "", False),
+                "c": (True, 0.25, "", True),
+                "d": (False, 0.125, "", True),
+            }
+            for client in clients:
+                await eventually(told(client, **wanted), "all that was said, wherever")
+                assert (await client.instances())["b"].state == fleet_pb2.INSTANCE_STATE_DRAINING
+                listed = await client.fleet.ListInstances(fleet_pb2.ListInstancesRequest())
+                assert listed.policy.name == "round_robin"
+
+
+async def test_each_change_is_logged_by_the_router_that_was_asked_and_by_those_that_take_it_over(
+    tmp_path: Path,
+) -> None:
+    with redis_server(tmp_path) as (url, _), capture_logs() as logged:
+        shared = {"redis_url": url, "owner_lease_s": 0.5}
+        async with running(router_id="one", **shared) as (_, one), running(router_id="two", **shared) as (_, two):
+            await Report(one).join("a")
+            await order(one, "a", cordoned=True, reason="a new disk")
+            await eventually(told(two, a=(True, 1.0, "a new disk", False)), "two takes it over")
+            await order(one, "a", cordoned=False)
+            await order(one, "b", weight=0.5)
+            await eventually(told(two, b=(False, 0.5, "", False)), "two takes them over")
+            await one.fleet.Drain(fleet_pb2.DrainRequest(instance_id="a"))
+        changes = Counter(
+            (line["instance"], line["kind"], line["now"], line["reason"])
+            for line in logged
+            if line["event"] == "operators changed an instance's order"
+        )
+    assert changes.pop(("a", "drain", "1", "")) >= 1
+    assert changes == {
+        ("a", "cordon", True, "a new disk"): 2,
+        ("a", "cordon", False, ""): 2,
+        ("b", "weight", 0.5, ""): 2,
+    }
 
 
 async def test_a_heartbeat_carries_no_orders_that_its_router_has(tmp_path: Path) -> None:
@@ -168,7 +258,7 @@ async def test_orders_are_listed_in_pages_and_bounded(monkeypatch: pytest.Monkey
         for changes, said in (
             ({"weight": math.nan}, "weight: must be 0 to 1"),
             ({"weight": 2.0}, "weight: must be 0 to 1"),
-            ({}, "cordoned: cordoned, weight or reason is needed"),
+            ({}, "cordoned: cordoned or weight is needed"),
         ):
             assert await refused_as(order(client, "a", **changes)) == ("INVALID_ARGUMENT", "INVALID_FIELD", said)
         assert (await refused_as(order(client, "", cordoned=True)))[1] == "INVALID_FIELD"
@@ -193,14 +283,16 @@ async def test_by_command() -> None:
         assert await pointsman("cordon", "a", "--reason", "a new disk") == (
             "a is CORDONED, 0 requests open (cordoned: a new disk)\n"
         )
-        assert await pointsman("weight", "late", "0.1") == "late is not known yet (weight 0.1)\n"
+        assert await pointsman("weight", "late", "0.1") == "late: no agent reports it (weight 0.1)\n"
         listed = await pointsman("instances")
         assert "CORDONED (a new disk" in listed
-        assert "late is not known yet (weight 0.1)" in listed
+        assert "late: no agent reports it (weight 0.1)" in listed
         assert await pointsman("weight", "a", "0.5") == (
-            "a is CORDONED, 0 requests open (cordoned, weight 0.5: a new disk)\n"
+            "a is CORDONED, 0 requests open (cordoned: a new disk, weight 0.5)\n"
         )
         assert await pointsman("uncordon", "a") == "a is READY, 0 requests open (weight 0.5)\n"
         # Behind it is said that the cache counts as empty, where commands take longer than an agent may be silent.
         assert "READY (weight 0.5" in await pointsman("instances")
-        assert "weight: must be 0 to 1" in await pointsman("weight", "a", "1.5")
+        for given in ("1.5", "-1", "-0.5"):
+            assert "weight: must be 0 to 1" in await pointsman("weight", "a", given)
+        assert "Usage: " in await pointsman("weight", "a", "--wieght", "1")

@@ -205,6 +205,7 @@ async def test_a_store_that_is_told_to_end_as_a_command_is_written_ends(
             on_event=lambda event: None,
             on_owners=lambda: None,
             snapshot=lambda pool: iter(()),
+            merge_config=lambda before, own, stored: stored or own,
         )
         running_store = asyncio.create_task(store.run())
         await eventually(lambda: store.answered_at is not None, "a first answer")

@@ -18,8 +18,11 @@ from pointsman.common.core.block_keys import KEY_SCHEME
 from pointsman.gateway.io.routing import router_stream
 from pointsman.gateway.io.routing.router_client import RouterClient
 from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.instances.instance_orders import OrderChange
 from pointsman.router.core.load.reservations import Reservation
 from pointsman.router.core.ownership import preferred
+from pointsman.router.io.operator_config import OperatorConfig
+from pointsman.router.io.runtime import merged_operator_configs
 from pointsman.router.io.store import redis_store
 from pointsman.router.io.store.store import StoreEvent
 from pointsman.router.v1 import placement_pb2 as pb
@@ -114,6 +117,7 @@ def a_store(
     *,
     on_event: Callable[[StoreEvent], None] = lambda event: None,
     snapshot: Callable[[str], Iterator[Any]] = lambda pool: iter(()),
+    merge_config: Callable[[str, str, str], str] = lambda before, own, stored: stored or own,
 ) -> redis_store.RedisStore:
     """A router's store over that Redis."""
 
@@ -131,6 +135,7 @@ def a_store(
             on_event=on_event,
             on_owners=lambda: None,
             snapshot=snapshot,
+            merge_config=merge_config,
         )
 
 
@@ -197,6 +202,53 @@ def test_a_clock_of_redis_that_is_set_back_keeps_no_dead_router_alive() -> None:
         assert taken is not None
         assert taken.router_id != owner.router_id
         assert [one.router_id for one in other.replicas()] == [taken.router_id]
+
+    virtually(work())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_order_is_lost_however_redis_fails(seed: int) -> None:
+    """Three replicas are told orders while Redis stops, loses replies, carries out late what was sent, or comes back empty. When
+    it is well again all three and Redis have the last order for each instance."""
+
+    async def work() -> None:
+        rng = random.Random(seed)
+        network, redis = Network(random.Random(seed)), VirtualRedis()
+        stores: dict[str, redis_store.RedisStore] = {}
+        taken: dict[str, OperatorConfig] = {}
+        wanted: dict[str, float] = {}
+
+        async def serve(name: str) -> None:
+            stores[name] = store = a_store(network, redis, name, merge_config=merged_operator_configs)
+            store.on_operator_config = lambda text: taken.update({name: OperatorConfig.read(text)})
+            await store.run()
+
+        async def tell(name: str, instance: str, weight: float) -> None:
+            change = OrderChange(instance, asyncio.get_running_loop().time(), weight=weight, reason=str(weight))
+            await stores[name].change_operator_config(
+                lambda text: OperatorConfig.read(text).with_order(change).written()
+            )
+
+        for name in ("one", "two", "three"):
+            Node(name).spawn(serve(name))
+        await asyncio.sleep(1.0)
+        for number in range(30):
+            redis.flaky, redis.down = rng.random() < 0.3, rng.random() < 0.3
+            if rng.random() < 0.2:
+                redis.stopped_until = asyncio.get_running_loop().time() + rng.uniform(0.0, 3.0)
+            if rng.random() < 0.1:
+                redis.wipe()
+            # An instance's orders come one after the other, those of several at any replicas at once.
+            told = {f"i{rng.randrange(4)}": (number * 3 + one + 1) / 100 for one in range(3)}
+            await asyncio.gather(*(tell(rng.choice(sorted(stores)), *each) for each in told.items()))
+            wanted |= told
+            await asyncio.sleep(rng.choice([0.01, 0.1, 2.0]))
+        redis.flaky = redis.down = False
+        await asyncio.sleep(8.0)
+        kept = OperatorConfig.read(redis.hash("pointsman:{f}:config")["config"])
+        for config in (kept, *taken.values()):
+            assert {name: order.weight for name, order in config.orders_in_force.items()} == wanted
+            assert all(order.weight_reason == str(order.weight) for order in config.orders.values())
 
     virtually(work())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -18,6 +19,8 @@ from pointsman.common.io.reloading_file import ReloadingFile
 S = TypeVar("S", bound=BaseSettings)
 # json_schema_extra of a field that is given by its place on the command line.
 ARGUMENT: dict[str, Any] = {"argument": True}
+# As rich.markup.escape has it, whose import would cost each service memory that only --help needs.
+_MARKUP = re.compile(r"(\\*)(\[[a-zA-Z#/@][^[]*?\])")
 
 
 def _url(value: str) -> str:
@@ -66,7 +69,8 @@ class Tokens(BaseSettings):
     gateway_token: SecretStr = Field(SecretStr(""), description="what gateways show to routers")
     operator_token: SecretStr = Field(SecretStr(""), description="what people show to routers")
     observer_token: SecretStr = Field(
-        SecretStr(""), description="what shadows show to routers: they look and ask, no more"
+        SecretStr(""),
+        description="what shadows show to routers, and commands where there is no operator's: they look and ask, no more",
     )
     token_dir: Path | None = Field(
         None,
@@ -149,12 +153,12 @@ def add_settings_command(
         [_parameter(key, field) for key, field in settings.model_fields.items()]
     )
     command.__annotations__ = {key: _flag_type(field) for key, field in settings.model_fields.items()}
-    app.command(name, help=help_)(command)
+    app.command(name, help=_as_it_is(help_))(command)
 
 
 def _flag_type(field: FieldInfo) -> Any:
     default = "" if field.is_required() else str(field.get_default(call_default_factory=True))
-    text = f"{field.description} (default: {default})" if default else field.description
+    text = _as_it_is(f"{field.description} (default: {default})" if default else field.description or "")
     kind: Any = str | None
     if field.json_schema_extra == ARGUMENT:
         return Annotated[kind, typer.Argument(help=text, show_default=False)]
@@ -163,6 +167,11 @@ def _flag_type(field: FieldInfo) -> Any:
     elif str(field.annotation).startswith("list"):
         kind = list[str] | None
     return Annotated[kind, typer.Option(help=text, show_default=False)]
+
+
+def _as_it_is(text: str) -> str:
+    """A text that typer's help shows so: it takes words in square brackets for rich's markup, and leaves them out."""
+    return _MARKUP.sub(r"\1\1\\\2", text)
 
 
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:

@@ -32,7 +32,7 @@ from pointsman.router.core.usage_accounts import UsageAccounts
 from pointsman.router.io.convert import gateway_messages, usage_messages
 from pointsman.router.io.convert.operator_messages import policy_etag
 from pointsman.router.io.convert.told_fleet import ToldFleet
-from pointsman.router.io.operator_config import OperatorConfig
+from pointsman.router.io.operator_config import OperatorConfig, contradictions
 from pointsman.router.io.settings import RouterSettings
 from pointsman.router.io.store.redis_store import RedisStore
 from pointsman.router.io.store.store import MemoryStore, Store, StoreEffect
@@ -53,6 +53,8 @@ TICK_S = 0.5
 SWEEP_PAUSE_S = 0.02
 # A timer may fire some part of a millisecond early; set anew for less than this it would spin.
 LEAST_TIMER_S = 0.001
+# A router that starts takes all orders at once.
+MAX_LOGGED_CHANGES = 100
 
 
 class ReplicaInfo(msgspec.Struct):
@@ -157,6 +159,7 @@ class Router:
         self._told_fleet = ToldFleet(settings.ownerless_timeout_s)
         self._fleet_untold = False  # the fleet has changed in this turn, and nobody has been told
         self._told_shared_names: dict[str, list[str]] = {}
+        self._operator_config = OperatorConfig()  # as it was last taken
         if url:
             self.store = RedisStore(
                 url,
@@ -168,6 +171,7 @@ class Router:
                 on_event=self.submit,
                 on_owners=self._tell_gateways,
                 snapshot=self._snapshot,
+                merge_config=merged_operator_configs,
             )
         else:
             self.store = MemoryStore(settings.router_id)
@@ -222,7 +226,7 @@ class Router:
             # What the shared store has, which another replica may have changed by now.
             if etag and (found := policy_etag(self._policy_of(config).ref())) != etag:
                 raise PolicyChanged(found)
-            return replace(config, policy=(ref.name, dict(ref.settings)))
+            return config.with_policy((ref.name, dict(ref.settings)), time.time())
 
         return await self._change_config(change)
 
@@ -235,14 +239,8 @@ class Router:
 
     async def drain(self, info: InstanceInfo, resume: bool) -> bool:
         """Let the instance get nothing new from any replica while its incarnation lasts, or again. False as for set_policy."""
-
-        def lasts(instance_id: str, incarnation: str) -> bool:
-            record = self.state.instances.get(instance_id)
-            return record is None or record.info.incarnation == incarnation
-
-        return await self._change_config(
-            lambda config: config.with_drain(info.instance_id, "" if resume else info.incarnation, lasts)
-        )
+        incarnation = "" if resume else info.incarnation
+        return await self._change_config(lambda config: config.with_drain(info.instance_id, incarnation, time.time()))
 
     async def set_instance_order(self, change: OrderChange) -> bool:
         """Change the order for an instance, known or not, at all replicas. False as for set_policy. Raises TooManyOrders."""
@@ -254,7 +252,7 @@ class Router:
                 config = OperatorConfig.read(text)
             except msgspec.MsgspecError:
                 config = OperatorConfig()  # of a replica in another version, and said so in the log when it came
-            return msgspec.json.encode(change(config)).decode()
+            return change(config).written()
 
         return await self.store.change_operator_config(changed)
 
@@ -494,8 +492,9 @@ class Router:
     def _take_operator_config(self, text: str) -> None:
         try:
             config = OperatorConfig.read(text)
+            self._log_changes(config)
             self.submit(ev.DrainsChanged(config.drained))
-            self.submit(ev.OrdersChanged(config.orders))
+            self.submit(ev.OrdersChanged(config.orders_in_force))
             policy = make_policy(*config.policy) if config.policy else self.state.policy
         except (msgspec.MsgspecError, SettingError) as error:
             # Of a replica in another version: better two policies than none.
@@ -504,6 +503,25 @@ class Router:
         if policy.ref() != self.state.policy.ref():
             log.info("the fleet's policy is applied", policy=policy.ref().name)
             self.state.policy = policy
+
+    def _log_changes(self, config: OperatorConfig) -> None:
+        """Tell of drains and orders, on the router that was asked and on all that take them over."""
+        before, self._operator_config = self._operator_config, config
+        # What was not in force and is not now is not told: a router that starts takes orders that were lifted, too.
+        changes = [
+            one for one in config.changes(before) if one.kind != "policy" and (one.now != one.before or one.reason)
+        ]
+        for one in changes[:MAX_LOGGED_CHANGES]:
+            log.info(
+                "operators changed an instance's order",
+                instance=one.instance_id,
+                kind=one.kind,
+                now=one.now,
+                before=one.before,
+                reason=one.reason,
+            )
+        if (left := len(changes) - MAX_LOGGED_CHANGES) > 0:
+            log.info("operators changed more orders", count=left)
 
     def _check_ready(self) -> None:
         ready = not self.state.starting(time.monotonic())
@@ -549,3 +567,25 @@ class Router:
 
 def _changing(request_id: str, pool: str) -> ev.Refused:
     return not_serving(request_id, pool, "the pool's owner is changing")
+
+
+def merged_operator_configs(before: str, own: str, stored: str) -> str:
+    """What this router and the store have of operators' configuration together, each made from what the store had `before`: of
+    orders that contradict each other the later one, which is logged. The store's as it is where one cannot be read: that is of a
+    version which understands another."""
+    try:
+        known, ours, theirs = (OperatorConfig.read(text) for text in (before, own, stored))
+    except msgspec.MsgspecError:
+        return stored
+    for counts, earlier in contradictions(known, ours, theirs):
+        log.warning(
+            "two orders that were given apart contradict each other; the later one counts",
+            instance=counts.instance_id,
+            kind=counts.kind,
+            counts=counts.now,
+            reason=counts.reason,
+            set_aside=earlier.now,
+            set_aside_reason=earlier.reason,
+        )
+    merged = ours.merged(theirs)
+    return stored if merged == theirs else merged.written()

@@ -1,4 +1,4 @@
-"""What the doctor says of KV transfers, and of orders that may have been forgotten."""
+"""What the doctor says of KV transfers, of instances' states, and of orders that may have been forgotten."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman.cli.doctor import Finding, forgotten_orders, transfers
+from pointsman.cli.doctor import Finding, forgotten_orders, instance_finding, placeability, transfers
 from pointsman.router.io.convert.times import timestamp
 from pointsman.router.v1 import fleet_pb2
 from tests.support.processes.process import free_port
@@ -73,16 +73,56 @@ def test_cordons_of_long_ago_and_orders_for_nobody_are_told_of() -> None:
     day = 86_400.0
 
     def order(name: str, set_at: float, **ordered: object) -> fleet_pb2.InstanceOrder:
-        values = {"weight": 1.0, "instance_known": True, "update_time": timestamp(set_at), **ordered}
+        values = {"weight": 1.0, "instance_known": True, "cordon_time": timestamp(set_at), **ordered}
         return fleet_pb2.InstanceOrder(instance_id=name, **values)  # type: ignore[arg-type]
 
     orders = [
         order("new", 2 * day, cordoned=True),
-        order("old", day / 2, cordoned=True, reason="a new disk"),
+        order("old", day / 2, cordoned=True, cordon_reason="a new disk"),
         order("light", 0.0, weight=0.5),
         order("gone", 2 * day, weight=0.5, instance_known=False),
+        order("both", 2 * day, cordoned=True, weight=0.5, weight_reason="canary", instance_known=False),
     ]
-    assert [(one.level, one.check, one.found) for one in forgotten_orders(orders, 2 * day)] == [
-        (Finding.WARN, "old", "cordoned: a new disk; for more than a day"),
-        (Finding.WARN, "gone", "weight 0.5; no agent reports an instance of this id"),
+    nobody = "no agent reports an instance of this id"
+    assert [(one.level, one.check, one.found, one.advice) for one in forgotten_orders(orders, 2 * day)] == [
+        (Finding.WARN, "old", "cordoned: a new disk; for more than a day", "pointsman uncordon old"),
+        (Finding.WARN, "gone", f"weight 0.5; {nobody}", "if it went for good: pointsman weight gone 1"),
+        (
+            Finding.WARN,
+            "both",
+            f"cordoned, weight 0.5: canary; {nobody}",
+            "if it went for good: pointsman uncordon both; pointsman weight both 1",
+        ),
     ]
+
+
+def status(state: str, besides: str = "READY", **values: object) -> fleet_pb2.InstanceStatus:
+    return fleet_pb2.InstanceStatus(
+        state=fleet_pb2.InstanceState.Value(f"INSTANCE_STATE_{state}"),
+        underlying_state=fleet_pb2.InstanceState.Value(f"INSTANCE_STATE_{besides}"),
+        **values,  # type: ignore[arg-type]
+    )
+
+
+def test_a_model_of_which_no_instance_is_placeable_fails() -> None:
+    pool = [status("CORDONED"), status("CORDONED", "UNHEALTHY"), status("UNHEALTHY", "UNHEALTHY"), status("CORDONED")]
+    [finding] = placeability("m", pool)
+    assert (finding.level, finding.check) == (Finding.FAIL, "model m")
+    assert finding.found == "none placeable: 2 CORDONED, 1 CORDONED, UNHEALTHY, 1 UNHEALTHY"
+    assert "pointsman uncordon" in finding.advice
+    [finding] = placeability("m", [*pool, status("READY")])
+    assert (finding.level, finding.found) == (Finding.OK, "1 of 5 instances placeable")
+
+
+def test_a_cordon_does_not_hide_that_the_engine_is_away() -> None:
+    dead = status("CORDONED", "UNHEALTHY", cordoned=True, cordon_reason="a new disk", weight=0.5)
+    found = instance_finding(dead)
+    assert (found.level, found.found) == (Finding.WARN, "CORDONED, UNHEALTHY (cordoned: a new disk, weight 0.5)")
+    well = status("CORDONED", cordoned=True, weight=1.0)
+    assert (instance_finding(well).level, instance_finding(well).found) == (Finding.OK, "CORDONED (cordoned)")
+
+
+def test_the_weight_of_an_instance_is_told() -> None:
+    ready = status("READY", weight=0.1, weight_reason="canary")
+    assert instance_finding(ready).found.startswith("READY (weight 0.1: canary), vLLM")
+    assert instance_finding(status("UNHEALTHY", "UNHEALTHY", weight=0.1)).found == "UNHEALTHY (weight 0.1)"

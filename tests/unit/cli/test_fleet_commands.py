@@ -8,7 +8,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from pointsman.cli import fleet_commands
+from pointsman.cli import fleet_commands, router_call
+from pointsman.common.io.auth import bearer
 
 COMMANDS = (
     ["instances"],
@@ -58,3 +59,24 @@ def test_a_route_class_that_there_is_not_is_said() -> None:
     done = CliRunner().invoke(app, ["decisions", "--route-class", "warm"])
     assert done.exit_code == 2
     assert done.output == "pointsman: --route-class warm: one of LIGHT, MEDIUM, HEAVY is needed\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "variables", "shown"),
+    [
+        (["observer"], [], "observer of the folder"),
+        ([], ["OBSERVER"], "OBSERVER of the environment"),
+        (["observer", "operator"], [], "operator of the folder"),
+        (["observer"], ["OPERATOR"], "OPERATOR of the environment"),
+        ([], [], ""),
+    ],
+)
+def test_who_has_an_observer_s_token_alone_shows_that(
+    files: list[str], variables: list[str], shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POINTSMAN_TOKEN_DIR", str(tmp_path))
+    for role in files:
+        (tmp_path / role).write_text(f"{role} of the folder\n")
+    for role in variables:
+        monkeypatch.setenv(f"POINTSMAN_{role}_TOKEN", f"{role} of the environment")
+    assert router_call.credentials() == bearer(shown)

@@ -136,6 +136,7 @@ async def test_router_may_keep_its_state_and_is_no_administrator(redis_url: tupl
     store = RedisStore(
         redis_url[0], router_id="a", fleet="default", lease_s=2.0, settle_s=5.0, affinity_ttl_s=60.0,
         on_event=events.append, on_owners=lambda: None, snapshot=lambda pool: [],
+        merge_config=lambda before, own, stored: stored or own,
     )  # fmt: skip
     store.compete_for(["m"])
     running = asyncio.create_task(store.run())

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.instances.instance_orders import (
+    MAX_LIFTED,
     MAX_ORDERS,
     InstanceOrder,
     InvalidOrder,
@@ -22,7 +23,7 @@ from pointsman.router.core.instances.instance_orders import (
 from pointsman.router.core.instances.saturation import SaturationLimits
 from pointsman.router.core.instances.session_shares import SessionShares
 from pointsman.router.core.router_state import RouterState
-from pointsman.router.core.types import Decision, InstanceState, KvRole, KvTransfer, StepKind
+from pointsman.router.core.types import Decision, InstanceState, KvRole, KvTransfer, Load, StepKind
 from tests.support.router_values import hello, info, join, place, request, state
 
 CORDONED = InstanceOrder(cordoned=True)
@@ -62,14 +63,23 @@ def excluded(decision: Decision) -> dict[str, str]:
 # ---- orders ----
 
 
-def test_an_order_is_changed_field_by_field_and_forgotten_when_nothing_is_left_of_it() -> None:
-    orders = changed_orders({}, OrderChange("a", 1.0, cordoned=True, reason="a new disk"))
-    orders = changed_orders(orders, OrderChange("a", 2.0, weight=0.5))
-    assert orders == {"a": InstanceOrder(cordoned=True, weight=0.5, reason="a new disk", set_at=2.0)}
-    orders = changed_orders(orders, OrderChange("a", 3.0, cordoned=False))
-    assert orders == {"a": InstanceOrder(weight=0.5, reason="a new disk", set_at=3.0)}
-    assert changed_orders(orders, OrderChange("a", 4.0, weight=1.0)) == {}
-    assert changed_orders({}, OrderChange("a", 5.0, cordoned=False)) == {}
+def test_a_cordon_and_a_weight_are_changed_apart_and_have_reasons_of_their_own() -> None:
+    orders = changed_orders({}, OrderChange("a", 1.0, weight=0.1, reason="canary"))
+    orders = changed_orders(orders, OrderChange("a", 2.0, cordoned=True, reason="a new disk"))
+    assert orders == {"a": InstanceOrder(True, 0.1, "a new disk", "canary", 2.0, 1.0)}
+    orders = changed_orders(orders, OrderChange("a", 3.0, cordoned=True))
+    orders = changed_orders(orders, OrderChange("a", 4.0, weight=0.2))
+    assert orders == {"a": InstanceOrder(True, 0.2, "a new disk", "canary", 3.0, 4.0)}, "each keeps its reason"
+    orders = changed_orders(orders, OrderChange("a", 5.0, cordoned=False))
+    assert orders == {"a": InstanceOrder(False, 0.2, "", "canary", 5.0, 4.0)}
+    orders = changed_orders(orders, OrderChange("a", 6.0, weight=1.0))
+    assert orders == {"a": InstanceOrder(cordon_set_at=5.0, weight_set_at=6.0)}
+    assert not orders["a"].in_force
+
+
+def test_a_change_is_later_than_what_it_replaces_whatever_the_clocks_say() -> None:
+    ahead = changed_orders({}, OrderChange("a", 1e9, cordoned=True))
+    assert changed_orders(ahead, OrderChange("a", 5.0, cordoned=False))["a"].cordon_set_at > 1e9
 
 
 def test_orders_are_bounded() -> None:
@@ -77,7 +87,12 @@ def test_orders_are_bounded() -> None:
     with pytest.raises(TooManyOrders):
         changed_orders(full, OrderChange("one more", 1.0, cordoned=True))
     assert len(changed_orders(full, OrderChange("7", 1.0, weight=0.0))) == MAX_ORDERS
-    assert len(changed_orders(full, OrderChange("7", 1.0, cordoned=False))) == MAX_ORDERS - 1
+    less = changed_orders(full, OrderChange("7", 1.0, cordoned=False))
+    assert changed_orders(less, OrderChange("one more", 2.0, cordoned=True))["one more"].cordoned
+    for number in range(MAX_LIFTED + 5):
+        less = changed_orders(less, OrderChange(f"lifted{number}", 3.0 + number, cordoned=False))
+    assert len(less) == MAX_ORDERS - 1 + MAX_LIFTED, "of those that are lifted the oldest are forgotten"
+    assert f"lifted{MAX_LIFTED + 4}" in less
 
 
 @pytest.mark.parametrize(
@@ -85,12 +100,12 @@ def test_orders_are_bounded() -> None:
     [
         (OrderChange("", 0.0, cordoned=True), "instance_id"),
         (OrderChange("a" * 257, 0.0, cordoned=True), "instance_id"),
-        (OrderChange("a", 0.0), "cordoned"),
+        (OrderChange("a", 0.0, reason="why"), "cordoned"),
         (OrderChange("a", 0.0, weight=math.nan), "weight"),
         (OrderChange("a", 0.0, weight=-0.1), "weight"),
         (OrderChange("a", 0.0, weight=1.1), "weight"),
         (OrderChange("a", 0.0, weight=math.inf), "weight"),
-        (OrderChange("a", 0.0, reason="a" * 301), "reason"),
+        (OrderChange("a", 0.0, cordoned=True, reason="a" * 301), "reason"),
     ],
 )
 def test_what_no_order_can_have_is_refused(change: OrderChange, field: str) -> None:
@@ -121,6 +136,14 @@ def test_a_cordon_keeps_new_work_away_over_restarts_of_the_engine_until_it_is_li
     order(router)
     assert excluded(would(router)) == {"i0": "", "i1": ""}
     router.check_invariants()
+
+
+def test_a_cordon_does_not_hide_what_the_engine_is() -> None:
+    router = fleet(2)
+    router.handle(ev.LoadReported(0, "i0", Load(0.0, healthy=False)), 0.0)
+    order(router, i0=CORDONED, i1=CORDONED)
+    seen = [(record.state.value, record.underlying_state.value) for record in router.instances.records()]
+    assert seen == [("CORDONED", "UNHEALTHY"), ("CORDONED", "READY")]
 
 
 def test_an_order_for_an_id_that_is_not_known_waits_for_it() -> None:

@@ -8,6 +8,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.instances.instance_orders import InstanceOrder
 from pointsman.router.core.prefill_curve import DEFAULT_CURVE
 from pointsman.router.core.priority import Priority
 from pointsman.router.core.router_state import RouterState
@@ -52,7 +53,10 @@ def test_the_state_is_told_as_it_is_when_asked() -> None:
     join(fleet, "a", 1, [1, 2, 3], now=2.0)
     fleet.handle(ev.LoadReported(1, "a", Load(2.0, running=4, waiting=1, kv_usage=0.5)), 3.0)
     decided(fleet, "r")
+    both = InstanceOrder(cordoned=True, weight=0.5)
+    fleet.handle(ev.OrdersChanged({"gone": both, "b": InstanceOrder(weight=0.0)}), 4.0)
     told = read(telemetry)
+    assert [at(told, "instance_orders", kind=kind) for kind in ("cordon", "weight")] == [1, 2]
     assert at(told, "instances", model="m", state="READY") == 1
     assert at(told, "instances", model="m", state="LOST") == 0
     assert at(told, "pool_owned", model="m") == 1

@@ -339,7 +339,9 @@ class InstanceStatus(_message.Message):
     STALE_FIELD_NUMBER: _builtins.int
     CORDONED_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
-    ORDER_REASON_FIELD_NUMBER: _builtins.int
+    CORDON_REASON_FIELD_NUMBER: _builtins.int
+    WEIGHT_REASON_FIELD_NUMBER: _builtins.int
+    UNDERLYING_STATE_FIELD_NUMBER: _builtins.int
     state: Global___InstanceState.ValueType
     """state now."""
     num_requests: _builtins.int
@@ -374,8 +376,12 @@ class InstanceStatus(_message.Message):
     """cordoned: nothing new goes there, by an InstanceOrder."""
     weight: _builtins.float
     """weight of its InstanceOrder, 1 without one; absent from routers that do not know of weights."""
-    order_reason: _builtins.str
-    """order_reason is the reason of its InstanceOrder; empty without one."""
+    cordon_reason: _builtins.str
+    """cordon_reason is that of its InstanceOrder; empty without one."""
+    weight_reason: _builtins.str
+    """weight_reason is that of its InstanceOrder; empty without one."""
+    underlying_state: Global___InstanceState.ValueType
+    """underlying_state is what state would be without a cordon or a drain: SYNCING, READY, UNHEALTHY or LOST."""
     @_builtins.property
     def instance(self) -> _agent_pb2.Instance:
         """instance as its agent described it."""
@@ -410,11 +416,13 @@ class InstanceStatus(_message.Message):
         stale: _builtins.bool = ...,
         cordoned: _builtins.bool = ...,
         weight: _builtins.float | None = ...,
-        order_reason: _builtins.str = ...,
+        cordon_reason: _builtins.str = ...,
+        weight_reason: _builtins.str = ...,
+        underlying_state: Global___InstanceState.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "instance", b"instance", "load", b"load", "report_age", b"report_age", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "approximate_keys", b"approximate_keys", "circuit_open", b"circuit_open", "cordoned", b"cordoned", "instance", b"instance", "keys", b"keys", "load", b"load", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "order_reason", b"order_reason", "pending_prefill_tokens", b"pending_prefill_tokens", "prediction_audit_failures", b"prediction_audit_failures", "prefix_reason", b"prefix_reason", "prefix_source", b"prefix_source", "provisional_keys", b"provisional_keys", "report_age", b"report_age", "sessions", b"sessions", "stale", b"stale", "state", b"state", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "approximate_keys", b"approximate_keys", "circuit_open", b"circuit_open", "cordon_reason", b"cordon_reason", "cordoned", b"cordoned", "instance", b"instance", "keys", b"keys", "load", b"load", "num_requests", b"num_requests", "ongoing_decode_tokens", b"ongoing_decode_tokens", "ongoing_tokens", b"ongoing_tokens", "pending_prefill_tokens", b"pending_prefill_tokens", "prediction_audit_failures", b"prediction_audit_failures", "prefix_reason", b"prefix_reason", "prefix_source", b"prefix_source", "provisional_keys", b"provisional_keys", "report_age", b"report_age", "sessions", b"sessions", "stale", b"stale", "state", b"state", "underlying_state", b"underlying_state", "weight", b"weight", "weight_reason", b"weight_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
     _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
@@ -607,9 +615,11 @@ class InstanceOrder(_message.Message):
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     CORDONED_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
-    REASON_FIELD_NUMBER: _builtins.int
-    UPDATE_TIME_FIELD_NUMBER: _builtins.int
+    CORDON_REASON_FIELD_NUMBER: _builtins.int
+    CORDON_TIME_FIELD_NUMBER: _builtins.int
     INSTANCE_KNOWN_FIELD_NUMBER: _builtins.int
+    WEIGHT_REASON_FIELD_NUMBER: _builtins.int
+    WEIGHT_TIME_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """instance_id of the instance."""
     cordoned: _builtins.bool
@@ -619,13 +629,19 @@ class InstanceOrder(_message.Message):
     session in a hundred. A request without a session counts as a new one. Sessions that live there stay; with 0 they alone do.
     Where no instance of full weight can take a request, the others take it all the same. Always present.
     """
-    reason: _builtins.str
-    """reason for people; empty when none was given."""
+    cordon_reason: _builtins.str
+    """cordon_reason for people; empty when none was given."""
     instance_known: _builtins.bool
     """instance_known: an agent reports an instance of this id to the router that answers."""
+    weight_reason: _builtins.str
+    """weight_reason for people; empty when none was given."""
     @_builtins.property
-    def update_time(self) -> _timestamp_pb2.Timestamp:
-        """update_time is when the order was last changed, by the clock of the router that was asked."""
+    def cordon_time(self) -> _timestamp_pb2.Timestamp:
+        """cordon_time is when the cordon was set last, by the clock of the router that was asked; absent without one."""
+
+    @_builtins.property
+    def weight_time(self) -> _timestamp_pb2.Timestamp:
+        """weight_time is when the weight was set last, as cordon_time; absent where it is 1."""
 
     def __init__(
         self,
@@ -633,13 +649,15 @@ class InstanceOrder(_message.Message):
         instance_id: _builtins.str = ...,
         cordoned: _builtins.bool = ...,
         weight: _builtins.float | None = ...,
-        reason: _builtins.str = ...,
-        update_time: _timestamp_pb2.Timestamp | None = ...,
+        cordon_reason: _builtins.str = ...,
+        cordon_time: _timestamp_pb2.Timestamp | None = ...,
         instance_known: _builtins.bool = ...,
+        weight_reason: _builtins.str = ...,
+        weight_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "update_time", b"update_time", "weight", b"weight"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "cordon_time", b"cordon_time", "weight", b"weight", "weight_time", b"weight_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "cordoned", b"cordoned", "instance_id", b"instance_id", "instance_known", b"instance_known", "reason", b"reason", "update_time", b"update_time", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "cordon_reason", b"cordon_reason", "cordon_time", b"cordon_time", "cordoned", b"cordoned", "instance_id", b"instance_id", "instance_known", b"instance_known", "weight", b"weight", "weight_reason", b"weight_reason", "weight_time", b"weight_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
     _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
@@ -649,8 +667,8 @@ Global___InstanceOrder: _TypeAlias = InstanceOrder  # noqa: Y015
 
 @_typing.final
 class SetInstanceOrderRequest(_message.Message):
-    """SetInstanceOrderRequest changes an order; at least one of the optional fields is needed, and those that are absent stay as they
-    are. An order with neither a cordon nor a weight below 1 is forgotten, with its reason.
+    """SetInstanceOrderRequest changes an order; cordoned or weight is needed, and what is absent stays as it is. An order with neither a
+    cordon nor a weight below 1 is none.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -666,7 +684,9 @@ class SetInstanceOrderRequest(_message.Message):
     weight: _builtins.float
     """weight, as InstanceOrder.weight."""
     reason: _builtins.str
-    """reason, at most 300 characters."""
+    """reason of what is set here, the cordon, the weight or both, at most 300 characters. Absent: where one is set anew, it keeps its
+    reason. It is forgotten with its cordon or weight.
+    """
     def __init__(
         self,
         *,

@@ -155,9 +155,9 @@ class RequestPreparer:
 
 def ttft_timeout_s(headers: Headers) -> float | None:
     """How many seconds after its request a client needs the first token; None where it does not say. Raises ApiRequestError."""
-    given = headers.get(TTFT_TIMEOUT_HEADER)
-    if not given:
+    if TTFT_TIMEOUT_HEADER not in headers:
         return None
+    given = headers.get(TTFT_TIMEOUT_HEADER)
     # Not all that float() reads: no inf, nan, 1e9 or 1_0.
     seconds = float(given) if _DECIMAL.fullmatch(given) else 0.0
     if not 0.0 < seconds <= MAX_TTFT_TIMEOUT_S:

@@ -54,8 +54,11 @@ class InstanceRecord:
         """The first of CORDONED, DRAINING, UNHEALTHY, LOST, SYNCING that holds, else READY."""
         if self.order.cordoned:
             return InstanceState.CORDONED
-        if self.draining:
-            return InstanceState.DRAINING
+        return InstanceState.DRAINING if self.draining else self.underlying_state
+
+    @property
+    def underlying_state(self) -> InstanceState:
+        """The state that it would have if operators had ordered nothing."""
         if self.load is not None and not self.load.healthy:
             return InstanceState.UNHEALTHY
         if self.lost_at is not None:

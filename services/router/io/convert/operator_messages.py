@@ -165,7 +165,9 @@ def instance_status(state: RouterState, record: InstanceRecord, now: float) -> f
         prediction_audit_failures=record.prediction_audit.failures,
         cordoned=record.order.cordoned,
         weight=record.order.weight,
-        order_reason=record.order.reason,
+        cordon_reason=record.order.cordon_reason,
+        weight_reason=record.order.weight_reason,
+        underlying_state=state_to_wire(record.underlying_state),
         stale=load is not None and now > load.sampled_at + state.settings.stale_report_s,
     )
     if load is not None:
@@ -179,9 +181,11 @@ def order_to_wire(instance_id: str, order: InstanceOrder, *, known: bool) -> fle
         instance_id=instance_id,
         cordoned=order.cordoned,
         weight=order.weight,
-        reason=order.reason,
-        update_time=timestamp(order.set_at) if order.set_at else None,
+        cordon_reason=order.cordon_reason,
+        cordon_time=timestamp(order.cordon_set_at) if order.cordoned and order.cordon_set_at else None,
         instance_known=known,
+        weight_reason=order.weight_reason,
+        weight_time=timestamp(order.weight_set_at) if order.weight < 1.0 and order.weight_set_at else None,
     )
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 # KEYS: live replicas, their addresses, what they tell of themselves, operators' configuration. ARGV: router id, address, time to
-# live in ms, what it tells of itself, the version of the configuration that it last took (0: none), the SHA-1 of that
-# configuration. Returns {{id, address, ms since its last heartbeat, what it tells} of each live replica, version, config, known}:
-# the configuration that is kept, empty where it is the caller's own, since it may have a megabyte, and 1 if the caller was known
+# live in ms, what it tells of itself, the version of the configuration that was last kept, as it knows (0: none), and its SHA-1.
+# Returns {{id, address, ms since its last heartbeat, what it tells} of each live replica, version, config, known}:
+# the configuration that is kept, empty where the caller knows it, since it may have a megabyte, and 1 if the caller was known
 # already: 0 at its first heartbeat, after a long silence, and where Redis has lost its data. A replica whose heartbeat is of the
 # future gave it before the clock was set back; if it lives it gives another at once.
 HEARTBEAT = """
@@ -36,13 +36,13 @@ if version == tonumber(ARGV[5]) and redis.sha1hex(config) == ARGV[6] then config
 return {live, version, config, known}
 """
 
-# KEYS: operators' configuration. ARGV: the version of those that the caller has changed, what it made of them. Returns {version,
-# orders} that are kept now: others than the caller's where somebody else has changed them since.
+# KEYS: operators' configuration. ARGV: the version that the caller has merged into its own, and the outcome. Returns {version,
+# configuration} that are kept now: others than the caller's where it is not this version that is kept.
 SET_CONFIG = """
 local version = tonumber(redis.call('HGET', KEYS[1], 'version') or '0')
-if version > tonumber(ARGV[1]) then return {version, redis.call('HGET', KEYS[1], 'config')} end
-redis.call('HSET', KEYS[1], 'version', ARGV[1] + 1, 'config', ARGV[2])
-return {ARGV[1] + 1, ARGV[2]}
+if version ~= tonumber(ARGV[1]) then return {version, redis.call('HGET', KEYS[1], 'config') or ''} end
+redis.call('HSET', KEYS[1], 'version', version + 1, 'config', ARGV[2])
+return {version + 1, ARGV[2]}
 """
 
 # KEYS: lease, and the pool's state: epoch, number of the last change, open reservations, session owners, their expiry, mean work.

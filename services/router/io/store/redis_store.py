@@ -103,7 +103,8 @@ class _Pool:
 class RedisStore:
     """The pools of one fleet. `on_event` gets what the state must know, `on_owners` is called when an owner changes, and
     `snapshot` gives all that this replica knows of a pool, while it goes on: None after the reservations, and where others may
-    have a turn.
+    have a turn. `merge_config` makes one of two of operators' configurations, this replica's and the one in Redis, both made from
+    what Redis had before, which comes first; the one in Redis as it is where that has all.
 
     Degraded: Redis does not answer, or does not take writes, which are counted apart. Then placements are told at once and
     nothing is recorded. When it answers again each pool is rewritten; once that has begun well, placements wait for it again."""
@@ -122,6 +123,7 @@ class RedisStore:
         on_event: Callable[[StoreEvent], object],
         on_owners: Callable[[], None],
         snapshot: Callable[[str], Iterator[StoreEffect | None]],
+        merge_config: Callable[[str, str, str], str],
     ) -> None:
         self._redis = redis.asyncio.Redis.from_url(
             url,
@@ -140,8 +142,10 @@ class RedisStore:
         self._fleet = fleet
         self._replica_keys = [f"pointsman:{{{fleet}}}:{name}" for name in ("replicas", "addresses", "replica_info")]
         self._config_key = f"pointsman:{{{fleet}}}:config"
-        self._config = (0, "")  # the newest that is known, with its version
-        self._config_digest = sha1(b"").hexdigest()
+        self._merge_config = merge_config
+        self._config = ""  # this replica's, with all that it could not write
+        self._kept_config = (0, "")  # what Redis keeps, as far as known, with its version
+        self._kept_digest = sha1(b"").hexdigest()
         self._router_id = router_id
         self._lease_s = lease_s
         self._ttl_ms = int(affinity_ttl_s * 1e3)
@@ -225,24 +229,29 @@ class RedisStore:
 
     async def change_operator_config(self, change: Callable[[str], str]) -> bool:
         """Give all replicas what `change` makes of operators' configuration: each takes it with its next heartbeat. Without Redis
-        it goes there with this replica's first heartbeat on its return, unless it was changed elsewhere as often."""
+        it is this replica's alone, and is merged into what Redis has with the first heartbeat on its return."""
         while True:
-            seen, config = self._config
-            changed = change(config)
+            changed = change(self._config)
             try:
-                version, kept = await self._set_config(keys=[self._config_key], args=[seen, changed])
+                version, kept = await self._set_config(keys=[self._config_key], args=[self._kept_config[0], changed])
             except (redis.exceptions.RedisError, OSError):
-                seen, config = self._config
-                self._take_config(seen + 1, change(config))
+                self._have_config(change(self._config))
                 return False
-            self._take_config(int(version), kept)
-            if (int(version), kept) == (seen + 1, changed):
+            self._keeps_config(int(version), kept)
+            if kept == changed:
                 return True
 
-    def _take_config(self, version: int, config: str) -> None:
-        if (version, config) != self._config and version >= self._config[0]:
-            self._config = (version, config)
-            self._config_digest = sha1(config.encode()).hexdigest()
+    def _keeps_config(self, version: int, kept: str) -> None:
+        """Redis keeps this configuration: have what is in it, too."""
+        before = self._kept_config[1]
+        self._kept_config = (version, kept)
+        self._kept_digest = sha1(kept.encode()).hexdigest()
+        if kept != self._config:
+            self._have_config(self._merge_config(before, self._config, kept))
+
+    def _have_config(self, config: str) -> None:
+        if config != self._config:
+            self._config = config
             self.on_operator_config(config)
 
     async def run(self) -> None:
@@ -298,16 +307,18 @@ class RedisStore:
                 self.address,
                 int(self._lease_s * 1e3),
                 self.replica_info(),
-                self._config[0],
-                self._config_digest,
+                self._kept_config[0],
+                self._kept_digest,
             ],
         )
         live = self._met(told)
-        if int(version) < (own := self._config[0]):
-            # Redis has lost it, or was away when it was changed here.
-            version, config = await self._set_config(keys=[self._config_key], args=[own - 1, self._config[1]])
-        if config:
-            self._take_config(int(version), config)
+        if config or int(version) != self._kept_config[0]:
+            self._keeps_config(int(version), config)
+        while self._config != self._kept_config[1]:
+            # Set here while Redis was away, or what Redis has lost.
+            self._keeps_config(
+                *await self._set_config(keys=[self._config_key], args=[self._kept_config[0], self._config])
+            )
         if not known:
             # Newly come, or Redis has lost its data between two polls: others may live, and own what seems to be free.
             live = []

@@ -73,7 +73,7 @@ class Store(Protocol):
 
     async def change_operator_config(self, change: Callable[[str], str]) -> bool:
         """Let all replicas, and those that start later, have what `change` makes of operators' configuration ("": none yet); it
-        may be called several times. False when the others get it only once the shared store is back."""
+        may be called several times. False when the others get it, merged with what they have, once the shared store is back."""
 
     async def run(self) -> None:
         """Work until cancelled; then give back what is owned."""

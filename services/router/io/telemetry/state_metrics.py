@@ -47,8 +47,18 @@ class StateCollector(Collector):
             "Names that several models answer to; requests for one go to the first",
             len(self._state.instances.shared_names),
         )
+        yield self._orders()
         yield from self._models()
         yield from self._instances()
+
+    def _orders(self) -> Metric:
+        orders = self._state.instances.orders.values()
+        told = GaugeMetricFamily(
+            f"{NAME}instance_orders", "Operators' orders in force, of instances known or not", labels=["kind"]
+        )
+        told.add_metric(["cordon"], sum(order.cordoned for order in orders))
+        told.add_metric(["weight"], sum(order.weight < 1.0 for order in orders))
+        return told
 
     def _models(self) -> Iterator[Metric]:
         state = self._state

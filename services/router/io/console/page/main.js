@@ -173,7 +173,7 @@ function show(anew = false) {
   view?.close?.();
   if (!app.who.read) {
     view = null;
-    const text = app.who.role ? `The ${app.who.role} role may not look at the fleet.` : "Sign in with an operator's or a gateway's token to see the fleet.";
+    const text = app.who.role ? `The ${app.who.role} role may not look at the fleet.` : "Sign in with an operator's, an observer's or a gateway's token to see the fleet.";
     main.replaceChildren(el("p", { className: "empty" }, text));
     return;
   }

@@ -8,7 +8,7 @@ export function askToken(enter) {
   ask(
     "Sign in",
     [
-      el("p", { className: "muted" }, "A gateway's token may read; an operator's may also take instances out and change the policy."),
+      el("p", { className: "muted" }, "An observer's or a gateway's token may read; an operator's may also take instances out and change the policy."),
       el("label", {}, "Token", token),
       el("label", { className: "check" }, keep, "Keep it for this tab, over reloads"),
     ],
@@ -35,8 +35,18 @@ export function askCordon(app, status) {
   const text = cordoned ? `It gets no new requests until it is let in again, also after a restart; the ${status.numRequests ?? 0} open ones go on to their end.` : "It gets new requests again.";
   const parts = [el("p", {}, text), ...(cordoned ? [el("label", {}, "Reason", reason)] : [])];
   ask(`${cordoned ? "Cordon" : "Uncordon"} ${instanceId}?`, parts, cordoned ? "Cordon" : "Uncordon", async () => {
-    const { thisReplicaOnly } = await app.call("SetInstanceOrder", { instanceId, cordoned, reason: reason.value.trim() });
+    const { thisReplicaOnly } = await app.call("SetInstanceOrder", { instanceId, cordoned, ...(reason.value.trim() ? { reason: reason.value.trim() } : {}) });
     say(`${instanceId} is ${cordoned ? "cordoned" : "let in again"}.${alone(thisReplicaOnly)}`);
+    await app.refresh();
+  });
+}
+
+export function askLift(app, { instanceId }, lifted) {
+  const text = "No agent reports an instance of this id. One that comes under it later gets requests as any other.";
+  ask(`Lift all orders for ${instanceId}?`, [el("p", {}, text)], "Lift", async () => {
+    const { thisReplicaOnly } = await app.call("SetInstanceOrder", { instanceId, cordoned: false, weight: 1 });
+    lifted();
+    say(`Nothing is ordered for ${instanceId} any more.${alone(thisReplicaOnly)}`);
     await app.refresh();
   });
 }

@@ -2,11 +2,20 @@
 
 import { el, setText } from "./dom.js";
 import { age, bare, count, num, orNone, percent, seconds } from "./format.js";
+import { askLift } from "./operate.js";
 import { filterBox, Table } from "./table.js";
 
 export const stateOf = (status) => bare(status.state, "INSTANCE_STATE_");
+/** What an instance is besides being cordoned or drained, in lower case: "unhealthy"; "" where that is ready. */
+export const besidesOf = (status) => {
+  const state = bare(status.underlyingState, "INSTANCE_STATE_");
+  return [stateOf(status), "READY"].includes(state) ? "" : state.toLowerCase();
+};
 export const sourceOf = (one) => bare(one.prefixSource, "PREFIX_SOURCE_").toLowerCase();
 export const STATE_TONES = { READY: "good", SYNCING: "wait", DRAINING: "wait", CORDONED: "wait", UNHEALTHY: "bad", LOST: "bad" };
+/** What is ordered for an instance: "cordoned: a new disk, weight 0.1: canary"; "" without an order. */
+export const orderedOf = (one) => [one.cordoned ? withReason("cordoned", one.cordonReason) : "", weightOf(one) && withReason(weightOf(one), one.weightReason)].filter(Boolean).join(", ");
+const withReason = (ordered, reason) => (reason ? `${ordered}: ${reason}` : ordered);
 /** "", or which part of its fair share of new sessions an instance gets. */
 export const weightOf = (status) => (num(status.weight ?? 1) < 1 ? `weight ${num(status.weight)}` : "");
 export const decisionsOf = (id) => `#/decisions?instance=${encodeURIComponent(id)}`;
@@ -18,6 +27,8 @@ export function hitRate(load) {
   return queries ? num(load.prefixCacheHits) / queries : undefined;
 }
 
+// How often orders are asked for.
+const ORDERS_MS = 15000;
 // Figures of the last minute, from the counters that this page has seen: instance and incarnation -> [time, queries, hits].
 const WINDOW_MS = 60000;
 const samples = new Map();
@@ -51,9 +62,9 @@ const ifLoaded = (get, show) => (status) => (status.load ? show(get(status.load)
 const COLUMNS = [
   { id: "instance", title: "Instance", value: (s) => s.instance.instanceId, href: (s) => instanceHref(s.instance.instanceId) },
   {
-    id: "state", title: "State", pill: true, value: stateOf, text: (s) => [stateOf(s).toLowerCase(), weightOf(s), s.circuitOpen ? "failing" : ""].filter(Boolean).join(", "),
-    tone: (s) => (s.circuitOpen ? "bad" : STATE_TONES[stateOf(s)]),
-    note: (s) => (s.circuitOpen ? "It failed requests one after another and gets none, or one on trial, until it answers." : s.orderReason ?? ""),
+    id: "state", title: "State", pill: true, value: stateOf, text: (s) => [stateOf(s).toLowerCase(), besidesOf(s), weightOf(s), s.circuitOpen ? "failing" : ""].filter(Boolean).join(", "),
+    tone: (s) => (s.circuitOpen ? "bad" : STATE_TONES[besidesOf(s).toUpperCase()] ?? STATE_TONES[stateOf(s)]),
+    note: (s) => (s.circuitOpen ? "It failed requests one after another and gets none, or one on trial, until it answers." : [s.cordonReason, s.weightReason].filter(Boolean).join("; ")),
   },
   { id: "age", title: "Report", unit: "ago", num: true, hint: "Since the agent last said anything", value: (s) => seconds(s.reportAge), text: (s) => age(seconds(s.reportAge)) + (s.stale ? " stale" : ""), tone: aged },
   { id: "open", title: "Open", unit: "req", num: true, hint: "Requests placed and not finished", value: (s) => num(s.numRequests), text: (s) => count(s.numRequests) },
@@ -90,10 +101,11 @@ export function fleetView(app, query) {
     empty: "No agent has reported an instance to this router.",
   });
   const tiles = new Tiles();
+  const orders = new OrdersForNobody(app);
   const shown = el("span", { className: "muted" });
   let words = wordsOf(query.get("filter") ?? "");
   const matches = (status) => {
-    const text = [status.instance.instanceId, status.instance.model, stateOf(status), weightOf(status), status.instance.node, status.instance.incarnation, sourceOf(status), status.stale ? "stale" : ""].join(" ").toLowerCase();
+    const text = [status.instance.instanceId, status.instance.model, stateOf(status), besidesOf(status), weightOf(status), status.instance.node, status.instance.incarnation, sourceOf(status), status.stale ? "stale" : ""].join(" ").toLowerCase();
     return words.every((word) => text.includes(word));
   };
   const draw = () => {
@@ -109,8 +121,40 @@ export function fleetView(app, query) {
     draw();
   });
   filter.value = query.get("filter") ?? "";
-  const element = el("section", {}, el("div", { className: "head" }, el("h1", { tabIndex: -1 }, "Fleet"), filter, shown), tiles.element, table.element);
-  return { element, title: "Fleet", refresh: async () => draw() };
+  const element = el("section", {}, el("div", { className: "head" }, el("h1", { tabIndex: -1 }, "Fleet"), filter, shown), tiles.element, table.element, orders.element);
+  const refresh = async () => {
+    draw();
+    await orders.refresh();
+  };
+  return { element, title: "Fleet", refresh };
+}
+
+/** The orders for ids that no agent reports, which stand in no row. There may be thousands of orders: not asked for each time. */
+class OrdersForNobody {
+  constructor(app) {
+    this.app = app;
+    this.askedAt = -Infinity;
+    this.list = el("ul", {});
+    this.element = el("section", { hidden: true }, el("h2", {}, "Orders for instances that no agent reports"), this.list);
+  }
+
+  async refresh() {
+    if (Date.now() - this.askedAt < ORDERS_MS) return;
+    this.askedAt = Date.now();
+    const { orders = [] } = await this.app.list("ListInstanceOrders", "orders");
+    const nobodys = orders.filter((one) => !one.instanceKnown);
+    this.element.hidden = !nobodys.length;
+    this.list.replaceChildren(...nobodys.map((one) => this.row(one)));
+  }
+
+  row(order) {
+    const lifted = () => {
+      this.askedAt = -Infinity;
+    };
+    const title = this.app.who.operate ? "" : "Needs an operator's token";
+    const lift = el("button", { type: "button", disabled: !this.app.who.operate, title, onclick: () => askLift(this.app, order, lifted) }, "Lift");
+    return el("li", {}, el("span", { className: "id" }, order.instanceId), ` ${orderedOf(order)} `, lift);
+  }
 }
 
 class Tiles {

@@ -5,7 +5,7 @@ import { age, bare, count, num, percent, seconds } from "./format.js";
 import { askCordon, askDrain, askWeight } from "./operate.js";
 import { Table } from "./table.js";
 import { DECISION_COLUMNS } from "./view_decisions.js";
-import { decisionsOf, hitRate, sourceOf, stateOf, STATE_TONES, weightOf } from "./view_fleet.js";
+import { besidesOf, decisionsOf, hitRate, orderedOf, sourceOf, stateOf, STATE_TONES } from "./view_fleet.js";
 import { SESSION_COLUMNS } from "./view_sessions.js";
 
 export function instanceView(app, id) {
@@ -51,8 +51,8 @@ function described(status) {
   return el(
     "div", { className: "columns" },
     el("div", {}, el("h2", {}, "Now"), facts([
-      ["State", el("span", {}, pill(stateOf(status).toLowerCase(), STATE_TONES[stateOf(status)]), status.circuitOpen ? " fails requests: left alone, tried now and then" : "")],
-      ["Ordered", [status.cordoned ? "cordoned" : "", weightOf(status), status.orderReason].filter(Boolean).join(", ")],
+      ["State", el("span", {}, pill(stateOf(status).toLowerCase(), STATE_TONES[stateOf(status)]), besidesOf(status) ? ` and ${besidesOf(status)}` : "", status.circuitOpen ? " fails requests: left alone, tried now and then" : "")],
+      ["Ordered", orderedOf(status)],
       ["Agent spoke", `${age(seconds(status.reportAge))} ago`],
       ["Open requests", count(status.numRequests)],
       ["To prefill", `${count(status.pendingPrefillTokens)} tok`],

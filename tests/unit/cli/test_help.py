@@ -1,0 +1,53 @@
+"""What `--help` says of settings is what they are described by, whatever signs are in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import typer
+import typer.rich_utils
+from pydantic_settings import BaseSettings
+from typer.testing import CliRunner
+
+import pointsman.agent.io.settings
+import pointsman.cli.up
+import pointsman.gateway.io.settings
+import pointsman.lab.commands
+import pointsman.router.io.settings
+import pointsman.shadow.io.commands  # noqa: F401
+from pointsman.common.io.settings import add_settings_command
+
+
+def kinds(of: type[BaseSettings] = BaseSettings) -> Iterator[type[BaseSettings]]:
+    for kind in of.__subclasses__():
+        if kind.__module__.startswith("pointsman."):
+            yield kind
+        yield from kinds(kind)
+
+
+KINDS = sorted(set(kinds()), key=lambda kind: (kind.__module__, kind.__name__))
+
+
+def plain(text: str) -> str:
+    """Without blanks and the lines of a table."""
+    return re.sub(r"[\s│]+", "", text)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=[kind.__name__ for kind in KINDS])
+def test_help_says_all_of_every_setting(kind: type[BaseSettings], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(typer.rich_utils, "MAX_WIDTH", 2_000)
+    app = typer.Typer()
+    add_settings_command(app, "run", kind, lambda _: None, help_="Run it [as it is], with a [bold]sign[/bold].")
+    app.command("other")(lambda: None)  # With one command alone typer takes no command's name.
+    done = CliRunner().invoke(app, ["run", "--help"])
+    assert done.exit_code == 0, done.output
+    said = plain(done.output)
+    assert plain("Run it [as it is], with a [bold]sign[/bold].") in said
+    for name, field in kind.model_fields.items():
+        assert plain(field.description or "") in said, name
+
+
+def test_services_are_among_them() -> None:
+    assert {"RouterSettings", "GatewaySettings", "AgentSettings", "UpSettings"} <= {kind.__name__ for kind in KINDS}
