@@ -393,17 +393,45 @@ class RouterState:
             # Asked again while it was held: this is its answer, so that a later one would be a second.
             self.held_requests.cancel(request.request_id)
             return [replace(refused, gateway_id=event.gateway_id)]
-        if (known := self.plans.decisions.get(request.request_id)) is not None:
-            open_one = self.reservations.get(request.request_id)
-            return [self.plans.placed_effect(known, open_one.step_index if open_one else 0, event.gateway_id)]
-        if (reservation := self.reservations.get(request.request_id)) is not None:
+        known, reservation = self.plans.decisions.get(request.request_id), self.reservations.get(request.request_id)
+        if self._is_another(request, known, reservation):
+            why = f"{request.request_id!r} is the id of a request for another model"
+            refused = ev.Refused(request.request_id, "INVALID_ARGUMENT", why, gateway_id=event.gateway_id)
+            return [replace(refused, asked_model=request.model)]
+        if known is not None and reservation is None:
+            # Its placement reserves nothing any more; another one would be a second answer to one request.
+            why = f"the request {request.request_id!r} has ended; another one needs another id"
+            return [ev.Refused(request.request_id, "ABORTED", why, gateway_id=event.gateway_id, pool=known.pool)]
+        if known is not None and reservation is not None:
+            return [self.plans.placed_effect(known, reservation.step_index, event.gateway_id)]
+        if reservation is not None:
             # Placed by an earlier owner, whose answer may not have arrived: the same instance again, never a second one.
             return [self._recovered(reservation, replace(request, keys=()), event.gateway_id)]
+        waits = self.held_requests.queue.get(request.request_id) is not None
+        if not waits and request.deadline_s is not None and request.deadline_s <= 0:
+            why = "the time that its gateway waits for the first step (deadline) is over"
+            return [ev.Refused(request.request_id, "DEADLINE_EXCEEDED", why, gateway_id=event.gateway_id)]
         if not event.gateway_id:
             # Nobody would carry a plan on: the unary form gets one SERVE.
             request = replace(request, single_instance=True, sliceable_tokens=0)
         self.prefix_knowledge.expire(now)
         return self.held_requests.place(request, event.gateway_id, now)
+
+    def _is_another(self, request: PlacementRequest, known: Decision | None, reservation: Reservation | None) -> bool:
+        """Whether the id of `request` is that of another request, which was for another model. Of a request that an earlier owner
+        placed only the pool is known; names may have moved to another pool since."""
+        held = self.held_requests.queue.get(request.request_id)
+        first = held.request if held is not None else known.request if known is not None else None
+        if first is not None and first.model == request.model:
+            return False
+        where = held or known or reservation
+        if where is None:
+            return False
+        asked = self.instances.pool_of(request.model)
+        if asked != where.pool:
+            return bool(asked) or first is not None
+        instance_id = reservation.instance_id if reservation is not None else ""
+        return self.instances.get(instance_id) is not None and not self.instances.answers(instance_id, request.model)
 
     def _step_done(self, event: ev.StepDone, now: float) -> list[ev.Effect]:
         reservation = self.reservations.get(event.request_id)
