@@ -1028,7 +1028,9 @@ class Timings(_message.Message):
     sent_ms: _builtins.float
     """sent: the request was written to the instance."""
     first_token_ms: _builtins.float
-    """first_token: the first byte of the answer's body had come."""
+    """first_token: the first byte of the answer's body had come; 0 where none did, and of an answer that was not streamed, whose first
+    byte comes with its last.
+    """
     done_ms: _builtins.float
     """done: the answer had ended."""
     def __init__(
