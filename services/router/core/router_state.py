@@ -495,6 +495,8 @@ class RouterState:
         else:
             first = decision.view.find(decision.result.steps[0].instance_id)
             assert first is not None
+            if decision.held_s > 0:
+                self.held_requests.retry_after.waited(decision.pool, request.priority, decision.held_s, now)
             if mean_work := self.prefill_observer.count_request(decision.pool, first.new_tokens, first.cached_tokens):
                 effects.append(ev.MeanWorkSet(mean_work, decision.pool))
         effects += self.plans.reserve(decision, index, gateway_id, lease_until, request.keys, now)
