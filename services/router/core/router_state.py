@@ -393,29 +393,36 @@ class RouterState:
             # Asked again while it was held: this is its answer, so that a later one would be a second.
             self.held_requests.cancel(request.request_id)
             return [replace(refused, gateway_id=event.gateway_id)]
-        known, reservation = self.plans.decisions.get(request.request_id), self.reservations.get(request.request_id)
-        if self._is_another(request, known, reservation):
-            why = f"{request.request_id!r} is the id of a request for another model"
-            refused = ev.Refused(request.request_id, "INVALID_ARGUMENT", why, gateway_id=event.gateway_id)
-            return [replace(refused, asked_model=request.model)]
-        if known is not None and reservation is None:
-            # Its placement reserves nothing any more; another one would be a second answer to one request.
-            why = f"the request {request.request_id!r} has ended; another one needs another id"
-            return [ev.Refused(request.request_id, "ABORTED", why, gateway_id=event.gateway_id, pool=known.pool)]
-        if known is not None and reservation is not None:
-            return [self.plans.placed_effect(known, reservation.step_index, event.gateway_id)]
-        if reservation is not None:
+        if (refused := self._no_second_answer(request)) is not None:
+            return [replace(refused, gateway_id=event.gateway_id)]
+        if (reservation := self.reservations.get(request.request_id)) is not None:
+            if (known := self.plans.decisions.get(request.request_id)) is not None:
+                return [self.plans.placed_effect(known, reservation.step_index, event.gateway_id)]
             # Placed by an earlier owner, whose answer may not have arrived: the same instance again, never a second one.
             return [self._recovered(reservation, replace(request, keys=()), event.gateway_id)]
-        waits = self.held_requests.queue.get(request.request_id) is not None
-        if not waits and request.deadline_s is not None and request.deadline_s <= 0:
-            why = "the time that its gateway waits for the first step (deadline) is over"
-            return [ev.Refused(request.request_id, "DEADLINE_EXCEEDED", why, gateway_id=event.gateway_id)]
         if not event.gateway_id:
             # Nobody would carry a plan on: the unary form gets one SERVE.
             request = replace(request, single_instance=True, sliceable_tokens=0)
         self.prefix_knowledge.expire(now)
         return self.held_requests.place(request, event.gateway_id, now)
+
+    def _no_second_answer(self, request: PlacementRequest) -> ev.Refused | None:
+        """The refusal of a request that is not to be placed: its id is that of another request, or of one that has ended, or its
+        time is over. None for one that is open or held, whose answer may be told once more, and for a new one."""
+        request_id = request.request_id
+        known, reservation = self.plans.decisions.get(request_id), self.reservations.get(request_id)
+        if self._is_another(request, known, reservation):
+            why = f"{request_id!r} is the id of a request for another model"
+            return ev.Refused(request_id, "INVALID_ARGUMENT", why, asked_model=request.model)
+        if reservation is not None or self.held_requests.queue.get(request_id) is not None:
+            return None
+        if known is not None:
+            # Its placement reserves nothing any more; another one would be a second answer to one request.
+            why = f"the request {request_id!r} has ended; another one needs another id"
+            return ev.Refused(request_id, "ABORTED", why, pool=known.pool)
+        if request.deadline_s is not None and request.deadline_s <= 0:
+            return ev.Refused(request_id, "DEADLINE_EXCEEDED", "its gateway's deadline for the first step is over")
+        return None
 
     def _is_another(self, request: PlacementRequest, known: Decision | None, reservation: Reservation | None) -> bool:
         """Whether the id of `request` is that of another request, which was for another model. Of a request that an earlier owner
