@@ -155,9 +155,11 @@ async def router(*flags: str) -> AsyncIterator[tuple[str, ServerProcess]]:
         async with open_channel(address) as channel, asyncio.timeout(READY_WITHIN_S):
             # grpc-stubs types the synchronous calls only.
             stub: Any = placement_pb2_grpc.PlacementServiceStub(channel)
+            none = placement_pb2.Finished(request_id="none", outcome=placement_pb2.OUTCOME_CANCELLED)
+            nothing = placement_pb2.FinishRequest(finished=none)
             while True:
                 with contextlib.suppress(grpc.aio.AioRpcError):
-                    await stub.Finish(placement_pb2.FinishRequest(), timeout=1)
+                    await stub.Finish(nothing, timeout=1)
                     break
                 await asyncio.sleep(0.05)
         yield address, ServerProcess(0, (child.pid,))

@@ -100,6 +100,11 @@ FLEET = [
     Panel("Placements by instance", rates(f"{R}placements_total", "instance"), "reqps", stacked=True),
     Panel("Block keys in the index", {f"max by (instance) ({R}keys)": "{{instance}}"}, about="16 tokens each."),
     Panel("Approximate block keys", {f"max by (instance) ({R}approximate_keys)": "{{instance}}"}, about="Without KV events."),
+    Panel(
+        "Prefills that curves were learned from",
+        {f"max by (model, hardware) ({R}prefill_curve_samples)": "{{model}} {{hardware}}"},
+        about="Deadlines are foreseen from 50 on. Streamed answers teach; each owner learns anew.",
+    ),
     Panel("Report age", {f"min by (instance) ({R}report_age_seconds)": "{{instance}}"}, "s", "Since the agent last spoke."),
     Panel("Snapshots asked for", rates(f"{R}resyncs_total", "replica"), "cps"),
     Panel(

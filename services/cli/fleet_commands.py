@@ -301,8 +301,9 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
     if decision.HasField("finished"):
         done = decision.finished
         said = f"{done.cached_tokens:,}" if done.HasField("cached_tokens") else "nothing"
+        first = f"{done.timings.first_token_ms:,.1f} ms" if done.timings.first_token_ms else "-"
         console.print(
-            f"the engine said: {said} cached; TTFT {done.timings.first_token_ms:,.1f} ms, "
+            f"the engine said: {said} cached; TTFT {first}, "
             f"done after {done.timings.done_ms:,.1f} ms, HTTP {done.http_status}{_ended_by(done)}"
         )
 

@@ -130,7 +130,7 @@ async def test_interactive_requests_are_answered_before_batch_ones_and_take_thei
         done, _ = await asyncio.wait(tasks[1:3], return_when=asyncio.FIRST_COMPLETED)
         [displaced] = [one.result() for one in done]
         assert displaced[:2] == (429, "1")
-        assert "a request of the class INTERACTIVE has its place in the queue" in displaced[2]
+        assert "the queue is full and this request's class goes last" in displaced[2]
         late = await post("k-fast", **{TIMEOUT: "0.2"})
         assert (late[0], late[1]) == (504, "")
         # The late one had displaced the other one of the lowest class.

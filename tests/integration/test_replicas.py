@@ -103,7 +103,8 @@ async def test_a_replica_that_does_not_own_the_pool_names_the_one_that_does(tmp_
                 await client.fleet.Explain(fleet_pb2.ExplainRequest(request=wanted))
             assert error.value.code() is grpc.StatusCode.UNAVAILABLE
             assert f"its owner is {owner} at {fleet.routers[owner].address}" in (error.value.details() or "")
-            finish = placement_pb2.FinishRequest(finished=placement_pb2.Finished(request_id="r"), model="m")
+            end = placement_pb2.Finished(request_id="r", outcome=placement_pb2.OUTCOME_OK)
+            finish = placement_pb2.FinishRequest(finished=end, model="m")
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await client.placement.Finish(finish)
             assert error.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -7,11 +7,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-from google.protobuf import struct_pb2
+from google.protobuf import duration_pb2, struct_pb2
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
@@ -255,6 +256,80 @@ async def test_the_unary_form_and_its_errors() -> None:
                 )
             )
         assert (await client.instances())["a"].num_requests == 0
+
+
+async def test_what_cannot_be_is_refused_by_the_unary_form_and_names_the_field() -> None:
+    def placed(**changes: Any) -> placement_pb2.PlaceRequest:
+        values = {"request_id": "x", "model": "m", "input_tokens": 100} | changes
+        return placement_pb2.PlaceRequest(request=placement_pb2.PlacementRequest(**values))
+
+    def finished(**fields: Any) -> placement_pb2.FinishRequest:
+        return placement_pb2.FinishRequest(finished=placement_pb2.Finished(**fields))
+
+    async with running() as (_, client):
+        await Report(client).join("a")
+        await Report(client).join("b", model="n")
+        place, finish = client.placement.Place, client.placement.Finish
+        await place(placed(request_id="open"))
+        for call, field in (
+            (finish(placement_pb2.FinishRequest()), "finished.request_id"),
+            (finish(finished(outcome=placement_pb2.OUTCOME_OK)), "finished.request_id"),
+            (finish(finished(request_id="open")), "finished.outcome"),
+            (place(placed(request_id="")), "request.request_id"),
+            (place(placed(keys=range(200))), "request.keys"),
+            (client.fleet.Explain(fleet_pb2.ExplainRequest(request=placed(keys=range(7)).request)), "request.keys"),
+            (place(placed(request_id="open", model="n")), "request.model"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await call
+            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            details = rpc_status.from_call(error.value).details  # type: ignore[arg-type]
+            info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+            assert details[0].Unpack(info)
+            assert details[1].Unpack(bad)
+            assert (info.reason, info.metadata["field"]) == ("INVALID_FIELD", field)
+            assert [one.field for one in bad.field_violations] == [field]
+        await finish(finished(request_id="open", outcome=placement_pb2.OUTCOME_OK))
+        over = duration_pb2.Duration(seconds=-1)
+        for call, code, reason in (
+            (place(placed(request_id="open")), grpc.StatusCode.ABORTED, "REQUEST_ENDED"),
+            (
+                place(placed(deadline=over)),
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                "FIRST_TOKEN_TOO_LATE",
+            ),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await call
+            assert error.value.code() is code
+            assert rpc_status.from_call(error.value).details[0].Unpack(info)  # type: ignore[arg-type]
+            assert info.reason == reason
+        assert {one: status.num_requests for one, status in (await client.instances()).items()} == {"a": 0, "b": 0}
+
+
+async def test_what_cannot_be_is_refused_on_a_session_which_goes_on() -> None:
+    async with running() as (_, client):
+        await Report(client).join("a")
+        await Report(client).join("b", model="n")
+        session = Session(client)
+        await session.hello()
+        await session.place("open")
+        for changes, code in (
+            ({"request_id": ""}, 3),
+            ({"keys": range(200)}, 3),
+            ({"request_id": "open", "model": "n"}, 3),
+            ({"deadline": duration_pb2.Duration(seconds=-1)}, 4),
+        ):
+            values: dict[str, Any] = {"request_id": "x", "model": "m", "input_tokens": 100} | changes
+            await session.send(place=placement_pb2.PlacementRequest(**values))
+            refusal = (await session.read("placement", "refusal")).refusal
+            assert (refusal.request_id, refusal.code) == (values["request_id"], code)
+            assert not refusal.HasField("retry_after")
+        await session.finish("open", outcome=placement_pb2.OUTCOME_UNSPECIFIED)
+        await session.send(place=placement_pb2.PlacementRequest(request_id="open", model="m", input_tokens=100))
+        assert (await session.read("placement", "refusal")).refusal.code == 10
+        await session.place("next")
+        assert (await client.instances())["a"].num_requests == 1
 
 
 async def test_the_policy_can_be_changed_and_wrong_settings_name_the_field() -> None:

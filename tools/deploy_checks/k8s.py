@@ -15,6 +15,10 @@ Object = dict[str, Any]
 WORKLOADS = ("Deployment", "StatefulSet", "DaemonSet")
 # Containers that may write to their own file system, and why.
 WRITABLE = {"vllm": "compiled kernels go to the home folder"}
+# What engines are scaled on, the labels in a query for it, and what Kubernetes takes as a label's value.
+BACKLOG = "pointsman_router_backlog_seconds"
+QUERY_LABEL = re.compile(r'(\w+)="([^"]*)"')
+LABEL_VALUE = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 
 
 @dataclass(frozen=True)
@@ -347,6 +351,32 @@ def _autoscaler(scaler: Object, objects: list[Object]) -> Iterator[str]:
         yield f"{_id(scaler)}: no {target['kind']} {target['name']}"
     elif "replicas" in found[0]["spec"]:
         yield f"{_id(scaler)}: {_id(found[0])} has replicas of its own, which every apply would restore"
+    yield from _backlog_asked_for(scaler, objects)
+
+
+def _backlog_asked_for(scaler: Object, objects: list[Object]) -> Iterator[str]:
+    """Problems of an autoscaler of engines that asks for a series that nobody tells: it would never scale, and say nothing."""
+    engines = [o for o in _of(objects, "ConfigMap") if "SERVED_MODEL_NAME" in o.get("data", {})]
+    served = {o["data"]["SERVED_MODEL_NAME"] for o in engines}
+    for trigger in scaler["spec"].get("triggers", []):
+        query = trigger["metadata"]["query"]
+        if BACKLOG in query:
+            asked = dict(QUERY_LABEL.findall(query))
+            yield from _asked_model(scaler, asked.get("model"), served)
+            if asked.get("namespace") != (namespace := scaler["metadata"].get("namespace")):
+                yield f"{_id(scaler)}: asks for namespace {asked.get('namespace')}, and the routers are in {namespace}"
+    for metric in scaler["spec"].get("metrics", []):
+        external = metric.get("external", {}).get("metric", {})
+        if external.get("name") == BACKLOG:
+            model = external.get("selector", {}).get("matchLabels", {}).get("model")
+            yield from _asked_model(scaler, model, served)
+            if not LABEL_VALUE.fullmatch(str(model)):
+                yield f"{_id(scaler)}: {model} cannot be a label's value: serve the model by another name, or use KEDA"
+
+
+def _asked_model(scaler: Object, asked: str | None, served: set[str]) -> Iterator[str]:
+    if served and asked not in served:
+        yield f"{_id(scaler)}: asks for model {asked}, and SERVED_MODEL_NAME is {', '.join(sorted(served))}"
 
 
 def _monitor(monitor: Object, objects: list[Object]) -> Iterator[str]:

@@ -12,6 +12,9 @@ from pointsman.router.core.load.reservations import Reservation
 from pointsman.router.core.prefill_curve import MeanWork
 from pointsman.router.core.types import Decision, InstanceInfo, Load, Phase, PlacementRequest, Step
 
+# The outcome of a request that has ended nobody knows how.
+UNKNOWN = "UNKNOWN"
+
 # ---- events: agents ----
 
 
@@ -121,9 +124,10 @@ class FirstToken(msgspec.Struct, frozen=True, gc=False):
 
 
 class Finished(msgspec.Struct, frozen=True, gc=False):
-    """A request ended, however it did. Token counts are the engine's own, None where it did not say. `refused`: its
-    instance answered 5xx. `refused_by`: as in FirstToken, of a request that ended without one. `finish_reason`: STOP, LENGTH,
-    ..., "" where nobody said. `cached_by_tier`: tier (agent.v1.Tier) -> tokens, as far as that is known."""
+    """A request ended, however it did. `outcome`: OK, CANCELLED, REJECTED, FAILED, or UNKNOWN, which says nothing of its
+    instance. Token counts are the engine's own, None where it did not say. `refused`: its instance answered 5xx. `refused_by`:
+    as in FirstToken, of a request that ended without one. `finish_reason`: STOP, LENGTH, ..., "" where nobody said.
+    `cached_by_tier`: tier (agent.v1.Tier) -> tokens, as far as that is known."""
 
     request_id: str
     outcome: str
@@ -277,7 +281,8 @@ class Placed(msgspec.Struct, frozen=True, gc=False):
 class Refused(msgspec.Struct, frozen=True, gc=False):
     """A request cannot be placed; `code` is the gRPC status name. Nothing is reserved.
 
-    `not_serving`: only because another replica owns the `pool`, or this one has just started.
+    `not_serving`: only because another replica owns the `pool`, or this one has just started. `asked_model`: not
+    empty, only who asks for that model under this id is refused (INVALID_ARGUMENT): the request that has the id is another one.
     """
 
     request_id: str
@@ -287,6 +292,7 @@ class Refused(msgspec.Struct, frozen=True, gc=False):
     gateway_id: str = ""
     not_serving: bool = False
     pool: str = ""
+    asked_model: str = ""
 
 
 class DecisionMade(msgspec.Struct, frozen=True, gc=False):

@@ -393,10 +393,11 @@ class RouterState:
             # Asked again while it was held: this is its answer, so that a later one would be a second.
             self.held_requests.cancel(request.request_id)
             return [replace(refused, gateway_id=event.gateway_id)]
-        if (known := self.plans.decisions.get(request.request_id)) is not None:
-            open_one = self.reservations.get(request.request_id)
-            return [self.plans.placed_effect(known, open_one.step_index if open_one else 0, event.gateway_id)]
+        if (refused := self._no_second_answer(request)) is not None:
+            return [replace(refused, gateway_id=event.gateway_id)]
         if (reservation := self.reservations.get(request.request_id)) is not None:
+            if (known := self.plans.decisions.get(request.request_id)) is not None:
+                return [self.plans.placed_effect(known, reservation.step_index, event.gateway_id)]
             # Placed by an earlier owner, whose answer may not have arrived: the same instance again, never a second one.
             return [self._recovered(reservation, replace(request, keys=()), event.gateway_id)]
         if not event.gateway_id:
@@ -404,6 +405,40 @@ class RouterState:
             request = replace(request, single_instance=True, sliceable_tokens=0)
         self.prefix_knowledge.expire(now)
         return self.held_requests.place(request, event.gateway_id, now)
+
+    def _no_second_answer(self, request: PlacementRequest) -> ev.Refused | None:
+        """The refusal of a request that is not to be placed: its id is that of another request, or of one that has ended, or its
+        time is over. None for one that is open or held, whose answer may be told once more, and for a new one."""
+        request_id = request.request_id
+        known, reservation = self.plans.decisions.get(request_id), self.reservations.get(request_id)
+        if self._is_another(request, known, reservation):
+            why = f"{request_id!r} is the id of a request for another model"
+            return ev.Refused(request_id, "INVALID_ARGUMENT", why, asked_model=request.model)
+        if reservation is not None or self.held_requests.queue.get(request_id) is not None:
+            return None
+        if known is not None:
+            # Its placement reserves nothing any more; another one would be a second answer to one request.
+            why = f"the request {request_id!r} has ended; another one needs another id"
+            return ev.Refused(request_id, "ABORTED", why, pool=known.pool)
+        if request.deadline_s is not None and request.deadline_s <= 0:
+            return ev.Refused(request_id, "DEADLINE_EXCEEDED", "its gateway's deadline for the first step is over")
+        return None
+
+    def _is_another(self, request: PlacementRequest, known: Decision | None, reservation: Reservation | None) -> bool:
+        """Whether the id of `request` is that of another request, which was for another model. Of a request that an earlier owner
+        placed only the pool is known; names may have moved to another pool since."""
+        held = self.held_requests.queue.get(request.request_id)
+        first = held.request if held is not None else known.request if known is not None else None
+        if first is not None and first.model == request.model:
+            return False
+        where = held or known or reservation
+        if where is None:
+            return False
+        asked = self.instances.pool_of(request.model)
+        if asked != where.pool:
+            return bool(asked) or first is not None
+        instance_id = reservation.instance_id if reservation is not None else ""
+        return self.instances.get(instance_id) is not None and not self.instances.answers(instance_id, request.model)
 
     def _step_done(self, event: ev.StepDone, now: float) -> list[ev.Effect]:
         reservation = self.reservations.get(event.request_id)
@@ -467,6 +502,8 @@ class RouterState:
         else:
             first = decision.view.find(decision.result.steps[0].instance_id)
             assert first is not None
+            if decision.held_s > 0:
+                self.held_requests.retry_after.waited(decision.pool, request.priority, decision.held_s, now)
             if mean_work := self.prefill_observer.count_request(decision.pool, first.new_tokens, first.cached_tokens):
                 effects.append(ev.MeanWorkSet(mean_work, decision.pool))
         effects += self.plans.reserve(decision, index, gateway_id, lease_until, request.keys, now)

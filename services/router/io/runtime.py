@@ -150,7 +150,8 @@ class Router:
         self.gateways: dict[str, GatewayStream] = {}
         self.gateway_claims = GatewayClaims(settings.gateway_lease_s)
         self.usage_accounts = UsageAccounts()
-        self._callers: dict[str, set[asyncio.Future[ev.Placed | ev.Refused]]] = {}
+        # By request id: who waits for the answer, and for which model.
+        self._callers: dict[str, dict[asyncio.Future[ev.Placed | ev.Refused], str]] = {}
         self.store: Store
         self._ready_watchers: list[Callable[[bool], None]] = []
         self._ready = False
@@ -206,6 +207,11 @@ class Router:
             self._deliver(replace(_changing(event.request.request_id, pool), gateway_id=event.gateway_id))
         else:
             self.submit(event)
+
+    def refuse(self, refused: ev.Refused) -> None:
+        """Answer a gateway's question that cannot be; a request that has the id already is not touched."""
+        self.telemetry.refused(refused.code)
+        self._tell_gateway(refused)
 
     def end_reports(self) -> None:
         """Let the agents go: the router stops."""
@@ -408,19 +414,20 @@ class Router:
         Cancelled, it ends the request, which its caller cannot know to be placed.
         """
         answer: asyncio.Future[ev.Placed | ev.Refused] = asyncio.get_running_loop().create_future()
-        callers = self._callers.setdefault(request.request_id, set())
-        callers.add(answer)
+        callers = self._callers.setdefault(request.request_id, {})
+        callers[answer] = request.model
         if within_s is not None:
-            request = replace(request, deadline_s=min(within_s, request.deadline_s or within_s))
+            own = within_s if request.deadline_s is None else request.deadline_s
+            request = replace(request, deadline_s=min(within_s, own))
         try:
             self.place(ev.PlaceRequested(request), traceparent)
             return await answer
         except asyncio.CancelledError:
-            if callers == {answer}:
+            if callers.keys() == {answer}:
                 self.submit(ev.Finished(request.request_id, "CANCELLED", error="the caller left"))
             raise
         finally:
-            callers.discard(answer)
+            callers.pop(answer, None)
             if not callers:
                 self._callers.pop(request.request_id, None)
 
@@ -441,8 +448,10 @@ class Router:
             self.spans.answered(effect)
         # Callers of the unary form hear the answer even when a gateway has asked for the same request since.
         self._answer_callers(effect)
-        if not effect.gateway_id:
-            return
+        if effect.gateway_id:
+            self._tell_gateway(effect)
+
+    def _tell_gateway(self, effect: ev.Placed | ev.Refused) -> None:
         if (stream := self.gateways.get(effect.gateway_id)) is None:
             log.warning("an answer to a gateway that left", request_id=effect.request_id)
         elif isinstance(effect, ev.Placed):
@@ -453,8 +462,9 @@ class Router:
             stream.send(refusal=gateway_messages.refusal_to_wire(effect, self.owner_elsewhere(effect)))
 
     def _answer_callers(self, answer: ev.Placed | ev.Refused) -> None:
-        for waiting in self._callers.get(answer.request_id, ()):
-            if not waiting.done():
+        only = answer.asked_model if isinstance(answer, ev.Refused) else ""
+        for waiting, model in self._callers.get(answer.request_id, {}).items():
+            if not waiting.done() and only in ("", model):
                 waiting.set_result(answer)
 
     def _tell_gateways(self) -> None:

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from pointsman.common.core.block_keys import KEY_TOKENS, digest_of, extend_keys, prompt_keys, root_key
+from pointsman.common.core.block_keys import KEY_SCHEME, KEY_TOKENS, digest_of, extend_keys, prompt_keys, root_key
+from tests.support.repository import REPOSITORY
 
 TOKEN = st.integers(0, 2**32 - 1)
 TOKENS = st.lists(TOKEN, max_size=100)
@@ -93,6 +94,13 @@ def test_extra_changes_keys(one: bytes, other: bytes) -> None:
     plain, first, second = (set(extend_keys(7, tokens, extra)) for extra in (b"", one, other))
     assert not plain & first
     assert (first == second) == (one == other)
+
+
+def test_the_recipe_in_the_protos_has_the_right_example() -> None:
+    keys = prompt_keys(list(range(32)), "m")
+    recipe = " ".join((REPOSITORY / "protos/pointsman/router/v1/placement.proto").read_text().replace("//", "").split())
+    assert f"keys are {keys[0]:#x} and {keys[1]:#x}." in recipe
+    assert f'"{KEY_SCHEME}"' in recipe
 
 
 @pytest.mark.parametrize("token", [-1, 2**32])

@@ -14,6 +14,8 @@ from tools import check_deploy
 
 RULES = check_deploy.DEPLOY / "telemetry/rules/pointsman.yaml"
 P = "pointsman_"
+# Of kube-state-metrics.
+HPA = 'kube_horizontalpodautoscaler_status_condition{namespace="pointsman",horizontalpodautoscaler="vllm",'
 # Half an hour in steps of 15 s: longer than any rule's window and patience together.
 STEPS, END = 120, "30m"
 
@@ -38,6 +40,9 @@ WELL: dict[str, str] = {
     P + 'router_outcomes_total{replica="r0",outcome="OK"}': "0+30",
     P + 'router_refusals_total{replica="r0",code="RESOURCE_EXHAUSTED"}': "0",
     P + 'router_refusals_total{replica="r0",code="NOT_FOUND"}': "0+30",
+    P + 'router_refusals_total{replica="r0",code="DEADLINE_EXCEEDED"}': "0+30",
+    HPA + 'condition="ScalingActive",status="false"}': "0",
+    HPA + 'condition="ScalingActive",status="true"}': "1",
     P + 'router_held_requests{replica="r0",model="m"}': "3",
     P + 'router_waiting_requests{replica="r0",instance="a"}': "2",
     P + 'router_open_requests{replica="r0",instance="a"}': "40",
@@ -95,6 +100,7 @@ ILL: dict[str, dict[str, str]] = {
     "PointsmanDegradedPlacements": {"degraded_placements": "3+1"},
     "PointsmanErrors": {'status="502"': "0+1"},
     "PointsmanRefusals": {'code="RESOURCE_EXHAUSTED"': "0+3"},
+    "PointsmanAutoscalerWithoutFigure": {'condition="ScalingActive",status="false"': "1"},
     "PointsmanRequestsHeld": {"held_requests": "40"},
     "PointsmanEngineQueues": {"waiting_requests": "30"},
     "PointsmanTtftHigh": {'ttft_seconds_bucket{replica="g0",le="10.0"}': "0+20"},

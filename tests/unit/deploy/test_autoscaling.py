@@ -43,8 +43,47 @@ def test_the_engines_are_scaled_and_have_no_count_of_their_own(component: str) -
     broken = copy.deepcopy(objects)
     scaler(broken, component)["spec"]["scaleTargetRef"]["name"] = "engines"
     assert k8s.check(broken) == [f"{KINDS[component]}/vllm: no StatefulSet engines"]
-    named = next(o for o in objects if o["kind"] == "ConfigMap" and o["metadata"]["name"].startswith("engine-"))
-    assert named["data"]["SERVED_MODEL_NAME"] in yaml.safe_dump(found)
+
+
+def rendered(component: str, model: str) -> list[dict[str, Any]]:
+    """The objects where the model has been set as the README says."""
+    file = "k8s/components/settings/engine.env"
+    told = re.sub("(?m)^SERVED_MODEL_NAME=.*", f"SERVED_MODEL_NAME={model}", (check_deploy.DEPLOY / file).read_text())
+    return check_deploy.render(OVERLAYS / "single-node", component, files={file: told})
+
+
+def asked_model(component: str, objects: list[dict[str, Any]]) -> str:
+    spec = scaler(objects, component)["spec"]
+    if component == "autoscaling-hpa":
+        return str(spec["metrics"][0]["external"]["metric"]["selector"]["matchLabels"]["model"])
+    [model] = re.findall('model="(.*?)"', spec["triggers"][0]["metadata"]["query"])
+    return str(model)
+
+
+@pytest.mark.parametrize("component", KINDS)
+def test_the_model_that_engines_serve_is_the_one_asked_for(component: str) -> None:
+    objects = rendered(component, "my-model")
+    assert asked_model(component, objects) == "my-model"
+    assert k8s.check(objects) == []
+    broken = copy.deepcopy(objects)
+    spec = scaler(broken, component)["spec"]
+    told = yaml.safe_load(yaml.safe_dump(spec).replace("my-model", "qwen3-coder"))
+    scaler(broken, component)["spec"] = told
+    assert k8s.check(broken) == [
+        f"{KINDS[component]}/vllm: asks for model qwen3-coder, and SERVED_MODEL_NAME is my-model"
+    ]
+
+
+def test_a_model_with_a_slash_is_scaled_by_keda_alone() -> None:
+    assert k8s.check(rendered("autoscaling-keda", "org/model")) == []
+    [problem] = k8s.check(rendered("autoscaling-hpa", "org/model"))
+    assert "org/model cannot be a label's value" in problem
+
+
+def test_a_query_of_another_namespace_is_a_problem() -> None:
+    objects = rendered("autoscaling-keda", "m")
+    scaler(objects, "autoscaling-keda")["metadata"]["namespace"] = "elsewhere"
+    assert "ScaledObject/vllm: asks for namespace pointsman, and the routers are in elsewhere" in k8s.check(objects)
 
 
 @pytest.mark.parametrize("component", KINDS)

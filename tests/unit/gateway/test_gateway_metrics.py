@@ -100,3 +100,14 @@ def test_series_stay_few_while_thousands_of_models_come_and_go() -> None:
         page.metrics.keep_models([f"m{number}"])
         page.count_all(f"m{number}")
     assert len(page.models()) <= 12
+
+
+def test_refusals_are_counted_by_the_names_that_routers_have_for_codes() -> None:
+    metrics = Page().metrics
+    for code in (8, 8, 77):
+        metrics.refused(code)
+    told = {
+        code: metrics.registry.get_sample_value("pointsman_gateway_refusals_total", {"code": code})
+        for code in ("RESOURCE_EXHAUSTED", "77", "8")
+    }
+    assert told == {"RESOURCE_EXHAUSTED": 2, "77": 1, "8": None}

@@ -70,7 +70,7 @@ timings = st.fixed_dictionaries(
 ends = st.builds(
     ev.Finished,
     request_id=words,
-    outcome=st.sampled_from(["OK", "CANCELLED", "REJECTED", "FAILED"]),
+    outcome=st.sampled_from(["OK", "CANCELLED", "REJECTED", "FAILED", ev.UNKNOWN]),
     prompt_tokens=st.none() | counts,
     cached_tokens=st.none() | counts,
     output_tokens=st.none() | counts,
@@ -126,14 +126,15 @@ def test_a_duration_comes_back_to_the_nanosecond(value: float) -> None:
 
 
 @pytest.mark.parametrize("outcome", [placement_pb2.OUTCOME_UNSPECIFIED, 99])
-def test_an_outcome_that_nobody_knows_is_a_failure(outcome: int) -> None:
-    """What a newer gateway says must not end its stream."""
+def test_an_outcome_that_nobody_knows_is_neither_an_answer_nor_a_failure(outcome: int) -> None:
+    """What a newer gateway says must not end its stream, nor blame an instance."""
     wire = placement_pb2.Finished(request_id="r")
     wire.outcome = outcome  # type: ignore[assignment]
     wire.finish_reason = outcome  # type: ignore[assignment]
     sent = placement_pb2.Finished.FromString(wire.SerializeToString())
     told = gateway_messages.finished(sent)
-    assert (told.outcome, told.finish_reason) == ("FAILED", "")
+    assert (told.outcome, told.finish_reason) == (ev.UNKNOWN, "")
+    assert gateway_messages.finished(gateway_messages.finished_to_wire(told)) == told
 
 
 def asked(**fields: Any) -> PlacementRequest:
@@ -155,3 +156,17 @@ def test_what_gateways_of_other_versions_say_of_classes_is_understood() -> None:
 @pytest.mark.parametrize("priority", Priority)
 def test_classes_go_over_the_wire_and_back(priority: Priority) -> None:
     assert asked(priority=gateway_messages.priority_to_wire(priority)).priority is priority
+
+
+@pytest.mark.parametrize(("tokens", "keys", "fits"), [(100, 6, True), (100, 7, False), (15, 1, False), (0, 0, True)])
+def test_a_prompt_has_no_more_keys_than_full_blocks(tokens: int, keys: int, fits: bool) -> None:
+    wire = placement_pb2.PlacementRequest(request_id="r", model="m", input_tokens=tokens, keys=range(keys))
+    fault = gateway_messages.request_fault(wire)
+    assert (fault is None) == fits
+    assert fits or (fault is not None and fault[0] == "keys")
+
+
+def test_a_request_has_an_id() -> None:
+    fault = gateway_messages.request_fault(placement_pb2.PlacementRequest(model="m"))
+    assert fault is not None
+    assert fault[0] == "request_id"

@@ -159,16 +159,13 @@ def test_an_open_request_keeps_of_what_it_was_decided_on_its_own_instances_alone
         assert not decision.result.scores
 
 
-def test_an_ended_request_is_told_its_placement_again_and_weighs_little() -> None:
+def test_an_ended_request_is_known_still_and_weighs_little() -> None:
     router = fleet()
-    first = place(router, request("r", tokens=64, session_id="s"), 1.0)
+    assert isinstance(place(router, request("r", tokens=64, session_id="s"), 1.0), ev.Placed)
     router.handle(ev.Finished("r", "OK"), 2.0)
-    again = place(router, request("r", tokens=64, session_id="s"), 3.0)
-    assert isinstance(first, ev.Placed)
-    assert isinstance(again, ev.Placed)
-    assert (again.step, again.decision.decision_id) == (first.step, first.decision.decision_id)
-    assert again.decision.cached_tokens == first.decision.cached_tokens
-    assert (again.decision.view.candidates, again.decision.result.scores) == ((), {})
+    assert isinstance(place(router, request("r", tokens=64, session_id="s"), 3.0), ev.Refused)
+    [kept] = router.plans.decisions
+    assert (kept.view.candidates, kept.result.scores) == ((), {})
 
 
 def kv(name: str, role: KvRole) -> KvTransfer:

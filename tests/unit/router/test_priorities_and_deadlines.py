@@ -57,7 +57,8 @@ def test_when_the_queue_is_full_the_last_of_the_lowest_class_gives_up_its_place(
     [refused] = ask(router, "s1", priority=STANDARD)
     assert isinstance(refused, ev.Refused)
     assert (refused.request_id, refused.code, refused.retry_after_s) == ("b1", "RESOURCE_EXHAUSTED", 1.0)
-    assert "a request of the class STANDARD has its place" in refused.message
+    assert "this request's class goes last" in refused.message
+    assert "STANDARD" not in refused.message, "nobody is told of others' classes"
     assert [one.request_id for one in ask(router, "i0", priority=INTERACTIVE)] == ["b0"]
     assert [one.request_id for one in ask(router, "b2", priority=BATCH)] == ["b2"]
     assert [one.request_id for one in ask(router, "s2", priority=STANDARD)] == ["s2"]
@@ -140,7 +141,7 @@ def test_who_cannot_have_its_first_token_in_time_is_refused_instead_of_placed() 
     assert isinstance(placed, ev.Placed)
     [over] = ask(router, "o", tokens=10, ttft_deadline_s=0.0)
     assert isinstance(over, ev.Refused)
-    assert over.message == "the time in which its first token was needed is over"
+    assert over.message == "the first token did not come within the time that X-Pointsman-TTFT-Timeout allows"
     dry = router.explain(request("dry", tokens=64_000, keys=KEYS, ttft_deadline_s=LEAST_S - 0.1), 0.0)
     assert isinstance(dry, ev.Refused)
     assert dry.code == "DEADLINE_EXCEEDED"

@@ -7,7 +7,10 @@ import pytest
 from pointsman.common.core.block_keys import KEY_SCHEME, prompt_keys
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.instances.report_sync import ConsistencyCheck, Delta
+from pointsman.router.core.instances.saturation import SaturationLimits
+from pointsman.router.core.load.reservations import Reservation
 from pointsman.router.core.policy.registry import make_policy
+from pointsman.router.core.requests.hold_queue import QueueSettings
 from pointsman.router.core.router_state import ENDS_AT_ONCE
 from pointsman.router.core.types import Decision, InstanceState, Load, Phase, PrefixSource, StepKind
 from tests.support.router_values import finish, hello, info, join, place, request, state
@@ -81,9 +84,6 @@ def test_the_same_request_id_gets_the_same_placement_and_one_reservation() -> No
     assert (again.step, again.last, again.decision.decision_id) == (first.step, first.last, first.decision.decision_id)
     assert len(router.reservations) == 1
     router.handle(ev.Finished("r", "OK"), 1.0)
-    later = place(router, request("r", tokens=100))
-    assert isinstance(later, ev.Placed)
-    assert (later.step, later.decision.decision_id) == (first.step, first.decision.decision_id)
     assert len(router.reservations) == 0
 
 
@@ -379,3 +379,78 @@ def test_what_a_lost_gateway_had_open_ends_a_part_at_a_time() -> None:
         router.handle(ev.Tick(), 100.0 + tick)
         left.append(len(router.reservations))
     assert left == [ENDS_AT_ONCE + 1, 1, 0, 0]
+
+
+def refusal(answer: ev.Placed | ev.Refused) -> str:
+    assert isinstance(answer, ev.Refused), answer
+    return answer.code
+
+
+@pytest.mark.parametrize("outcome", ["OK", "REJECTED", "FAILED", ev.UNKNOWN])
+def test_the_id_of_a_finished_request_is_used_up(outcome: str) -> None:
+    """Its placement reserves nothing any more: whoever went by it would run uncounted."""
+    router = state()
+    join(router, "a", 1)
+    place(router, request("r", tokens=100))
+    router.handle(ev.Finished("r", outcome), 1.0)
+    answer = place(router, request("r", tokens=100), 2.0)
+    assert refusal(answer) == "ABORTED"
+    assert len(router.reservations) == 0
+    router.check_invariants()
+
+
+@pytest.mark.parametrize("gateway", ["g", ""])
+def test_an_id_belongs_to_one_model(gateway: str) -> None:
+    router = state()
+    join(router, "a", 1, lora_names=("l",))
+    join(router, "b", 2, model="n", served_names=("n",))
+    join(router, "c", 3)
+    placed = place(router, request("r", tokens=100, model="l"), gateway=gateway)
+    for model in ("n", "unknown"):
+        assert refusal(place(router, request("r", tokens=100, model=model), gateway=gateway)) == "INVALID_ARGUMENT"
+    again = place(router, request("r", tokens=100, model="l"), gateway=gateway)
+    assert isinstance(placed, ev.Placed)
+    assert isinstance(again, ev.Placed)
+    assert again.step == placed.step
+    on_c = place(router, request("s", tokens=100, exclude=("a",)), gateway=gateway)
+    assert isinstance(on_c, ev.Placed)
+    assert on_c.step.instance_id == "c"
+    assert refusal(place(router, request("s", tokens=100, model="l"), gateway=gateway)) == "INVALID_ARGUMENT"
+    assert isinstance(place(router, request("s", tokens=100, model="alias"), gateway=gateway), ev.Placed)
+    assert len(router.reservations) == 2
+
+
+def test_the_id_of_a_held_request_belongs_to_its_model() -> None:
+    router = state(limits=SaturationLimits(max_requests=1), queue=QueueSettings(size=4))
+    join(router, "a", 1)
+    join(router, "b", 2, model="n", served_names=("n",))
+    place(router, request("first", tokens=100))
+    assert router.handle(ev.PlaceRequested(request("r", tokens=100), "g"), 0.0) == []
+    assert refusal(place(router, request("r", tokens=100, model="n"))) == "INVALID_ARGUMENT"
+    answers = [one for one in router.handle(ev.Finished("first", "OK"), 1.0) if isinstance(one, ev.Placed)]
+    assert [(one.request_id, one.step.instance_id) for one in answers] == [("r", "a")]
+
+
+def test_a_new_owner_knows_whose_model_a_recovered_request_is_for() -> None:
+    router = state(owns_all=False)
+    join(router, "a", 1)
+    join(router, "b", 2, model="n", served_names=("n",))
+    kept = Reservation("r", "g", "a", "d", 100, 100, pool="m")
+    for taken in (ev.PoolTaken("m", (kept,)), ev.PoolTaken("n")):
+        router.handle(taken, 0.0)
+        finish(router)
+    assert refusal(place(router, request("r", tokens=100, model="n"))) == "INVALID_ARGUMENT"
+    for model in ("alias", "m"):
+        answer = place(router, request("r", tokens=100, model=model))
+        assert isinstance(answer, ev.Placed)
+        assert answer.step.instance_id == "a"
+
+
+@pytest.mark.parametrize("left_s", [0.0, -1.0])
+def test_a_request_whose_gateway_waits_no_longer_is_not_placed(left_s: float) -> None:
+    router = state()
+    join(router, "a", 1)
+    assert refusal(place(router, request("r", tokens=100, deadline_s=left_s))) == "DEADLINE_EXCEEDED"
+    assert len(router.reservations) == 0
+    assert isinstance(place(router, request("r", tokens=100, deadline_s=0.001)), ev.Placed)
+    assert isinstance(place(router, request("r", tokens=100, deadline_s=left_s)), ev.Placed), "it is placed already"

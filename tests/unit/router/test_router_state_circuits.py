@@ -189,3 +189,17 @@ def test_a_pool_that_changes_hands_begins_with_closed_circuits_and_gateways_are_
     assert ev.FleetChanged() in state_.handle(ev.PoolLost("m"), 0.5)
     state_.check_invariants()
     assert told(state_) == ["a", "b"]
+
+
+def test_ends_that_nobody_can_tell_open_no_circuit_and_close_none() -> None:
+    state_ = fleet("a", "b")
+    for number in range(4 * SETTINGS.failures):
+        placed_on(state_, f"r{number}", 0.0, exclude=("b",))
+        finish(state_, f"r{number}", ev.UNKNOWN, 0.0)
+    assert told(state_) == ["a", "b"]
+    break_(state_, "a")
+    assert placed_on(state_, "busy", 0.0) == "b"
+    assert placed_on(state_, "trial", 1.0) == "a"
+    finish(state_, "trial", ev.UNKNOWN, 1.0)
+    assert told(state_) == ["b"], "it has answered nothing"
+    assert placed_on(state_, "next", 1.0) == "a", "another one is on trial"

@@ -57,6 +57,7 @@ def test_the_state_is_told_as_it_is_when_asked() -> None:
     fleet.handle(ev.OrdersChanged({"gone": both, "b": InstanceOrder(weight=0.0)}), 4.0)
     told = read(telemetry)
     assert [at(told, "instance_orders", kind=kind) for kind in ("cordon", "weight")] == [1, 2]
+    assert at(told, "prefill_curve_samples", model="m", hardware="") == 0
     assert at(told, "instances", model="m", state="READY") == 1
     assert at(told, "instances", model="m", state="LOST") == 0
     assert at(told, "pool_owned", model="m") == 1
@@ -173,3 +174,16 @@ def test_names_that_several_models_answer_to_are_told_and_go_to_the_first() -> N
     fleet.handle(ev.AgentGoodbye(1, "a"), 1.0)
     assert fleet.instances.shared_names == {}
     assert at(read(telemetry), "shared_names") == 0
+
+
+def test_how_many_prefills_taught_a_curve_is_told_by_its_owner() -> None:
+    fleet, other = state(), state(owns_all=False)
+    for one in (fleet, other):
+        join(one, "a", 1, hardware="H")
+    for number in range(3):
+        decided(fleet, f"r{number}")
+        fleet.handle(ev.FirstToken(f"r{number}"), 1.0 + number)
+    decided(fleet, "whole")
+    fleet.handle(finished(request_id="whole"), 5.0)
+    assert at(read(with_state(fleet)), "prefill_curve_samples", model="m", hardware="H") == 3
+    assert not [name for name, _ in read(with_state(other)) if "curve_samples" in name]

@@ -100,6 +100,8 @@ class _DecisionOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Decis
     """DECISION_OUTCOME_OPEN: the request runs."""
     DECISION_OUTCOME_DRY_RUN: _DecisionOutcome.ValueType  # 6
     """DECISION_OUTCOME_DRY_RUN: of Explain; nothing was reserved."""
+    DECISION_OUTCOME_UNKNOWN: _DecisionOutcome.ValueType  # 7
+    """DECISION_OUTCOME_UNKNOWN: it has ended, with OUTCOME_UNSPECIFIED or an outcome that the router does not know."""
 
 class DecisionOutcome(_DecisionOutcome, metaclass=_DecisionOutcomeEnumTypeWrapper):
     """DecisionOutcome is how the request of a decision ended."""
@@ -118,6 +120,8 @@ DECISION_OUTCOME_OPEN: DecisionOutcome.ValueType  # 5
 """DECISION_OUTCOME_OPEN: the request runs."""
 DECISION_OUTCOME_DRY_RUN: DecisionOutcome.ValueType  # 6
 """DECISION_OUTCOME_DRY_RUN: of Explain; nothing was reserved."""
+DECISION_OUTCOME_UNKNOWN: DecisionOutcome.ValueType  # 7
+"""DECISION_OUTCOME_UNKNOWN: it has ended, with OUTCOME_UNSPECIFIED or an outcome that the router does not know."""
 Global___DecisionOutcome: _TypeAlias = DecisionOutcome  # noqa: Y015
 
 class _InstanceState:

@@ -37,7 +37,7 @@ class FleetServiceStub:
     grpc-status-details-bin: branch on its reason, not on the message. Reasons are named in brackets here, behind the code. Besides
     those of methods there are NOT_FOUND (MODEL_NOT_FOUND), RESOURCE_EXHAUSTED (SATURATED), UNAVAILABLE (NO_INSTANCE, NOT_SERVING,
     NOT_OWNER), each with a RetryInfo where trying again may help; DEADLINE_EXCEEDED (FIRST_TOKEN_TOO_LATE); INVALID_ARGUMENT (INVALID_POLICY) with a BadRequest that names
-    the field, and (INVALID_FIELD) with the field in the metadata. UNAUTHENTICATED, without a valid token, and PERMISSION_DENIED,
+    the field, and (INVALID_FIELD) with the field there and in the metadata. UNAUTHENTICATED, without a valid token, and PERMISSION_DENIED,
     with another role's, have no details. A token is shown as metadata `authorization: Bearer TOKEN`.
     """
 
@@ -119,7 +119,7 @@ class FleetServiceAsyncStub(FleetServiceStub):
     grpc-status-details-bin: branch on its reason, not on the message. Reasons are named in brackets here, behind the code. Besides
     those of methods there are NOT_FOUND (MODEL_NOT_FOUND), RESOURCE_EXHAUSTED (SATURATED), UNAVAILABLE (NO_INSTANCE, NOT_SERVING,
     NOT_OWNER), each with a RetryInfo where trying again may help; DEADLINE_EXCEEDED (FIRST_TOKEN_TOO_LATE); INVALID_ARGUMENT (INVALID_POLICY) with a BadRequest that names
-    the field, and (INVALID_FIELD) with the field in the metadata. UNAUTHENTICATED, without a valid token, and PERMISSION_DENIED,
+    the field, and (INVALID_FIELD) with the field there and in the metadata. UNAUTHENTICATED, without a valid token, and PERMISSION_DENIED,
     with another role's, have no details. A token is shown as metadata `authorization: Bearer TOKEN`.
     """
 
@@ -197,7 +197,7 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
     grpc-status-details-bin: branch on its reason, not on the message. Reasons are named in brackets here, behind the code. Besides
     those of methods there are NOT_FOUND (MODEL_NOT_FOUND), RESOURCE_EXHAUSTED (SATURATED), UNAVAILABLE (NO_INSTANCE, NOT_SERVING,
     NOT_OWNER), each with a RetryInfo where trying again may help; DEADLINE_EXCEEDED (FIRST_TOKEN_TOO_LATE); INVALID_ARGUMENT (INVALID_POLICY) with a BadRequest that names
-    the field, and (INVALID_FIELD) with the field in the metadata. UNAUTHENTICATED, without a valid token, and PERMISSION_DENIED,
+    the field, and (INVALID_FIELD) with the field there and in the metadata. UNAUTHENTICATED, without a valid token, and PERMISSION_DENIED,
     with another role's, have no details. A token is shown as metadata `authorization: Bearer TOKEN`.
     """
 

@@ -106,7 +106,9 @@ class _Outcome:
 class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     OUTCOME_UNSPECIFIED: _Outcome.ValueType  # 0
-    """OUTCOME_UNSPECIFIED is not sent."""
+    """OUTCOME_UNSPECIFIED: Finish refuses it (INVALID_FIELD). On a Session it ends the request, as does a value that the router does
+    not know: neither counts as an answer of the instance, nor as a failure.
+    """
     OUTCOME_OK: _Outcome.ValueType  # 1
     """OUTCOME_OK: answered in full."""
     OUTCOME_CANCELLED: _Outcome.ValueType  # 2
@@ -120,7 +122,9 @@ class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
     """Outcome of a request."""
 
 OUTCOME_UNSPECIFIED: Outcome.ValueType  # 0
-"""OUTCOME_UNSPECIFIED is not sent."""
+"""OUTCOME_UNSPECIFIED: Finish refuses it (INVALID_FIELD). On a Session it ends the request, as does a value that the router does
+not know: neither counts as an answer of the instance, nor as a failure.
+"""
 OUTCOME_OK: Outcome.ValueType  # 1
 """OUTCOME_OK: answered in full."""
 OUTCOME_CANCELLED: Outcome.ValueType  # 2
@@ -464,7 +468,18 @@ class GatewayWelcome(_message.Message):
     epoch: _builtins.int
     """epoch is the highest of the pools that the replica owns; 0 when it owns none."""
     key_scheme: _builtins.str
-    """key_scheme that PlacementRequest.keys must follow."""
+    """key_scheme that PlacementRequest.keys must follow. A gateway that does not know it sends no keys. There is one, "xxh3-64/16/1":
+    a key is the XXH3 hash of 64 bits of 16 token ids, as 64 bytes of little-endian 32-bit words, with the key before it as the
+    seed. The first key's seed is the root: the same hash, with seed 0, of the UTF-8 text
+
+      xxh3-64/16/1 US MODEL US LORA US SALT
+
+    without the blanks, where US is the byte 0x1f, MODEL the pool's name (Pool.model, not the name that the client used), LORA the
+    adapter's name and SALT the request's cache_salt, each empty where there is none. Token ids are those that the engine prefills,
+    chat template included. What is left behind the last full block has no key, nor has anything from the block on in which a
+    prompt's first image or other media begins. Of model "m" and the ids 0, 1, 2, ... 31 the keys are 0xfadd4b8904c98f70 and
+    0x8b6de46de81f7704.
+    """
     accounts_usage: _builtins.bool
     """accounts_usage: the router answers usage reports. Gateways send theirs to one router, the owner of the first owned pool by name."""
     def __init__(
@@ -506,7 +521,9 @@ class PlacementRequest(_message.Message):
     WEIGHT_FIELD_NUMBER: _builtins.int
     TTFT_DEADLINE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """request_id is unique; the same id again gets the same placement."""
+    """request_id is unique and not empty. While the request is open the same id again gets the same placement, for the same model:
+    with another one it is refused with INVALID_ARGUMENT. Once it is finished, and not as cancelled, its id is used up: ABORTED.
+    """
     model: _builtins.str
     """model as the client named it: a pool, one of its served names, or a LoRA adapter of it."""
     tenant: _builtins.str
@@ -537,8 +554,9 @@ class PlacementRequest(_message.Message):
     """
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """keys of the prompt's full 16-token blocks, in order, made as GatewayWelcome.key_scheme names; empty where no tokenizer is
-        known, or not the scheme: the request is then placed without what is known of instances' caches.
+        """keys of the prompt's full 16-token blocks, in order, made as GatewayWelcome.key_scheme says; empty where no tokenizer is
+        known, or not the scheme: the request is then placed without what is known of instances' caches. More than input_tokens / 16
+        are refused with INVALID_ARGUMENT; fewer may be sent, of the prompt's beginning.
         """
 
     @_builtins.property
@@ -547,7 +565,9 @@ class PlacementRequest(_message.Message):
 
     @_builtins.property
     def deadline(self) -> _duration_pb2.Duration:
-        """deadline left to the first step; absent for the router's own bound of a hold. What comes after is the gateway's to time."""
+        """deadline left to the first step; absent for the router's own bound of a hold. What comes after is the gateway's to time. 0 or
+        less: it is over, and the request is refused with DEADLINE_EXCEEDED.
+        """
 
     @_builtins.property
     def age(self) -> _duration_pb2.Duration:
@@ -740,8 +760,9 @@ class Refusal(_message.Message):
     request_id: _builtins.str
     """request_id it answers."""
     code: _builtins.int
-    """code is a google.rpc.Code: 4 DEADLINE_EXCEEDED (no first token within ttft_deadline), 5 NOT_FOUND (unknown model),
-    8 RESOURCE_EXHAUSTED (saturated), 14 UNAVAILABLE (no instance).
+    """code is a google.rpc.Code: 3 INVALID_ARGUMENT (no request_id, too many keys, or the id of a request for another model),
+    4 DEADLINE_EXCEEDED (no first token within ttft_deadline, or deadline is over), 5 NOT_FOUND (unknown model),
+    8 RESOURCE_EXHAUSTED (saturated), 10 ABORTED (the id of a finished request), 14 UNAVAILABLE (no instance).
     """
     message: _builtins.str
     """message for people."""
@@ -902,7 +923,7 @@ class Finished(_message.Message):
     request_id: _builtins.str
     """request_id of the request."""
     outcome: Global___Outcome.ValueType
-    """outcome however it ended."""
+    """outcome however it ended; Finish needs one."""
     prompt_tokens: _builtins.int
     """prompt_tokens as the engine counted them; absent when it did not say."""
     cached_tokens: _builtins.int
@@ -1007,7 +1028,9 @@ class Timings(_message.Message):
     sent_ms: _builtins.float
     """sent: the request was written to the instance."""
     first_token_ms: _builtins.float
-    """first_token: the first byte of the answer's body had come."""
+    """first_token: the first byte of the answer's body had come; 0 where none did, and of an answer that was not streamed, whose first
+    byte comes with its last.
+    """
     done_ms: _builtins.float
     """done: the answer had ended."""
     def __init__(

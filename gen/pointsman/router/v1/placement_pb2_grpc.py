@@ -102,8 +102,9 @@ class PlacementServiceServicer:
         """Place is the one-step form for shells and other clients: the whole plan must be one SERVE. The reservation ends with
         Finish or with the lease. A request that is held is answered within the call's deadline. RESOURCE_EXHAUSTED with
         RetryInfo when saturated, UNAVAILABLE when no instance is ready, NOT_FOUND for an unknown model, DEADLINE_EXCEEDED
-        (FIRST_TOKEN_TOO_LATE) when no first token can come within the request's ttft_deadline; reasons as FleetService has
-        them, and ABORTED (REQUEST_ENDED) when the request is finished while it is held. At a replica that does
+        (FIRST_TOKEN_TOO_LATE) when no first token can come within the request's ttft_deadline, or its deadline is over; reasons as
+        FleetService has them. INVALID_ARGUMENT (INVALID_FIELD) for an empty request_id, more keys than input_tokens have, or the id of
+        a request for another model. ABORTED (REQUEST_ENDED) when the request is finished, before or while it is held. At a replica that does
         not own the pool: UNAVAILABLE (NOT_OWNER), with the owner's router_id and address in the metadata, or (NOT_SERVING) where
         none is known.
         """
@@ -112,7 +113,9 @@ class PlacementServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Finish(self, request, context):
-        """Finish releases a reservation that Place made; twice has no effect. UNAVAILABLE at a replica that does not own the pool.
+        """Finish releases a reservation that Place made; twice has no effect. Its outcome must be given, because an instance whose
+        requests fail is left alone. INVALID_ARGUMENT (INVALID_FIELD) without a request_id or an outcome; UNAVAILABLE at a replica that
+        does not own the pool.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

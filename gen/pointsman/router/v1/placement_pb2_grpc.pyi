@@ -60,13 +60,17 @@ class PlacementServiceStub:
     """Place is the one-step form for shells and other clients: the whole plan must be one SERVE. The reservation ends with
     Finish or with the lease. A request that is held is answered within the call's deadline. RESOURCE_EXHAUSTED with
     RetryInfo when saturated, UNAVAILABLE when no instance is ready, NOT_FOUND for an unknown model, DEADLINE_EXCEEDED
-    (FIRST_TOKEN_TOO_LATE) when no first token can come within the request's ttft_deadline; reasons as FleetService has
-    them, and ABORTED (REQUEST_ENDED) when the request is finished while it is held. At a replica that does
+    (FIRST_TOKEN_TOO_LATE) when no first token can come within the request's ttft_deadline, or its deadline is over; reasons as
+    FleetService has them. INVALID_ARGUMENT (INVALID_FIELD) for an empty request_id, more keys than input_tokens have, or the id of
+    a request for another model. ABORTED (REQUEST_ENDED) when the request is finished, before or while it is held. At a replica that does
     not own the pool: UNAVAILABLE (NOT_OWNER), with the owner's router_id and address in the metadata, or (NOT_SERVING) where
     none is known.
     """
     Finish: _grpc.UnaryUnaryMultiCallable[_placement_pb2.FinishRequest, _placement_pb2.FinishResponse]
-    """Finish releases a reservation that Place made; twice has no effect. UNAVAILABLE at a replica that does not own the pool."""
+    """Finish releases a reservation that Place made; twice has no effect. Its outcome must be given, because an instance whose
+    requests fail is left alone. INVALID_ARGUMENT (INVALID_FIELD) without a request_id or an outcome; UNAVAILABLE at a replica that
+    does not own the pool.
+    """
 
 @_typing.type_check_only
 class PlacementServiceAsyncStub(PlacementServiceStub):
@@ -100,13 +104,17 @@ class PlacementServiceAsyncStub(PlacementServiceStub):
     """Place is the one-step form for shells and other clients: the whole plan must be one SERVE. The reservation ends with
     Finish or with the lease. A request that is held is answered within the call's deadline. RESOURCE_EXHAUSTED with
     RetryInfo when saturated, UNAVAILABLE when no instance is ready, NOT_FOUND for an unknown model, DEADLINE_EXCEEDED
-    (FIRST_TOKEN_TOO_LATE) when no first token can come within the request's ttft_deadline; reasons as FleetService has
-    them, and ABORTED (REQUEST_ENDED) when the request is finished while it is held. At a replica that does
+    (FIRST_TOKEN_TOO_LATE) when no first token can come within the request's ttft_deadline, or its deadline is over; reasons as
+    FleetService has them. INVALID_ARGUMENT (INVALID_FIELD) for an empty request_id, more keys than input_tokens have, or the id of
+    a request for another model. ABORTED (REQUEST_ENDED) when the request is finished, before or while it is held. At a replica that does
     not own the pool: UNAVAILABLE (NOT_OWNER), with the owner's router_id and address in the metadata, or (NOT_SERVING) where
     none is known.
     """
     Finish: _aio.UnaryUnaryMultiCallable[_placement_pb2.FinishRequest, _placement_pb2.FinishResponse]  # type: ignore[assignment]
-    """Finish releases a reservation that Place made; twice has no effect. UNAVAILABLE at a replica that does not own the pool."""
+    """Finish releases a reservation that Place made; twice has no effect. Its outcome must be given, because an instance whose
+    requests fail is left alone. INVALID_ARGUMENT (INVALID_FIELD) without a request_id or an outcome; UNAVAILABLE at a replica that
+    does not own the pool.
+    """
 
 class PlacementServiceServicer(metaclass=_abc_1.ABCMeta):
     """PlacementService answers where requests go.
@@ -149,8 +157,9 @@ class PlacementServiceServicer(metaclass=_abc_1.ABCMeta):
         """Place is the one-step form for shells and other clients: the whole plan must be one SERVE. The reservation ends with
         Finish or with the lease. A request that is held is answered within the call's deadline. RESOURCE_EXHAUSTED with
         RetryInfo when saturated, UNAVAILABLE when no instance is ready, NOT_FOUND for an unknown model, DEADLINE_EXCEEDED
-        (FIRST_TOKEN_TOO_LATE) when no first token can come within the request's ttft_deadline; reasons as FleetService has
-        them, and ABORTED (REQUEST_ENDED) when the request is finished while it is held. At a replica that does
+        (FIRST_TOKEN_TOO_LATE) when no first token can come within the request's ttft_deadline, or its deadline is over; reasons as
+        FleetService has them. INVALID_ARGUMENT (INVALID_FIELD) for an empty request_id, more keys than input_tokens have, or the id of
+        a request for another model. ABORTED (REQUEST_ENDED) when the request is finished, before or while it is held. At a replica that does
         not own the pool: UNAVAILABLE (NOT_OWNER), with the owner's router_id and address in the metadata, or (NOT_SERVING) where
         none is known.
         """
@@ -161,6 +170,9 @@ class PlacementServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _placement_pb2.FinishRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_placement_pb2.FinishResponse, _abc.Awaitable[_placement_pb2.FinishResponse]]:
-        """Finish releases a reservation that Place made; twice has no effect. UNAVAILABLE at a replica that does not own the pool."""
+        """Finish releases a reservation that Place made; twice has no effect. Its outcome must be given, because an instance whose
+        requests fail is left alone. INVALID_ARGUMENT (INVALID_FIELD) without a request_id or an outcome; UNAVAILABLE at a replica that
+        does not own the pool.
+        """
 
 def add_PlacementServiceServicer_to_server(servicer: PlacementServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -54,7 +54,9 @@ def finished(
     )
     report.timings.placed_ms = _ms(attempt.placed_at, context.received_at)
     report.timings.sent_ms = _ms(attempt.sent_at, context.received_at)
-    report.timings.first_token_ms = _ms(attempt.first_byte_at, context.received_at)
+    if context.call.stream:
+        # A whole answer's first byte comes with its last: that is no time to a first token.
+        report.timings.first_token_ms = _ms(attempt.first_byte_at, context.received_at)
     report.timings.done_ms = _ms(now, context.received_at)
     return report
 

@@ -99,5 +99,5 @@ class PlacementSteps:
 
     def _to_event(self, attempt_id: str, step: PlacementReply) -> Event:
         if isinstance(step, placement_pb2.Refusal):
-            self._shared.telemetry.refusals.labels(str(step.code)).inc()
+            self._shared.telemetry.refused(step.code)
         return event_of(attempt_id, step)

@@ -144,7 +144,8 @@ class RequestRunner:
                     # A whole answer's end follows at once, and says as much but for who refused it.
                     if steps.whole_response is None or effect.refused_by:
                         router.first_token(effect.attempt_id, effect.refused_by)
-                    self._shared.telemetry.ttft.observe(self._attempt.first_byte_at - self._context.received_at)
+                    if self._context.call.stream:
+                        self._shared.telemetry.ttft.observe(self._attempt.first_byte_at - self._context.received_at)
                 case ev.ReportFinished():
                     self._report(effect)
                 case ev.FailRequest():

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -13,6 +14,8 @@ from prometheus_client.registry import Collector
 from pointsman.common.io.metric_children import MetricChildren
 from pointsman.gateway.core.request_usage import RequestUsage
 from pointsman.gateway.core.tokens.token_cache import TokenCache
+
+_CODES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
 
 _TPOT_S = (0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1)
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 150, 600)
@@ -56,7 +59,7 @@ class GatewayMetrics:
         )
         self.outcomes = Counter(f"{name}attempts", "Placed attempts by outcome", ["outcome"], registry=of)
         self.retries = Counter(f"{name}retries", "Attempts after the first", registry=of)
-        self.refusals = Counter(f"{name}refusals", "Requests that the router refused, by code", ["code"], registry=of)
+        self._refusals = Counter(f"{name}refusals", "Requests that the router refused, by code", ["code"], registry=of)
         self.limited = Counter(f"{name}limited", "Requests beyond their key's limits", registry=of)
         self.accounted = Gauge(
             f"{name}limits_accounted",
@@ -105,6 +108,10 @@ class GatewayMetrics:
         self.total = Histogram(
             f"{name}request_seconds", "From the request's last byte to the answer's last", buckets=_SECONDS, registry=of
         )
+
+    def refused(self, code: int) -> None:
+        """Count a refusal by its google.rpc.Code, by name, as routers do; by number one that only a newer router knows."""
+        self._refusals.labels(_CODES.get(code, str(code))).inc()
 
     def answered(self, model: str, route: str, status: int) -> None:
         """Count one answer."""

@@ -37,7 +37,7 @@ def least_prefill_s(request: PlacementRequest, pool: str, view: FleetView, sampl
 def lateness(left_s: float, least_s: float) -> str:
     """Why no first token can come within `left_s`, when computing its prompt takes `least_s` at least; empty where one can."""
     if left_s <= 0:
-        return "the time in which its first token was needed is over"
+        return "the first token did not come within the time that X-Pointsman-TTFT-Timeout allows"
     if left_s <= least_s:
         return f"its first token is needed within {left_s:.2f} s, and its prompt takes {least_s:.2f} s at least"
     return ""

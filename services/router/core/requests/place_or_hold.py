@@ -21,6 +21,7 @@ from pointsman.router.core.policy.base import Policy
 from pointsman.router.core.policy.unified import Unified
 from pointsman.router.core.requests.deadlines import SURE_SHARE, CurveSamples, lateness, least_prefill_s
 from pointsman.router.core.requests.hold_queue import HeldRequest, HoldQueue, QueueSettings
+from pointsman.router.core.requests.retry_after import RetryAfter
 from pointsman.router.core.types import Decision, FleetView, PlacementRequest, StepKind
 
 # Decisions of one trial of a pool that may leave their requests held, where something freed and where time has passed, and all
@@ -77,6 +78,7 @@ class HeldRequests:
         self.queue = HoldQueue(settings)
         self._settings = settings
         self._retry_after_s = retry_after_s
+        self.retry_after = RetryAfter(retry_after_s)
         self._decide = decide
         self._commit = commit
         self._serve_there = serve_there
@@ -120,7 +122,7 @@ class HeldRequests:
         held = self._held(request, gateway_id, verdict, now, previous_id)
         effects: list[ev.Effect] = []
         if (displaced := self.queue.make_room(held)) is not None:
-            why = f"a request of the class {request.priority} has its place in the queue"
+            why = "the queue is full and this request's class goes last"
             effects = self._end(displaced, now, "queue_full", why)
         why_not = self.queue.offer(held)
         if not why_not:
@@ -163,6 +165,7 @@ class HeldRequests:
         self._tried_at = {pool: at for pool, at in self._tried_at.items() if now - at < REPORT_RETRY_S}
         self._paid_until = {pool: at for pool, at in self._paid_until.items() if at > now}
         self._tried_many_at = {pool: at for pool, at in self._tried_many_at.items() if now - at < TICK_RETRY_S}
+        self.retry_after.expire(now)
 
     def cancel(self, request_id: str) -> None:
         """A request ended while it waited. Mutates."""
@@ -183,11 +186,14 @@ class HeldRequests:
             effects.append(replace(not_serving(held.request.request_id, pool, why), gateway_id=held.gateway_id))
         return effects
 
-    def refusal(self, request: PlacementRequest, pool: str, gateway_id: str, why: str) -> ev.Refused:
-        """What a request is told when there is no room for it."""
+    def refusal(
+        self, request: PlacementRequest, pool: str, gateway_id: str, why: str, waited_s: float = 0.0
+    ) -> ev.Refused:
+        """What a request is told when there is no room for it, and it has waited so long."""
+        retry_after_s = self.retry_after.seconds(pool, request.priority, waited_s)
         message = f"every instance of {pool!r} is at its limit ({why})"
         code = "RESOURCE_EXHAUSTED"
-        return ev.Refused(request.request_id, code, message, self._retry_after_s, gateway_id, pool=pool)
+        return ev.Refused(request.request_id, code, message, retry_after_s, gateway_id, pool=pool)
 
     def refused_as_late(self, request: PlacementRequest, verdict: DecideResult, gateway_id: str) -> ev.Refused | None:
         """What a request is told that cannot have its first token in time, by what was decided on it now; None where it can, or
@@ -339,7 +345,10 @@ class HeldRequests:
         if isinstance(verdict, ev.Refused):
             # The model was known when the request came, so its absence is a passing one.
             return [replace(verdict, code="UNAVAILABLE", retry_after_s=self._retry_after_s, gateway_id=held.gateway_id)]
-        return [self.refusal(held.request, held.pool, held.gateway_id, why)]
+        waited_s = now - held.since
+        if waited_s > 0:
+            self.retry_after.waited(held.pool, held.request.priority, waited_s, now)
+        return [self.refusal(held.request, held.pool, held.gateway_id, why, waited_s)]
 
 
 def not_serving(request_id: str, pool: str, why: str) -> ev.Refused:

@@ -1,4 +1,5 @@
-"""What was decided on requests that are open or ended lately: a request that comes again gets the same placement. Pure."""
+"""What was decided on requests that are open or ended lately: an open one that comes again gets the same placement, and the id of
+one that has ended is used up. Pure."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from google.rpc import code_pb2
 
 from pointsman.agent.v1 import agent_pb2
+from pointsman.common.core.block_keys import KEY_TOKENS
 from pointsman.common.core.enum_words import values
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.ownership import Owner
@@ -22,7 +23,8 @@ from pointsman.router.v1 import placement_pb2
 
 # Streams converted in one turn, which takes about two milliseconds.
 STREAMS_AT_ONCE = 500
-# An outcome that nobody gave, or that a newer gateway knows, must not count as an answer, nor end its stream.
+# An outcome that nobody gave, or that a newer gateway knows, is UNKNOWN: it must not end the stream, and tells nothing of the
+# instance, neither that it answers nor that it fails.
 _OUTCOMES: dict[int, str] = {number: name for name, number in values(placement_pb2.Outcome).items() if number}
 
 _FINISH_REASONS = {number: name for name, number in values(placement_pb2.FinishReason).items() if number}
@@ -70,6 +72,24 @@ def placement_request(wire: placement_pb2.PlacementRequest) -> PlacementRequest:
         priority=_OF_PRIORITIES.get(wire.priority, Priority.STANDARD),
         weight=float(min(max(wire.weight, 1), _MAX_WEIGHT)),
         ttft_deadline_s=seconds(wire.ttft_deadline) if wire.HasField("ttft_deadline") else None,
+    )
+
+
+def request_fault(wire: placement_pb2.PlacementRequest) -> tuple[str, str] | None:
+    """A field of a request to be placed with a value that it cannot have, and why not; None where all is well."""
+    if not wire.request_id:
+        return "request_id", "must not be empty"
+    return keys_fault(wire)
+
+
+def keys_fault(wire: placement_pb2.PlacementRequest) -> tuple[str, str] | None:
+    """The same of its keys alone: more than the prompt has full blocks would count as cached what is not there."""
+    blocks = wire.input_tokens // KEY_TOKENS
+    if len(wire.keys) <= blocks:
+        return None
+    return (
+        "keys",
+        f"{len(wire.keys)} keys, and {wire.input_tokens} input_tokens have {blocks} full blocks of {KEY_TOKENS}",
     )
 
 
@@ -121,7 +141,7 @@ def finished(wire: placement_pb2.Finished) -> ev.Finished:
     timings = wire.timings
     return ev.Finished(
         request_id=wire.request_id,
-        outcome=_OUTCOMES.get(wire.outcome, "FAILED"),
+        outcome=_OUTCOMES.get(wire.outcome, ev.UNKNOWN),
         prompt_tokens=wire.prompt_tokens if wire.HasField("prompt_tokens") else None,
         cached_tokens=wire.cached_tokens if wire.HasField("cached_tokens") else None,
         output_tokens=wire.output_tokens if wire.HasField("output_tokens") else None,
@@ -151,7 +171,7 @@ def finished_to_wire(done: ev.Finished) -> placement_pb2.Finished:
     """The inverse of `finished`."""
     wire = placement_pb2.Finished(
         request_id=done.request_id,
-        outcome=values(placement_pb2.Outcome)[done.outcome],
+        outcome=values(placement_pb2.Outcome)["" if done.outcome == ev.UNKNOWN else done.outcome],
         prompt_tokens=done.prompt_tokens,
         cached_tokens=done.cached_tokens,
         output_tokens=done.output_tokens,

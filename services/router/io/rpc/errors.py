@@ -34,6 +34,8 @@ async def abort(context: Any, status: grpc.Status) -> NoReturn:
 
 def refusal_status(refused: ev.Refused, owner: Owner | None = None) -> grpc.Status:
     """A refusal as a status; with RetryInfo when trying again may help, and NOT_OWNER naming the `owner` to ask instead."""
+    if refused.asked_model:
+        return field_status("request.model", refused.message)
     details: list[object] = []
     if refused.retry_after_s is not None:
         details.append(error_details_pb2.RetryInfo(retry_delay=duration(refused.retry_after_s)))
@@ -53,8 +55,10 @@ def setting_status(error: SettingError) -> grpc.Status:
 
 
 def field_status(field: str, message: str) -> grpc.Status:
-    """INVALID_ARGUMENT: a field of the request has a value that it cannot have."""
-    return _status("INVALID_ARGUMENT", "INVALID_FIELD", f"{field}: {message}", {"field": field})
+    """INVALID_ARGUMENT: a field of the request has a value that it cannot have, as a BadRequest says, too."""
+    violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=message)
+    bad_request = error_details_pb2.BadRequest(field_violations=[violation])
+    return _status("INVALID_ARGUMENT", "INVALID_FIELD", f"{field}: {message}", {"field": field}, bad_request)
 
 
 def page_token_status(message: str) -> grpc.Status:

@@ -189,6 +189,8 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
     ) -> fleet_pb2.ExplainResponse:
         """A dry run: decides, and reserves nothing."""
         policy = await self._policy(request.policy, context) if request.HasField("policy") else None
+        if (fault := gateway_messages.keys_fault(request.request)) is not None:
+            await abort(context, field_status(f"request.{fault[0]}", fault[1]))
         started = time.perf_counter()
         decision = self._router.state.explain(
             gateway_messages.placement_request(request.request), time.monotonic(), policy

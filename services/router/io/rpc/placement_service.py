@@ -76,8 +76,8 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
         self, request: placement_pb2.PlaceRequest, context: PlaceContext
     ) -> placement_pb2.PlaceResponse:
         """One placement under a lease; a request that is held is answered within the call's deadline."""
-        if not request.request.request_id:
-            await abort(context, field_status("request.request_id", "must not be empty"))
+        if (fault := gateway_messages.request_fault(request.request)) is not None:
+            await abort(context, field_status(f"request.{fault[0]}", fault[1]))
         asked = gateway_messages.placement_request(request.request)
         answer = await self._router.placed(asked, context.time_remaining(), request.request.traceparent)
         if isinstance(answer, ev.Refused):
@@ -91,6 +91,10 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
         self, request: placement_pb2.FinishRequest, context: FinishContext
     ) -> placement_pb2.FinishResponse:
         """Release what Place reserved."""
+        if not request.finished.request_id:
+            await abort(context, field_status("finished.request_id", "must not be empty"))
+        if not request.finished.outcome:
+            await abort(context, field_status("finished.outcome", "must say how the request ended"))
         state = self._router.state
         request_id, pool = request.finished.request_id, state.instances.pool_of(request.model)
         if state.reservations.get(request_id) is None and state.held_requests.queue.get(request_id) is None:
@@ -116,6 +120,10 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
     def _take(self, gateway_id: str, message: placement_pb2.SessionRequest) -> None:
         match message.WhichOneof("kind"):
             case "place":
+                if (fault := gateway_messages.request_fault(message.place)) is not None:
+                    request_id, why = message.place.request_id, f"{fault[0]}: {fault[1]}"
+                    self._router.refuse(ev.Refused(request_id, "INVALID_ARGUMENT", why, gateway_id=gateway_id))
+                    return
                 asked = gateway_messages.placement_request(message.place)
                 self._router.place(ev.PlaceRequested(asked, gateway_id), message.place.traceparent)
                 return

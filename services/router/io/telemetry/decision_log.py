@@ -46,7 +46,7 @@ class LoggedDecision(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def outcome(self) -> str:
-        """OK, CANCELLED, REJECTED or FAILED once ended; OPEN before; DRY_RUN for one that reserved nothing."""
+        """OK, CANCELLED, REJECTED, FAILED or UNKNOWN once ended; OPEN before; DRY_RUN for one that reserved nothing."""
         if self.dry_run:
             return DRY_RUN
         return self.finished.outcome if self.finished else OPEN

@@ -6,7 +6,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pointsman.common.io.metric_children import MetricChildren
-from pointsman.router.core.events_and_effects import Finished
+from pointsman.router.core.events_and_effects import UNKNOWN, Finished
 from pointsman.router.core.instances.instance_registry import InstanceRegistry
 from pointsman.router.core.priority import Priority
 from pointsman.router.core.types import Decision
@@ -77,11 +77,18 @@ class EventMetrics:
             f"{name}bad_usage_reports", "Keys in gateways' reports whose figures cannot be", registry=of
         )
         # A series that is not there before its first count has no increase then, and the alert on it does not fire.
-        for code in ("NOT_FOUND", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED"):
+        for code in (
+            "NOT_FOUND",
+            "RESOURCE_EXHAUSTED",
+            "UNAVAILABLE",
+            "DEADLINE_EXCEEDED",
+            "ABORTED",
+            "INVALID_ARGUMENT",
+        ):
             self._refusals[code,]
         for priority in Priority:
             self._held[priority,]
-        for outcome in ("OK", "CANCELLED", "REJECTED", "FAILED"):
+        for outcome in ("OK", "CANCELLED", "REJECTED", "FAILED", UNKNOWN):
             self._outcomes[outcome,]
             self._offloads[outcome,]
 

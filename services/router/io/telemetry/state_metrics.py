@@ -76,6 +76,7 @@ class StateCollector(Collector):
                 instances.add_metric([model, one], counts[model, one])
         yield from (owned, held, instances)
         yield self._backlog()
+        yield self._curve_samples()
 
     def _backlog(self) -> Metric:
         """0 for an idle pool, so that a scaler finds a figure; nothing of pools that another replica owns."""
@@ -88,6 +89,19 @@ class StateCollector(Collector):
             if self._state.owned.owns(model):
                 for name, seconds in classes.items():
                     told.add_metric([model, name], seconds)
+        return told
+
+    def _curve_samples(self) -> Metric:
+        """0 for a curve that nothing has been learned for."""
+        told = GaugeMetricFamily(
+            f"{NAME}prefill_curve_samples",
+            "Prefills that a curve was learned from: by 50 of them requests are refused that would come too late",
+            labels=["model", "hardware"],
+        )
+        kinds = {(record.info.model, record.info.hardware) for record in self._state.instances.records()}
+        for model, hardware in sorted(kinds):
+            if self._state.owned.owns(model):
+                told.add_metric([model, hardware], self._state.prefill_observer.samples(model, hardware))
         return told
 
     def _instances(self) -> Iterator[Metric]:

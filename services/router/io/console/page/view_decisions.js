@@ -5,7 +5,7 @@ import { classOf, clock, count, modeOf, num, orNone, outcomeOf, seconds, span } 
 import { Table } from "./table.js";
 
 export const whyHref = (id) => `#/decisions/${encodeURIComponent(id)}`;
-export const OUTCOME_TONES = { OK: "good", FAILED: "bad", REJECTED: "wait", CANCELLED: "wait", OPEN: "" };
+export const OUTCOME_TONES = { OK: "good", FAILED: "bad", REJECTED: "wait", CANCELLED: "wait", UNKNOWN: "wait", OPEN: "" };
 
 const kindOf = (step) => (step.kind === "STEP_KIND_PREFILL" ? "prefill" : "serve");
 

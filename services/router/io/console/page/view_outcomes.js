@@ -19,6 +19,7 @@ const COLUMNS = [
   counted("cancelled", "Cancelled", outcome("CANCELLED"), "The client left"),
   counted("rejected", "Rejected", outcome("REJECTED"), "The engine answered 4xx"),
   counted("failed", "Failed", outcome("FAILED"), "The engine failed or could not be reached", "bad"),
+  counted("unknown", "Unknown", outcome("UNKNOWN"), "It ended, and its gateway did not say how"),
   counted("fellback", "Fell back", (g) => num(g.fellBack), "A step failed, and one instance answered alone", "wait"),
   counted("held", "Held", (g) => num(g.held), "Waited for the decision"),
   { id: "input", title: "Input", unit: "tok each", num: true, value: (g) => num(g.inputTokens) / num(g.decided), text: (g) => count(num(g.inputTokens) / num(g.decided)) },
