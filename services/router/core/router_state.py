@@ -31,7 +31,7 @@ from pointsman.router.core.prefix.exact_index import PrefixIndex
 from pointsman.router.core.priority import Priority
 from pointsman.router.core.requests.hold_queue import QueueSettings
 from pointsman.router.core.requests.place_or_hold import AllSaturated, HeldRequests, not_serving
-from pointsman.router.core.requests.placed_requests import Plans
+from pointsman.router.core.requests.placed_requests import MAX_STEPS, Plans
 from pointsman.router.core.requests.recent_decisions import RecentDecisions
 from pointsman.router.core.requests.recovered_placement import recovered_decision
 from pointsman.router.core.requests.unfinished_work import Steps, UnfinishedWork
@@ -244,7 +244,7 @@ class RouterState:
                 return self._sessions_read(event, now)
             case ev.PoolLost():
                 self.owned.lose(event.pool)
-                self._forget_pool(event.pool)
+                self._forget_pool(event.pool, now)
                 why = f"this router does not own {event.pool!r} any more"
                 return [*self.held_requests.drop_pool(event.pool, why), ev.FleetChanged()]
             case ev.GoOn():
@@ -350,13 +350,9 @@ class RouterState:
         return reservation.gateway_id not in ("", gateway_id)
 
     def _stream_opened(self, event: ev.StreamOpened, now: float) -> list[ev.Effect]:
-        request_id = event.stream.request.request_id
-        noted = self.plans.served_alone(request_id, event.stream.instance_id)
-        known = self.reservations.get(request_id)
-        return [
-            *noted,
-            *self._announced(event.gateway_id, event.stream, known.step_index + 1 if known else 0, 0, now),
-        ]
+        known = self.reservations.get(event.stream.request.request_id)
+        index, noted = self.plans.served_alone(known, event.stream.instance_id) if known else (0, [])
+        return [*noted, *self._announced(event.gateway_id, event.stream, index, 0, now)]
 
     def _announced(
         self, gateway_id: str, stream: ev.OpenStream, step_index: int, prefilled_tokens: int, now: float
@@ -393,12 +389,13 @@ class RouterState:
             # Asked again while it was held: this is its answer, so that a later one would be a second.
             self.held_requests.cancel(request.request_id)
             return [replace(refused, gateway_id=event.gateway_id)]
-        if (known := self.plans.decisions.get(request.request_id)) is not None:
-            open_one = self.reservations.get(request.request_id)
-            return [self.plans.placed_effect(known, open_one.step_index if open_one else 0, event.gateway_id)]
         if (reservation := self.reservations.get(request.request_id)) is not None:
+            if (decision := self.plans.decision_of(reservation)) is not None:
+                return [self.plans.placed_effect(decision, reservation.step_index, event.gateway_id)]
             # Placed by an earlier owner, whose answer may not have arrived: the same instance again, never a second one.
             return [self._recovered(reservation, replace(request, keys=()), event.gateway_id)]
+        if (decision := self.plans.decisions.get(request.request_id)) is not None:
+            return [self.plans.placed_effect(decision, 0, event.gateway_id)]
         if not event.gateway_id:
             # Nobody would carry a plan on: the unary form gets one SERVE.
             request = replace(request, single_instance=True, sliceable_tokens=0)
@@ -407,17 +404,19 @@ class RouterState:
 
     def _step_done(self, event: ev.StepDone, now: float) -> list[ev.Effect]:
         reservation = self.reservations.get(event.request_id)
-        if reservation is not None and self.plans.decisions.get(event.request_id) is None:
+        if reservation is not None and self.plans.decision_of(reservation) is None:
             # An earlier owner's plan, which went with it. What it has computed is there.
             if event.ok:
                 why = "an earlier owner of the pool had planned this request"
                 return [
                     replace(not_serving(event.request_id, reservation.pool, why), gateway_id=reservation.gateway_id)
                 ]
+            if event.step_index >= MAX_STEPS:
+                return []
             request = PlacementRequest(event.request_id, reservation.pool, reservation.input_tokens)
             moved = replace(reservation, step_index=event.step_index + 1)
             self.plans.put(moved, now)
-            return [ev.Reserved(moved), self._recovered(moved, request, moved.gateway_id, moved.step_index)]
+            return [ev.Reserved(moved), self._recovered(moved, request, moved.gateway_id)]
         unfinished_plan = self.plans.unfinished_plan(event)
         effects = self.plans.step_done(event, now)
         reservation = self.reservations.get(event.request_id)
@@ -440,9 +439,8 @@ class RouterState:
             rest = replace(rest, sliceable_tokens=0)
         return [*effects, *self.held_requests.place(rest, reservation.gateway_id, now, unfinished_plan.decision_id)]
 
-    def _recovered(
-        self, reservation: Reservation, request: PlacementRequest, gateway_id: str, steps_done: int = 0
-    ) -> ev.Placed:
+    def _recovered(self, reservation: Reservation, request: PlacementRequest, gateway_id: str) -> ev.Placed:
+        steps_done = min(reservation.step_index, MAX_STEPS)
         restored = recovered_decision(reservation, request, self.policy.ref(), steps_done)
         self.plans.decisions.put(restored)
         return self.plans.placed_effect(restored, steps_done, gateway_id)
@@ -505,7 +503,7 @@ class RouterState:
     def _pool_taken(self, event: ev.PoolTaken, now: float) -> Steps:
         waited = self.held_requests.drop_pool(event.pool, f"{event.pool!r} was owned by another router for a moment")
         self.owned.take(event.pool)
-        self._forget_pool(event.pool)
+        self._forget_pool(event.pool, now)
         self.prefill_observer.take_over(event.pool, event.mean_work)
         if not self.instances.members(event.pool, event.pool):
             self._gone_pools.left((event.pool,), now)
@@ -515,9 +513,14 @@ class RouterState:
             lease_s = self.settings.gateway_lease_s if reservation.gateway_id else self.settings.place_lease_s
             reservation = replace(reservation, lease_until=now + lease_s, pool=event.pool)
             self.held_requests.cancel(reservation.request_id)
-            self.reservations.put(reservation)
+            # What is known here of a request of that id was decided in another pool.
+            ended = self.plans.finished(
+                ev.Finished(reservation.request_id, "CANCELLED", error="another router has placed it"), now
+            )
+            self.plans.decisions.drop(reservation.request_id)
+            self.plans.put(reservation, now)
             self.prefix_knowledge.announced(reservation, now)
-            yield []
+            yield ended
 
     def _pool_of_event(self, event: ev.Event) -> str | None:
         """The pool of a request that an event is about; None where nothing is known of the request."""
@@ -549,15 +552,13 @@ class RouterState:
                 self.affinity.recall(event.pool, session, owner, now)
         return []
 
-    def _forget_pool(self, pool: str) -> None:
+    def _forget_pool(self, pool: str, now: float) -> None:
         for reservation in self.reservations.of_pool(pool):
-            self.reservations.release(reservation.request_id)
-            self.prefix_knowledge.prefill_progress.close(reservation.request_id)
+            self.plans.forget(reservation, now)
         self.plans.decisions.forget_pool(pool)
         self.affinity.forget_pool(pool)
         for record in self.instances.members(pool, pool):
             self.migrations.drop(record.info.instance_id)
-            self.prefill_observer.forget(record.info.instance_id)
             record.circuit = Circuit()
             record.candidate_snapshot = None
             self.instances.refresh(record)

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from msgspec.structs import replace
 
 from pointsman.common.core.block_keys import KEY_SCHEME, digest_of
@@ -195,6 +195,7 @@ GATEWAYS = st.sampled_from(["g1", "g2"])
 INSTANCES = st.sampled_from(["a", "b", "c"])
 ORDERS = st.builds(InstanceOrder, st.booleans(), st.sampled_from([0.0, 0.5, 1.0]))
 POOL_OF = {"a": "m", "b": "m", "c": "n"}
+STEPS = st.sampled_from([0, 1, 2, 2**32 - 1])
 
 
 @dataclass(frozen=True)
@@ -234,6 +235,7 @@ class StateMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.stream = 0
         self.stream_of: dict[str, int] = {}
+        self.model_of = dict(POOL_OF)
         self.take("m")
 
     def handle(self, event: ev.Event) -> list[ev.Effect]:
@@ -263,10 +265,20 @@ class StateMachine(RuleBasedStateMachine):
         assert {held.request.request_id: held.gateway_id for held in self.router.held_requests.queue} == self.waiting
         return effects
 
+    @initialize(joined=st.booleans())
+    def begin(self, joined: bool) -> None:
+        """Half of the time with a fleet that is up."""
+        if joined:
+            self.take("n")
+            for name in POOL_OF:
+                self.agent_hello(name, "1", 16)
+                self.keys(name, [], 0)
+            self.tick(1.0)
+
     @rule(name=INSTANCES, incarnation=st.sampled_from("12"), size=st.sampled_from([16, 32, 24]))
     def agent_hello(self, name: str, incarnation: str, size: int) -> None:
         self.stream += 1
-        known = info(name, incarnation=incarnation, block_size=size, model=POOL_OF[name], served_names=())
+        known = info(name, incarnation=incarnation, block_size=size, model=self.model_of[name], served_names=())
         self.handle(ev.AgentHello(self.stream, known, KEY_SCHEME, 1, 0))
         if size != 24:
             self.stream_of[name] = self.stream
@@ -280,11 +292,17 @@ class StateMachine(RuleBasedStateMachine):
             sample = Load(self.now, healthy=healthy, running=running, waiting=full, kv_usage=0.95 * full)
             self.handle(ev.LoadReported(self.stream_of.get(name, 0), name, sample))
 
+    @rule(name=INSTANCES, incarnation=st.sampled_from("12"))
+    def change_model(self, name: str, incarnation: str) -> None:
+        """The engine serves the other pool's model from now on, in one incarnation or two."""
+        self.model_of[name] = {"m": "n", "n": "m"}[self.model_of[name]]
+        self.agent_hello(name, incarnation, 16)
+
     @rule(name=INSTANCES)
     def hello_without_events(self, name: str) -> None:
         self.stream += 1
         self.stream_of[name] = self.stream
-        known = info(name, exact_prefix=False, kv_capacity_tokens=80, model=POOL_OF[name], served_names=())
+        known = info(name, exact_prefix=False, kv_capacity_tokens=80, model=self.model_of[name], served_names=())
         self.handle(ev.AgentHello(self.stream, known, KEY_SCHEME, 1, 0))
 
     @rule(name=INSTANCES, keys=KEYS, tier=st.integers(1, 2), cleared=st.booleans(), ahead=st.integers(0, 1))
@@ -335,6 +353,7 @@ class StateMachine(RuleBasedStateMachine):
         priority=st.sampled_from(Priority),
         weight=st.sampled_from([1.0, 3.0]),
         needed=st.sampled_from([None, 0.0, 2.0]),
+        again=st.booleans(),
     )
     def place(
         self,
@@ -348,6 +367,7 @@ class StateMachine(RuleBasedStateMachine):
         priority: Priority = Priority.STANDARD,
         weight: float = 1.0,
         needed: float | None = None,
+        again: bool = False,
     ) -> None:
         known = self.router.held_requests.queue.get(request_id)
         asked = request(
@@ -372,26 +392,46 @@ class StateMachine(RuleBasedStateMachine):
             and self.router.instances.pool_of(asked.model)
             and not self.router.starting(self.now, asked.model)
         ):
-            [again] = effects
-            assert isinstance(again, ev.Placed)
-            assert self.router.reservations.get(request_id) is not None
+            self.is_told_where_it_is(request_id, effects)
+        if again and any(isinstance(effect, ev.Placed) and effect.request_id == request_id for effect in effects):
+            self.is_told_where_it_is(request_id, self.handle(ev.PlaceRequested(asked, gateway)))
+
+    def is_told_where_it_is(self, request_id: str, effects: list[ev.Effect]) -> None:
+        """Who asks again gets the same answer."""
+        [again] = effects
+        assert isinstance(again, ev.Placed)
+        if (reservation := self.router.reservations.get(request_id)) is not None:
+            assert again.step_index == reservation.step_index
+            assert again.step == again.decision.result.steps[again.step_index]
 
     @rule(request_id=REQUESTS)
     def first_token(self, request_id: str) -> None:
         self.handle(ev.FirstToken(request_id))
 
-    @rule(request_id=REQUESTS, ok=st.booleans(), index=st.integers(0, 2), deadline=st.sampled_from([None, 0.5, 5.0]))
+    @rule(request_id=REQUESTS, ok=st.booleans(), index=STEPS, deadline=st.sampled_from([None, 0.5, 5.0]))
     def step_done(self, request_id: str, ok: bool, index: int, deadline: float | None) -> None:
         self.handle(ev.StepDone(request_id, index, ok, deadline_s=deadline))
 
-    @rule(gateway=GATEWAYS, request_id=REQUESTS, where=INSTANCES, cached=st.integers(0, 20))
-    def gateway_goes_on_alone(self, gateway: str, request_id: str, where: str, cached: int) -> None:
+    @rule(gateway=GATEWAYS, request_id=REQUESTS, where=INSTANCES, cached=st.integers(0, 20), times=st.integers(1, 2))
+    def gateway_goes_on_alone(self, gateway: str, request_id: str, where: str, cached: int, times: int) -> None:
         stream = ev.OpenStream(request(request_id, tokens=10), where, Phase.PREFILL, cached)
-        effects = self.handle(ev.StreamOpened(gateway, stream))
-        assert not any(isinstance(one, ev.Placed) and one.request_id == request_id for one in effects)
-        assert self.router.held_requests.queue.get(request_id) is None
-        if (kept := self.router.reservations.get(request_id)) is not None:
-            assert (kept.instance_id, kept.gateway_id) == (where, gateway)
+        for _ in range(times):
+            effects = self.handle(ev.StreamOpened(gateway, stream))
+            assert not any(isinstance(one, ev.Placed) and one.request_id == request_id for one in effects)
+            assert self.router.held_requests.queue.get(request_id) is None
+            if (kept := self.router.reservations.get(request_id)) is not None:
+                assert (kept.instance_id, kept.gateway_id) == (where, gateway)
+
+    @rule(name=INSTANCES)
+    def fail(self, name: str) -> None:
+        """A request that goes to this instance, and to no other, fails."""
+        if (record := self.router.instances.get(name)) is None:
+            return
+        self.stream += 1
+        others = tuple(one for one in POOL_OF if one != name)
+        asked = request(f"f{self.stream}", tokens=10, model=record.info.model, exclude=others)
+        self.handle(ev.PlaceRequested(asked, "g1"))
+        self.handle(ev.Finished(asked.request_id, "FAILED"))
 
     @rule(
         request_id=REQUESTS,
@@ -488,7 +528,7 @@ def _kept(reservation: Reservation) -> Reservation:
 
 IndexMachine.TestCase.settings = MACHINE
 SyncMachine.TestCase.settings = settings(MACHINE, max_examples=200)
-StateMachine.TestCase.settings = MACHINE
+StateMachine.TestCase.settings = settings(MACHINE, max_examples=200)
 TestIndex = IndexMachine.TestCase
 TestSync = SyncMachine.TestCase
 TestState = StateMachine.TestCase
