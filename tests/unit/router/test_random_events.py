@@ -292,11 +292,18 @@ class StateMachine(RuleBasedStateMachine):
             sample = Load(self.now, healthy=healthy, running=running, waiting=full, kv_usage=0.95 * full)
             self.handle(ev.LoadReported(self.stream_of.get(name, 0), name, sample))
 
-    @rule(name=INSTANCES, incarnation=st.sampled_from("12"))
-    def change_model(self, name: str, incarnation: str) -> None:
-        """The engine serves the other pool's model from now on, in one incarnation or two."""
-        self.model_of[name] = {"m": "n", "n": "m"}[self.model_of[name]]
-        self.agent_hello(name, incarnation, 16)
+    @rule(name=INSTANCES, same=st.booleans(), busy=st.booleans(), lost=st.booleans())
+    def change_model(self, name: str, same: bool, busy: bool, lost: bool) -> None:
+        """The engine serves the other pool's model from now on, in the same incarnation or not, `busy` with a request or not.
+        `lost`: another router has taken the pool that it was in."""
+        before, record = self.model_of[name], self.router.instances.get(name)
+        known = record.info.incarnation if record else "2"
+        if busy:
+            self.send_to(name)
+        self.model_of[name] = {"m": "n", "n": "m"}[before]
+        self.agent_hello(name, known if same else {"1": "2", "2": "1"}[known], 16)
+        if lost:
+            self.lose(before, lost=True)
 
     @rule(name=INSTANCES)
     def hello_without_events(self, name: str) -> None:
@@ -422,16 +429,20 @@ class StateMachine(RuleBasedStateMachine):
             if (kept := self.router.reservations.get(request_id)) is not None:
                 assert (kept.instance_id, kept.gateway_id) == (where, gateway)
 
-    @rule(name=INSTANCES)
-    def fail(self, name: str) -> None:
-        """A request that goes to this instance, and to no other, fails."""
-        if (record := self.router.instances.get(name)) is None:
-            return
+    @rule(name=INSTANCES, waits=st.booleans())
+    def fail(self, name: str, waits: bool) -> None:
+        """A request that goes to this instance, and to no other, fails. `waits`: until the next one is on trial there."""
+        self.handle(ev.Finished(self.send_to(name), "FAILED"))
+        if waits:
+            self.tick(2.0)
+
+    def send_to(self, name: str) -> str:
+        """A request that can go to no other instance; its id."""
         self.stream += 1
         others = tuple(one for one in POOL_OF if one != name)
-        asked = request(f"f{self.stream}", tokens=10, model=record.info.model, exclude=others)
+        asked = request(f"s{self.stream}", tokens=10, model=self.model_of[name], exclude=others)
         self.handle(ev.PlaceRequested(asked, "g1"))
-        self.handle(ev.Finished(asked.request_id, "FAILED"))
+        return asked.request_id
 
     @rule(
         request_id=REQUESTS,
