@@ -36,7 +36,7 @@ from pointsman.router.core.requests.recent_decisions import RecentDecisions
 from pointsman.router.core.requests.recovered_placement import recovered_decision
 from pointsman.router.core.requests.unfinished_work import Steps, UnfinishedWork
 from pointsman.router.core.startup_gate import StartupGate
-from pointsman.router.core.types import Decision, PlacementRequest
+from pointsman.router.core.types import Decision, PlacementRequest, StepKind
 
 # After these no held request is nearer to its placement; or (PoolTaken) none may be placed before the gateways return; or
 # (RetryDue) they have been tried.
@@ -389,24 +389,41 @@ class RouterState:
             # Asked again while it was held: this is its answer, so that a later one would be a second.
             self.held_requests.cancel(request.request_id)
             return [replace(refused, gateway_id=event.gateway_id)]
-        if (reservation := self.reservations.get(request.request_id)) is not None:
-            if (decision := self.plans.decision_of(reservation)) is not None:
-                return [self.plans.placed_effect(decision, reservation.step_index, event.gateway_id)]
-            # Placed by an earlier owner, whose answer may not have arrived: the same instance again, never a second one.
-            return [self._recovered(reservation, replace(request, keys=()), event.gateway_id)]
-        if (decision := self.plans.decisions.get(request.request_id)) is not None:
-            return [self.plans.placed_effect(decision, 0, event.gateway_id)]
+        ended: list[ev.Effect] = []
+        if (again := self._placed_again(request, event.gateway_id)) is not None:
+            if not self._would_answer_by_a_producer(again):
+                return [again]
+            # Its plan, which went with an earlier owner, was to have another instance answer. Nobody waits for that one's step.
+            ended = self.plans.finished(
+                ev.Finished(request.request_id, "CANCELLED", error="its instance only produces KV"), now
+            )
+            self.plans.decisions.drop(request.request_id)
         if not event.gateway_id:
             # Nobody would carry a plan on: the unary form gets one SERVE.
             request = replace(request, single_instance=True, sliceable_tokens=0)
         self.prefix_knowledge.expire(now)
-        return self.held_requests.place(request, event.gateway_id, now)
+        return [*ended, *self.held_requests.place(request, event.gateway_id, now)]
+
+    def _placed_again(self, request: PlacementRequest, gateway_id: str) -> ev.Placed | None:
+        """The answer that a request had before, if it had any."""
+        if (reservation := self.reservations.get(request.request_id)) is not None:
+            if (decision := self.plans.decision_of(reservation)) is not None:
+                return self.plans.placed_effect(decision, reservation.step_index, gateway_id)
+            # Placed by an earlier owner, whose answer may not have arrived: the same instance again, never a second one.
+            return self._recovered(reservation, replace(request, keys=()), gateway_id)
+        decision = self.plans.decisions.get(request.request_id)
+        return self.plans.placed_effect(decision, 0, gateway_id) if decision is not None else None
+
+    def _would_answer_by_a_producer(self, placed: ev.Placed) -> bool:
+        """Whether the step is an answer of an instance that only produces KV, where others of its pool answer."""
+        step, model = placed.step, placed.decision.request.model
+        return step.kind is StepKind.SERVE and self.instances.leaves_answers_to_others(step.instance_id, model)
 
     def _step_done(self, event: ev.StepDone, now: float) -> list[ev.Effect]:
         reservation = self.reservations.get(event.request_id)
         if reservation is not None and self.plans.decision_of(reservation) is None:
             # An earlier owner's plan, which went with it. What it has computed is there.
-            if event.ok:
+            if event.ok or self.instances.leaves_answers_to_others(reservation.instance_id, reservation.pool):
                 why = "an earlier owner of the pool had planned this request"
                 return [
                     replace(not_serving(event.request_id, reservation.pool, why), gateway_id=reservation.gateway_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -32,7 +32,16 @@ from pointsman.router.core.policy.registry import make_policy
 from pointsman.router.core.prefix.exact_index import PrefixIndex
 from pointsman.router.core.priority import Priority
 from pointsman.router.core.requests.hold_queue import QueueSettings
-from pointsman.router.core.types import FleetView, Load, Phase, PlacementRequest, PolicyResult
+from pointsman.router.core.types import (
+    FleetView,
+    InstanceInfo,
+    KvRole,
+    Load,
+    Phase,
+    PlacementRequest,
+    PolicyResult,
+    StepKind,
+)
 from tests.support.router_values import info, request, state
 
 OWNERS = st.sampled_from([f"i{n}" for n in range(12)])
@@ -192,9 +201,10 @@ class SyncMachine(RuleBasedStateMachine):
 
 REQUESTS = st.sampled_from([f"r{n}" for n in range(8)])
 GATEWAYS = st.sampled_from(["g1", "g2"])
-INSTANCES = st.sampled_from(["a", "b", "c"])
+INSTANCES = st.sampled_from(["a", "b", "c", "p"])
 ORDERS = st.builds(InstanceOrder, st.booleans(), st.sampled_from([0.0, 0.5, 1.0]))
-POOL_OF = {"a": "m", "b": "m", "c": "n"}
+# p only produces KV.
+POOL_OF = {"a": "m", "b": "m", "c": "n", "p": "m"}
 STEPS = st.sampled_from([0, 1, 2, 2**32 - 1])
 
 
@@ -260,10 +270,15 @@ class StateMachine(RuleBasedStateMachine):
                 self.kept[effect.reservation.pool][effect.reservation.request_id] = effect.reservation
             elif isinstance(effect, ev.Released):
                 del self.kept[effect.pool][effect.request_id]
+            if isinstance(effect, ev.Placed) and effect.step.kind is StepKind.SERVE and effect.step.instance_id == "p":
+                assert self.serve_only_as_all_produce(effect.decision.pool)
             if isinstance(effect, ev.Placed | ev.Refused) and not _of_later_step(event, effect):
                 assert self.waiting.pop(effect.request_id) == effect.gateway_id
         assert {held.request.request_id: held.gateway_id for held in self.router.held_requests.queue} == self.waiting
         return effects
+
+    def serve_only_as_all_produce(self, pool: str) -> bool:
+        return all(one.info.instance_id == "p" for one in self.router.instances.members(pool, pool))
 
     @initialize(joined=st.booleans())
     def begin(self, joined: bool) -> None:
@@ -278,7 +293,7 @@ class StateMachine(RuleBasedStateMachine):
     @rule(name=INSTANCES, incarnation=st.sampled_from("12"), size=st.sampled_from([16, 32, 24]))
     def agent_hello(self, name: str, incarnation: str, size: int) -> None:
         self.stream += 1
-        known = info(name, incarnation=incarnation, block_size=size, model=self.model_of[name], served_names=())
+        known = self.info(name, incarnation=incarnation, block_size=size)
         self.handle(ev.AgentHello(self.stream, known, KEY_SCHEME, 1, 0))
         if size != 24:
             self.stream_of[name] = self.stream
@@ -291,6 +306,11 @@ class StateMachine(RuleBasedStateMachine):
             self.now += 0.1
             sample = Load(self.now, healthy=healthy, running=running, waiting=full, kv_usage=0.95 * full)
             self.handle(ev.LoadReported(self.stream_of.get(name, 0), name, sample))
+
+    def info(self, name: str, **changes: Any) -> InstanceInfo:
+        known = info(name, model=self.model_of[name], served_names=(), **changes)
+        assert known.kv_transfer is not None
+        return replace(known, kv_transfer=replace(known.kv_transfer, role=KvRole.PRODUCER)) if name == "p" else known
 
     @rule(name=INSTANCES, same=st.booleans(), busy=st.booleans(), lost=st.booleans())
     def change_model(self, name: str, same: bool, busy: bool, lost: bool) -> None:
@@ -309,7 +329,7 @@ class StateMachine(RuleBasedStateMachine):
     def hello_without_events(self, name: str) -> None:
         self.stream += 1
         self.stream_of[name] = self.stream
-        known = info(name, exact_prefix=False, kv_capacity_tokens=80, model=self.model_of[name], served_names=())
+        known = self.info(name, exact_prefix=False, kv_capacity_tokens=80)
         self.handle(ev.AgentHello(self.stream, known, KEY_SCHEME, 1, 0))
 
     @rule(name=INSTANCES, keys=KEYS, tier=st.integers(1, 2), cleared=st.booleans(), ahead=st.integers(0, 1))
@@ -385,7 +405,7 @@ class StateMachine(RuleBasedStateMachine):
             tenant=known.request.tenant if known else tenant,
             deadline_s=deadline,
             age_s=age,
-            model="n" if request_id in ("r6", "r7") else "m",
+            model=_model(request_id),
             priority=priority,
             weight=weight,
             ttft_deadline_s=needed,
@@ -398,6 +418,7 @@ class StateMachine(RuleBasedStateMachine):
             before is not None
             and self.router.instances.pool_of(asked.model)
             and not self.router.starting(self.now, asked.model)
+            and (before.instance_id != "p" or self.serve_only_as_all_produce(before.pool))
         ):
             self.is_told_where_it_is(request_id, effects)
         if again and any(isinstance(effect, ev.Placed) and effect.request_id == request_id for effect in effects):
@@ -411,6 +432,13 @@ class StateMachine(RuleBasedStateMachine):
             assert again.step_index == reservation.step_index
             assert again.step == again.decision.result.steps[again.step_index]
 
+    @rule(at=st.integers(0, 7))
+    def ask_again(self, at: int) -> None:
+        """Its gateway asks for a request that is open."""
+        if opened := [one for one in self.router.reservations if one.request_id.startswith("r")]:
+            one = opened[at % len(opened)]
+            self.place(one.request_id, one.gateway_id, one.input_tokens, [], "t", None, 0.0)
+
     @rule(request_id=REQUESTS)
     def first_token(self, request_id: str) -> None:
         self.handle(ev.FirstToken(request_id))
@@ -421,7 +449,8 @@ class StateMachine(RuleBasedStateMachine):
 
     @rule(gateway=GATEWAYS, request_id=REQUESTS, where=INSTANCES, cached=st.integers(0, 20), times=st.integers(1, 2))
     def gateway_goes_on_alone(self, gateway: str, request_id: str, where: str, cached: int, times: int) -> None:
-        stream = ev.OpenStream(request(request_id, tokens=10), where, Phase.PREFILL, cached)
+        asked = request(request_id, tokens=10, model=_model(request_id))
+        stream = ev.OpenStream(asked, where, Phase.PREFILL, cached)
         for _ in range(times):
             effects = self.handle(ev.StreamOpened(gateway, stream))
             assert not any(isinstance(one, ev.Placed) and one.request_id == request_id for one in effects)
@@ -473,7 +502,8 @@ class StateMachine(RuleBasedStateMachine):
     def gateway_hello(
         self, gateway: str, announced: list[str], where: str, phase: Phase, waiting: frozenset[str]
     ) -> None:
-        streams = tuple(ev.OpenStream(request(name, tokens=10), where, phase, 3) for name in announced)
+        asked = [request(name, tokens=10, model=_model(name)) for name in announced]
+        streams = tuple(ev.OpenStream(one, where, phase, 3) for one in asked)
         self.handle(ev.GatewayHello(gateway, streams, waiting))
 
     @rule(gateway=GATEWAYS)
@@ -526,10 +556,14 @@ class StateMachine(RuleBasedStateMachine):
             self.handle(ev.Tick())
         assert len(self.router.reservations) == len(self.router.prefix_knowledge.prefill_progress) == 0
         assert not self.waiting
-        for name in "abc":
+        for name in POOL_OF:
             counters = self.router.reservations.counters(name)
             assert (counters.num_requests, counters.pending_prefill_tokens) == (0, 0)
             assert (counters.ongoing_decode_tokens, counters.ongoing_tokens) == (0, 0)
+
+
+def _model(request_id: str) -> str:
+    return "n" if request_id in ("r6", "r7") else "m"
 
 
 def _kept(reservation: Reservation) -> Reservation:
@@ -567,3 +601,12 @@ def test_a_held_request_that_a_gateway_says_it_runs_is_held_no_longer() -> None:
     machine.agent_ends(name="a", goodbye=True)
     machine.gateway_hello("g1", ["r2"], "a", Phase.PREFILL, frozenset())
     assert not list(machine.router.held_requests.queue)
+
+
+def test_what_a_gateway_said_to_run_on_a_producer_is_answered_by_another_when_it_asks_again() -> None:
+    machine = StateMachine()
+    machine.begin(joined=True)
+    machine.gateway_goes_on_alone("g1", "r0", "p", 0, 1)
+    machine.ask_again(0)
+    [reservation] = machine.router.reservations
+    assert reservation.instance_id in ("a", "b")

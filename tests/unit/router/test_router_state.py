@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from pointsman.common.core.block_keys import KEY_SCHEME, prompt_keys
 from pointsman.router.core import events_and_effects as ev
@@ -11,7 +12,7 @@ from pointsman.router.core.load.reservations import Reservation
 from pointsman.router.core.policy.registry import make_policy
 from pointsman.router.core.requests.placed_requests import MAX_STEPS
 from pointsman.router.core.router_state import ENDS_AT_ONCE, RouterState
-from pointsman.router.core.types import Decision, InstanceState, Load, Phase, PrefixSource, StepKind
+from pointsman.router.core.types import Decision, InstanceState, KvRole, Load, Phase, PrefixSource, StepKind
 from tests.support.router_values import finish, hello, info, join, place, request, state
 
 PROMPT = list(range(200))
@@ -334,10 +335,10 @@ def test_a_failed_step_that_an_earlier_owner_gave_is_followed_by_a_serve() -> No
     after.check_invariants()
 
 
-def taken_over(step_index: int) -> RouterState:
+def taken_over(step_index: int, role: KvRole = KvRole.BOTH) -> RouterState:
     """A router that has r from an earlier owner of the pool, at that step, on a."""
     router = state(owns_all=False)
-    join(router, "a", 1)
+    join(router, "a", 1, kv_transfer=replace(info("a").kv_transfer, role=role))  # type: ignore[type-var]
     router.handle(ev.PoolTaken("m", (Reservation("r", "g", "a", "d", 100, 10, step_index=step_index, pool="m"),)), 0.0)
     return router
 
@@ -351,6 +352,40 @@ def test_a_later_step_of_an_earlier_owner_is_told_again_as_that_step(step_index:
         assert (again.step_index, again.step.kind, again.last) == (step_index, StepKind.SERVE, True)
     # A SERVE by itself is followed by nothing.
     assert router.handle(ev.StepDone("r", step_index, ok=False), 1.0) == []
+    router.check_invariants()
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_what_an_earlier_owner_prefills_on_a_producer_is_answered_by_another_where_there_is_one(others: int) -> None:
+    router = taken_over(0, role=KvRole.PRODUCER)
+    if others:
+        join(router, "d", 2)
+    failed = router.handle(ev.StepDone("r", 0, ok=False, instance_failed=True), 1.0)
+    if others:
+        # Its gateway knows where the KV was to go.
+        [refused] = failed
+        assert isinstance(refused, ev.Refused)
+        assert (refused.not_serving, refused.gateway_id) == (True, "g")
+    else:
+        assert [one.step.instance_id for one in failed if isinstance(one, ev.Placed)] == ["a"]
+    again = place(router, request("r", tokens=100), 1.0)
+    assert isinstance(again, ev.Placed)
+    assert (again.step.kind, again.step.instance_id) == (StepKind.SERVE, "d" if others else "a")
+    assert [one.instance_id for one in router.reservations] == [again.step.instance_id]
+    router.check_invariants()
+
+
+def test_an_answer_that_a_producer_was_to_give_for_want_of_others_is_given_by_another_that_has_come() -> None:
+    router = state()
+    producer = replace(info("a").kv_transfer, role=KvRole.PRODUCER)  # type: ignore[type-var]
+    join(router, "a", 1, kv_transfer=producer)
+    first = place(router, request("r", tokens=100))
+    assert isinstance(first, ev.Placed)
+    assert first.step.instance_id == "a"
+    join(router, "d", 2)
+    again = place(router, request("r", tokens=100), 1.0)
+    assert isinstance(again, ev.Placed)
+    assert again.step.instance_id == "d"
     router.check_invariants()
 
 

@@ -12,6 +12,7 @@ from pointsman.router.core.instances.instance_registry import InstanceRecord, In
 from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman.router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman.router.core.load.reservations import Reservation, Reservations
+from pointsman.router.core.requests.place_or_hold import not_serving
 from pointsman.router.core.requests.recent_decisions import RecentDecisions
 from pointsman.router.core.types import Decision, Step, StepKind
 
@@ -153,6 +154,10 @@ class Plans:
     def _serve_there(
         self, reservation: Reservation, decision: Decision, index: int, note: str, now: float
     ) -> list[ev.Effect]:
+        if self._instances.leaves_answers_to_others(decision.instance_id, decision.request.model):
+            why = "the plan's instance only produces KV, and others answer by now"
+            refused = not_serving(reservation.request_id, reservation.pool, why)
+            return [replace(refused, gateway_id=reservation.gateway_id)]
         plan = (
             *decision.result.steps[: index + 1],
             Step(StepKind.SERVE, decision.instance_id, COLOCATED_AFTER_FAILURE),
