@@ -227,10 +227,10 @@ class RouterState:
                 return self.plans.first_token(event, now)
             case ev.Finished():
                 return self._finished(event, now)
-            case ev.FinishedBy(gateway_id, finished):
-                if self._is_anothers(finished.request_id, gateway_id):
-                    return [ev.FinishIgnored(finished.request_id, gateway_id)]
-                return self._finished(finished, now)
+            case ev.GatewayTold(gateway_id, told):
+                if self._is_anothers(told.request_id, gateway_id):
+                    return [ev.ReportIgnored(told.request_id, gateway_id)]
+                return self._apply(told, now)
             case ev.DrainsChanged():
                 return [ev.FleetChanged()] if self.instances.drain(event.incarnations) else []
             case ev.OrdersChanged():
@@ -330,6 +330,9 @@ class RouterState:
         for request_id, stream in announced.items():
             if request_id in between:
                 continue
+            if self._is_anothers(request_id, hello.gateway_id):
+                yield [ev.ReportIgnored(request_id, hello.gateway_id)]
+                continue
             known = self.reservations.get(request_id)
             done = known.prefilled_tokens if known and known.instance_id == stream.instance_id else 0
             yield self._announced(hello.gateway_id, stream, known.step_index if known else 0, done, now)
@@ -339,8 +342,9 @@ class RouterState:
         return self.plans.finished(event, now)
 
     def _is_anothers(self, request_id: str, gateway_id: str) -> bool:
-        """Whether a request belongs to another gateway whose stream is open. That of a reservation with a lease is gone, or has
-        not said hello since the pool was taken."""
+        """Whether a request belongs to another gateway whose stream is open: no gateway's id is ever another's, and no request
+        moves between gateways. The stream of a reservation with a lease is gone, or has not said hello since the pool was
+        taken."""
         held = self.held_requests.queue.get(request_id)
         if held is not None and held.gateway_id not in ("", gateway_id):
             return True
@@ -350,7 +354,10 @@ class RouterState:
         return reservation.gateway_id not in ("", gateway_id)
 
     def _stream_opened(self, event: ev.StreamOpened, now: float) -> list[ev.Effect]:
-        known = self.reservations.get(event.stream.request.request_id)
+        request_id = event.stream.request.request_id
+        if self._is_anothers(request_id, event.gateway_id):
+            return [ev.ReportIgnored(request_id, event.gateway_id)]
+        known = self.reservations.get(request_id)
         index, noted = self.plans.served_alone(known, event.stream.instance_id) if known else (0, [])
         return [*noted, *self._announced(event.gateway_id, event.stream, index, 0, now)]
 
@@ -385,6 +392,9 @@ class RouterState:
 
     def _place(self, event: ev.PlaceRequested, now: float) -> list[ev.Effect]:
         request = event.request
+        if self._is_anothers(request.request_id, event.gateway_id):
+            why = f"another gateway has a request {request.request_id!r} open"
+            return [ev.Refused(request.request_id, "ALREADY_EXISTS", why, gateway_id=event.gateway_id)]
         if (refused := self._not_serving(request, now)) is not None:
             # Asked again while it was held: this is its answer, so that a later one would be a second.
             self.held_requests.cancel(request.request_id)
@@ -549,8 +559,8 @@ class RouterState:
                 asked = event.stream.request
             case ev.StepDone() | ev.FirstToken() | ev.Finished():
                 request_id = event.request_id
-            case ev.FinishedBy():
-                request_id = event.finished.request_id
+            case ev.GatewayTold():
+                request_id = event.told.request_id
             case _:
                 return None
         request_id = asked.request_id if asked is not None else request_id

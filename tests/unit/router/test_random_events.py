@@ -51,6 +51,8 @@ MACHINE = settings(max_examples=60, stateful_step_count=40)
 
 def _of_later_step(event: ev.Event, effect: ev.Placed | ev.Refused) -> bool:
     """Whether it answers the event's StepDone: what follows a step, or that nobody knows the plan that it was of."""
+    if isinstance(event, ev.GatewayTold):
+        event = event.told
     if not isinstance(event, ev.StepDone) or effect.request_id != event.request_id:
         return False
     return isinstance(effect, ev.Refused) or effect.step_index > 0
@@ -252,7 +254,13 @@ class StateMachine(RuleBasedStateMachine):
         """Every answer is one that somebody waits for, and goes to who asked last."""
         match event:
             case ev.PlaceRequested(asked, gateway):
+                if self.is_anothers(asked.request_id, gateway):
+                    return self.handle_of_another(event, asked.request_id)
                 self.waiting[asked.request_id] = gateway
+            case ev.GatewayTold(gateway, told) if self.is_anothers(told.request_id, gateway):
+                return self.handle_of_another(event, told.request_id)
+            case ev.StreamOpened(gateway, stream) if self.is_anothers(stream.request.request_id, gateway):
+                return self.handle_of_another(event, stream.request.request_id)
             case ev.Finished(request_id):
                 self.waiting.pop(request_id, None)
             case ev.StreamOpened(_, stream):
@@ -263,7 +271,8 @@ class StateMachine(RuleBasedStateMachine):
                 self.waiting = {one: by for one, by in self.waiting.items() if by != gateway or one in kept}
         if isinstance(event, ev.GatewayHello):
             for stream in event.open_streams:
-                self.waiting.pop(stream.request.request_id, None)
+                if not self.is_anothers(stream.request.request_id, event.gateway_id):
+                    self.waiting.pop(stream.request.request_id, None)
         effects = self.router.handle(event, self.now)
         for effect in effects:
             if isinstance(effect, ev.Reserved):
@@ -275,6 +284,23 @@ class StateMachine(RuleBasedStateMachine):
             if isinstance(effect, ev.Placed | ev.Refused) and not _of_later_step(event, effect):
                 assert self.waiting.pop(effect.request_id) == effect.gateway_id
         assert {held.request.request_id: held.gateway_id for held in self.router.held_requests.queue} == self.waiting
+        return effects
+
+    def is_anothers(self, request_id: str, gateway: str) -> bool:
+        """Whether another gateway with a stream has a request open, or waits for it."""
+        if self.waiting.get(request_id, "") not in ("", gateway):
+            return True
+        one = self.router.reservations.get(request_id)
+        return one is not None and one.lease_until is None and one.gateway_id not in ("", gateway)
+
+    def handle_of_another(self, event: ev.Event, request_id: str) -> list[ev.Effect]:
+        """It changes nothing."""
+        before = list(self.router.reservations), list(self.router.held_requests.queue)
+        effects = self.router.handle(event, self.now)
+        assert (list(self.router.reservations), list(self.router.held_requests.queue)) == before
+        [effect] = effects
+        assert isinstance(effect, ev.ReportIgnored | ev.Refused)
+        assert effect.request_id == request_id
         return effects
 
     def serve_only_as_all_produce(self, pool: str) -> bool:
@@ -410,8 +436,10 @@ class StateMachine(RuleBasedStateMachine):
             weight=weight,
             ttft_deadline_s=needed,
         )
-        before = self.router.reservations.get(request_id)
+        before, anothers = self.router.reservations.get(request_id), self.is_anothers(request_id, gateway)
         effects = self.handle(ev.PlaceRequested(asked, gateway))
+        if anothers:
+            return
         if not self.router.owned.owns(asked.model) and self.router.instances.pool_of(asked.model):
             assert any(isinstance(effect, ev.Refused) and effect.not_serving for effect in effects)
         elif (
@@ -443,6 +471,20 @@ class StateMachine(RuleBasedStateMachine):
     def first_token(self, request_id: str) -> None:
         self.handle(ev.FirstToken(request_id))
 
+    @rule(gateway=st.one_of(GATEWAYS, st.just("")), request_id=REQUESTS, what=st.integers(0, 3))
+    def tell(self, gateway: str, request_id: str, what: int) -> None:
+        """As a gateway tells it, which may not be the request's own."""
+        told = (
+            ev.FirstToken(request_id),
+            ev.StepDone(request_id, 0, ok=True),
+            ev.StepDone(request_id, 0, ok=False),
+            ev.Finished(request_id, "OK"),
+        )[what]
+        anothers = self.is_anothers(request_id, gateway)
+        if isinstance(told, ev.Finished) and not anothers:
+            self.waiting.pop(request_id, None)
+        self.handle(ev.GatewayTold(gateway, told))
+
     @rule(request_id=REQUESTS, ok=st.booleans(), index=STEPS, deadline=st.sampled_from([None, 0.5, 5.0]))
     def step_done(self, request_id: str, ok: bool, index: int, deadline: float | None) -> None:
         self.handle(ev.StepDone(request_id, index, ok, deadline_s=deadline))
@@ -451,6 +493,9 @@ class StateMachine(RuleBasedStateMachine):
     def gateway_goes_on_alone(self, gateway: str, request_id: str, where: str, cached: int, times: int) -> None:
         asked = request(request_id, tokens=10, model=_model(request_id))
         stream = ev.OpenStream(asked, where, Phase.PREFILL, cached)
+        if self.is_anothers(request_id, gateway):
+            times = 0
+            self.handle(ev.StreamOpened(gateway, stream))
         for _ in range(times):
             effects = self.handle(ev.StreamOpened(gateway, stream))
             assert not any(isinstance(one, ev.Placed) and one.request_id == request_id for one in effects)

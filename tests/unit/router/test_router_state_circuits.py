@@ -177,7 +177,7 @@ def test_a_trial_that_went_on_elsewhere_leaves_its_place_to_another() -> None:
     assert placed_on(state_, "busy", 0.0) == "b"
     assert placed_on(state_, "trial", 1.0) == "a"
     stream = ev.OpenStream(request("trial", tokens=100), "b", Phase.DECODE, 0)
-    state_.handle(ev.GatewayHello("g1", (stream,), frozenset()), 1.1)
+    state_.handle(ev.GatewayHello("g", (stream,), frozenset()), 1.1)
     state_.check_invariants()
     assert placed_on(state_, "next", 1.2) == "a"
     finish(state_, "trial", "OK", 1.3)

@@ -101,7 +101,7 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
                     request_id, elsewhere, "the request is not known here; another router may have placed it"
                 )
                 await abort(context, refusal_status(refused, self._router.owner_elsewhere(refused)))
-        self._router.submit(ev.FinishedBy("", gateway_messages.finished(request.finished)))
+        self._router.submit(ev.GatewayTold("", gateway_messages.finished(request.finished)))
         return placement_pb2.FinishResponse()
 
     async def _read(self, gateway_id: str, context: SessionContext) -> None:
@@ -120,13 +120,13 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
                 self._router.place(ev.PlaceRequested(asked, gateway_id), message.place.traceparent)
                 return
             case "step_done":
-                event: ev.Event = gateway_messages.step_done(message.step_done)
+                event: ev.Event = ev.GatewayTold(gateway_id, gateway_messages.step_done(message.step_done))
             case "open_stream":
                 event = ev.StreamOpened(gateway_id, gateway_messages.open_stream(message.open_stream))
             case "first_token":
-                event = gateway_messages.first_token(message.first_token)
+                event = ev.GatewayTold(gateway_id, gateway_messages.first_token(message.first_token))
             case "finished":
-                event = ev.FinishedBy(gateway_id, gateway_messages.finished(message.finished))
+                event = ev.GatewayTold(gateway_id, gateway_messages.finished(message.finished))
             case "usage":
                 self._router.account(gateway_id, message.usage)
                 return
