@@ -29,7 +29,7 @@ class Gateway:
     def __init__(self, router: Router, gateway_id: str) -> None:
         self.told: ToldFleet | None = None
         self._stream = GatewayStream()
-        assert router.gateway_claims.claim(gateway_id, b"secret", time.monotonic())
+        assert router.gateway_claims.opened(gateway_id, b"secret", time.monotonic())
         router.opened(ev.GatewayHello(gateway_id), self._stream)
 
     async def read(self) -> int:

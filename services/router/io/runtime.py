@@ -363,7 +363,6 @@ class Router:
         self._tell_gateways()
         stream.send(fleet=self._told_fleet.whole())
         self.gateways[hello.gateway_id] = stream
-        self.gateway_claims.opened(hello.gateway_id)
         self.submit(hello)
 
     def closed(self, gateway_id: str, stream: GatewayStream) -> None:

@@ -19,7 +19,7 @@ MINE, THEIRS = b"m" * 16, b"t" * 16
 def test_an_id_is_its_first_ones_until_a_lease_after_its_last_session() -> None:
     claims = GatewayClaims(lease_s=15.0)
     assert claims.claim("g", MINE, 0.0)
-    claims.opened("g")
+    assert claims.opened("g", MINE, 0.0)
     assert not claims.claim("g", THEIRS, 1_000.0)
     assert claims.claim("g", MINE, 1_000.0)  # a second stream, when the first is lost unnoticed
     claims.closed("g", 1_000.0)
@@ -37,6 +37,18 @@ def test_a_session_that_never_opens_leaves_nothing_behind() -> None:
     assert len(claims) == 1
     claims.expire(15.0)
     assert len(claims) == 0
+
+
+def test_a_session_that_opens_after_its_lease_has_the_id_unless_another_took_it() -> None:
+    claims = GatewayClaims(lease_s=15.0)
+    for name in "gh":
+        assert claims.claim(name, MINE, 0.0)
+    claims.expire(15.0)
+    assert claims.claim("h", THEIRS, 15.0)
+    assert claims.opened("g", MINE, 16.0)
+    assert not claims.opened("h", MINE, 16.0)
+    assert not claims.claim("g", THEIRS, 1_000.0)
+    assert claims.claim("h", MINE, 1_000.0)
 
 
 def test_a_lease_that_begins_again_lasts_whole() -> None:

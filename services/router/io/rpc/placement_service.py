@@ -62,7 +62,10 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
             accounts_usage=True,
         )
         await context.write(placement_pb2.SessionResponse(welcome=welcome))
-        self._router.opened(await gateway_messages.gateway_hello(hello), stream)
+        opening = await gateway_messages.gateway_hello(hello)
+        if not self._router.gateway_claims.opened(hello.gateway_id, hello.secret, time.monotonic()):
+            await abort(context, gateway_id_status(hello.gateway_id))
+        self._router.opened(opening, stream)
         ended = await run_duplex(
             self._read(hello.gateway_id, context),
             self._write(stream, context),
