@@ -8,7 +8,8 @@ from msgspec.structs import replace
 from pointsman.common.core.block_keys import KEY_SCHEME, prompt_keys
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.instances.report_sync import ConsistencyCheck, Delta
-from pointsman.router.core.load.reservations import Reservation
+from pointsman.router.core.learning.prefix_knowledge import PrefixKnowledge
+from pointsman.router.core.load.reservations import Reservation, Reservations
 from pointsman.router.core.policy.registry import make_policy
 from pointsman.router.core.requests.placed_requests import MAX_STEPS
 from pointsman.router.core.router_state import ENDS_AT_ONCE, RouterState
@@ -439,6 +440,22 @@ def test_a_prefill_of_a_pool_that_is_lost_is_watched_no_longer_where_its_instanc
     place(router, request("r1", tokens=500, model="n"), 2.0)
     router.handle(ev.FirstToken("r1"), 3.0)
     assert router.prefill_observer.samples("n", "") == 1
+
+
+def test_an_idle_instances_reports_look_at_its_own_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    router = state()
+    for number, name in enumerate("ab"):
+        join(router, name, number)
+    streams = [ev.OpenStream(request(f"{name}{n}", tokens=9), name, Phase.DECODE, 0) for name in "ab" for n in range(5)]
+    router.handle(ev.GatewayHello("g", tuple(streams)), 0.0)
+    router.handle(ev.GatewayLost("g"), 0.0)
+    looked: list[str] = []
+    opened_at = router.prefix_knowledge.opened_at
+    monkeypatch.setattr(Reservations, "__iter__", lambda self: pytest.fail("all are looked at"))
+    monkeypatch.setattr(PrefixKnowledge, "opened_at", lambda self, one: looked.append(one) or opened_at(one))
+    for number in range(4):
+        router.handle(ev.LoadReported(0, "a", Load(1.0 + number)), 1.0 + number)
+    assert set(looked) == {f"a{n}" for n in range(5)}
 
 
 def test_explain_and_what_if_change_nothing() -> None:
