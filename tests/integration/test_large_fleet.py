@@ -31,7 +31,7 @@ class Gateway:
         self.told: ToldFleet | None = None
         self.kinds: list[str] = []  # of the messages that came the last time
         self._stream = GatewayStream()
-        assert router.gateway_claims.claim(gateway_id, b"secret", time.monotonic())
+        assert router.gateway_claims.opened(gateway_id, b"secret", time.monotonic())
         router.opened(ev.GatewayHello(gateway_id), self._stream)
 
     async def read(self) -> int:

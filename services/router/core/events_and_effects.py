@@ -143,12 +143,13 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
     cached_by_tier: Mapping[int, int] | None = None
 
 
-class FinishedBy(msgspec.Struct, frozen=True, gc=False):
-    """A request ended, as `gateway_id` tells (empty: whoever calls the unary form). It may tell so of its own, of those of the
-    unary form, and of those of a gateway without a stream, whose reservations have a lease."""
+class GatewayTold(msgspec.Struct, frozen=True, gc=False):
+    """What became of a request, as `gateway_id` tells (empty: whoever calls the unary form). It may tell of its own, of those of
+    the unary form, and of those of a gateway without a stream, whose reservations have a lease. The same holds for what it asks
+    (PlaceRequested), and for what it says to run (StreamOpened, GatewayHello)."""
 
     gateway_id: str
-    finished: Finished
+    told: StepDone | FirstToken | Finished
 
 
 # ---- events: operators and time ----
@@ -221,7 +222,7 @@ Event = (
     | StreamOpened
     | FirstToken
     | Finished
-    | FinishedBy
+    | GatewayTold
     | DrainsChanged
     | OrdersChanged
     | StoreState
@@ -315,8 +316,8 @@ class DecisionClosed(msgspec.Struct, frozen=True, gc=False):
     finished: Finished
 
 
-class FinishIgnored(msgspec.Struct, frozen=True, gc=False):
-    """A gateway told the end of a request that another one has open, or waits for."""
+class ReportIgnored(msgspec.Struct, frozen=True, gc=False):
+    """A gateway told something of a request that another one has open, or waits for."""
 
     request_id: str
     gateway_id: str
@@ -370,7 +371,7 @@ Effect = (
     | DecisionMade
     | DecisionNoted
     | DecisionClosed
-    | FinishIgnored
+    | ReportIgnored
     | FleetChanged
     | PoolForgotten
     | Reserved

@@ -39,9 +39,12 @@ class GatewayClaims:
         known.until = max(known.until, now + self._lease_s)
         return True
 
-    def opened(self, gateway_id: str) -> None:
-        """A session under a claimed id is open. Mutates."""
+    def opened(self, gateway_id: str, secret: bytes, now: float) -> bool:
+        """A session under a claimed id is open, unless its opening took so long that another one has the id by now. Mutates."""
+        if not self.claim(gateway_id, secret, now):
+            return False
         self._claims[gateway_id].until = math.inf
+        return True
 
     def closed(self, gateway_id: str, now: float) -> None:
         """The last session under an id has ended. Mutates."""

@@ -31,12 +31,12 @@ from pointsman.router.core.prefix.exact_index import PrefixIndex
 from pointsman.router.core.priority import Priority
 from pointsman.router.core.requests.hold_queue import QueueSettings
 from pointsman.router.core.requests.place_or_hold import AllSaturated, HeldRequests, not_serving
-from pointsman.router.core.requests.placed_requests import Plans
+from pointsman.router.core.requests.placed_requests import MAX_STEPS, Plans
 from pointsman.router.core.requests.recent_decisions import RecentDecisions
 from pointsman.router.core.requests.recovered_placement import recovered_decision
 from pointsman.router.core.requests.unfinished_work import Steps, UnfinishedWork
 from pointsman.router.core.startup_gate import StartupGate
-from pointsman.router.core.types import Decision, PlacementRequest
+from pointsman.router.core.types import Decision, PlacementRequest, StepKind
 
 # After these no held request is nearer to its placement; or (PoolTaken) none may be placed before the gateways return; or
 # (RetryDue) they have been tried.
@@ -227,10 +227,10 @@ class RouterState:
                 return self.plans.first_token(event, now)
             case ev.Finished():
                 return self._finished(event, now)
-            case ev.FinishedBy(gateway_id, finished):
-                if self._is_anothers(finished.request_id, gateway_id):
-                    return [ev.FinishIgnored(finished.request_id, gateway_id)]
-                return self._finished(finished, now)
+            case ev.GatewayTold(gateway_id, told):
+                if self._is_anothers(told.request_id, gateway_id):
+                    return [ev.ReportIgnored(told.request_id, gateway_id)]
+                return self._apply(told, now)
             case ev.DrainsChanged():
                 return [ev.FleetChanged()] if self.instances.drain(event.incarnations) else []
             case ev.OrdersChanged():
@@ -244,7 +244,7 @@ class RouterState:
                 return self._sessions_read(event, now)
             case ev.PoolLost():
                 self.owned.lose(event.pool)
-                self._forget_pool(event.pool)
+                self._forget_pool(event.pool, now)
                 why = f"this router does not own {event.pool!r} any more"
                 return [*self.held_requests.drop_pool(event.pool, why), ev.FleetChanged()]
             case ev.GoOn():
@@ -330,6 +330,9 @@ class RouterState:
         for request_id, stream in announced.items():
             if request_id in between:
                 continue
+            if self._is_anothers(request_id, hello.gateway_id):
+                yield [ev.ReportIgnored(request_id, hello.gateway_id)]
+                continue
             known = self.reservations.get(request_id)
             done = known.prefilled_tokens if known and known.instance_id == stream.instance_id else 0
             yield self._announced(hello.gateway_id, stream, known.step_index if known else 0, done, now)
@@ -339,8 +342,9 @@ class RouterState:
         return self.plans.finished(event, now)
 
     def _is_anothers(self, request_id: str, gateway_id: str) -> bool:
-        """Whether a request belongs to another gateway whose stream is open. That of a reservation with a lease is gone, or has
-        not said hello since the pool was taken."""
+        """Whether a request belongs to another gateway whose stream is open: no gateway's id is ever another's, and no request
+        moves between gateways. The stream of a reservation with a lease is gone, or has not said hello since the pool was
+        taken."""
         held = self.held_requests.queue.get(request_id)
         if held is not None and held.gateway_id not in ("", gateway_id):
             return True
@@ -351,12 +355,11 @@ class RouterState:
 
     def _stream_opened(self, event: ev.StreamOpened, now: float) -> list[ev.Effect]:
         request_id = event.stream.request.request_id
-        noted = self.plans.served_alone(request_id, event.stream.instance_id)
+        if self._is_anothers(request_id, event.gateway_id):
+            return [ev.ReportIgnored(request_id, event.gateway_id)]
         known = self.reservations.get(request_id)
-        return [
-            *noted,
-            *self._announced(event.gateway_id, event.stream, known.step_index + 1 if known else 0, 0, now),
-        ]
+        index, noted = self.plans.served_alone(known, event.stream.instance_id) if known else (0, [])
+        return [*noted, *self._announced(event.gateway_id, event.stream, index, 0, now)]
 
     def _announced(
         self, gateway_id: str, stream: ev.OpenStream, step_index: int, prefilled_tokens: int, now: float
@@ -389,22 +392,43 @@ class RouterState:
 
     def _place(self, event: ev.PlaceRequested, now: float) -> list[ev.Effect]:
         request = event.request
+        if self._is_anothers(request.request_id, event.gateway_id):
+            why = f"another gateway has a request {request.request_id!r} open"
+            return [ev.Refused(request.request_id, "ALREADY_EXISTS", why, gateway_id=event.gateway_id)]
         if (refused := self._not_serving(request, now)) is not None:
             # Asked again while it was held: this is its answer, so that a later one would be a second.
             self.held_requests.cancel(request.request_id)
             return [replace(refused, gateway_id=event.gateway_id)]
         if (refused := self._no_second_answer(request)) is not None:
             return [replace(refused, gateway_id=event.gateway_id)]
-        if (reservation := self.reservations.get(request.request_id)) is not None:
-            if (known := self.plans.decisions.get(request.request_id)) is not None:
-                return [self.plans.placed_effect(known, reservation.step_index, event.gateway_id)]
-            # Placed by an earlier owner, whose answer may not have arrived: the same instance again, never a second one.
-            return [self._recovered(reservation, replace(request, keys=()), event.gateway_id)]
+        ended: list[ev.Effect] = []
+        if (again := self._placed_again(request, event.gateway_id)) is not None:
+            if not self._would_answer_by_a_producer(again):
+                return [again]
+            # Its plan, which went with an earlier owner, was to have another instance answer. Nobody waits for that one's step.
+            ended = self.plans.finished(
+                ev.Finished(request.request_id, "CANCELLED", error="its instance only produces KV"), now
+            )
+            self.plans.decisions.drop(request.request_id)
         if not event.gateway_id:
             # Nobody would carry a plan on: the unary form gets one SERVE.
             request = replace(request, single_instance=True, sliceable_tokens=0)
         self.prefix_knowledge.expire(now)
-        return self.held_requests.place(request, event.gateway_id, now)
+        return [*ended, *self.held_requests.place(request, event.gateway_id, now)]
+
+    def _placed_again(self, request: PlacementRequest, gateway_id: str) -> ev.Placed | None:
+        """The answer that a request had before, if it had any."""
+        if (reservation := self.reservations.get(request.request_id)) is not None:
+            if (decision := self.plans.decision_of(reservation)) is not None:
+                return self.plans.placed_effect(decision, reservation.step_index, gateway_id)
+            # Placed by an earlier owner, whose answer may not have arrived: the same instance again, never a second one.
+            return self._recovered(reservation, replace(request, keys=()), gateway_id)
+        return None
+
+    def _would_answer_by_a_producer(self, placed: ev.Placed) -> bool:
+        """Whether the step is an answer of an instance that only produces KV, where others of its pool answer."""
+        step, model = placed.step, placed.decision.request.model
+        return step.kind is StepKind.SERVE and self.instances.leaves_answers_to_others(step.instance_id, model)
 
     def _no_second_answer(self, request: PlacementRequest) -> ev.Refused | None:
         """The refusal of a request that is not to be placed: its id is that of another request, or of one that has ended, or its
@@ -437,22 +461,27 @@ class RouterState:
         asked = self.instances.pool_of(request.model)
         if asked != where.pool:
             return bool(asked) or first is not None
-        instance_id = reservation.instance_id if reservation is not None else ""
-        return self.instances.get(instance_id) is not None and not self.instances.answers(instance_id, request.model)
+        record = self.instances.get(reservation.instance_id) if reservation is not None else None
+        # The instance may serve another model by now.
+        if record is None or record.info.model != asked:
+            return False
+        return not self.instances.answers(record.info.instance_id, request.model)
 
     def _step_done(self, event: ev.StepDone, now: float) -> list[ev.Effect]:
         reservation = self.reservations.get(event.request_id)
-        if reservation is not None and self.plans.decisions.get(event.request_id) is None:
+        if reservation is not None and self.plans.decision_of(reservation) is None:
             # An earlier owner's plan, which went with it. What it has computed is there.
-            if event.ok:
+            if event.ok or self.instances.leaves_answers_to_others(reservation.instance_id, reservation.pool):
                 why = "an earlier owner of the pool had planned this request"
                 return [
                     replace(not_serving(event.request_id, reservation.pool, why), gateway_id=reservation.gateway_id)
                 ]
+            if event.step_index >= MAX_STEPS:
+                return []
             request = PlacementRequest(event.request_id, reservation.pool, reservation.input_tokens)
             moved = replace(reservation, step_index=event.step_index + 1)
             self.plans.put(moved, now)
-            return [ev.Reserved(moved), self._recovered(moved, request, moved.gateway_id, moved.step_index)]
+            return [ev.Reserved(moved), self._recovered(moved, request, moved.gateway_id)]
         unfinished_plan = self.plans.unfinished_plan(event)
         effects = self.plans.step_done(event, now)
         reservation = self.reservations.get(event.request_id)
@@ -475,9 +504,8 @@ class RouterState:
             rest = replace(rest, sliceable_tokens=0)
         return [*effects, *self.held_requests.place(rest, reservation.gateway_id, now, unfinished_plan.decision_id)]
 
-    def _recovered(
-        self, reservation: Reservation, request: PlacementRequest, gateway_id: str, steps_done: int = 0
-    ) -> ev.Placed:
+    def _recovered(self, reservation: Reservation, request: PlacementRequest, gateway_id: str) -> ev.Placed:
+        steps_done = min(reservation.step_index, MAX_STEPS)
         restored = recovered_decision(reservation, request, self.policy.ref(), steps_done)
         self.plans.decisions.put(restored)
         return self.plans.placed_effect(restored, steps_done, gateway_id)
@@ -542,7 +570,7 @@ class RouterState:
     def _pool_taken(self, event: ev.PoolTaken, now: float) -> Steps:
         waited = self.held_requests.drop_pool(event.pool, f"{event.pool!r} was owned by another router for a moment")
         self.owned.take(event.pool)
-        self._forget_pool(event.pool)
+        self._forget_pool(event.pool, now)
         self.prefill_observer.take_over(event.pool, event.mean_work)
         if not self.instances.members(event.pool, event.pool):
             self._gone_pools.left((event.pool,), now)
@@ -552,9 +580,14 @@ class RouterState:
             lease_s = self.settings.gateway_lease_s if reservation.gateway_id else self.settings.place_lease_s
             reservation = replace(reservation, lease_until=now + lease_s, pool=event.pool)
             self.held_requests.cancel(reservation.request_id)
-            self.reservations.put(reservation)
+            # What is known here of a request of that id was decided in another pool.
+            ended = self.plans.finished(
+                ev.Finished(reservation.request_id, "CANCELLED", error="another router has placed it"), now
+            )
+            self.plans.decisions.drop(reservation.request_id)
+            self.plans.put(reservation, now)
             self.prefix_knowledge.announced(reservation, now)
-            yield []
+            yield ended
 
     def _pool_of_event(self, event: ev.Event) -> str | None:
         """The pool of a request that an event is about; None where nothing is known of the request."""
@@ -566,8 +599,8 @@ class RouterState:
                 asked = event.stream.request
             case ev.StepDone() | ev.FirstToken() | ev.Finished():
                 request_id = event.request_id
-            case ev.FinishedBy():
-                request_id = event.finished.request_id
+            case ev.GatewayTold():
+                request_id = event.told.request_id
             case _:
                 return None
         request_id = asked.request_id if asked is not None else request_id
@@ -586,15 +619,13 @@ class RouterState:
                 self.affinity.recall(event.pool, session, owner, now)
         return []
 
-    def _forget_pool(self, pool: str) -> None:
+    def _forget_pool(self, pool: str, now: float) -> None:
         for reservation in self.reservations.of_pool(pool):
-            self.reservations.release(reservation.request_id)
-            self.prefix_knowledge.prefill_progress.close(reservation.request_id)
+            self.plans.forget(reservation, now)
         self.plans.decisions.forget_pool(pool)
         self.affinity.forget_pool(pool)
         for record in self.instances.members(pool, pool):
             self.migrations.drop(record.info.instance_id)
-            self.prefill_observer.forget(record.info.instance_id)
             record.circuit = Circuit()
             record.candidate_snapshot = None
             self.instances.refresh(record)

@@ -307,22 +307,17 @@ class Router:
                         instance=instance_id,
                         reason=reason,
                     )
-                case ev.FinishIgnored(request_id, gateway_id):
+                case ev.ReportIgnored(request_id, gateway_id):
                     ignored = True
-                    self.telemetry.ignored_ends.inc()
-                    log.warning(
-                        "a gateway tells the end of another's request", request_id=request_id, gateway_id=gateway_id
-                    )
+                    self.telemetry.ignored_reports.inc()
+                    log.warning("a gateway tells of another's request", request_id=request_id, gateway_id=gateway_id)
                 case ev.FleetChanged():
                     fleet_changed = True
                 case ev.PoolForgotten(pool):
                     self.store.give_up(pool)
                 case ev.Placed():
                     answers.append(effect)
-        if (
-            isinstance(ended := event.finished if isinstance(event, ev.FinishedBy) else event, ev.Finished)
-            and not ignored
-        ):
+        if isinstance(ended := event.told if isinstance(event, ev.GatewayTold) else event, ev.Finished) and not ignored:
             if self.spans is not None:
                 self.spans.ended(ended.request_id)
             # Whoever still waits for its placement would wait for ever: a hold ends without a word.
@@ -383,7 +378,6 @@ class Router:
         self._tell_gateways()
         stream.send(fleet=self._told_fleet.whole())
         self.gateways[hello.gateway_id] = stream
-        self.gateway_claims.opened(hello.gateway_id)
         self.submit(hello)
 
     def closed(self, gateway_id: str, stream: GatewayStream) -> None:
@@ -424,7 +418,8 @@ class Router:
             return await answer
         except asyncio.CancelledError:
             if callers.keys() == {answer}:
-                self.submit(ev.Finished(request.request_id, "CANCELLED", error="the caller left"))
+                ended = ev.Finished(request.request_id, "CANCELLED", error="the caller left")
+                self.submit(ev.GatewayTold("", ended))
             raise
         finally:
             callers.pop(answer, None)

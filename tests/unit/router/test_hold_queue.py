@@ -234,10 +234,13 @@ def test_a_hold_ends_with_its_request_and_with_its_gateways_stream() -> None:
     assert waiting.since == 0.0
 
 
-def test_asked_again_while_held_the_newest_asker_gets_the_one_answer() -> None:
+def test_asked_again_while_held_the_gateway_that_asks_gets_the_one_answer() -> None:
     router, _ = busy()
-    assert ask(router, "r", gateway="g") == []
+    assert ask(router, "r", gateway="") == []
     assert ask(router, "r", gateway="h") == []
+    [refused] = ask(router, "r", gateway="g")
+    assert isinstance(refused, ev.Refused)
+    assert (refused.code, refused.gateway_id) == ("ALREADY_EXISTS", "g")
     [placed] = answers(router.handle(ev.Finished("xa", "OK"), 1.0))
     assert placed.gateway_id == "h"
 

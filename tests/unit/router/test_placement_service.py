@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,3 +72,35 @@ def test_a_gateway_that_is_gone_is_lost_whenever_its_call_is_cancelled(turns: in
 
     calls = asyncio.run(play())
     assert calls in ([], ["gw-1 opened", "gw-1 closed"]), "opened and never closed"
+
+
+class Slow(Context):
+    """A call whose welcome is read only when its claim has been swept, and another one has come under the id, or not."""
+
+    def __init__(self, claims: GatewayClaims, other: bool) -> None:
+        super().__init__(0)
+        self._claims, self._other = claims, other
+        self.aborted = False
+
+    async def write(self, message: Any) -> None:
+        later = time.monotonic() + 20.0
+        self._claims.expire(later)
+        if self._other:
+            assert self._claims.opened("gw-1", b"another" * 4, later)
+
+    async def abort_with_status(self, status: Any) -> None:
+        self.aborted = True
+        raise RuntimeError
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_a_session_that_is_long_in_opening_claims_its_id_anew(other: bool) -> None:
+    async def play() -> tuple[list[str], bool]:
+        router = Router()
+        context = Slow(router.gateway_claims, other)
+        session = PlacementService(router, lambda *_: True).Session(None, context)  # type: ignore[arg-type]
+        await asyncio.gather(session, return_exceptions=True)
+        return router.calls, context.aborted
+
+    calls = [] if other else ["gw-1 opened", "gw-1 closed"]
+    assert asyncio.run(play()) == (calls, other)

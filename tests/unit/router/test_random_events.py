@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from msgspec.structs import replace
 
 from pointsman.common.core.block_keys import KEY_SCHEME, digest_of
@@ -32,7 +32,16 @@ from pointsman.router.core.policy.registry import make_policy
 from pointsman.router.core.prefix.exact_index import PrefixIndex
 from pointsman.router.core.priority import Priority
 from pointsman.router.core.requests.hold_queue import QueueSettings
-from pointsman.router.core.types import FleetView, Load, Phase, PlacementRequest, PolicyResult
+from pointsman.router.core.types import (
+    FleetView,
+    InstanceInfo,
+    KvRole,
+    Load,
+    Phase,
+    PlacementRequest,
+    PolicyResult,
+    StepKind,
+)
 from tests.support.router_values import info, request, state
 
 OWNERS = st.sampled_from([f"i{n}" for n in range(12)])
@@ -42,6 +51,8 @@ MACHINE = settings(max_examples=60, stateful_step_count=40)
 
 def _of_later_step(event: ev.Event, effect: ev.Placed | ev.Refused) -> bool:
     """Whether it answers the event's StepDone: what follows a step, or that nobody knows the plan that it was of."""
+    if isinstance(event, ev.GatewayTold):
+        event = event.told
     if not isinstance(event, ev.StepDone) or effect.request_id != event.request_id:
         return False
     return isinstance(effect, ev.Refused) or effect.step_index > 0
@@ -192,9 +203,11 @@ class SyncMachine(RuleBasedStateMachine):
 
 REQUESTS = st.sampled_from([f"r{n}" for n in range(8)])
 GATEWAYS = st.sampled_from(["g1", "g2"])
-INSTANCES = st.sampled_from(["a", "b", "c"])
+INSTANCES = st.sampled_from(["a", "b", "c", "p"])
 ORDERS = st.builds(InstanceOrder, st.booleans(), st.sampled_from([0.0, 0.5, 1.0]))
-POOL_OF = {"a": "m", "b": "m", "c": "n"}
+# p only produces KV.
+POOL_OF = {"a": "m", "b": "m", "c": "n", "p": "m"}
+STEPS = st.sampled_from([0, 1, 2, 2**32 - 1])
 
 
 @dataclass(frozen=True)
@@ -234,13 +247,20 @@ class StateMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.stream = 0
         self.stream_of: dict[str, int] = {}
+        self.model_of = dict(POOL_OF)
         self.take("m")
 
     def handle(self, event: ev.Event) -> list[ev.Effect]:
         """Every answer is one that somebody waits for, and goes to who asked last."""
         match event:
             case ev.PlaceRequested(asked, gateway):
+                if self.is_anothers(asked.request_id, gateway):
+                    return self.handle_of_another(event, asked.request_id)
                 self.waiting[asked.request_id] = gateway
+            case ev.GatewayTold(gateway, told) if self.is_anothers(told.request_id, gateway):
+                return self.handle_of_another(event, told.request_id)
+            case ev.StreamOpened(gateway, stream) if self.is_anothers(stream.request.request_id, gateway):
+                return self.handle_of_another(event, stream.request.request_id)
             case ev.Finished(request_id):
                 self.waiting.pop(request_id, None)
             case ev.StreamOpened(_, stream):
@@ -251,22 +271,56 @@ class StateMachine(RuleBasedStateMachine):
                 self.waiting = {one: by for one, by in self.waiting.items() if by != gateway or one in kept}
         if isinstance(event, ev.GatewayHello):
             for stream in event.open_streams:
-                self.waiting.pop(stream.request.request_id, None)
+                if not self.is_anothers(stream.request.request_id, event.gateway_id):
+                    self.waiting.pop(stream.request.request_id, None)
         effects = self.router.handle(event, self.now)
         for effect in effects:
             if isinstance(effect, ev.Reserved):
                 self.kept[effect.reservation.pool][effect.reservation.request_id] = effect.reservation
             elif isinstance(effect, ev.Released):
                 del self.kept[effect.pool][effect.request_id]
+            if isinstance(effect, ev.Placed) and effect.step.kind is StepKind.SERVE and effect.step.instance_id == "p":
+                assert self.serve_only_as_all_produce(effect.decision.pool)
             if isinstance(effect, ev.Placed | ev.Refused) and not _of_later_step(event, effect):
                 assert self.waiting.pop(effect.request_id) == effect.gateway_id
         assert {held.request.request_id: held.gateway_id for held in self.router.held_requests.queue} == self.waiting
         return effects
 
+    def is_anothers(self, request_id: str, gateway: str) -> bool:
+        """Whether another gateway with a stream has a request open, or waits for it."""
+        if self.waiting.get(request_id, "") not in ("", gateway):
+            return True
+        one = self.router.reservations.get(request_id)
+        return one is not None and one.lease_until is None and one.gateway_id not in ("", gateway)
+
+    def handle_of_another(self, event: ev.Event, request_id: str) -> list[ev.Effect]:
+        """It changes nothing."""
+        before = list(self.router.reservations), list(self.router.held_requests.queue)
+        effects = self.router.handle(event, self.now)
+        assert (list(self.router.reservations), list(self.router.held_requests.queue)) == before
+        [effect] = effects
+        assert isinstance(effect, ev.ReportIgnored | ev.Refused)
+        assert effect.request_id == request_id
+        return effects
+
+    def serve_only_as_all_produce(self, pool: str) -> bool:
+        """Whether `p`, of which nobody knows that it only produces before its agent has said so, may answer."""
+        return self.router.instances.get("p") is None or all(one.info.instance_id == "p" for one in self.router.instances.members(pool, pool))
+
+    @initialize(joined=st.booleans())
+    def begin(self, joined: bool) -> None:
+        """Half of the time with a fleet that is up."""
+        if joined:
+            self.take("n")
+            for name in POOL_OF:
+                self.agent_hello(name, "1", 16)
+                self.keys(name, [], 0)
+            self.tick(1.0)
+
     @rule(name=INSTANCES, incarnation=st.sampled_from("12"), size=st.sampled_from([16, 32, 24]))
     def agent_hello(self, name: str, incarnation: str, size: int) -> None:
         self.stream += 1
-        known = info(name, incarnation=incarnation, block_size=size, model=POOL_OF[name], served_names=())
+        known = self.info(name, incarnation=incarnation, block_size=size)
         self.handle(ev.AgentHello(self.stream, known, KEY_SCHEME, 1, 0))
         if size != 24:
             self.stream_of[name] = self.stream
@@ -280,11 +334,29 @@ class StateMachine(RuleBasedStateMachine):
             sample = Load(self.now, healthy=healthy, running=running, waiting=full, kv_usage=0.95 * full)
             self.handle(ev.LoadReported(self.stream_of.get(name, 0), name, sample))
 
+    def info(self, name: str, **changes: Any) -> InstanceInfo:
+        known = info(name, model=self.model_of[name], served_names=(), **changes)
+        assert known.kv_transfer is not None
+        return replace(known, kv_transfer=replace(known.kv_transfer, role=KvRole.PRODUCER)) if name == "p" else known
+
+    @rule(name=INSTANCES, same=st.booleans(), busy=st.booleans(), lost=st.booleans())
+    def change_model(self, name: str, same: bool, busy: bool, lost: bool) -> None:
+        """The engine serves the other pool's model from now on, in the same incarnation or not, `busy` with a request or not.
+        `lost`: another router has taken the pool that it was in."""
+        before, record = self.model_of[name], self.router.instances.get(name)
+        known = record.info.incarnation if record else "2"
+        if busy:
+            self.send_to(name)
+        self.model_of[name] = {"m": "n", "n": "m"}[before]
+        self.agent_hello(name, known if same else {"1": "2", "2": "1"}[known], 16)
+        if lost:
+            self.lose(before, lost=True)
+
     @rule(name=INSTANCES)
     def hello_without_events(self, name: str) -> None:
         self.stream += 1
         self.stream_of[name] = self.stream
-        known = info(name, exact_prefix=False, kv_capacity_tokens=80, model=POOL_OF[name], served_names=())
+        known = self.info(name, exact_prefix=False, kv_capacity_tokens=80)
         self.handle(ev.AgentHello(self.stream, known, KEY_SCHEME, 1, 0))
 
     @rule(name=INSTANCES, keys=KEYS, tier=st.integers(1, 2), cleared=st.booleans(), ahead=st.integers(0, 1))
@@ -335,6 +407,7 @@ class StateMachine(RuleBasedStateMachine):
         priority=st.sampled_from(Priority),
         weight=st.sampled_from([1.0, 3.0]),
         needed=st.sampled_from([None, 0.0, 2.0]),
+        again=st.booleans(),
     )
     def place(
         self,
@@ -348,6 +421,7 @@ class StateMachine(RuleBasedStateMachine):
         priority: Priority = Priority.STANDARD,
         weight: float = 1.0,
         needed: float | None = None,
+        again: bool = False,
     ) -> None:
         known = self.router.held_requests.queue.get(request_id)
         asked = request(
@@ -358,40 +432,92 @@ class StateMachine(RuleBasedStateMachine):
             tenant=known.request.tenant if known else tenant,
             deadline_s=deadline,
             age_s=age,
-            model="n" if request_id in ("r6", "r7") else "m",
+            model=_model(request_id),
             priority=priority,
             weight=weight,
             ttft_deadline_s=needed,
         )
-        before = self.router.reservations.get(request_id)
+        before, anothers = self.router.reservations.get(request_id), self.is_anothers(request_id, gateway)
         effects = self.handle(ev.PlaceRequested(asked, gateway))
+        if anothers:
+            return
         if not self.router.owned.owns(asked.model) and self.router.instances.pool_of(asked.model):
             assert any(isinstance(effect, ev.Refused) and effect.not_serving for effect in effects)
         elif (
             before is not None
             and self.router.instances.pool_of(asked.model)
             and not self.router.starting(self.now, asked.model)
+            and (before.instance_id != "p" or self.serve_only_as_all_produce(before.pool))
         ):
-            [again] = effects
-            assert isinstance(again, ev.Placed)
-            assert self.router.reservations.get(request_id) is not None
+            self.is_told_where_it_is(request_id, effects)
+        if again and any(isinstance(effect, ev.Placed) and effect.request_id == request_id for effect in effects):
+            self.is_told_where_it_is(request_id, self.handle(ev.PlaceRequested(asked, gateway)))
+
+    def is_told_where_it_is(self, request_id: str, effects: list[ev.Effect]) -> None:
+        """Who asks again gets the same answer."""
+        [again] = effects
+        assert isinstance(again, ev.Placed)
+        if (reservation := self.router.reservations.get(request_id)) is not None:
+            assert again.step_index == reservation.step_index
+            assert again.step == again.decision.result.steps[again.step_index]
+
+    @rule(at=st.integers(0, 7))
+    def ask_again(self, at: int) -> None:
+        """Its gateway asks for a request that is open."""
+        if opened := [one for one in self.router.reservations if one.request_id.startswith("r")]:
+            one = opened[at % len(opened)]
+            self.place(one.request_id, one.gateway_id, one.input_tokens, [], "t", None, 0.0)
 
     @rule(request_id=REQUESTS)
     def first_token(self, request_id: str) -> None:
         self.handle(ev.FirstToken(request_id))
 
-    @rule(request_id=REQUESTS, ok=st.booleans(), index=st.integers(0, 2), deadline=st.sampled_from([None, 0.5, 5.0]))
+    @rule(gateway=st.one_of(GATEWAYS, st.just("")), request_id=REQUESTS, what=st.integers(0, 3))
+    def tell(self, gateway: str, request_id: str, what: int) -> None:
+        """As a gateway tells it, which may not be the request's own."""
+        told = (
+            ev.FirstToken(request_id),
+            ev.StepDone(request_id, 0, ok=True),
+            ev.StepDone(request_id, 0, ok=False),
+            ev.Finished(request_id, "OK"),
+        )[what]
+        anothers = self.is_anothers(request_id, gateway)
+        if isinstance(told, ev.Finished) and not anothers:
+            self.waiting.pop(request_id, None)
+        self.handle(ev.GatewayTold(gateway, told))
+
+    @rule(request_id=REQUESTS, ok=st.booleans(), index=STEPS, deadline=st.sampled_from([None, 0.5, 5.0]))
     def step_done(self, request_id: str, ok: bool, index: int, deadline: float | None) -> None:
         self.handle(ev.StepDone(request_id, index, ok, deadline_s=deadline))
 
-    @rule(gateway=GATEWAYS, request_id=REQUESTS, where=INSTANCES, cached=st.integers(0, 20))
-    def gateway_goes_on_alone(self, gateway: str, request_id: str, where: str, cached: int) -> None:
-        stream = ev.OpenStream(request(request_id, tokens=10), where, Phase.PREFILL, cached)
-        effects = self.handle(ev.StreamOpened(gateway, stream))
-        assert not any(isinstance(one, ev.Placed) and one.request_id == request_id for one in effects)
-        assert self.router.held_requests.queue.get(request_id) is None
-        if (kept := self.router.reservations.get(request_id)) is not None:
-            assert (kept.instance_id, kept.gateway_id) == (where, gateway)
+    @rule(gateway=GATEWAYS, request_id=REQUESTS, where=INSTANCES, cached=st.integers(0, 20), times=st.integers(1, 2))
+    def gateway_goes_on_alone(self, gateway: str, request_id: str, where: str, cached: int, times: int) -> None:
+        asked = request(request_id, tokens=10, model=_model(request_id))
+        stream = ev.OpenStream(asked, where, Phase.PREFILL, cached)
+        if self.is_anothers(request_id, gateway):
+            times = 0
+            self.handle(ev.StreamOpened(gateway, stream))
+        for _ in range(times):
+            effects = self.handle(ev.StreamOpened(gateway, stream))
+            assert not any(isinstance(one, ev.Placed) and one.request_id == request_id for one in effects)
+            assert self.router.held_requests.queue.get(request_id) is None
+            if (kept := self.router.reservations.get(request_id)) is not None:
+                assert (kept.instance_id, kept.gateway_id) == (where, gateway)
+
+    @rule(name=INSTANCES, waits=st.booleans())
+    def fail(self, name: str, waits: bool) -> None:
+        """A request that goes to this instance, and to no other, fails. `waits`: until the next one is on trial there."""
+        self.handle(ev.Finished(self.send_to(name), "FAILED"))
+        if waits:
+            self.tick(2.0)
+
+    def send_to(self, name: str) -> str:
+        """A request that can go to no other instance; its id."""
+        self.stream += 1
+        others = tuple(one for one in POOL_OF if one != name)
+        asked = request(f"s{self.stream}", tokens=10, model=self.model_of[name], exclude=others)
+        self.handle(ev.PlaceRequested(asked, "g1"))
+        return asked.request_id
 
     @rule(
         request_id=REQUESTS,
@@ -422,7 +548,8 @@ class StateMachine(RuleBasedStateMachine):
     def gateway_hello(
         self, gateway: str, announced: list[str], where: str, phase: Phase, waiting: frozenset[str]
     ) -> None:
-        streams = tuple(ev.OpenStream(request(name, tokens=10), where, phase, 3) for name in announced)
+        asked = [request(name, tokens=10, model=_model(name)) for name in announced]
+        streams = tuple(ev.OpenStream(one, where, phase, 3) for one in asked)
         self.handle(ev.GatewayHello(gateway, streams, waiting))
 
     @rule(gateway=GATEWAYS)
@@ -475,10 +602,14 @@ class StateMachine(RuleBasedStateMachine):
             self.handle(ev.Tick())
         assert len(self.router.reservations) == len(self.router.prefix_knowledge.prefill_progress) == 0
         assert not self.waiting
-        for name in "abc":
+        for name in POOL_OF:
             counters = self.router.reservations.counters(name)
             assert (counters.num_requests, counters.pending_prefill_tokens) == (0, 0)
             assert (counters.ongoing_decode_tokens, counters.ongoing_tokens) == (0, 0)
+
+
+def _model(request_id: str) -> str:
+    return "n" if request_id in ("r6", "r7") else "m"
 
 
 def _kept(reservation: Reservation) -> Reservation:
@@ -488,7 +619,7 @@ def _kept(reservation: Reservation) -> Reservation:
 
 IndexMachine.TestCase.settings = MACHINE
 SyncMachine.TestCase.settings = settings(MACHINE, max_examples=200)
-StateMachine.TestCase.settings = MACHINE
+StateMachine.TestCase.settings = settings(MACHINE, max_examples=200)
 TestIndex = IndexMachine.TestCase
 TestSync = SyncMachine.TestCase
 TestState = StateMachine.TestCase
@@ -516,3 +647,12 @@ def test_a_held_request_that_a_gateway_says_it_runs_is_held_no_longer() -> None:
     machine.agent_ends(name="a", goodbye=True)
     machine.gateway_hello("g1", ["r2"], "a", Phase.PREFILL, frozenset())
     assert not list(machine.router.held_requests.queue)
+
+
+def test_what_a_gateway_said_to_run_on_a_producer_is_answered_by_another_when_it_asks_again() -> None:
+    machine = StateMachine()
+    machine.begin(joined=True)
+    machine.gateway_goes_on_alone("g1", "r0", "p", 0, 1)
+    machine.ask_again(0)
+    [reservation] = machine.router.reservations
+    assert reservation.instance_id in ("a", "b")

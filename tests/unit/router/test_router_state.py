@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from pointsman.common.core.block_keys import KEY_SCHEME, prompt_keys
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.instances.report_sync import ConsistencyCheck, Delta
 from pointsman.router.core.instances.saturation import SaturationLimits
-from pointsman.router.core.load.reservations import Reservation
+from pointsman.router.core.learning.prefix_knowledge import PrefixKnowledge
+from pointsman.router.core.load.reservations import Reservation, Reservations
 from pointsman.router.core.policy.registry import make_policy
 from pointsman.router.core.requests.hold_queue import QueueSettings
-from pointsman.router.core.router_state import ENDS_AT_ONCE
-from pointsman.router.core.types import Decision, InstanceState, Load, Phase, PrefixSource, StepKind
+from pointsman.router.core.requests.placed_requests import MAX_STEPS
+from pointsman.router.core.router_state import ENDS_AT_ONCE, RouterState
+from pointsman.router.core.types import Decision, InstanceState, KvRole, Load, Phase, PrefixSource, StepKind
 from tests.support.router_values import finish, hello, info, join, place, request, state
 
 PROMPT = list(range(200))
@@ -330,6 +333,128 @@ def test_a_failed_step_that_an_earlier_owner_gave_is_followed_by_a_serve() -> No
     assert after.handle(ev.StepDone("r", 2, ok=True), 52.0) == []
     assert after.handle(ev.StepDone("x", 0, ok=True), 52.0) == []
     after.check_invariants()
+
+
+def taken_over(step_index: int, role: KvRole = KvRole.BOTH) -> RouterState:
+    """A router that has r from an earlier owner of the pool, at that step, on a."""
+    router = state(owns_all=False)
+    join(router, "a", 1, kv_transfer=replace(info("a").kv_transfer, role=role))  # type: ignore[type-var]
+    router.handle(ev.PoolTaken("m", (Reservation("r", "g", "a", "d", 100, 10, step_index=step_index, pool="m"),)), 0.0)
+    return router
+
+
+@pytest.mark.parametrize("step_index", [0, 1, 3])
+def test_a_later_step_of_an_earlier_owner_is_told_again_as_that_step(step_index: int) -> None:
+    router = taken_over(step_index)
+    for _ in range(2):
+        again = place(router, request("r", tokens=100))
+        assert isinstance(again, ev.Placed)
+        assert (again.step_index, again.step.kind, again.last) == (step_index, StepKind.SERVE, True)
+    # A SERVE by itself is followed by nothing.
+    assert router.handle(ev.StepDone("r", step_index, ok=False), 1.0) == []
+    router.check_invariants()
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_what_an_earlier_owner_prefills_on_a_producer_is_answered_by_another_where_there_is_one(others: int) -> None:
+    router = taken_over(0, role=KvRole.PRODUCER)
+    if others:
+        join(router, "d", 2)
+    failed = router.handle(ev.StepDone("r", 0, ok=False, instance_failed=True), 1.0)
+    if others:
+        # Its gateway knows where the KV was to go.
+        [refused] = failed
+        assert isinstance(refused, ev.Refused)
+        assert (refused.not_serving, refused.gateway_id) == (True, "g")
+    else:
+        assert [one.step.instance_id for one in failed if isinstance(one, ev.Placed)] == ["a"]
+    again = place(router, request("r", tokens=100), 1.0)
+    assert isinstance(again, ev.Placed)
+    assert (again.step.kind, again.step.instance_id) == (StepKind.SERVE, "d" if others else "a")
+    assert [one.instance_id for one in router.reservations] == [again.step.instance_id]
+    router.check_invariants()
+
+
+def test_an_answer_that_a_producer_was_to_give_for_want_of_others_is_given_by_another_that_has_come() -> None:
+    router = state()
+    producer = replace(info("a").kv_transfer, role=KvRole.PRODUCER)  # type: ignore[type-var]
+    join(router, "a", 1, kv_transfer=producer)
+    first = place(router, request("r", tokens=100))
+    assert isinstance(first, ev.Placed)
+    assert first.step.instance_id == "a"
+    join(router, "d", 2)
+    again = place(router, request("r", tokens=100), 1.0)
+    assert isinstance(again, ev.Placed)
+    assert again.step.instance_id == "d"
+    router.check_invariants()
+
+
+def test_a_gateway_that_says_again_and_again_where_a_request_runs_is_told_that_step() -> None:
+    router = state()
+    for number, name in enumerate("ab"):
+        join(router, name, number)
+    for name in "aab":
+        router.handle(ev.StreamOpened("g", ev.OpenStream(request("r", tokens=50), name, Phase.PREFILL, 0)), 1.0)
+        for _ in range(2):
+            again = place(router, request("r", tokens=50), 1.0)
+            assert isinstance(again, ev.Placed)
+            assert again.step.instance_id == name
+        router.check_invariants()
+    [decision] = router.plans.decisions
+    assert len(decision.result.steps) == 2
+
+
+def test_the_number_of_a_step_that_no_plan_has_is_passed_over() -> None:
+    router = taken_over(0)
+    assert router.handle(ev.StepDone("r", 2**32 - 1, ok=False), 1.0) == []
+    for _ in range(MAX_STEPS + 2):
+        router.handle(ev.StreamOpened("g", ev.OpenStream(request("r", tokens=100), "a", Phase.PREFILL, 0)), 1.0)
+    assert isinstance(place(router, request("r", tokens=100), 1.0), ev.Placed)
+    router.check_invariants()
+
+
+def test_a_request_that_another_pools_owner_has_under_the_same_id_is_that_ones() -> None:
+    router = state(owns_all=False)
+    join(router, "a", 1)
+    join(router, "c", 2, model="n", served_names=())
+    router.handle(ev.PoolTaken("m"), 0.0)
+    place(router, request("r", tokens=10))
+    effects = router.handle(ev.PoolTaken("n", (Reservation("r", "g", "c", "d", 100, 10, 2, pool="n"),)), 1.0)
+    assert ev.Released("r", "m") in effects
+    again = place(router, request("r", tokens=100, model="n"), 1.0)
+    assert isinstance(again, ev.Placed)
+    assert (again.step.instance_id, again.step_index) == ("c", 2)
+    router.check_invariants()
+
+
+def test_a_prefill_of_a_pool_that_is_lost_is_watched_no_longer_where_its_instance_has_another_model() -> None:
+    router = state(owns_all=False)
+    for pool in "mn":
+        router.handle(ev.PoolTaken(pool), 0.0)
+    join(router, "b", 1)
+    place(router, request("r0", tokens=500), 1.0)
+    join(router, "b", 2, model="n", served_names=())
+    router.handle(ev.PoolLost("m"), 1.0)
+    router.check_invariants()
+    place(router, request("r1", tokens=500, model="n"), 2.0)
+    router.handle(ev.FirstToken("r1"), 3.0)
+    assert router.prefill_observer.samples("n", "") == 1
+
+
+def test_an_idle_instances_reports_look_at_its_own_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    router = state()
+    for number, name in enumerate("ab"):
+        join(router, name, number)
+    streams = [ev.OpenStream(request(f"{name}{n}", tokens=9), name, Phase.DECODE, 0) for name in "ab" for n in range(5)]
+    router.handle(ev.GatewayHello("g", tuple(streams)), 0.0)
+    router.handle(ev.GatewayLost("g"), 0.0)
+    looked: list[str] = []
+    opened_at = router.prefix_knowledge.opened_at
+    monkeypatch.setattr(Reservations, "__iter__", lambda self: pytest.fail("all are looked at"))
+    monkeypatch.setattr(PrefixKnowledge, "opened_at", lambda self, one: looked.append(one) or opened_at(one))
+    for number in range(4):
+        router.handle(ev.LoadReported(0, "a", Load(1.0 + number)), 1.0 + number)
+    assert set(looked) == {f"a{n}" for n in range(5)}
 
 
 def test_explain_and_what_if_change_nothing() -> None:

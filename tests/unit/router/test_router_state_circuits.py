@@ -44,6 +44,10 @@ def told(state_: RouterState) -> list[str]:
     return sorted(pool.instances)
 
 
+def told_of(state_: RouterState, model: str) -> list[str]:
+    return next(sorted(pool.instances) for pool in state_.instances.pools() if pool.model == model)
+
+
 def test_an_instance_that_fails_gets_nothing_until_one_request_on_trial_is_answered() -> None:
     state_ = fleet("a", "b")
     break_(state_, "a")
@@ -173,7 +177,7 @@ def test_a_trial_that_went_on_elsewhere_leaves_its_place_to_another() -> None:
     assert placed_on(state_, "busy", 0.0) == "b"
     assert placed_on(state_, "trial", 1.0) == "a"
     stream = ev.OpenStream(request("trial", tokens=100), "b", Phase.DECODE, 0)
-    state_.handle(ev.GatewayHello("g1", (stream,), frozenset()), 1.1)
+    state_.handle(ev.GatewayHello("g", (stream,), frozenset()), 1.1)
     state_.check_invariants()
     assert placed_on(state_, "next", 1.2) == "a"
     finish(state_, "trial", "OK", 1.3)
@@ -203,3 +207,36 @@ def test_ends_that_nobody_can_tell_open_no_circuit_and_close_none() -> None:
     finish(state_, "trial", ev.UNKNOWN, 1.0)
     assert told(state_) == ["b"], "it has answered nothing"
     assert placed_on(state_, "next", 1.0) == "a", "another one is on trial"
+
+
+def test_an_engine_that_came_back_with_another_model_is_not_on_trial_by_a_request_of_the_one_before() -> None:
+    state_ = state(owns_all=False, circuit=CircuitSettings(failures=1, first_open_s=1.0))
+    for pool in "mn":
+        state_.handle(ev.PoolTaken(pool), 0.0)
+    join(state_, "c", 1, model="n", served_names=())
+    join(state_, "b", 3)
+    assert placed_on(state_, "bad", 0.0, model="n") == "c"
+    finish(state_, "bad", "FAILED", 0.0)
+    state_.handle(ev.StreamOpened("g", ev.OpenStream(request("old", tokens=100), "c", Phase.DECODE, 0)), 2.0)
+    state_.check_invariants()
+    join(state_, "d", 2, model="n", served_names=())
+    state_.handle(ev.PoolLost("m"), 3.0)
+    state_.check_invariants()
+    assert placed_on(state_, "trial", 3.0, model="n", exclude=("d",)) == "c"
+    finish(state_, "trial", "OK", 4.0)
+    assert told_of(state_, "n") == ["c", "d"]
+
+
+def test_a_request_on_trial_is_so_no_longer_once_its_pool_is_lost_whatever_its_instance_serves_by_then() -> None:
+    state_ = state(owns_all=False, circuit=CircuitSettings(failures=1, first_open_s=1.0))
+    for pool in "mn":
+        state_.handle(ev.PoolTaken(pool), 0.0)
+    join(state_, "c", 1)
+    placed_on(state_, "bad", 0.0)
+    finish(state_, "bad", "FAILED", 0.0)
+    assert placed_on(state_, "trial", 2.0) == "c"
+    join(state_, "c", 2, model="n", served_names=())  # the same incarnation
+    state_.handle(ev.PoolLost("m"), 3.0)
+    state_.check_invariants()
+    assert placed_on(state_, "next", 3.0, model="n") == "c"
+    assert placed_on(state_, "other", 3.0, model="n") == "c"

@@ -762,7 +762,7 @@ class Refusal(_message.Message):
     code: _builtins.int
     """code is a google.rpc.Code: 3 INVALID_ARGUMENT (no request_id, too many keys, or the id of a request for another model),
     4 DEADLINE_EXCEEDED (no first token within ttft_deadline, or deadline is over), 5 NOT_FOUND (unknown model),
-    8 RESOURCE_EXHAUSTED (saturated), 10 ABORTED (the id of a finished request), 14 UNAVAILABLE (no instance).
+    6 ALREADY_EXISTS (another gateway has the request open), 8 RESOURCE_EXHAUSTED (saturated), 10 ABORTED (the id of a finished request), 14 UNAVAILABLE (no instance).
     """
     message: _builtins.str
     """message for people."""

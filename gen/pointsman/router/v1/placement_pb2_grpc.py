@@ -104,9 +104,9 @@ class PlacementServiceServicer:
         RetryInfo when saturated, UNAVAILABLE when no instance is ready, NOT_FOUND for an unknown model, DEADLINE_EXCEEDED
         (FIRST_TOKEN_TOO_LATE) when no first token can come within the request's ttft_deadline, or its deadline is over; reasons as
         FleetService has them. INVALID_ARGUMENT (INVALID_FIELD) for an empty request_id, more keys than input_tokens have, or the id of
-        a request for another model. ABORTED (REQUEST_ENDED) when the request is finished, before or while it is held. At a replica that does
-        not own the pool: UNAVAILABLE (NOT_OWNER), with the owner's router_id and address in the metadata, or (NOT_SERVING) where
-        none is known.
+        a request for another model. ABORTED (REQUEST_ENDED) when the request is finished, before or while it is held.
+        ALREADY_EXISTS (REQUEST_ID_IN_USE) when a gateway has a request of that id open. At a replica that does not own the pool:
+        UNAVAILABLE (NOT_OWNER), with the owner's router_id and address in the metadata, or (NOT_SERVING) where none is known.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

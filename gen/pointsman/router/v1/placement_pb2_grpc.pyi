@@ -62,9 +62,9 @@ class PlacementServiceStub:
     RetryInfo when saturated, UNAVAILABLE when no instance is ready, NOT_FOUND for an unknown model, DEADLINE_EXCEEDED
     (FIRST_TOKEN_TOO_LATE) when no first token can come within the request's ttft_deadline, or its deadline is over; reasons as
     FleetService has them. INVALID_ARGUMENT (INVALID_FIELD) for an empty request_id, more keys than input_tokens have, or the id of
-    a request for another model. ABORTED (REQUEST_ENDED) when the request is finished, before or while it is held. At a replica that does
-    not own the pool: UNAVAILABLE (NOT_OWNER), with the owner's router_id and address in the metadata, or (NOT_SERVING) where
-    none is known.
+    a request for another model. ABORTED (REQUEST_ENDED) when the request is finished, before or while it is held.
+    ALREADY_EXISTS (REQUEST_ID_IN_USE) when a gateway has a request of that id open. At a replica that does not own the pool:
+    UNAVAILABLE (NOT_OWNER), with the owner's router_id and address in the metadata, or (NOT_SERVING) where none is known.
     """
     Finish: _grpc.UnaryUnaryMultiCallable[_placement_pb2.FinishRequest, _placement_pb2.FinishResponse]
     """Finish releases a reservation that Place made; twice has no effect. Its outcome must be given, because an instance whose
@@ -106,9 +106,9 @@ class PlacementServiceAsyncStub(PlacementServiceStub):
     RetryInfo when saturated, UNAVAILABLE when no instance is ready, NOT_FOUND for an unknown model, DEADLINE_EXCEEDED
     (FIRST_TOKEN_TOO_LATE) when no first token can come within the request's ttft_deadline, or its deadline is over; reasons as
     FleetService has them. INVALID_ARGUMENT (INVALID_FIELD) for an empty request_id, more keys than input_tokens have, or the id of
-    a request for another model. ABORTED (REQUEST_ENDED) when the request is finished, before or while it is held. At a replica that does
-    not own the pool: UNAVAILABLE (NOT_OWNER), with the owner's router_id and address in the metadata, or (NOT_SERVING) where
-    none is known.
+    a request for another model. ABORTED (REQUEST_ENDED) when the request is finished, before or while it is held.
+    ALREADY_EXISTS (REQUEST_ID_IN_USE) when a gateway has a request of that id open. At a replica that does not own the pool:
+    UNAVAILABLE (NOT_OWNER), with the owner's router_id and address in the metadata, or (NOT_SERVING) where none is known.
     """
     Finish: _aio.UnaryUnaryMultiCallable[_placement_pb2.FinishRequest, _placement_pb2.FinishResponse]  # type: ignore[assignment]
     """Finish releases a reservation that Place made; twice has no effect. Its outcome must be given, because an instance whose
@@ -159,9 +159,9 @@ class PlacementServiceServicer(metaclass=_abc_1.ABCMeta):
         RetryInfo when saturated, UNAVAILABLE when no instance is ready, NOT_FOUND for an unknown model, DEADLINE_EXCEEDED
         (FIRST_TOKEN_TOO_LATE) when no first token can come within the request's ttft_deadline, or its deadline is over; reasons as
         FleetService has them. INVALID_ARGUMENT (INVALID_FIELD) for an empty request_id, more keys than input_tokens have, or the id of
-        a request for another model. ABORTED (REQUEST_ENDED) when the request is finished, before or while it is held. At a replica that does
-        not own the pool: UNAVAILABLE (NOT_OWNER), with the owner's router_id and address in the metadata, or (NOT_SERVING) where
-        none is known.
+        a request for another model. ABORTED (REQUEST_ENDED) when the request is finished, before or while it is held.
+        ALREADY_EXISTS (REQUEST_ID_IN_USE) when a gateway has a request of that id open. At a replica that does not own the pool:
+        UNAVAILABLE (NOT_OWNER), with the owner's router_id and address in the metadata, or (NOT_SERVING) where none is known.
         """
 
     @_abc_1.abstractmethod

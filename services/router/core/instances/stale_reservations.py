@@ -37,18 +37,16 @@ class IdleReports:
 
 def stale_reservations(
     reservations: Iterable[Reservation],
-    instance_id: str,
     opened_at: Callable[[str], float],
     idle_since: float,
     now: float,
 ) -> list[Reservation]:
-    """Reservations that an idle instance cannot have: past their first token, of a gateway whose session is gone, open for
-    `STALE_AFTER_S` and since before the first of its idle reports."""
+    """Those of an idle instance's reservations that it cannot have: past their first token, of a gateway whose session is gone,
+    open for `STALE_AFTER_S` and since before the first of its idle reports."""
     return [
         one
         for one in reservations
-        if one.instance_id == instance_id
-        and one.phase is Phase.DECODE
+        if one.phase is Phase.DECODE
         and one.gateway_id
         and one.lease_until is not None
         and (opened := opened_at(one.request_id)) <= now - STALE_AFTER_S

@@ -127,10 +127,11 @@ class Reports:
 
     def _release_stale(self, record: InstanceRecord, now: float) -> list[ev.Effect]:
         instance_id = record.info.instance_id
-        if not self._reservations.counters(instance_id).num_requests:
-            return []
         gone = stale_reservations(
-            self._reservations, instance_id, self._prefix_knowledge.opened_at, record.idle_reports.since, now
+            self._reservations.of_instance(instance_id),
+            self._prefix_knowledge.opened_at,
+            record.idle_reports.since,
+            now,
         )
         error = "its instance runs nothing and no gateway claims it"
         return [

@@ -149,6 +149,7 @@ class Reservations:
         self.touched: set[str] = set()
         self._open: dict[str, Reservation] = {}
         self._counters: dict[str, Counters] = {}
+        self._of_instance: dict[str, dict[str, None]] = {}
         # Instance -> the ids of its open prefills, in the order of their coming, each with a number that grows with it.
         self._prefilling: dict[str, dict[str, int]] = {}
         self._came = 0
@@ -220,6 +221,7 @@ class Reservations:
         self.release(reservation.request_id)
         self._open[reservation.request_id] = reservation
         self._counters.setdefault(reservation.instance_id, Counters()).add(reservation, 1)
+        self._of_instance.setdefault(reservation.instance_id, {})[reservation.request_id] = None
         if reservation.pending_tokens > 0:
             self._came += 1
             self._prefilling.setdefault(reservation.instance_id, {})[reservation.request_id] = self._came
@@ -230,6 +232,10 @@ class Reservations:
                 partial = self._partial.setdefault(reservation.instance_id, _Prefills())
                 partial.put(reservation.request_id, reservation.remainder)
         self.touched.add(reservation.instance_id)
+
+    def of_instance(self, instance_id: str) -> list[Reservation]:
+        """The open reservations of one instance. O(these)."""
+        return [self._open[request_id] for request_id in self._of_instance.get(instance_id, ())]
 
     def of_pool(self, pool: str) -> list[Reservation]:
         """The open reservations of one pool."""
@@ -275,8 +281,10 @@ class Reservations:
             counters = self._counters[reservation.instance_id]
             counters.add(reservation, -1)
             self.touched.add(reservation.instance_id)
+            del self._of_instance[reservation.instance_id][request_id]
             if not counters.num_requests:
                 del self._counters[reservation.instance_id]
+                del self._of_instance[reservation.instance_id]
             if (waiting := self._prefilling.get(reservation.instance_id)) is not None:
                 waiting.pop(request_id, None)
                 if not waiting:
@@ -309,6 +317,9 @@ class Reservations:
             assert 0 <= reservation.prefilled_tokens <= max(reservation.new_tokens, 0)
             sums.setdefault(reservation.instance_id, Counters()).add(reservation, 1)
         assert sums == self._counters, (sums, self._counters)
+        assert self._of_instance.keys() == self._counters.keys()
+        placed = {one: instance for instance, ids in self._of_instance.items() for one in ids}
+        assert placed == {one.request_id: one.instance_id for one in self._open.values()}
         listed = {(instance, one) for instance, ids in self._prefilling.items() for one in ids}
         pending = {(one.instance_id, one.request_id) for one in self._open.values() if one.pending_tokens > 0}
         assert pending <= listed, (pending, listed)

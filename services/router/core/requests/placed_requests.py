@@ -12,6 +12,7 @@ from pointsman.router.core.instances.instance_registry import InstanceRecord, In
 from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman.router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman.router.core.load.reservations import Reservation, Reservations
+from pointsman.router.core.requests.place_or_hold import not_serving
 from pointsman.router.core.requests.recent_decisions import RecentDecisions
 from pointsman.router.core.types import Decision, Step, StepKind
 
@@ -19,6 +20,8 @@ from pointsman.router.core.types import Decision, Step, StepKind
 COLOCATED_AFTER_FAILURE = "colocated_after_failure"
 SERVED_ALONE = "next_step_came_too_late"
 MAX_NOTE = 100
+# Steps of a plan that was made elsewhere. Gateways tell their numbers, and a plan is as long as they say.
+MAX_STEPS = 10_000
 
 
 class Plans:
@@ -39,6 +42,13 @@ class Plans:
         self._reservations = reservations
         self._prefill_observer = prefill_observer
         self._circuit = circuit
+
+    def decision_of(self, reservation: Reservation) -> Decision | None:
+        """The decision of which a reservation is a step; None where an earlier owner, or its gateway alone, has placed it."""
+        decision = self.decisions.get(reservation.request_id)
+        if decision is None or decision.decision_id != reservation.decision_id:
+            return None
+        return decision if reservation.step_index < len(decision.result.steps) else None
 
     def reserve(
         self,
@@ -93,7 +103,7 @@ class Plans:
     def step_done(self, event: ev.StepDone, now: float) -> list[ev.Effect]:
         """A step ended: the next one follows, or, where it failed, what still can. Mutates."""
         reservation = self._reservations.get(event.request_id)
-        decision = self.decisions.get(event.request_id)
+        decision = self.decision_of(reservation) if reservation else None
         if reservation is None or decision is None or reservation.step_index != event.step_index:
             return []
         if not event.ok:
@@ -124,7 +134,8 @@ class Plans:
 
     def unfinished_plan(self, event: ev.StepDone) -> Decision | None:
         """The decision of an open request whose rest is to be placed now that this step, its plan's last so far, is done."""
-        reservation, decision = self._reservations.get(event.request_id), self.decisions.get(event.request_id)
+        reservation = self._reservations.get(event.request_id)
+        decision = self.decision_of(reservation) if reservation else None
         if reservation is None or decision is None or reservation.step_index != event.step_index or not event.ok:
             return None
         step = decision.result.steps[-1]
@@ -134,7 +145,8 @@ class Plans:
 
     def serve_there(self, request_id: str, note: str, now: float) -> list[ev.Effect]:
         """What is left of a plan that has begun becomes one SERVE where it was. Mutates."""
-        reservation, decision = self._reservations.get(request_id), self.decisions.get(request_id)
+        reservation = self._reservations.get(request_id)
+        decision = self.decision_of(reservation) if reservation else None
         if reservation is None or decision is None:
             return []
         return self._serve_there(reservation, decision, reservation.step_index, note, now)
@@ -142,6 +154,10 @@ class Plans:
     def _serve_there(
         self, reservation: Reservation, decision: Decision, index: int, note: str, now: float
     ) -> list[ev.Effect]:
+        if self._instances.leaves_answers_to_others(decision.instance_id, decision.request.model):
+            why = "the plan's instance only produces KV, and others answer by now"
+            refused = not_serving(reservation.request_id, reservation.pool, why)
+            return [replace(refused, gateway_id=reservation.gateway_id)]
         plan = (
             *decision.result.steps[: index + 1],
             Step(StepKind.SERVE, decision.instance_id, COLOCATED_AFTER_FAILURE),
@@ -154,19 +170,20 @@ class Plans:
         noted = ev.DecisionNoted(decision.decision_id, note)
         return [noted, *effects, self.placed_effect(decision, index + 1, reservation.gateway_id)]
 
-    def served_alone(self, request_id: str, instance_id: str) -> list[ev.Effect]:
-        """The gateway waited in vain for the next step, and has the request answered by `instance_id`. Mutates."""
-        decision, reservation = self.decisions.get(request_id), self._reservations.get(request_id)
-        if decision is None or reservation is None:
-            return []
-        plan = (
-            *decision.result.steps[: reservation.step_index + 1],
-            Step(StepKind.SERVE, instance_id, SERVED_ALONE),
-        )
-        self.decisions.put(
-            replace(decision, result=replace(decision.result, steps=plan), notes=(*decision.notes, SERVED_ALONE))
-        )
-        return [ev.DecisionNoted(decision.decision_id, SERVED_ALONE)]
+    def served_alone(self, reservation: Reservation, instance_id: str) -> tuple[int, list[ev.Effect]]:
+        """The gateway waited in vain for the next step, and has the request answered by `instance_id`: as which step. Mutates."""
+        decision, index = self.decision_of(reservation), reservation.step_index
+        if decision is None:
+            return min(index + 1, MAX_STEPS), []
+        steps, notes = decision.result.steps, decision.notes
+        noted: list[ev.Effect] = []
+        if steps[index].reason != SERVED_ALONE:  # otherwise it tells so again, perhaps of another instance
+            index += 1
+            notes = (*notes, SERVED_ALONE)
+            noted.append(ev.DecisionNoted(decision.decision_id, SERVED_ALONE))
+        plan = (*steps[:index], Step(StepKind.SERVE, instance_id, SERVED_ALONE))
+        self.decisions.put(replace(decision, result=replace(decision.result, steps=plan), notes=notes))
+        return index, noted
 
     def _prefilled(self, request_id: str, now: float) -> None:
         reservation, prompt = (
@@ -181,14 +198,25 @@ class Plans:
     def put(self, reservation: Reservation, now: float) -> InstanceRecord | None:
         """A request is open on an instance, and no longer where it was, if anywhere; returns the instance's record. Mutates."""
         if (before := self._reservations.get(reservation.request_id)) is not None:
-            self._prefill_observer.gone(before, now)
-            if (left := self._instances.get(before.instance_id)) is not None:
-                left.circuit.left(before.request_id)
+            self._leave(before, now)
         self._reservations.put(reservation)
         record = self._instances.get(reservation.instance_id)
-        if record is not None:
+        # Of an engine that has come back with another model, a request of the one before shows nothing.
+        if record is not None and record.info.model == reservation.pool:
             record.circuit.placed(reservation.request_id, now)
         return record
+
+    def forget(self, reservation: Reservation, now: float) -> None:
+        """Another router answers for an open request from now on. Mutates."""
+        self._leave(reservation, now)
+        self._reservations.release(reservation.request_id)
+        self._prefix_knowledge.prefill_progress.close(reservation.request_id)
+
+    def _leave(self, reservation: Reservation, now: float) -> None:
+        self._prefill_observer.gone(reservation, now)
+        # By its id: its instance may be in another pool by now.
+        if (record := self._instances.get(reservation.instance_id)) is not None:
+            record.circuit.left(reservation.request_id)
 
     def finished(self, finished: ev.Finished, now: float) -> list[ev.Effect]:
         """A request ended; no effects where it was not open. Mutates."""

@@ -18,7 +18,7 @@ REASON = "recovered"
 
 
 def recovered_decision(
-    reservation: Reservation, request: PlacementRequest, policy: PolicyRef, steps_done: int = 0
+    reservation: Reservation, request: PlacementRequest, policy: PolicyRef, steps_done: int
 ) -> Decision:
     """A decision that sends `request` where `reservation` says, by one SERVE: the rest of the plan went with its maker.
     `steps_done` steps of it are over, of which no more is known than that they were PREFILLs.

@@ -20,7 +20,7 @@ PART = 128
 Steps = Iterator[list[ev.Effect]]
 
 # They change the requests of pools, or of a gateway in whatever pool.
-_OF_A_REQUEST = (ev.PlaceRequested, ev.StreamOpened, ev.StepDone, ev.FirstToken, ev.Finished, ev.FinishedBy)
+_OF_A_REQUEST = (ev.PlaceRequested, ev.StreamOpened, ev.StepDone, ev.FirstToken, ev.Finished, ev.GatewayTold)
 _OF_A_POOL = (ev.PoolTaken, ev.SessionsRead)
 _OF_A_GATEWAY = (ev.GatewayHello, ev.GatewayLost)
 

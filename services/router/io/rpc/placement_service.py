@@ -62,7 +62,10 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
             accounts_usage=True,
         )
         await context.write(placement_pb2.SessionResponse(welcome=welcome))
-        self._router.opened(await gateway_messages.gateway_hello(hello), stream)
+        opening = await gateway_messages.gateway_hello(hello)
+        if not self._router.gateway_claims.opened(hello.gateway_id, hello.secret, time.monotonic()):
+            await abort(context, gateway_id_status(hello.gateway_id))
+        self._router.opened(opening, stream)
         ended = await run_duplex(
             self._read(hello.gateway_id, context),
             self._write(stream, context),
@@ -105,7 +108,7 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
                     request_id, elsewhere, "the request is not known here; another router may have placed it"
                 )
                 await abort(context, refusal_status(refused, self._router.owner_elsewhere(refused)))
-        self._router.submit(ev.FinishedBy("", gateway_messages.finished(request.finished)))
+        self._router.submit(ev.GatewayTold("", gateway_messages.finished(request.finished)))
         return placement_pb2.FinishResponse()
 
     async def _read(self, gateway_id: str, context: SessionContext) -> None:
@@ -128,13 +131,13 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
                 self._router.place(ev.PlaceRequested(asked, gateway_id), message.place.traceparent)
                 return
             case "step_done":
-                event: ev.Event = gateway_messages.step_done(message.step_done)
+                event: ev.Event = ev.GatewayTold(gateway_id, gateway_messages.step_done(message.step_done))
             case "open_stream":
                 event = ev.StreamOpened(gateway_id, gateway_messages.open_stream(message.open_stream))
             case "first_token":
-                event = gateway_messages.first_token(message.first_token)
+                event = ev.GatewayTold(gateway_id, gateway_messages.first_token(message.first_token))
             case "finished":
-                event = ev.FinishedBy(gateway_id, gateway_messages.finished(message.finished))
+                event = ev.GatewayTold(gateway_id, gateway_messages.finished(message.finished))
             case "usage":
                 self._router.account(gateway_id, message.usage)
                 return

@@ -69,8 +69,8 @@ class EventMetrics:
             registry=of,
         )
         self.resyncs = Counter(f"{name}resyncs", "Snapshots asked of agents", registry=of)
-        self.ignored_ends = Counter(
-            f"{name}ignored_ends", "Ends that gateways told of other gateways' requests", registry=of
+        self.ignored_reports = Counter(
+            f"{name}ignored_reports", "What gateways told of other gateways' requests", registry=of
         )
         self.accounted_keys = Gauge(f"{name}accounted_keys", "API keys that limits are accounted for", registry=of)
         self.bad_usage = Counter(
