@@ -167,11 +167,12 @@ class RouterState:
         """
         self._startup_gate.begin(now)
         effects: list[ev.Effect] = []
-        while isinstance(event, ev.PoolLost) and self._work:
-            # Once this returns nothing more is placed in the pool.
-            effects += self._go_on(now)
+        if isinstance(event, ev.PoolLost):
+            # Once this returns nothing more is placed in the pool, though its requests are forgotten in parts.
+            self._work.drop_taking(event.pool)
+            effects = self._stop_owning(event.pool)
         if self._work.defers(event):
-            return []
+            return effects
         return [*effects, *(self._go_on(now) if isinstance(event, ev.GoOn) else self._handle(event, now))]
 
     def _go_on(self, now: float) -> list[ev.Effect]:
@@ -243,10 +244,7 @@ class RouterState:
             case ev.SessionsRead():
                 return self._sessions_read(event, now)
             case ev.PoolLost():
-                self.owned.lose(event.pool)
-                self._forget_pool(event.pool, now)
-                why = f"this router does not own {event.pool!r} any more"
-                return [*self.held_requests.drop_pool(event.pool, why), ev.FleetChanged()]
+                return self._work.begin(event, self._pool_lost(event.pool, now))
             case ev.GoOn():
                 return []
             case ev.RetryDue() if self._work:
@@ -300,11 +298,11 @@ class RouterState:
                 on_trial = self.reservations.get(trial)
                 assert on_trial is not None, record.circuit
                 assert on_trial.instance_id == record.info.instance_id, record.circuit
-        for reservation in self.reservations:
+        for reservation in self.reservations if not self._work else ():
             assert self.owned.owns(reservation.pool), reservation
         for held in self.held_requests.queue:
             assert self.owned.owns(held.pool), held
-        for decision in self.plans.decisions:
+        for decision in self.plans.decisions if not self._work else ():
             assert self.owned.owns(decision.pool), decision
 
     # ---- gateways ----
@@ -427,8 +425,10 @@ class RouterState:
 
     def _would_answer_by_a_producer(self, placed: ev.Placed) -> bool:
         """Whether the step is an answer of an instance that only produces KV, where others of its pool answer."""
-        step, model = placed.step, placed.decision.request.model
-        return step.kind is StepKind.SERVE and self.instances.leaves_answers_to_others(step.instance_id, model)
+        step, decision = placed.step, placed.decision
+        return step.kind is StepKind.SERVE and self.instances.leaves_answers_to_others(
+            step.instance_id, decision.pool, decision.request.model
+        )
 
     def _no_second_answer(self, request: PlacementRequest) -> ev.Refused | None:
         """The refusal of a request that is not to be placed: its id is that of another request, or of one that has ended, or its
@@ -469,9 +469,12 @@ class RouterState:
 
     def _step_done(self, event: ev.StepDone, now: float) -> list[ev.Effect]:
         reservation = self.reservations.get(event.request_id)
+        if reservation is not None and not self.owned.owns(reservation.pool):
+            return []
         if reservation is not None and self.plans.decision_of(reservation) is None:
             # An earlier owner's plan, which went with it. What it has computed is there.
-            if event.ok or self.instances.leaves_answers_to_others(reservation.instance_id, reservation.pool):
+            pool = reservation.pool
+            if event.ok or self.instances.leaves_answers_to_others(reservation.instance_id, pool, pool):
                 why = "an earlier owner of the pool had planned this request"
                 return [
                     replace(not_serving(event.request_id, reservation.pool, why), gateway_id=reservation.gateway_id)
@@ -570,12 +573,15 @@ class RouterState:
     def _pool_taken(self, event: ev.PoolTaken, now: float) -> Steps:
         waited = self.held_requests.drop_pool(event.pool, f"{event.pool!r} was owned by another router for a moment")
         self.owned.take(event.pool)
-        self._forget_pool(event.pool, now)
+        self._close_circuits(event.pool)
         self.prefill_observer.take_over(event.pool, event.mean_work)
         if not self.instances.members(event.pool, event.pool):
             self._gone_pools.left((event.pool,), now)
         yield [*waited, ev.FleetChanged()]
+        yield from self._forget_requests(event.pool, now)
         for reservation in event.reservations:
+            if not self.owned.owns(event.pool):
+                return
             # Its gateway has not spoken to this replica yet: it gets the lease to do so.
             lease_s = self.settings.gateway_lease_s if reservation.gateway_id else self.settings.place_lease_s
             reservation = replace(reservation, lease_until=now + lease_s, pool=event.pool)
@@ -619,10 +625,29 @@ class RouterState:
                 self.affinity.recall(event.pool, session, owner, now)
         return []
 
-    def _forget_pool(self, pool: str, now: float) -> None:
-        for reservation in self.reservations.of_pool(pool):
-            self.plans.forget(reservation, now)
-        self.plans.decisions.forget_pool(pool)
+    def _stop_owning(self, pool: str) -> list[ev.Effect]:
+        self.owned.lose(pool)
+        why = f"this router does not own {pool!r} any more"
+        return [*self.held_requests.drop_pool(pool, why), ev.FleetChanged()]
+
+    def _pool_lost(self, pool: str, now: float) -> Steps:
+        self._close_circuits(pool)
+        yield [ev.FleetChanged()]
+        yield from self._forget_requests(pool, now)
+
+    def _forget_requests(self, pool: str, now: float) -> Steps:
+        remaining = self.reservations.of_pool(pool)
+        while remaining:
+            # As it is by now: its lease may have ended meanwhile.
+            known = self.reservations.get(remaining.pop().request_id)
+            if known is not None and known.pool == pool:
+                self.plans.forget(known, now)
+                yield []
+        for _ in self.plans.decisions.forget_pool(pool):
+            yield []
+
+    def _close_circuits(self, pool: str) -> None:
+        """Another router knows by now, or will, how the pool's instances do. Mutates; the sessions are forgotten, too."""
         self.affinity.forget_pool(pool)
         for record in self.instances.members(pool, pool):
             self.migrations.drop(record.info.instance_id)

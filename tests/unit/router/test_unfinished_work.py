@@ -90,7 +90,6 @@ HELLO = st.builds(
 EVENTS = st.one_of(
     TAKEN,
     HELLO,
-    st.builds(ev.PoolLost, st.sampled_from(sorted(POOLS))),
     st.builds(ev.GatewayLost, GATEWAYS),
     st.builds(ev.Finished, REQUESTS, st.sampled_from(["OK", "CANCELLED"])),
     st.builds(ev.FirstToken, REQUESTS),
@@ -128,6 +127,46 @@ def test_any_interleaving_ends_as_whole_events_one_after_another(events: list[ev
     parts.check_invariants()
     assert _sums(parts) == _sums(whole)
     assert sorted(chain.from_iterable(answered)) == sorted(chain.from_iterable(answered_whole))
+
+
+LOST = st.builds(ev.PoolLost, st.sampled_from(sorted(POOLS)))
+
+
+@given(
+    events=st.lists(st.one_of(LOST, TAKEN, EVENTS), min_size=3, max_size=25),
+    turns=st.lists(st.integers(0, 4), min_size=25, max_size=25),
+)
+@settings(max_examples=300, deadline=None)
+def test_nothing_is_placed_in_a_pool_once_its_loss_is_told(events: list[ev.Event], turns: list[int]) -> None:
+    """In whatever part of what is under way it comes. A loss does not wait, so the order is another than of whole events."""
+    router = fleet()
+    asked, answered = set[str](), set[str]()
+    owned = dict.fromkeys(POOLS, False)
+
+    def tell(event: ev.Event) -> None:
+        for effect in router.handle(event, 0.0):
+            if isinstance(effect, ev.Placed):
+                assert router.owned.owns(effect.decision.pool)
+            if isinstance(effect, ev.Placed | ev.Refused):
+                answered.add(effect.request_id)
+        router.check_invariants()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unfinished_work, "PART", 2)
+        for event, count in zip(map(_in_one_pool, events), turns, strict=False):
+            if isinstance(event, ev.PoolLost | ev.PoolTaken):
+                owned[event.pool] = isinstance(event, ev.PoolTaken)
+            if isinstance(event, ev.PlaceRequested):
+                asked.add(event.request.request_id)
+            tell(event)
+            assert not any(router.owned.owns(pool) for pool in POOLS if not owned[pool])
+            for _ in range(count):
+                tell(ev.GoOn())
+        while router.unfinished:
+            tell(ev.GoOn())
+    assert {pool: router.owned.owns(pool) for pool in POOLS} == owned
+    assert {one.pool for one in router.reservations} <= {pool for pool in POOLS if owned[pool]}
+    assert asked <= answered
 
 
 def _in_one_pool(event: ev.Event) -> ev.Event:
@@ -227,9 +266,45 @@ def test_a_pool_that_is_lost_in_the_middle_is_lost_at_once() -> None:
     router = fleet()
     router.handle(taking(), 1.0)
     router.handle(ev.PlaceRequested(request("new", tokens=10), "g2"), 1.0)
-    effects = router.handle(ev.PoolLost("m"), 1.0)
-    assert (router.unfinished, len(router.reservations), router.owned.owns("m")) == (False, 0, False)
-    assert [one.request_id for one in effects if isinstance(one, ev.Placed | ev.Refused)] == ["new"]
+    router.handle(ev.PoolLost("m"), 1.0)
+    assert (router.unfinished, len(router.reservations), router.owned.owns("m")) == (True, PART - 1, False)
+    [refused] = [one for one in finish(router) if isinstance(one, ev.Placed | ev.Refused)]
+    assert isinstance(refused, ev.Refused)
+    assert (refused.request_id, refused.not_serving, len(router.reservations)) == ("new", True, 0)
+    router.check_invariants()
+
+
+def test_the_requests_of_a_pool_that_is_lost_are_forgotten_in_parts() -> None:
+    router = fleet()
+    router.handle(ev.PoolTaken("n"), 0.0)
+    router.handle(taking(), 1.0)
+    finish(router)
+    effects = router.handle(ev.PoolLost("m"), 2.0)
+    assert ev.FleetChanged() in effects
+    assert (router.unfinished, len(router.reservations), router.owned.owns("m")) == (True, 2 * PART + 1, False)
+    # Its next step comes too late; another pool's requests do not wait.
+    assert router.handle(ev.StepDone(f"r{3 * PART - 1}", 0, ok=False), 2.0) == []
+    other = router.handle(ev.PlaceRequested(request("other", tokens=10, model="n"), "g2"), 2.0)
+    assert any(isinstance(one, ev.Placed) for one in other)
+    assert not any(isinstance(one, ev.Placed) for one in finish(router))
+    assert [one.request_id for one in router.reservations] == ["other"]
+    router.check_invariants()
+
+
+def test_a_takeover_that_waits_is_void_once_its_pool_is_lost() -> None:
+    router = fleet()
+    router.handle(taking(), 1.0)
+    router.handle(ev.PoolLost("m"), 1.0)
+    router.handle(taking(), 1.0)
+    router.handle(ev.PlaceRequested(request("new", tokens=10), "g2"), 1.0)
+    router.handle(ev.PoolLost("m"), 1.0)
+    effects = finish(router)
+    assert not any(isinstance(one, ev.Placed) for one in effects)
+    assert (len(router.reservations), router.owned.owns("m")) == (0, False)
+    router.handle(taking(), 2.0)
+    finish(router)
+    assert (len(router.reservations), router.owned.owns("m")) == (3 * PART, True)
+    router.check_invariants()
 
 
 def test_agents_are_heard_in_the_middle() -> None:

@@ -321,13 +321,13 @@ class InstanceRegistry:
         record = self._records.get(instance_id)
         return record is not None and _answers(record, model)
 
-    def leaves_answers_to_others(self, instance_id: str, model: str) -> bool:
-        """Whether the instance only produces KV, and another one of its pool answers requests for `model`."""
+    def leaves_answers_to_others(self, instance_id: str, pool: str, model: str) -> bool:
+        """Whether the instance only produces KV, and another one of `pool` answers requests for `model`."""
         record = self._records.get(instance_id)
         return (
             record is not None
             and record.produces_only
-            and any(not one.produces_only for one in self.members(record.info.model, model))
+            and any(not one.produces_only for one in self.members(pool, model))
         )
 
     def add(self, info: InstanceInfo, stream_id: int, now: float) -> InstanceRecord:

@@ -154,7 +154,7 @@ class Plans:
     def _serve_there(
         self, reservation: Reservation, decision: Decision, index: int, note: str, now: float
     ) -> list[ev.Effect]:
-        if self._instances.leaves_answers_to_others(decision.instance_id, decision.request.model):
+        if self._instances.leaves_answers_to_others(decision.instance_id, decision.pool, decision.request.model):
             why = "the plan's instance only produces KV, and others answer by now"
             refused = not_serving(reservation.request_id, reservation.pool, why)
             return [replace(refused, gateway_id=reservation.gateway_id)]

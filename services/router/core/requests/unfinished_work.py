@@ -1,9 +1,10 @@
 """Events that take long are applied a part at a time, and those that depend on them wait. Pure.
 
-A takeover brings thousands of reservations, a gateway's hello thousands of streams: applied in one turn of the event loop they
-would hold up agents, leases and every other pool for as long as all of them take. What waits is handled afterwards in the order
-of its coming, so that the outcome is that of whole events, one after another: no placement sees half of a pool's load, and an
-end never comes before the reservation that it ends.
+A takeover brings thousands of reservations, a lost pool had as many, a gateway's hello has thousands of streams: applied in one
+turn of the event loop they would hold up agents, leases and every other pool for as long as all of them take. What waits is
+handled afterwards in the order of its coming, so that the outcome is that of whole events, one after another: no placement sees
+half of a pool's load, and an end never comes before the reservation that it ends. But a pool is another router's as soon as its
+loss is told: what waits to be placed in it is refused, and what waits to take it is void.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ Steps = Iterator[list[ev.Effect]]
 
 # They change the requests of pools, or of a gateway in whatever pool.
 _OF_A_REQUEST = (ev.PlaceRequested, ev.StreamOpened, ev.StepDone, ev.FirstToken, ev.Finished, ev.GatewayTold)
-_OF_A_POOL = (ev.PoolTaken, ev.SessionsRead)
+_TAKING = (ev.PoolTaken, ev.SessionsRead)
+_OF_A_POOL = (*_TAKING, ev.PoolLost)
 _OF_A_GATEWAY = (ev.GatewayHello, ev.GatewayLost)
 
 
@@ -59,6 +61,12 @@ class UnfinishedWork:
         self._concerns(event)
         return True
 
+    def drop_taking(self, pool: str) -> None:
+        """The pool is lost: what waits to take it is void. Mutates."""
+        self._waiting = deque(
+            event for event in self._waiting if not (isinstance(event, _TAKING) and event.pool == pool)
+        )
+
     def go_on(self, handle: Callable[[ev.Event], list[ev.Effect]]) -> list[ev.Effect]:
         """Apply the next part, or have the next event handled that waits. Mutates."""
         effects: list[ev.Effect] = []
@@ -89,7 +97,7 @@ class UnfinishedWork:
         return isinstance(event, _OF_A_POOL + _OF_A_GATEWAY)
 
     def _concerns(self, event: ev.Event) -> None:
-        if isinstance(event, ev.PoolTaken | ev.SessionsRead):
+        if isinstance(event, ev.PoolTaken | ev.SessionsRead | ev.PoolLost):
             self._pools.add(event.pool)
         elif isinstance(event, _OF_A_GATEWAY):
             self._all_pools = True
