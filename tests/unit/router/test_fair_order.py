@@ -41,24 +41,25 @@ def added(*entries: Entry, share: float = SHARE) -> PoolOrder:
 
 
 class Backlog:
-    """Flows (tenant, class) that always have `depth` requests waiting; serves them and counts the work."""
+    """Flows (tenant, class) that have requests waiting; serves those that can go and counts the work. Requests for the models
+    `full` cannot."""
 
-    def __init__(self, order: PoolOrder, depth: int = 2) -> None:
+    def __init__(self, order: PoolOrder, full: frozenset[str] = frozenset()) -> None:
         self.order = order
-        self.depth = depth
+        self.full = full
         self.entries: dict[str, Entry] = {}
         self.served: Counter[tuple[str, int]] = Counter()
         self._numbers = count()
 
-    def arrive(self, tenant: str, level: int, cost: float, weight: float = 1.0) -> str:
+    def arrive(self, tenant: str, level: int, cost: float, weight: float = 1.0, model: str = "m") -> str:
         name = f"{tenant}{next(self._numbers)}"
-        one = entry(name, tenant, level=level, cost=cost, weight=weight, rank=float(len(name)))
+        one = entry(name, tenant, level=level, cost=cost, weight=weight, rank=float(len(name)), model=model)
         self.entries[name] = one
         self.order.add(one)
         return name
 
     def serve(self) -> Entry:
-        one = self.entries.pop(next(iter(self.order.walk())))
+        one = self.entries.pop(next(iter(self.order.walk(set(self.full)))))
         self.order.serve(one, one.cost)
         self.served[one.tenant, one.level] += int(one.cost)
         return one
@@ -160,7 +161,8 @@ def test_while_all_wait_shares_are_as_weights(tenants: list[tuple[int, int]], se
             assert difference <= cost_a / weight_a + cost_b / weight_b + 1e-6
 
 
-@example(share=0.5, first=1, costs=[(INTERACTIVE, 1_000), (STANDARD, 500)], others=0)
+@example(share=0.5, first=1, costs=[(INTERACTIVE, 1_000), (STANDARD, 500)], others=0, blocked=[])
+@example(share=0.1, first=5_000, costs=[(INTERACTIVE, 1_000)], others=0, blocked=[1])
 @given(
     share=st.sampled_from([0.05, 0.1, 0.5]),
     first=st.integers(1, 5_000),
@@ -168,11 +170,16 @@ def test_while_all_wait_shares_are_as_weights(tenants: list[tuple[int, int]], se
         st.tuples(st.sampled_from([STANDARD, INTERACTIVE]), st.integers(500, 9_000)), min_size=1, max_size=9
     ),
     others=st.integers(0, 3),
+    blocked=st.lists(st.integers(1, 9_000), max_size=3),
 )
-def test_no_class_starves(share: float, first: int, costs: list[tuple[int, int]], others: int) -> None:
-    """The first request of the lowest class waits for cost / share tokens of higher ones at most, and for one request more,
-    though these never end. So does each later one of its tenant, after the one before it."""
-    backlog = Backlog(PoolOrder(share))
+def test_no_class_starves(
+    share: float, first: int, costs: list[tuple[int, int]], others: int, blocked: list[int]
+) -> None:
+    """The first request of the lowest class that can go waits for cost / share tokens of higher ones at most, and for one request
+    more, though these never end. So does each later one of its tenant, after the one before it."""
+    backlog = Backlog(PoolOrder(share), frozenset({"full"}))
+    for cost in blocked:
+        backlog.arrive("before", BATCH, float(cost), model="full")
     names = [backlog.arrive("low", BATCH, float(first)) for _ in range(3)]
     for n in range(others):
         backlog.arrive(f"other{n}", BATCH, 1.0)
@@ -224,6 +231,23 @@ def lines_run(act: Callable[[], object]) -> int:
     finally:
         sys.settrace(before)
     return ran
+
+
+def test_a_walk_over_many_models_costs_no_pass_over_them_for_each_request() -> None:
+    """Of one tenant, and of one for each model."""
+    for tenants in (1, 400):
+        ran = {}
+        for models in (40, 400):
+            order = added(*(entry(f"r{n}", f"t{n % tenants}", rank=n, model=f"m{n}") for n in range(models)))
+            full: set[str] = set()
+
+            def past_full_ones(order: PoolOrder = order, full: set[str] = full, models: int = models) -> None:
+                for name in order.walk(full):
+                    full.add(f"m{name[1:]}")
+                assert len(full) == models
+
+            ran[models] = lines_run(past_full_ones)
+        assert ran[400] <= 15 * ran[40]
 
 
 def test_what_one_retry_costs_does_not_grow_with_the_queue() -> None:
@@ -292,6 +316,13 @@ class OrderMachine(RuleBasedStateMachine):
     def serve(self, place: int, cost: int) -> None:
         order = list(self.order.walk())
         self.order.serve(self.entries.pop(order[min(place, len(order) - 1)]), float(cost))
+
+    @rule(full=st.sampled_from(["m", "lora"]), served=st.integers(1, 6))
+    def serve_past_a_full_model(self, full: str, served: int) -> None:
+        for _ in range(served):
+            if (name := next(iter(self.order.walk({full})), None)) is not None:
+                one = self.entries.pop(name)
+                self.order.serve(one, one.cost)
 
     @rule(full=st.sampled_from(["m", "lora"]))
     def walk_past_a_full_model(self, full: str) -> None:

@@ -3,16 +3,17 @@
 Work is counted in tokens: the prefill that a request brings, and REQUEST_TOKENS for everything else about it.
 
 1. Classes. The highest class with a request goes first. But a lower class that waits is owed `lower_share` of the work that is
-   served of higher ones meanwhile; its first request goes before theirs once so much is owed. So a first request of c tokens
-   waits for c / lower_share tokens of higher classes at most (and for one request more), and a higher class is held up by
-   `lower_share` of its own work for each lower class that waits.
+   served of higher ones meanwhile; its first request that can go does so before theirs once so much is owed. So a first request
+   of c tokens waits for c / lower_share tokens of higher classes at most (and for one request more), and a higher class is held
+   up by `lower_share` of its own work for each lower class that waits. Where none of a lower class can go, it saves up what its
+   dearest request needs and no more: which one will be the first that can go is not known beforehand.
 2. Tenants of one class: the one whose served work divided by its weight is least. Who comes to wait begins where those are that
    wait already (start-time fair queueing: Goyal, Vin and Cheng, SIGCOMM 1996; with prefill as the cost: the virtual token counter
    of Sheng et al., OSDI 2024).
 3. Requests of one tenant: least rank first.
 
 Nothing is remembered of a class in which nobody waits. All changes cost O(log n) comparisons, and a shift within lists of
-references; the first k of the order cost O(k x models that are waited for), however many wait.
+references; the first k of the order cost O(models that are waited for + k log k), however many wait.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from heapq import heappop, heappush, merge
+from heapq import heapify, heappop, heappush, heapreplace, merge
 
 import msgspec
 
@@ -78,11 +79,17 @@ class _Class:
         # model -> the turns of the tenants that wait for it; and the turns that tenants have after all that they wait for.
         self.turns: dict[str, list[_Turn]] = {}
         self.ends: list[_Turn] = []
+        self._costs: list[float] = []
         # Where who comes to wait begins, and the tenants that do not wait and are ahead of it.
         self._clock = 0.0
         self._ahead: dict[str, float] = {}
         self._prune_at = 64
         self._numbers = 0
+
+    @property
+    def dearest(self) -> float:
+        """What the request that costs most costs."""
+        return self._costs[-1]
 
     def add(self, entry: Entry) -> None:
         tenant = self.tenants.get(entry.tenant)
@@ -98,6 +105,7 @@ class _Class:
         insort(tenant.lines[entry.model], _listed(entry))
         tenant.waiting += entry.cost / entry.weight
         insort(self.ends, tenant.end)
+        insort(self._costs, entry.cost)
         self.count += 1
 
     def remove(self, entry: Entry) -> None:
@@ -117,6 +125,7 @@ class _Class:
         else:
             del self.tenants[entry.tenant]
             self._keep_ahead(tenant)
+        del self._costs[bisect_left(self._costs, entry.cost)]
         self.count -= 1
 
     def replace(self, old: Entry, new: Entry) -> None:
@@ -127,6 +136,8 @@ class _Class:
         insort(line, _listed(new))
         tenant.waiting += new.cost / new.weight - old.cost / old.weight
         insort(self.ends, tenant.end)
+        del self._costs[bisect_left(self._costs, old.cost)]
+        insort(self._costs, new.cost)
 
     def serve(self, entry: Entry, cost: float) -> None:
         tenant = self.tenants[entry.tenant]
@@ -166,6 +177,7 @@ class _Class:
         }
         assert self.turns == turns
         assert self.ends == sorted(one.end for one in self.tenants.values())
+        assert self._costs == sorted(entry.cost for line in lines for *_, entry in line)
         assert not self._ahead.keys() & self.tenants.keys()
         assert len(self._ahead) <= self._prune_at
         for tenant in self.tenants.values():
@@ -178,50 +190,68 @@ class _ClassWalk:
 
     def __init__(self, of: _Class, full: Collection[str]) -> None:
         self.owed = of.owed
+        self.dearest = of.dearest
         self._of = of
         self._full = full
-        self._places = dict.fromkeys(of.turns, 0)
-        self._tried: dict[str, dict[str, int]] = {}  # tenant -> model -> how many of that line were taken
+        # Of each model the turn of its first tenant that was not taken from; and how many of its tenants were passed by.
+        self._firsts = [(turns[0], model) for model, turns in of.turns.items() if model not in full]
+        heapify(self._firsts)
+        self._passed: dict[str, int] = {}
+        # Tenant -> of each of its models the first request that was not taken, and how many were.
+        self._lines: dict[str, list[tuple[float, float, str, Entry, int]]] = {}
+        self._taken_from: set[str] = set()
         self._again: list[_Turn] = []  # the turns of these tenants, as if what was taken had been served
         self._turn: _Turn = 0.0, 0, ""
 
     def head(self) -> Entry | None:
         """Whose turn it is; None where nobody is left."""
-        while True:
-            best = self._again[0] if self._again else None
-            for model, turns in self._of.turns.items():
-                if model in self._full:
-                    continue
-                place = self._places[model]
-                while place < len(turns) and turns[place][2] in self._tried:
-                    place += 1
-                self._places[model] = place
-                if place < len(turns) and (best is None or turns[place] < best):
-                    best = turns[place]
-            if best is None:
-                return None
-            if (entry := self._first(best[2])) is not None:
-                self._turn = best
-                return entry
+        while turns := [*self._again[:1], *self._first_turn()]:
+            self._turn = min(turns)
+            if lines := self._lines_of(self._turn[2]):
+                return lines[0][3]
             heappop(self._again)
+        return None
 
     def take(self, entry: Entry) -> None:
         """Go on as if the head had been served. Mutates."""
         served, number, name = self._turn
-        if name in self._tried:
+        if name in self._taken_from:
             heappop(self._again)
-        taken = self._tried.setdefault(name, {})
-        taken[entry.model] = taken.get(entry.model, 0) + 1
+        self._taken_from.add(name)
+        lines = self._lines[name]
+        line, place = self._of.tenants[name].lines[entry.model], lines[0][4] + 1
+        if place < len(line):
+            heapreplace(lines, (*line[place], place))
+        else:
+            heappop(lines)
         heappush(self._again, (served + entry.cost / entry.weight, number, name))
 
-    def _first(self, tenant: str) -> Entry | None:
-        taken = self._tried.get(tenant, {})
-        heads = [
-            line[taken.get(model, 0)]
-            for model, line in self._of.tenants[tenant].lines.items()
-            if model not in self._full and taken.get(model, 0) < len(line)
-        ]
-        return min(heads)[3] if heads else None
+    def _first_turn(self) -> list[_Turn]:
+        """The first turn of those whom nothing was taken from, if there is one."""
+        while self._firsts:
+            turn, model = self._firsts[0]
+            if model in self._full:
+                heappop(self._firsts)
+            elif turn[2] not in self._taken_from:
+                return [turn]
+            else:
+                turns, place = self._of.turns[model], self._passed.get(model, 0) + 1
+                self._passed[model] = place
+                if place < len(turns):
+                    heapreplace(self._firsts, (turns[place], model))
+                else:
+                    heappop(self._firsts)
+        return []
+
+    def _lines_of(self, tenant: str) -> list[tuple[float, float, str, Entry, int]]:
+        lines = self._lines.get(tenant)
+        if lines is None:
+            of = self._of.tenants[tenant].lines
+            lines = self._lines[tenant] = [(*line[0], 0) for model, line in of.items() if model not in self._full]
+            heapify(lines)
+        while lines and lines[0][3].model in self._full:
+            heappop(lines)
+        return lines
 
 
 class PoolOrder:
@@ -259,7 +289,7 @@ class PoolOrder:
         one.owed = max(one.owed - cost, 0.0)
         for level, lower in self._classes.items():
             if level < entry.level:
-                lower.owed = self._owed(lower.owed, _ClassWalk(lower, ()).head(), cost)
+                lower.owed = self._owed(lower, cost)
         one.serve(entry, cost)
         self._forget_empty(entry.level)
 
@@ -277,9 +307,9 @@ class PoolOrder:
                 continue
             chosen.owed = max(chosen.owed - entry.cost, 0.0)
             chosen.take(entry)
-            for other_level, walk, head in heads:
+            for other_level, walk, _ in heads:
                 if other_level < level:
-                    walk.owed = self._owed(walk.owed, head, entry.cost)
+                    walk.owed = self._owed(walk, entry.cost)
 
     def last(self, below: int, tenant: str | None) -> Iterator[str]:
         """The ids of requests of classes below a level, from the one that is to go last; of one tenant, or of all."""
@@ -293,9 +323,9 @@ class PoolOrder:
             assert one.owed >= 0.0
             one.check_invariants()
 
-    def _owed(self, owed: float, head: Entry | None, cost: float) -> float:
-        """What a lower class is owed after so much of a higher one; no more than its head needs, so that nothing is saved up."""
-        return owed + self._lower_share * cost if head is not None and owed < head.cost else owed
+    def _owed(self, of: _Class | _ClassWalk, cost: float) -> float:
+        """What a lower class is owed after so much of a higher one; no more is saved up than its dearest request needs."""
+        return of.owed + self._lower_share * cost if of.owed < of.dearest else of.owed
 
     def _forget_empty(self, level: int) -> None:
         if not self._classes[level].count:
