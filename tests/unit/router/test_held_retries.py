@@ -175,6 +175,46 @@ def test_more_than_one_trial_may_place_is_placed_by_the_next_ones() -> None:
     assert driven.router.retry_at is None
 
 
+@dataclass(frozen=True)
+class Divided(Policy):
+    """Has each prompt wait for an instance of its own, and says so of those of an even number of tokens."""
+
+    name: ClassVar[str] = "divided"
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        return hold("divided", waits_for="" if request.input_tokens % 2 else f"i{request.input_tokens % INSTANCES}")
+
+
+@given(
+    tokens=st.lists(st.integers(0, 40), min_size=1, max_size=100),
+    pauses=st.lists(st.sampled_from([0.0, 0.004, 0.021]), min_size=5, max_size=60),
+)
+@settings(max_examples=30, deadline=None)
+def test_what_one_trial_leaves_the_next_ones_go_on_with_though_more_frees_meanwhile(
+    tokens: list[int], pauses: list[float]
+) -> None:
+    """When time has passed all lines are tried, in as many trials as it takes; first tokens on one instance never end."""
+    driven = Driven(limit=0, queue=200)
+    driven.router.policy = Divided()
+    for which in tokens:
+        driven.act("place", which)
+    tried: set[tuple[str, str]] = set()
+    queue, decide = driven.router.held_requests.queue, driven.router.held_requests._decide
+
+    def noted(asked: PlacementRequest, *given_: Any) -> Any:
+        if (held := queue.get(asked.request_id)) is not None:
+            tried.add(held.line)
+        return decide(asked, *given_)
+
+    driven.router.held_requests._decide = noted
+    driven.until(TICK_S)
+    for pause in pauses:
+        driven.until(driven.now + pause)
+        driven.tell(ev.LoadReported(0, "i0", Load(driven.now, running=1)))
+    driven.until(driven.now + RETRY_S * len(queue.lines("m")))
+    assert tried == queue.lines("m")
+
+
 def test_a_report_that_comes_soon_after_another_is_not_forgotten() -> None:
     driven = Driven(limit=0)
     driven.router.views.limits = SaturationLimits(0, 0.9)

@@ -83,10 +83,11 @@ _NOTHING = Counters()
 
 class Reservations:
     """All open reservations, one for each request id, and their sums by instance. `touched` names the instances whose sums
-    have changed since whoever reads them last cleared it."""
+    have changed since whoever reads them last cleared it, and `eased` those that have less to do."""
 
     def __init__(self) -> None:
         self.touched: set[str] = set()
+        self.eased: set[str] = set()
         self._open: dict[str, Reservation] = {}
         self._counters: dict[str, Counters] = {}
         # Instance -> the ids of its open prefills, in the order of their coming, each with a number that grows with it.
@@ -167,6 +168,7 @@ class Reservations:
             moved = replace(reservation, prefilled_tokens=min(tokens, reservation.new_tokens))
             self._open[request_id] = moved
             self.touched.add(moved.instance_id)
+            self.eased.add(moved.instance_id)
             counters = self._counters[moved.instance_id]
             counters.add_pending(reservation, -1)
             counters.add_pending(moved, 1)
@@ -191,6 +193,7 @@ class Reservations:
             counters = self._counters[reservation.instance_id]
             counters.add(reservation, -1)
             self.touched.add(reservation.instance_id)
+            self.eased.add(reservation.instance_id)
             self._partial.discard(request_id)
             if not counters.num_requests:
                 del self._counters[reservation.instance_id]

@@ -13,7 +13,7 @@ Work is counted in tokens: the prefill that a request brings, and REQUEST_TOKENS
 3. Requests of one tenant: least rank first.
 
 Nothing is remembered of a class in which nobody waits. All changes cost O(log n) comparisons, and a shift within lists of
-references; the first k of the order cost O(models that are waited for + k log k), however many wait.
+references; the first k of the order cost O(lines + k log k), however many wait.
 """
 
 from __future__ import annotations
@@ -30,12 +30,17 @@ import msgspec
 REQUEST_TOKENS = 512
 
 
+# What requests wait for: a model asked for, and the instance that is to have less to do (empty: any).
+Line = tuple[str, str]
+
+
 class Entry(msgspec.Struct, frozen=True, gc=False):
-    """A request that waits: `level` of its class (0: lowest), `cost` in tokens, `weight` of its tenant, its `rank` there."""
+    """A request that waits: `level` of its class (0: lowest), `cost` in tokens, `weight` of its tenant, its `rank` there. Those
+    of one `line` wait for the same."""
 
     request_id: str
     tenant: str
-    model: str
+    line: Line
     level: int
     rank: float
     since: float
@@ -44,7 +49,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
 
 
 # (rank, since, request id, the entry): request ids are unique, so that entries are never compared.
-_Line = list[tuple[float, float, str, Entry]]
+_Ranked = list[tuple[float, float, str, Entry]]
 # (served work by weight, number, tenant)
 _Turn = tuple[float, int, str]
 
@@ -52,13 +57,13 @@ _Turn = tuple[float, int, str]
 @dataclass(slots=True)
 class _Tenant:
     """A tenant that waits in a class. `served` and `waiting` are tokens divided by weights; of two that are equal the one with
-    the lower `number` goes first. `lines`: model asked for -> its requests by rank."""
+    the lower `number` goes first. `lines`: line -> its requests by rank."""
 
     name: str
     number: int
     served: float
     waiting: float = 0.0
-    lines: dict[str, _Line] = field(default_factory=dict)
+    lines: dict[Line, _Ranked] = field(default_factory=dict)
 
     @property
     def turn(self) -> _Turn:
@@ -76,8 +81,8 @@ class _Class:
         self.owed = 0.0
         self.count = 0
         self.tenants: dict[str, _Tenant] = {}
-        # model -> the turns of the tenants that wait for it; and the turns that tenants have after all that they wait for.
-        self.turns: dict[str, list[_Turn]] = {}
+        # Line -> the turns of the tenants that wait in it; and the turns that tenants have after all that they wait for.
+        self.turns: dict[Line, list[_Turn]] = {}
         self.ends: list[_Turn] = []
         self._costs: list[float] = []
         # Where who comes to wait begins, and the tenants that do not wait and are ahead of it.
@@ -99,57 +104,59 @@ class _Class:
             tenant = self.tenants[entry.tenant] = _Tenant(entry.tenant, self._numbers, served)
         else:
             _discard(self.ends, tenant.end)
-        if entry.model not in tenant.lines:
-            tenant.lines[entry.model] = []
-            insort(self.turns.setdefault(entry.model, []), tenant.turn)
-        insort(tenant.lines[entry.model], _listed(entry))
-        tenant.waiting += entry.cost / entry.weight
+        self._list(tenant, entry)
         insort(self.ends, tenant.end)
-        insort(self._costs, entry.cost)
         self.count += 1
 
     def remove(self, entry: Entry) -> None:
         tenant = self.tenants[entry.tenant]
-        line = tenant.lines[entry.model]
         _discard(self.ends, tenant.end)
-        _discard(line, _listed(entry))
-        tenant.waiting -= entry.cost / entry.weight
-        if not line:
-            del tenant.lines[entry.model]
-            turns = self.turns[entry.model]
-            _discard(turns, tenant.turn)
-            if not turns:
-                del self.turns[entry.model]
+        self._unlist(tenant, entry)
         if tenant.lines:
             insort(self.ends, tenant.end)
         else:
             del self.tenants[entry.tenant]
             self._keep_ahead(tenant)
-        del self._costs[bisect_left(self._costs, entry.cost)]
         self.count -= 1
 
     def replace(self, old: Entry, new: Entry) -> None:
         tenant = self.tenants[old.tenant]
         _discard(self.ends, tenant.end)
-        line = tenant.lines[old.model]
-        _discard(line, _listed(old))
-        insort(line, _listed(new))
-        tenant.waiting += new.cost / new.weight - old.cost / old.weight
+        self._unlist(tenant, old)
+        self._list(tenant, new)
         insort(self.ends, tenant.end)
-        del self._costs[bisect_left(self._costs, old.cost)]
-        insort(self._costs, new.cost)
 
     def serve(self, entry: Entry, cost: float) -> None:
         tenant = self.tenants[entry.tenant]
         self._clock = max(self._clock, tenant.served)
-        for model in tenant.lines:
-            _discard(self.turns[model], tenant.turn)
+        for line in tenant.lines:
+            _discard(self.turns[line], tenant.turn)
         _discard(self.ends, tenant.end)
         tenant.served += cost / entry.weight
-        for model in tenant.lines:
-            insort(self.turns[model], tenant.turn)
+        for line in tenant.lines:
+            insort(self.turns[line], tenant.turn)
         insort(self.ends, tenant.end)
         self.remove(entry)
+
+    def _list(self, tenant: _Tenant, entry: Entry) -> None:
+        if entry.line not in tenant.lines:
+            tenant.lines[entry.line] = []
+            insort(self.turns.setdefault(entry.line, []), tenant.turn)
+        insort(tenant.lines[entry.line], _listed(entry))
+        tenant.waiting += entry.cost / entry.weight
+        insort(self._costs, entry.cost)
+
+    def _unlist(self, tenant: _Tenant, entry: Entry) -> None:
+        ranked = tenant.lines[entry.line]
+        _discard(ranked, _listed(entry))
+        tenant.waiting -= entry.cost / entry.weight
+        del self._costs[bisect_left(self._costs, entry.cost)]
+        if not ranked:
+            del tenant.lines[entry.line]
+            turns = self.turns[entry.line]
+            _discard(turns, tenant.turn)
+            if not turns:
+                del self.turns[entry.line]
 
     def _keep_ahead(self, tenant: _Tenant) -> None:
         if tenant.served > self._clock:
@@ -172,8 +179,8 @@ class _Class:
         assert self.count == sum(map(len, lines)) > 0
         assert all(line and line == sorted(line, key=lambda listed: listed[:3]) for line in lines)
         turns = {
-            model: sorted(one.turn for one in self.tenants.values() if model in one.lines)
-            for model in {model for one in self.tenants.values() for model in one.lines}
+            line: sorted(one.turn for one in self.tenants.values() if line in one.lines)
+            for line in {line for one in self.tenants.values() for line in one.lines}
         }
         assert self.turns == turns
         assert self.ends == sorted(one.end for one in self.tenants.values())
@@ -186,18 +193,18 @@ class _Class:
 
 
 class _ClassWalk:
-    """The order of a class as it is, without changing it. `full`: models whose requests are passed over; it may grow."""
+    """The order of a class as it is, without changing it. `full`: lines whose requests are passed over; it may grow."""
 
-    def __init__(self, of: _Class, full: Collection[str]) -> None:
+    def __init__(self, of: _Class, full: Collection[Line]) -> None:
         self.owed = of.owed
         self.dearest = of.dearest
         self._of = of
         self._full = full
-        # Of each model the turn of its first tenant that was not taken from; and how many of its tenants were passed by.
-        self._firsts = [(turns[0], model) for model, turns in of.turns.items() if model not in full]
+        # Of each line the turn of its first tenant that was not taken from; and how many of its tenants were passed by.
+        self._firsts = [(turns[0], line) for line, turns in of.turns.items() if line not in full]
         heapify(self._firsts)
-        self._passed: dict[str, int] = {}
-        # Tenant -> of each of its models the first request that was not taken, and how many were.
+        self._passed: dict[Line, int] = {}
+        # Tenant -> of each of its lines the first request that was not taken, and how many were.
         self._lines: dict[str, list[tuple[float, float, str, Entry, int]]] = {}
         self._taken_from: set[str] = set()
         self._again: list[_Turn] = []  # the turns of these tenants, as if what was taken had been served
@@ -219,9 +226,9 @@ class _ClassWalk:
             heappop(self._again)
         self._taken_from.add(name)
         lines = self._lines[name]
-        line, place = self._of.tenants[name].lines[entry.model], lines[0][4] + 1
-        if place < len(line):
-            heapreplace(lines, (*line[place], place))
+        ranked, place = self._of.tenants[name].lines[entry.line], lines[0][4] + 1
+        if place < len(ranked):
+            heapreplace(lines, (*ranked[place], place))
         else:
             heappop(lines)
         heappush(self._again, (served + entry.cost / entry.weight, number, name))
@@ -229,16 +236,16 @@ class _ClassWalk:
     def _first_turn(self) -> list[_Turn]:
         """The first turn of those whom nothing was taken from, if there is one."""
         while self._firsts:
-            turn, model = self._firsts[0]
-            if model in self._full:
+            turn, line = self._firsts[0]
+            if line in self._full:
                 heappop(self._firsts)
             elif turn[2] not in self._taken_from:
                 return [turn]
             else:
-                turns, place = self._of.turns[model], self._passed.get(model, 0) + 1
-                self._passed[model] = place
+                turns, place = self._of.turns[line], self._passed.get(line, 0) + 1
+                self._passed[line] = place
                 if place < len(turns):
-                    heapreplace(self._firsts, (turns[place], model))
+                    heapreplace(self._firsts, (turns[place], line))
                 else:
                     heappop(self._firsts)
         return []
@@ -247,9 +254,9 @@ class _ClassWalk:
         lines = self._lines.get(tenant)
         if lines is None:
             of = self._of.tenants[tenant].lines
-            lines = self._lines[tenant] = [(*line[0], 0) for model, line in of.items() if model not in self._full]
+            lines = self._lines[tenant] = [(*ranked[0], 0) for line, ranked in of.items() if line not in self._full]
             heapify(lines)
-        while lines and lines[0][3].model in self._full:
+        while lines and lines[0][3].line in self._full:
             heappop(lines)
         return lines
 
@@ -268,6 +275,10 @@ class PoolOrder:
         """How many wait in a class."""
         return self._classes[level].count if level in self._classes else 0
 
+    def lines(self) -> set[Line]:
+        """The lines in which requests wait."""
+        return {line for one in self._classes.values() for line in one.turns}
+
     def add(self, entry: Entry) -> None:
         """Let a request wait. Mutates."""
         if entry.level not in self._classes:
@@ -280,7 +291,7 @@ class PoolOrder:
         self._forget_empty(entry.level)
 
     def replace(self, old: Entry, new: Entry) -> None:
-        """Another rank or cost is known of a request; all else is equal. Mutates."""
+        """Another line, rank or cost is known of a request; all else is equal. Mutates."""
         self._classes[old.level].replace(old, new)
 
     def serve(self, entry: Entry, cost: float) -> None:
@@ -293,8 +304,8 @@ class PoolOrder:
         one.serve(entry, cost)
         self._forget_empty(entry.level)
 
-    def walk(self, full: Collection[str] = ()) -> Iterator[str]:
-        """The ids in the order in which they are served if all can be. The caller may put models into `full` on the way: their
+    def walk(self, full: Collection[Line] = ()) -> Iterator[str]:
+        """The ids in the order in which they are served if all can be. The caller may put lines into `full` on the way: their
         requests are passed over from then on, and the one that was told last then counts as not tried. It must not change
         anything else meanwhile."""
         walks = [(level, _ClassWalk(self._classes[level], full)) for level in sorted(self._classes, reverse=True)]
@@ -303,7 +314,7 @@ class PoolOrder:
             lower = (one for one in reversed(heads[1:]) if one[1].owed >= one[2].cost)
             level, chosen, entry = next(lower, heads[0])
             yield entry.request_id
-            if entry.model in full:
+            if entry.line in full:
                 continue
             chosen.owed = max(chosen.owed - entry.cost, 0.0)
             chosen.take(entry)
@@ -336,7 +347,7 @@ def _listed(entry: Entry) -> tuple[float, float, str, Entry]:
     return entry.rank, entry.since, entry.request_id, entry
 
 
-def _discard(keys: list[_Turn] | _Line, key: _Turn | tuple[float, float, str, Entry]) -> None:
+def _discard(keys: list[_Turn] | _Ranked, key: _Turn | tuple[float, float, str, Entry]) -> None:
     place = bisect_left(keys, key[:3])
     assert keys[place][:3] == key[:3]
     del keys[place]

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from pointsman.router.core.priority import Priority
-from pointsman.router.core.requests.fair_order import REQUEST_TOKENS, Entry, PoolOrder
+from pointsman.router.core.requests.fair_order import REQUEST_TOKENS, Entry, Line, PoolOrder
 from pointsman.router.core.types import PlacementRequest
 
 # Ageing so slow that no wait makes up for a token.
@@ -44,6 +44,7 @@ class HeldRequest(msgspec.Struct, frozen=True, gc=False):
     cost when it was last tried; `queue_penalty_s`: the policy's own word on how much sooner others are to be tried that came
     together with it. `previous_id`: the decision on the part of its plan that is done; empty when it waits for its first step.
     `first_token_by`: when its client needs the first token, and `start_by`: when it must be placed for that (inf: at any time).
+    `waits_for`: the instance that is to have less to do first, as the policy said; empty: any.
     """
 
     request: PlacementRequest
@@ -58,6 +59,12 @@ class HeldRequest(msgspec.Struct, frozen=True, gc=False):
     previous_id: str = ""
     first_token_by: float = inf
     start_by: float = inf
+    waits_for: str = ""
+
+    @property
+    def line(self) -> Line:
+        """What it waits for."""
+        return self.request.model, self.waits_for
 
     @property
     def ends_at(self) -> float:
@@ -163,12 +170,16 @@ class HoldQueue:
         self._orders[held.pool].serve(self._entries[request_id], new_tokens + REQUEST_TOKENS)
         self._forget(held)
 
+    def lines(self, pool: str) -> set[Line]:
+        """What requests of `pool` wait for."""
+        return self._orders[pool].lines() if pool in self._orders else set()
+
     def expired(self, now: float) -> list[HeldRequest]:
         """Requests whose time is over, the longest overdue first."""
         return sorted((held for held in self if held.ends_at <= now), key=lambda held: held.ends_at)
 
-    def order(self, pool: str, full: Collection[str] = ()) -> Iterator[HeldRequest]:
-        """The waiting requests of `pool` in the order in which they are to be tried, found one by one. The caller may add models
+    def order(self, pool: str, full: Collection[Line] = ()) -> Iterator[HeldRequest]:
+        """The waiting requests of `pool` in the order in which they are to be tried, found one by one. The caller may add lines
         to `full` on the way, whose requests are passed over from then on; it must not change the queue before it is done."""
         order = self._orders.get(pool)
         return (self._by_id[one] for one in order.walk(full)) if order is not None else iter(())
@@ -220,7 +231,7 @@ class HoldQueue:
         return Entry(
             request_id=request.request_id,
             tenant=request.tenant if self.settings.fair else "",
-            model=request.model,
+            line=held.line,
             level=request.priority.level,
             rank=since + queue_penalty_s,
             since=since,
