@@ -322,11 +322,9 @@ class PoolOrder:
                 if other_level < level:
                     walk.owed = self._owed(walk, entry.cost)
 
-    def last(self, below: int, tenant: str | None) -> Iterator[str]:
-        """The ids of requests of classes below a level, from the one that is to go last; of one tenant, or of all."""
-        for level in sorted(self._classes):
-            if level < below:
-                yield from self._classes[level].last(tenant)
+    def last(self, level: int, tenant: str | None) -> Iterator[str]:
+        """The ids of the requests of a class, from the one that is to go last; of one tenant, or of all."""
+        return self._classes[level].last(tenant) if level in self._classes else iter(())
 
     def check_invariants(self) -> None:
         """Raise AssertionError when anything in here contradicts itself."""

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from pointsman.router.core.priority import Priority
+from pointsman.router.core.priority import PRIORITIES, Priority
 from pointsman.router.core.requests.fair_order import REQUEST_TOKENS, Entry, Line, PoolOrder
 from pointsman.router.core.types import PlacementRequest
 
@@ -25,7 +25,7 @@ class QueueSettings:
     They are held for `timeout_s` at most. What a policy held to the end is then placed by the default policy (`expiry` place)
     or refused. `ageing_tokens_per_s`: a second of waiting counts as much as so many fewer new tokens. `fair`: the tenants of a
     class are served by weight and cost; else they do not count. `lower_class_share`: a priority class that waits is owed such a
-    share of the work served of higher ones meanwhile.
+    share of the work served of higher ones meanwhile, and keeps such a share of the places.
     """
 
     size: int = 256
@@ -84,7 +84,7 @@ class HoldQueue:
         self._entries: dict[str, Entry] = {}
         # (pool, model asked for) -> how many wait for room.
         self._for_room: Counter[tuple[str, str]] = Counter()
-        self._of_tenant: Counter[tuple[str, str]] = Counter()
+        self._of_tenant: Counter[tuple[str, str, Priority]] = Counter()
         self._orders: dict[str, PoolOrder] = {}
 
     def __len__(self) -> int:
@@ -113,20 +113,30 @@ class HoldQueue:
         return [model for of, model in self._for_room if of == pool]
 
     def make_room(self, held: HeldRequest) -> HeldRequest | None:
-        """Remove the last request of the lowest class for which `held`, of a higher one, could not wait, and return it. None
-        where there is room, or no such request. What has computed a part of its prompt stays. Mutates."""
-        tenant = held.request.tenant
+        """Remove the request in whose place `held` may wait, and return it. None where there is room, or no such request.
+
+        Each class keeps `lower_class_share` of the places, rounded down: the last one of the lowest class that has more gives up
+        its place to one of a higher class, or of a lower class that has less. Of a tenant that has its share of the queue, this
+        all counts for its own places. What has computed a part of its prompt stays. Mutates."""
         has_its_share = self._has_its_share(held)
         if not has_its_share and self.count(held.pool) < self.settings.size:
             return None
         order = self._orders.get(held.pool)
         if order is None:
             return None
-        one_tenant = tenant if has_its_share and self.settings.fair else None
-        for request_id in order.last(held.request.priority.level, one_tenant):
-            other = self._by_id[request_id]
-            if not other.previous_id and (not has_its_share or other.request.tenant == tenant):
-                return self.remove(request_id)
+        tenant = held.request.tenant if has_its_share else None
+        places = self._most_of_a_tenant if has_its_share else self.settings.size
+        kept = int(self.settings.lower_class_share * places)
+        own = held.request.priority
+        for other in PRIORITIES:
+            if other is own or self._count_of(held.pool, tenant, other) <= kept:
+                continue
+            if other.level > own.level and self._count_of(held.pool, tenant, own) >= kept:
+                continue
+            for request_id in order.last(other.level, tenant if self.settings.fair else None):
+                last = self._by_id[request_id]
+                if not last.previous_id and tenant in (None, last.request.tenant):
+                    return self.remove(request_id)
         return None
 
     def offer(self, held: HeldRequest) -> str:
@@ -142,7 +152,7 @@ class HoldQueue:
         if held.pool not in self._orders:
             self._orders[held.pool] = PoolOrder(self.settings.lower_class_share)
         self._orders[held.pool].add(entry)
-        self._of_tenant[held.pool, held.request.tenant] += 1
+        self._of_tenant[held.pool, held.request.tenant, held.request.priority] += 1
         return ""
 
     def update(self, held: HeldRequest) -> None:
@@ -188,29 +198,36 @@ class HoldQueue:
         """Raise AssertionError when the orders and the requests disagree, or a bound is passed."""
         assert self._entries == {name: self._entry(held) for name, held in self._by_id.items()}
         assert self._for_room == Counter((held.pool, held.request.model) for held in self if held.for_room)
-        assert self._of_tenant == Counter((held.pool, held.request.tenant) for held in self)
+        assert self._of_tenant == Counter((held.pool, held.request.tenant, held.request.priority) for held in self)
         assert sum(map(len, self._orders.values())) == len(self)
         for pool, order in self._orders.items():
             order.check_invariants()
             assert 0 < len(order) <= self.settings.size
             tried = [held.request.request_id for held in self.order(pool)]
             assert sorted(tried) == sorted(held.request.request_id for held in self if held.pool == pool)
-        assert all(count <= self._most_of_a_tenant for count in self._of_tenant.values())
+        assert not any(self._of(pool, tenant) > self._most_of_a_tenant for pool, tenant, _ in self._of_tenant)
 
     @property
     def _most_of_a_tenant(self) -> int:
         return max(int(self.settings.size * self.settings.tenant_share), 1)
 
     def _has_its_share(self, held: HeldRequest) -> bool:
-        return self._of_tenant[held.pool, held.request.tenant] >= self._most_of_a_tenant
+        return self._of(held.pool, held.request.tenant) >= self._most_of_a_tenant
+
+    def _of(self, pool: str, tenant: str) -> int:
+        return sum(self._of_tenant[pool, tenant, priority] for priority in PRIORITIES)
+
+    def _count_of(self, pool: str, tenant: str | None, priority: Priority) -> int:
+        return self.count(pool, priority) if tenant is None else self._of_tenant[pool, tenant, priority]
 
     def _forget(self, held: HeldRequest) -> None:
         request = held.request
         del self._by_id[request.request_id], self._entries[request.request_id]
         self._count(held, -1)
-        self._of_tenant[held.pool, request.tenant] -= 1
-        if not self._of_tenant[held.pool, request.tenant]:
-            del self._of_tenant[held.pool, request.tenant]
+        of_tenant = held.pool, request.tenant, request.priority
+        self._of_tenant[of_tenant] -= 1
+        if not self._of_tenant[of_tenant]:
+            del self._of_tenant[of_tenant]
         if not len(self._orders[held.pool]):
             del self._orders[held.pool]
 
