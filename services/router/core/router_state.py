@@ -137,6 +137,8 @@ class RouterState:
             self._commit,
             self._serve_there,
             self.views.has_room,
+            self.views.saturated,
+            self.instances.members,
             self.instances.answers,
             self.reservations.eased,
             lambda: self.policy.without_holds(),

@@ -108,7 +108,8 @@ class _Pool:
     def __init__(self, model: str) -> None:
         self.model = model
         self.records: list[InstanceRecord] = []  # by id
-        # By a name of the pool: the instances that answer to it. Emptied when instances come and go.
+        # By a name of the pool: the instances that answer to it; names with equal ones share a list. Emptied when instances come
+        # and go.
         self.members: dict[str, list[InstanceRecord]] = {}
         # By a name of the pool: the weights of those that are placeable. Emptied when these, or weights, change.
         self.shares: dict[str, SessionShares] = {}
@@ -233,12 +234,15 @@ class InstanceRegistry:
         return self._pool_of.get(model, "")
 
     def members(self, pool: str, model: str) -> list[InstanceRecord]:
-        """The pool's instances, by id, that answer to `model`, one of its names: an adapter may be loaded on some only."""
+        """The pool's instances, by id, that answer to `model`, one of its names: an adapter may be loaded on some only. The same
+        list for names to which the same answer, until instances come or go."""
         if (known := self._pools.get(pool)) is None:
             return []
         members = known.members.get(model)
         if members is None:
-            members = known.members[model] = [record for record in known.records if _answers(record, model)]
+            found = [record for record in known.records if _answers(record, model)]
+            lists = {id(one): one for one in known.members.values()}.values()
+            members = known.members[model] = next((one for one in lists if one == found), found)
         return members
 
     def shares(self, pool: str, model: str) -> SessionShares | None:

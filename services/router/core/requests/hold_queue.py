@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -86,6 +87,8 @@ class HoldQueue:
         self._for_room: Counter[tuple[str, str]] = Counter()
         self._of_tenant: Counter[tuple[str, str, Priority]] = Counter()
         self._orders: dict[str, PoolOrder] = {}
+        # (ends_at, request id), the first one that ends first.
+        self._ends: list[tuple[float, str]] = []
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -148,6 +151,7 @@ class HoldQueue:
             return "this tenant has its share of the queue already"
         self._by_id[held.request.request_id] = held
         self._count(held, 1)
+        insort(self._ends, (held.ends_at, held.request.request_id))
         entry = self._entries[held.request.request_id] = self._entry(held)
         if held.pool not in self._orders:
             self._orders[held.pool] = PoolOrder(self.settings.lower_class_share)
@@ -158,9 +162,13 @@ class HoldQueue:
     def update(self, held: HeldRequest) -> None:
         """Replace what is known of a waiting request of the same id, pool and tenant. Mutates."""
         request_id = held.request.request_id
-        self._count(self._by_id[request_id], -1)
+        before = self._by_id[request_id]
+        self._count(before, -1)
         self._by_id[request_id] = held
         self._count(held, 1)
+        if held.ends_at != before.ends_at:
+            self._forget_end(before)
+            insort(self._ends, (held.ends_at, request_id))
         old, new = self._entries[request_id], self._entry(held)
         if new != old:
             self._entries[request_id] = new
@@ -184,9 +192,9 @@ class HoldQueue:
         """What requests of `pool` wait for."""
         return self._orders[pool].lines() if pool in self._orders else set()
 
-    def expired(self, now: float) -> list[HeldRequest]:
-        """Requests whose time is over, the longest overdue first."""
-        return sorted((held for held in self if held.ends_at <= now), key=lambda held: held.ends_at)
+    def expired(self, now: float, most: int) -> list[HeldRequest]:
+        """The first of the requests whose time is over, the longest overdue first."""
+        return [self._by_id[request_id] for ends_at, request_id in self._ends[:most] if ends_at <= now]
 
     def order(self, pool: str, full: Collection[Line] = ()) -> Iterator[HeldRequest]:
         """The waiting requests of `pool` in the order in which they are to be tried, found one by one. The caller may add lines
@@ -200,6 +208,7 @@ class HoldQueue:
         assert self._for_room == Counter((held.pool, held.request.model) for held in self if held.for_room)
         assert self._of_tenant == Counter((held.pool, held.request.tenant, held.request.priority) for held in self)
         assert sum(map(len, self._orders.values())) == len(self)
+        assert self._ends == sorted((held.ends_at, held.request.request_id) for held in self)
         for pool, order in self._orders.items():
             order.check_invariants()
             assert 0 < len(order) <= self.settings.size
@@ -223,6 +232,7 @@ class HoldQueue:
     def _forget(self, held: HeldRequest) -> None:
         request = held.request
         del self._by_id[request.request_id], self._entries[request.request_id]
+        self._forget_end(held)
         self._count(held, -1)
         of_tenant = held.pool, request.tenant, request.priority
         self._of_tenant[of_tenant] -= 1
@@ -230,6 +240,9 @@ class HoldQueue:
             del self._of_tenant[of_tenant]
         if not len(self._orders[held.pool]):
             del self._orders[held.pool]
+
+    def _forget_end(self, held: HeldRequest) -> None:
+        del self._ends[bisect_left(self._ends, (held.ends_at, held.request.request_id))]
 
     def _count(self, held: HeldRequest, change: int) -> None:
         if held.for_room:

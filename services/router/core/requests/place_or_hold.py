@@ -35,6 +35,9 @@ RETRY_S, TRIALS_AT_ONCE = 0.02, 4
 REPORT_RETRY_S = 0.05
 # The same of the many trials when time has passed.
 TICK_RETRY_S = 0.4
+# Requests whose time is over that one turn answers, some 10 us each, of which it decides on TRIES at the most; others are due
+# after a pause.
+ENDS_AT_ONCE, ENDS_PAUSE_S = 500, 0.001
 # An answer must reach the gateway before it gives up; ticks are half a second apart.
 MARGIN_S = 1.0
 # How soon to ask again where nothing is wrong but the moment.
@@ -57,6 +60,10 @@ Commit = Callable[[Decision, str, float], list[ev.Effect]]
 ServeThere = Callable[[PlacementRequest, str, float], list[ev.Effect]]
 # (pool, model, now): whether an instance of the pool that answers to the model may be placed on at all.
 HasRoom = Callable[[str, str, float], bool]
+# The same arguments: whether it is saturation alone that keeps requests for the model from the pool.
+Saturated = Callable[[str, str, float], bool]
+# (pool, model): the pool's instances that answer to the model; of models with equal ones the same object.
+Members = Callable[[str, str], object]
 # (instance, model): whether the instance answers to the model.
 Answers = Callable[[str, str], bool]
 
@@ -68,6 +75,9 @@ class _Trial:
 
     decisions: int
     tries: int
+    # How many more lists of instances it may find full, and by list what it has found since it last placed a request.
+    lists: int = MOST_DECISIONS
+    room: dict[int, bool] = field(default_factory=dict)
     decided: set[Line] = field(default_factory=set)
     effects: list[ev.Effect] = field(default_factory=list)
     changes: list[Callable[[], object]] = field(default_factory=list)
@@ -91,6 +101,8 @@ class HeldRequests:
         commit: Commit,
         serve_there: ServeThere,
         has_room: HasRoom,
+        saturated: Saturated,
+        members: Members,
         answers: Answers,
         eased: set[str],
         without_holds: Callable[[], Policy | None],
@@ -103,6 +115,8 @@ class HeldRequests:
         self._commit = commit
         self._serve_there = serve_there
         self._has_room = has_room
+        self._saturated = saturated
+        self._members = members
         self._answers = answers
         self._eased = eased
         self._without_holds = without_holds
@@ -113,6 +127,7 @@ class HeldRequests:
         self._paid_until: dict[str, float] = {}
         self._tried_many_at: dict[str, float] = {}
         self._due: dict[str, float] = {}
+        self._ends_due = inf
         # By pool. `_freed`: something was since the last trial, for all lines (True) or for those alone that wait for what was
         # eased, or for any instance. `_rest`: lines that trials are still to go on with.
         self._freed: dict[str, bool] = {}
@@ -121,7 +136,8 @@ class HeldRequests:
     @property
     def retry_at(self) -> float | None:
         """When `retry_due` is to be called, in s; None: never, as things are."""
-        return min(self._due.values(), default=None)
+        at = min(self._due.values(), default=inf)
+        return min(at, self._ends_due) if min(at, self._ends_due) < inf else None
 
     def place(self, request: PlacementRequest, gateway_id: str, now: float, previous_id: str = "") -> list[ev.Effect]:
         """Answer a new request now, or hold it (no effects). `previous_id`: the decision on the part of its plan that is done,
@@ -170,9 +186,11 @@ class HeldRequests:
         return self._retry(pool, now, self._tried_at.get(pool, -inf) + REPORT_RETRY_S)
 
     def retry_due(self, now: float) -> list[ev.Effect]:
-        """Answer whom that allows which freed since pools were tried last, in those whose time has come. Mutates."""
+        """Answer whom that allows which freed since pools were tried last, in those whose time has come, and go on with those
+        whose time is over. Mutates."""
         due = [pool for pool, at in self._due.items() if at <= now]
-        return [effect for pool in due for effect in self._serve(pool, now, TRIES)]
+        effects = [effect for pool in due for effect in self._serve(pool, now, TRIES)]
+        return [*effects, *(self._end_expired(now) if self._ends_due <= now else ())]
 
     def tick(self, now: float) -> list[ev.Effect]:
         """Time has passed: answer whom that allows, and whose time is over. Mutates."""
@@ -184,12 +202,7 @@ class HeldRequests:
                 effects += self._serve(pool, now, TRIES_ON_TICK)
             else:
                 effects += self._retry(pool, now, now, everywhere=True)
-        for held in self.queue.expired(now):
-            if now < held.answer_by and self._is_in_time_after_all(held, now):
-                continue
-            self.queue.remove(held.request.request_id)
-            effects += self._end(held, now, "hold_expired", f"held for {now - held.since:.1f} s")
-        return effects
+        return [*effects, *self._end_expired(now)]
 
     def expire(self, now: float) -> None:
         """Forget when pools were tried that may be tried again. Mutates."""
@@ -325,9 +338,11 @@ class HeldRequests:
         stay_held: set[Line] = set()
         for held in self.queue.order(pool, full):
             request_id, line = held.request.request_id, held.line
-            if not self._has_room(pool, line[0], now):
+            if not self._room(pool, line[0], trial, now):
                 # Nor for those behind it that ask for the same; an adapter is loaded on some instances only.
                 full.add(line)
+                if not trial.lists:
+                    return lines - full
                 continue
             if not trial.tries:
                 return lines - full - stay_held
@@ -345,12 +360,56 @@ class HeldRequests:
             elif isinstance(verdict, Decision) and verdict.result.steps:
                 trial.changes.append(partial(self.queue.answered, request_id, _computed(verdict)))
                 trial.effects += self._commit(replace(verdict, previous_id=held.previous_id), held.gateway_id, now)
+                trial.room.clear()
             else:
                 trial.tries -= 1
                 stay_held.add(line)
                 if not isinstance(verdict, ev.Refused):
                     trial.changes.append(partial(self.queue.update, self._judged(held, verdict)))
         return set()
+
+    def _room(self, pool: str, model: str, trial: _Trial, now: float) -> bool:
+        key = id(self._members(pool, model))
+        if key not in trial.room:
+            trial.room[key] = self._has_room(pool, model, now)
+            trial.lists -= not trial.room[key]
+        return trial.room[key]
+
+    def _end_expired(self, now: float) -> list[ev.Effect]:
+        """Answer those whose time is over: as many as one turn may. Mutates."""
+        effects: list[ev.Effect] = []
+        decisions = TRIES
+        saturated: dict[tuple[str, int], bool] = {}
+        for held in self.queue.expired(now, ENDS_AT_ONCE):
+            request, why = held.request, f"held for {now - held.since:.1f} s"
+            line = held.pool, id(self._members(held.pool, request.model))
+            if self._needs_no_view(held):
+                if line not in saturated:
+                    saturated[line] = self._saturated(held.pool, request.model, now)
+                if saturated[line]:
+                    self.queue.remove(request.request_id)
+                    effects += self._refused(held, why, now)
+                    continue
+            if not decisions:
+                break
+            decisions -= 1
+            if now < held.answer_by and self._is_in_time_after_all(held, now):
+                continue
+            self.queue.remove(request.request_id)
+            effects += self._end(held, now, "hold_expired", why)
+            saturated.clear()
+        self._ends_due = now + ENDS_PAUSE_S if self.queue.expired(now, 1) else inf
+        return effects
+
+    def _needs_no_view(self, held: HeldRequest) -> bool:
+        """Whether a request whose time is over is refused where all instances are saturated, whatever else they are."""
+        by_default = not held.for_room and self._settings.expiry == "place"
+        return not by_default and held.first_token_by == inf and not held.request.exclude
+
+    def _refused(self, held: HeldRequest, why: str, now: float) -> list[ev.Effect]:
+        if held.previous_id:
+            return self._serve_there(held.request, held.gateway_id, now)
+        return [self.refusal(held.request, held.pool, held.gateway_id, why)]
 
     def _is_in_time_after_all(self, held: HeldRequest, now: float) -> bool:
         """Whether a request that waits for room would not be late yet: more of its prompt is cached than when it was last tried.
@@ -393,7 +452,7 @@ class HeldRequests:
         if isinstance(verdict, ev.Refused):
             # The model was known when the request came, so its absence is a passing one.
             return [replace(verdict, code="UNAVAILABLE", retry_after_s=self._retry_after_s, gateway_id=held.gateway_id)]
-        return [self.refusal(held.request, held.pool, held.gateway_id, why)]
+        return self._refused(held, why, now)
 
 
 def not_serving(request_id: str, pool: str, why: str) -> ev.Refused:
