@@ -130,14 +130,20 @@ class Views:
 
     def has_room(self, pool: str, model: str, now: float) -> bool:
         """Whether any instance of `pool` that answers to `model`, one of its names, may be placed on."""
+        excluded = self._excluded(pool, model, now)
+        return "" in excluded or (SATURATED not in excluded and CIRCUIT_OPEN in excluded)
+
+    def saturated(self, pool: str, model: str, now: float) -> bool:
+        """Whether `model` is a name of `pool`, and saturation alone keeps all instances that answer to it from more."""
+        if self._instances.pool_of(model) != pool or self.has_room(pool, model, now):
+            return False
+        return SATURATED in self._excluded(pool, model, now)
+
+    def _excluded(self, pool: str, model: str, now: float) -> set[str]:
+        """Why instances of `pool` that answer to `model` may not be placed on; "" of those that may."""
         self._follow_reservations()
         seen = [one.candidate for one in self._snapshots(self._instances.members(pool, model), now)]
-        seen = [one for one in seen if not one.produces_only] or [
-            structs.replace(one, produces_only=False) for one in seen
-        ]
-        if any(not candidate.excluded for candidate in seen):
-            return True
-        return not any(map(_may_serve, seen)) and any(candidate.excluded == CIRCUIT_OPEN for candidate in seen)
+        return {one.excluded for one in seen if not one.produces_only} or {one.excluded for one in seen}
 
     def forget_pool(self, pool: str) -> None:
         """The pool has been gone for long. Mutates."""

@@ -137,7 +137,10 @@ class RouterState:
             self._commit,
             self._serve_there,
             self.views.has_room,
+            self.views.saturated,
+            self.instances.members,
             self.instances.answers,
+            self.reservations.eased,
             lambda: self.policy.without_holds(),
             self.prefill_observer.samples,
         )
@@ -179,7 +182,7 @@ class RouterState:
         effects = self._work.go_on(lambda event: self._handle(event, now))
         if not self._work and len(self.held_requests.queue):
             self.prefix_knowledge.expire(now)
-            effects += self.held_requests.retry(self.held_requests.queue.pools(), now)
+            effects += self.held_requests.retry_all(now)
         return effects
 
     def _handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
@@ -187,6 +190,8 @@ class RouterState:
         if len(self.held_requests.queue) and not self._work and not isinstance(event, EVENTS_WITHOUT_RETRY):
             self.prefix_knowledge.expire(now)
             effects = [*effects, *self._try_held(event, effects, now)]
+        if not len(self.held_requests.queue):
+            self.reservations.eased.clear()
         return effects
 
     def _try_held(self, event: ev.Event, effects: Sequence[ev.Effect], now: float) -> list[ev.Effect]:
@@ -194,13 +199,13 @@ class RouterState:
         if isinstance(event, ev.Tick):
             return self.held_requests.tick(now)
         if any(isinstance(effect, ev.FleetChanged) for effect in effects):
-            return self.held_requests.retry(self.held_requests.queue.pools(), now)
+            return self.held_requests.retry_all(now)
         freed = {effect.pool: None for effect in effects if isinstance(effect, ev.Released)}
         freed |= {effect.reservation.pool: None for effect in effects if isinstance(effect, ev.Reserved)}
         if freed or not isinstance(event, ev.LoadReported):
             return self.held_requests.retry(freed, now)
         record = self.instances.get(event.instance_id)
-        return self.held_requests.reported(record.info.model, now) if record is not None else []
+        return self.held_requests.reported(record.info.model, event.instance_id, now) if record is not None else []
 
     def _apply(self, event: ev.Event, now: float) -> list[ev.Effect]:
         match event:

@@ -305,7 +305,8 @@ class PolicyResult(msgspec.Struct, frozen=True, gc=False):
     compared, by name with the unit at the end (`gain_s`). `owner` becomes the session's owner; empty: the last step's instance.
 
     Without steps it means: hold the request, for `max_hold_s` at most after it first came (0: as long as the router allows). Of
-    the requests that are held, the one with the least `queue_penalty_s` less its age is tried first.
+    the requests that are held, the one with the least `queue_penalty_s` less its age is tried first. It is tried again when
+    something frees at the instance `waits_for` (empty: at any).
 
     Steps that end with a PREFILL are the beginning of a plan: when they are done the policy is asked again.
     """
@@ -317,6 +318,7 @@ class PolicyResult(msgspec.Struct, frozen=True, gc=False):
     owner: str = ""
     max_hold_s: float = 0.0
     queue_penalty_s: float | None = None
+    waits_for: str = ""
 
 
 class PolicyRef(msgspec.Struct, frozen=True, gc=False):

@@ -15,15 +15,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pointsman.router.core.requests.fair_order import Entry, PoolOrder
+from pointsman.router.core.requests.fair_order import Entry, Line, PoolOrder
 
 BATCH, STANDARD, INTERACTIVE = 0, 1, 2
 SHARE = 0.1
+BASE, LORA = ("m", ""), ("lora", "")
 
 
 def entry(name: str, tenant: str = "t", **changes: Any) -> Entry:
     values: dict[str, Any] = {
-        "model": "m",
+        "line": BASE,
         "level": STANDARD,
         "rank": 0.0,
         "since": 0.0,
@@ -41,24 +42,25 @@ def added(*entries: Entry, share: float = SHARE) -> PoolOrder:
 
 
 class Backlog:
-    """Flows (tenant, class) that always have `depth` requests waiting; serves them and counts the work."""
+    """Flows (tenant, class) that have requests waiting; serves those that can go and counts the work. Those of the lines
+    `full` cannot."""
 
-    def __init__(self, order: PoolOrder, depth: int = 2) -> None:
+    def __init__(self, order: PoolOrder, full: frozenset[Line] = frozenset()) -> None:
         self.order = order
-        self.depth = depth
+        self.full = full
         self.entries: dict[str, Entry] = {}
         self.served: Counter[tuple[str, int]] = Counter()
         self._numbers = count()
 
-    def arrive(self, tenant: str, level: int, cost: float, weight: float = 1.0) -> str:
+    def arrive(self, tenant: str, level: int, cost: float, weight: float = 1.0, line: Line = BASE) -> str:
         name = f"{tenant}{next(self._numbers)}"
-        one = entry(name, tenant, level=level, cost=cost, weight=weight, rank=float(len(name)))
+        one = entry(name, tenant, level=level, cost=cost, weight=weight, rank=float(len(name)), line=line)
         self.entries[name] = one
         self.order.add(one)
         return name
 
     def serve(self) -> Entry:
-        one = self.entries.pop(next(iter(self.order.walk())))
+        one = self.entries.pop(next(iter(self.order.walk(set(self.full)))))
         self.order.serve(one, one.cost)
         self.served[one.tenant, one.level] += int(one.cost)
         return one
@@ -95,19 +97,19 @@ def test_tenants_of_a_class_share_by_weight_and_by_cost() -> None:
 
 
 def test_of_one_tenant_the_least_rank_goes_first_whatever_the_model() -> None:
-    order = added(entry("x", rank=2.0), entry("y", rank=1.0, model="lora"), entry("z", rank=3.0))
+    order = added(entry("x", rank=2.0), entry("y", rank=1.0, line=LORA), entry("z", rank=3.0))
     assert list(order.walk()) == ["y", "x", "z"]
 
 
-def test_models_that_are_full_are_passed_over_also_when_that_is_found_on_the_way() -> None:
+def test_lines_that_are_full_are_passed_over_also_when_that_is_found_on_the_way() -> None:
     order = added(
-        entry("a0", "a", model="lora"), entry("a1", "a", rank=1.0), entry("b0", "b", model="lora"), entry("b1", "b")
+        entry("a0", "a", line=LORA), entry("a1", "a", rank=1.0), entry("b0", "b", line=LORA), entry("b1", "b")
     )
-    full: set[str] = set()
+    full: set[Line] = set()
     told = []
     for name in order.walk(full):
         told.append(name)
-        full.add("lora")
+        full.add(LORA)
     assert told == ["a0", "a1", "b1"]
 
 
@@ -160,7 +162,8 @@ def test_while_all_wait_shares_are_as_weights(tenants: list[tuple[int, int]], se
             assert difference <= cost_a / weight_a + cost_b / weight_b + 1e-6
 
 
-@example(share=0.5, first=1, costs=[(INTERACTIVE, 1_000), (STANDARD, 500)], others=0)
+@example(share=0.5, first=1, costs=[(INTERACTIVE, 1_000), (STANDARD, 500)], others=0, blocked=[])
+@example(share=0.1, first=5_000, costs=[(INTERACTIVE, 1_000)], others=0, blocked=[1])
 @given(
     share=st.sampled_from([0.05, 0.1, 0.5]),
     first=st.integers(1, 5_000),
@@ -168,11 +171,16 @@ def test_while_all_wait_shares_are_as_weights(tenants: list[tuple[int, int]], se
         st.tuples(st.sampled_from([STANDARD, INTERACTIVE]), st.integers(500, 9_000)), min_size=1, max_size=9
     ),
     others=st.integers(0, 3),
+    blocked=st.lists(st.integers(1, 9_000), max_size=3),
 )
-def test_no_class_starves(share: float, first: int, costs: list[tuple[int, int]], others: int) -> None:
-    """The first request of the lowest class waits for cost / share tokens of higher ones at most, and for one request more,
-    though these never end. So does each later one of its tenant, after the one before it."""
-    backlog = Backlog(PoolOrder(share))
+def test_no_class_starves(
+    share: float, first: int, costs: list[tuple[int, int]], others: int, blocked: list[int]
+) -> None:
+    """The first request of the lowest class that can go waits for cost / share tokens of higher ones at most, and for one request
+    more, though these never end. So does each later one of its tenant, after the one before it."""
+    backlog = Backlog(PoolOrder(share), frozenset({("full", "")}))
+    for cost in blocked:
+        backlog.arrive("before", BATCH, float(cost), line=("full", ""))
     names = [backlog.arrive("low", BATCH, float(first)) for _ in range(3)]
     for n in range(others):
         backlog.arrive(f"other{n}", BATCH, 1.0)
@@ -226,6 +234,23 @@ def lines_run(act: Callable[[], object]) -> int:
     return ran
 
 
+def test_a_walk_over_many_lines_costs_no_pass_over_them_for_each_request() -> None:
+    """Of one tenant, and of one for each line."""
+    for tenants in (1, 400):
+        ran = {}
+        for lines in (40, 400):
+            order = added(*(entry(f"r{n}", f"t{n % tenants}", rank=n, line=("m", f"i{n}")) for n in range(lines)))
+            full: set[Line] = set()
+
+            def past_full_ones(order: PoolOrder = order, full: set[Line] = full, lines: int = lines) -> None:
+                for name in order.walk(full):
+                    full.add(("m", f"i{name[1:]}"))
+                assert len(full) == lines
+
+            ran[lines] = lines_run(past_full_ones)
+        assert ran[400] <= 15 * ran[40]
+
+
 def test_what_one_retry_costs_does_not_grow_with_the_queue() -> None:
     """Of one tenant, and of as many tenants as requests; the first 64, one that is served, one that comes, and who goes last."""
     ran = {}
@@ -237,7 +262,7 @@ def test_what_one_retry_costs_does_not_grow_with_the_queue() -> None:
             served = entry(first, f"t{number % tenants}", rank=number, level=number % 3)
             ran[size, tenants > 1] = [
                 lines_run(lambda of=order: list(islice(of.walk(), 64))),
-                lines_run(lambda of=order: next(of.last(INTERACTIVE, None))),
+                lines_run(lambda of=order: next(of.last(BATCH, None))),
                 lines_run(partial(order.serve, served, 1_000.0)),
                 lines_run(partial(order.add, entry("new", "tn", rank=5.5))),
             ]
@@ -247,6 +272,7 @@ def test_what_one_retry_costs_does_not_grow_with_the_queue() -> None:
 
 
 NAMES = st.integers(0, 10**6)
+LINES = st.sampled_from([BASE, LORA, ("m", "a")])
 
 
 class OrderMachine(RuleBasedStateMachine):
@@ -261,16 +287,16 @@ class OrderMachine(RuleBasedStateMachine):
     @rule(
         number=NAMES,
         tenant=st.sampled_from("abc"),
-        model=st.sampled_from(["m", "lora"]),
+        line=LINES,
         level=st.integers(0, 2),
         rank=st.integers(0, 3),
         cost=st.integers(1, 3_000),
         weight=st.integers(1, 4),
     )
-    def add(self, number: int, tenant: str, model: str, level: int, rank: int, cost: int, weight: int) -> None:
+    def add(self, number: int, tenant: str, line: Line, level: int, rank: int, cost: int, weight: int) -> None:
         name = f"r{number}"
         if name not in self.entries:
-            one = Entry(name, tenant, model, level, float(rank), 0.0, float(cost), float(weight))
+            one = Entry(name, tenant, line, level, float(rank), 0.0, float(cost), float(weight))
             self.entries[name] = one
             self.order.add(one)
 
@@ -280,10 +306,10 @@ class OrderMachine(RuleBasedStateMachine):
         self.order.remove(self.entries.pop(data.draw(st.sampled_from(sorted(self.entries)))))
 
     @precondition(lambda self: self.entries)
-    @rule(data=st.data(), rank=st.integers(0, 3), cost=st.integers(1, 3_000))
-    def replace(self, data: st.DataObject, rank: int, cost: int) -> None:
+    @rule(data=st.data(), line=LINES, rank=st.integers(0, 3), cost=st.integers(1, 3_000))
+    def replace(self, data: st.DataObject, line: Line, rank: int, cost: int) -> None:
         old = self.entries[data.draw(st.sampled_from(sorted(self.entries)))]
-        new = Entry(old.request_id, old.tenant, old.model, old.level, float(rank), 0.0, float(cost), old.weight)
+        new = Entry(old.request_id, old.tenant, line, old.level, float(rank), 0.0, float(cost), old.weight)
         self.entries[old.request_id] = new
         self.order.replace(old, new)
 
@@ -293,21 +319,26 @@ class OrderMachine(RuleBasedStateMachine):
         order = list(self.order.walk())
         self.order.serve(self.entries.pop(order[min(place, len(order) - 1)]), float(cost))
 
-    @rule(full=st.sampled_from(["m", "lora"]))
-    def walk_past_a_full_model(self, full: str) -> None:
-        told = list(self.order.walk({full}))
-        assert sorted(told) == sorted(name for name, one in self.entries.items() if one.model != full)
+    @rule(full=LINES, served=st.integers(1, 6))
+    def serve_past_a_full_line(self, full: Line, served: int) -> None:
+        for _ in range(served):
+            if (name := next(iter(self.order.walk({full})), None)) is not None:
+                one = self.entries.pop(name)
+                self.order.serve(one, one.cost)
 
-    @rule(below=st.integers(0, 3), tenant=st.sampled_from([None, "a", "b"]))
-    def who_goes_last(self, below: int, tenant: str | None) -> None:
-        told = [self.entries[name] for name in self.order.last(below, tenant)]
-        wanted = [one for one in self.entries.values() if one.level < below and tenant in (None, one.tenant)]
+    @rule(full=LINES)
+    def walk_past_a_full_line(self, full: Line) -> None:
+        told = list(self.order.walk({full}))
+        assert sorted(told) == sorted(name for name, one in self.entries.items() if one.line != full)
+
+    @rule(level=st.integers(0, 2), tenant=st.sampled_from([None, "a", "b"]))
+    def who_goes_last(self, level: int, tenant: str | None) -> None:
+        told = [self.entries[name] for name in self.order.last(level, tenant)]
+        wanted = [one for one in self.entries.values() if one.level == level and tenant in (None, one.tenant)]
         assert sorted(one.request_id for one in told) == sorted(one.request_id for one in wanted)
-        assert [one.level for one in told] == sorted(one.level for one in told)
-        for level in range(below):
-            for name in "abc":
-                ranks = [one.rank for one in told if (one.level, one.tenant) == (level, name)]
-                assert ranks == sorted(ranks, reverse=True)
+        for name in "abc":
+            ranks = [one.rank for one in told if one.tenant == name]
+            assert ranks == sorted(ranks, reverse=True)
 
     @invariant()
     def the_walk_is_the_order_of_service(self) -> None:

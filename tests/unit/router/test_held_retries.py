@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pointsman.common.core.block_keys import KEY_SCHEME
@@ -17,6 +18,7 @@ from pointsman.router.core.instances.saturation import SaturationLimits
 from pointsman.router.core.policy.base import Policy, hold, serve
 from pointsman.router.core.requests.hold_queue import QueueSettings
 from pointsman.router.core.requests.place_or_hold import (
+    ENDS_AT_ONCE,
     MOST_DECISIONS,
     REPORT_RETRY_S,
     RETRY_S,
@@ -173,6 +175,127 @@ def test_more_than_one_trial_may_place_is_placed_by_the_next_ones() -> None:
         assert len(driven.router.held_requests.queue) == left
         driven.until(driven.now + RETRY_S)
     assert driven.router.retry_at is None
+
+
+@dataclass(frozen=True)
+class Divided(Policy):
+    """Has each prompt wait for an instance of its own, and says so of those of an even number of tokens."""
+
+    name: ClassVar[str] = "divided"
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        return hold("divided", waits_for="" if request.input_tokens % 2 else f"i{request.input_tokens % INSTANCES}")
+
+
+@example(tokens=[*[0] * 90, 4], pauses=[0.004] * 5)
+@example(tokens=[*[1] * 90, 4], pauses=[0.004] * 5)
+@given(
+    tokens=st.lists(st.integers(0, 40), min_size=1, max_size=100),
+    pauses=st.lists(st.sampled_from([0.0, 0.004, 0.021]), min_size=5, max_size=60),
+)
+@settings(max_examples=30, deadline=None)
+def test_what_one_trial_leaves_the_next_ones_go_on_with_though_more_frees_meanwhile(
+    tokens: list[int], pauses: list[float]
+) -> None:
+    """When time has passed all lines are tried, in as many trials as it takes; one instance never stops reporting."""
+    driven = Driven(limit=0, queue=200)
+    driven.router.policy = Divided()
+    for which in tokens:
+        driven.act("place", which)
+    tried: set[tuple[str, str]] = set()
+    queue, decide = driven.router.held_requests.queue, driven.router.held_requests._decide
+
+    def noted(asked: PlacementRequest, *given_: Any) -> Any:
+        if (held := queue.get(asked.request_id)) is not None:
+            tried.add(held.line)
+        return decide(asked, *given_)
+
+    driven.router.held_requests._decide = noted
+    driven.until(TICK_S)
+    for pause in pauses:
+        driven.until(driven.now + pause)
+        driven.tell(ev.LoadReported(0, "i0", Load(driven.now, running=1)))
+    driven.until(driven.now + RETRY_S * len(queue.lines("m")))
+    assert tried == queue.lines("m")
+
+
+@given(alike=st.booleans(), adapters=st.integers(1, 80), freed=st.integers(0, 79))
+@settings(max_examples=20, deadline=None)
+def test_requests_for_many_adapters_cost_no_look_at_all_instances_for_each_of_them(
+    alike: bool, adapters: int, freed: int
+) -> None:
+    """Adapters that the same instances have count as one; and others no more than so many in a trial: the next ones go on."""
+    freed %= adapters
+    router = state(limits=SaturationLimits(1), queue=QueueSettings(size=adapters, timeout_s=1e6))
+    names = [f"lora{number}" for number in range(adapters)]
+    for number, name in enumerate(names):
+        join(router, f"i{number}", number, lora_names=tuple(names) if alike else (name,))
+    for name in names:
+        router.handle(ev.PlaceRequested(request(f"x-{name}", tokens=10, model=name), "g"), 0.0)
+    for name in names:
+        assert not router.handle(ev.PlaceRequested(request(f"r-{name}", tokens=10, model=name), "g"), 0.0)
+    looks, has_room = 0, router.held_requests._has_room
+
+    def counted(*given_: Any) -> bool:
+        nonlocal looks
+        looks += 1
+        return has_room(*given_)
+
+    router.held_requests._has_room = counted
+    router.handle(ev.LoadReported(0, "i0", Load(1.0)), 1.0)
+    assert looks == (1 if alike else min(adapters, MOST_DECISIONS))
+    now, answered = 2.0, router.handle(ev.Finished(f"x-lora{freed}", "OK"), 2.0)
+    while router.retry_at is not None:
+        looks, now = 0, max(router.retry_at, now)
+        answered += router.handle(ev.RetryDue(), now)
+        assert looks <= MOST_DECISIONS + 1
+    assert sum(isinstance(effect, ev.Placed) for effect in answered) == 1
+    assert now <= 2.0 + RETRY_S * (adapters // MOST_DECISIONS + 2)
+    router.check_invariants()
+
+
+@example(for_room=False, needed=[None], held=199)
+@example(for_room=True, needed=[31.0], held=199)
+@given(
+    for_room=st.booleans(),
+    needed=st.lists(st.sampled_from([None, 25.0, 31.0]), min_size=1, max_size=3),
+    held=st.integers(1, 2 * ENDS_AT_ONCE + 100),
+)
+@settings(max_examples=15, deadline=None)
+def test_those_that_end_together_are_answered_in_turns(for_room: bool, needed: list[float | None], held: int) -> None:
+    """Without a decision where all is full and no deadline counts, and else with few in a turn."""
+    held = held if for_room and needed == [None] else held % 200 + 1
+    router = state(limits=SaturationLimits(1 if for_room else 0), queue=QueueSettings(size=held, timeout_s=30.0))
+    join(router, "a", 0)
+    router.handle(ev.PlaceRequested(request("x0", tokens=10), "g"), 0.0)
+    if not for_room:
+        router.policy = Reluctant()
+    for number in range(held):
+        asked = request(f"r{number}", tokens=11, ttft_deadline_s=needed[number % len(needed)])
+        assert not router.handle(ev.PlaceRequested(asked, "g"), 1.0)
+    decisions, decide = 0, router.held_requests._decide
+
+    def counted(*given_: Any) -> Any:
+        nonlocal decisions
+        decisions += 1
+        return decide(*given_)
+
+    router.held_requests._decide = counted
+    waiting, now, answered = len(router.held_requests.queue), 40.0, Counter[str]()
+    event: ev.Event = ev.Tick()
+    for _ in range(waiting + 2):
+        decisions = 0
+        given_ = [one for one in router.handle(event, now) if isinstance(one, ev.Placed | ev.Refused)]
+        answered.update(one.request_id for one in given_)
+        assert len(given_) <= ENDS_AT_ONCE + MOST_DECISIONS + TRIES_ON_TICK
+        few = TRIES + (TRIES_ON_TICK if isinstance(event, ev.Tick) else TRIES)
+        assert decisions <= (0 if for_room and needed == [None] else few)
+        if router.retry_at is None:
+            break
+        event, now = ev.RetryDue(), router.retry_at
+    assert set(answered.values()) <= {1}
+    assert (answered.total(), len(router.held_requests.queue)) == (waiting, 0)
+    router.check_invariants()
 
 
 def test_a_report_that_comes_soon_after_another_is_not_forgotten() -> None:

@@ -16,6 +16,7 @@ from pointsman.router.core.analysis.decision_replay import differences, redecide
 from pointsman.router.core.instances.saturation import SaturationLimits
 from pointsman.router.core.policy.base import Policy, hold, serve
 from pointsman.router.core.policy.registry import make_policy
+from pointsman.router.core.priority import PRIORITIES, Priority
 from pointsman.router.core.requests.hold_queue import HeldRequest, HoldQueue, QueueSettings
 from pointsman.router.core.requests.place_or_hold import REPORT_RETRY_S, TRIES
 from pointsman.router.core.router_state import RouterState
@@ -300,6 +301,45 @@ def test_requests_wait_only_behind_those_that_could_go_where_they_would(adapters
     freed = "b" if "b" in where else "c"
     assert tell(router, ev.Finished(where[freed], "OK"), 3.0) == [("base", freed)]
     assert [answer for answer, _ in tell(router, ev.Finished(where["a"], "OK"), 4.0)] == ["lora0"]
+
+
+@dataclass(frozen=True)
+class Wants(Policy):
+    """Waits for the instance that has the prompt until nothing is open there."""
+
+    name: ClassVar[str] = "wants"
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        best = max(view.eligible(), key=lambda one: one.cached_tokens)
+        return hold("busy", waits_for=best.instance_id) if best.num_requests else serve(best, "idle")
+
+
+@given(
+    waiting=st.lists(st.tuples(st.integers(0, 7), st.sampled_from(PRIORITIES)), min_size=1, max_size=200),
+    ticks=st.integers(0, 2),
+    data=st.data(),
+)
+@settings(max_examples=40, deadline=None)
+def test_requests_wait_only_behind_those_that_wait_for_the_same_instance(
+    waiting: list[tuple[int, Priority]], ticks: int, data: st.DataObject
+) -> None:
+    """A policy holds each for one of eight; whichever frees, the first in order of those that wait for it goes there at once."""
+    router = state(queue=QueueSettings(size=len(waiting)))
+    router.policy = Wants()
+    prompts = [tuple(range(100 * number, 100 * number + 20)) for number in range(8)]
+    for number, keys in enumerate(prompts):
+        join(router, f"i{number}", number, list(keys))
+        [placed] = ask(router, f"x{number}", keys=keys, tokens=320)
+        assert placed.step.instance_id == f"i{number}"
+    for place, (number, priority) in enumerate(waiting):
+        name = f"r{place:03}-{number}"
+        assert ask(router, name, 1.0 + place / 1000, keys=prompts[number], tokens=320, priority=priority) == []
+    for tick in range(ticks):
+        assert tell(router, ev.Tick(), 2.0 + tick / 2) == []
+    freed = data.draw(st.sampled_from(sorted({number for number, _ in waiting})))
+    names = [held.request.request_id for held in router.held_requests.queue.order("m")]
+    first = next(name for name in names if name.endswith(f"-{freed}"))
+    assert tell(router, ev.Finished(f"x{freed}", "OK"), 4.0) == [(first, f"i{freed}")]
 
 
 @given(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import count
 from typing import Any
 
 import pytest
@@ -223,39 +225,70 @@ def test_a_request_keeps_its_class_and_deadline_for_its_decision() -> None:
 
 
 @given(
+    size=st.integers(20, 40),
     arrivals=st.lists(
-        st.tuples(st.sampled_from(PRIORITIES), st.sampled_from("abc"), st.integers(1, 60_000)), max_size=60
-    )
+        st.tuples(st.sampled_from(PRIORITIES), st.sampled_from("abc"), st.integers(1, 2_000)), max_size=60
+    ),
+    base=st.permutations(PRIORITIES),
 )
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 def test_an_overloaded_router_answers_all_and_serves_lower_classes_too(
-    arrivals: list[tuple[Priority, str, int]],
+    size: int, arrivals: list[tuple[Priority, str, int]], base: list[Priority]
 ) -> None:
-    """One instance for one request at a time: each is answered once, and a class is passed by no more than it is owed."""
-    router = state(limits=SaturationLimits(1), queue=QueueSettings(size=100, timeout_s=1e6))
+    """One instance for one request at a time, and for each that ends several of every class come: the queue is full. Each is
+    answered once, and each lower class gets about the tenth of the work that it is owed."""
+    router = state(limits=SaturationLimits(1), queue=QueueSettings(size=size, timeout_s=1e6))
     router.policy = make_policy("unified")
     join(router, "a", 1)
     ask(router, "x0", tokens=10)
-    running = "x0"
-    for number, (priority, tenant, tokens) in enumerate(arrivals):
-        assert ask(router, f"r{number}", tokens=tokens, priority=priority, tenant=tenant) == []
-    answered = []
-    while len(router.held_requests.queue):
-        [placed] = answers(router.handle(ev.Finished(running, "OK"), 1.0 + len(answered) * RETRY_S))
-        assert isinstance(placed, ev.Placed)
+    asked, answered, served, numbers = [], [], [], count()
+
+    def come(priority: Priority, tenant: str, tokens: int) -> None:
+        asked.append(f"{priority}-{next(numbers)}")
+        given_ = ask(router, asked[-1], tokens=tokens, priority=priority, tenant=tenant)
+        assert all(isinstance(one, ev.Refused) for one in given_)
+        answered.extend(one.request_id for one in given_)
+
+    def serve_one(running: str) -> str:
+        now = 1.0 + len(served) * RETRY_S
+        [placed] = [
+            one for one in answers(router.handle(ev.Finished(running, "OK"), now)) if isinstance(one, ev.Placed)
+        ]
         router.check_invariants()
-        running = placed.request_id
-        answered.append(running)
-    assert sorted(answered) == sorted(f"r{number}" for number in range(len(arrivals)))
+        answered.append(placed.request_id)
+        served.append(placed.decision.request.priority)
+        return str(placed.request_id)
+
+    for one in arrivals:
+        come(*one)
+    while len(router.held_requests.queue) < size:
+        come(INTERACTIVE, "a", 500)
+    running = "x0"
+    for _ in range(240):
+        running = serve_one(running)
+        for priority in base:
+            come(priority, "a", 500)
+            come(priority, "b", 500)
+        assert len(router.held_requests.queue) == size
+    later = Counter(served[-110:])
+    assert later[BATCH] >= 7, later
+    assert later[STANDARD] >= 7, later
+    while len(router.held_requests.queue):
+        running = serve_one(running)
+    assert sorted(answered) == sorted(asked)
+
+
+PLACES, TENANT_PLACES = 9, 5
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """A bounded queue under any order of arrivals, answers and ends: nobody is displaced by an equal or lower class, or without
-    need; and a request is let in if a lower class has one that can give up its place."""
+    """A bounded queue under any order of arrivals, answers and ends: nobody is displaced by an equal class, without need, or
+    of the places that its class keeps, and by a lower class only where that has fewer; and a request is let in if there is one
+    that can give up its place."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = HoldQueue(QueueSettings(size=5, tenant_share=0.6))
+        self.queue = HoldQueue(QueueSettings(size=PLACES, tenant_share=0.6, lower_class_share=0.25))
         self.count = 0
 
     @rule(
@@ -270,23 +303,29 @@ class QueueMachine(RuleBasedStateMachine):
         changes = {} if needed is None else {"first_token_by": needed}
         one = waits(f"r{self.count}", priority, tenant, new=new, previous_id="d" * between, **changes)
         before = {other.request.request_id: other for other in self.queue}
-        share = sum(other.request.tenant == tenant for other in before.values()) >= 3
-        full = share or len(before) >= 5
-        lower = [
+        share = sum(other.request.tenant == tenant for other in before.values()) >= TENANT_PLACES
+        full = share or len(before) >= PLACES
+        rivals = [other for other in before.values() if not share or other.request.tenant == tenant]
+        places = Counter(other.request.priority for other in rivals)
+        kept = int(0.25 * (TENANT_PLACES if share else PLACES))
+        may = [
             other
-            for other in before.values()
-            if other.request.priority.level < priority.level
-            and not other.previous_id
-            and (not share or other.request.tenant == tenant)
+            for other in rivals
+            if not other.previous_id
+            and places[other.request.priority] > kept
+            and (
+                other.request.priority.level < priority.level
+                or (other.request.priority is not priority and places[priority] < kept)
+            )
         ]
         displaced = self.queue.make_room(one)
-        assert (displaced is not None) == (full and bool(lower))
+        assert (displaced is not None) == (full and bool(may))
         if displaced is not None:
-            assert displaced.request.priority.level == min(other.request.priority.level for other in lower)
-        assert (self.queue.offer(one) == "") == (not full or bool(lower))
+            assert displaced.request.priority.level == min(other.request.priority.level for other in may)
+        assert (self.queue.offer(one) == "") == (not full or bool(may))
 
     @precondition(lambda self: len(self.queue))
-    @rule(place=st.integers(0, 4), new=st.integers(0, 9_000), how=st.sampled_from(["answer", "end", "judge"]))
+    @rule(place=st.integers(0, 8), new=st.integers(0, 9_000), how=st.sampled_from(["answer", "end", "judge"]))
     def change(self, place: int, new: int, how: str) -> None:
         waiting = list(self.queue.order("m"))
         one = waiting[min(place, len(waiting) - 1)]

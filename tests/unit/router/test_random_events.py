@@ -305,7 +305,8 @@ class StateMachine(RuleBasedStateMachine):
 
     def serve_only_as_all_produce(self, pool: str) -> bool:
         """Whether `p`, of which nobody knows that it only produces before its agent has said so, may answer."""
-        return self.router.instances.get("p") is None or all(one.info.instance_id == "p" for one in self.router.instances.members(pool, pool))
+        instances = self.router.instances
+        return instances.get("p") is None or all(one.info.instance_id == "p" for one in instances.members(pool, pool))
 
     @initialize(joined=st.booleans())
     def begin(self, joined: bool) -> None:

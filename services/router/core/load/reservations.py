@@ -143,10 +143,11 @@ def _pairs(entry: tuple[int, int] | tuple[str, int, int]) -> int:
 
 class Reservations:
     """All open reservations, one for each request id, and their sums by instance. `touched` names the instances whose sums
-    have changed since whoever reads them last cleared it."""
+    have changed since whoever reads them last cleared it, and `eased` those that have less to do."""
 
     def __init__(self) -> None:
         self.touched: set[str] = set()
+        self.eased: set[str] = set()
         self._open: dict[str, Reservation] = {}
         self._counters: dict[str, Counters] = {}
         self._of_instance: dict[str, dict[str, None]] = {}
@@ -257,6 +258,7 @@ class Reservations:
             moved = replace(reservation, prefilled_tokens=min(tokens, reservation.new_tokens))
             self._open[request_id] = moved
             self.touched.add(moved.instance_id)
+            self.eased.add(moved.instance_id)
             counters = self._counters[moved.instance_id]
             counters.add_pending(reservation, -1)
             counters.add_pending(moved, 1)
@@ -282,6 +284,7 @@ class Reservations:
             counters.add(reservation, -1)
             self.touched.add(reservation.instance_id)
             del self._of_instance[reservation.instance_id][request_id]
+            self.eased.add(reservation.instance_id)
             if not counters.num_requests:
                 del self._counters[reservation.instance_id]
                 del self._of_instance[reservation.instance_id]

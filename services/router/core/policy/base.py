@@ -158,10 +158,16 @@ def hold(
     max_hold_s: float = 0.0,
     scores: Mapping[str, float] | None = None,
     queue_penalty_s: float | None = None,
+    waits_for: str = "",
 ) -> PolicyResult:
     """The result to wait: the router asks again whenever something frees, for `max_hold_s` (0: as long as it lets requests
-    wait) after the request first came. `queue_penalty_s` (None: by new tokens) says behind whom."""
-    return PolicyResult((), reason, scores or {}, max_hold_s=max_hold_s, queue_penalty_s=queue_penalty_s)
+    wait) after the request first came. `queue_penalty_s` (None: by new tokens) says behind whom.
+
+    `waits_for` is the instance that is to have less to do first; empty: any. A router asks for some of those that wait for the
+    same alone when something frees, so that whoever names none may wait behind all others that name none."""
+    return PolicyResult(
+        (), reason, scores or {}, max_hold_s=max_hold_s, queue_penalty_s=queue_penalty_s, waits_for=waits_for
+    )
 
 
 def least(candidates: Sequence[Candidate], decision_number: int, key: Callable[[Candidate], Any]) -> Candidate:

@@ -107,7 +107,8 @@ class Foresight(Policy):
             return structs.replace(serve(best, AT_ONCE, scores), figures=figures)
         queue_penalty = least / self.ageing_rate
         if passes or backlog + _less_left(request, best, best_cost, curve) > self.heavy_wait_factor * unit:
-            return structs.replace(hold(HELD, scores=scores, queue_penalty_s=queue_penalty), figures=figures)
+            held = hold(HELD, scores=scores, queue_penalty_s=queue_penalty, waits_for=best.instance_id)
+            return structs.replace(held, figures=figures)
         prefix = 0 if light else self._slice(request, best, curve, unit)
         result = slice_of(best, prefix, SLICE, scores) if prefix else serve(best, LAST_PART, scores)
         return structs.replace(result, figures=figures, queue_penalty_s=queue_penalty)

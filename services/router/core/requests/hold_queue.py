@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -10,8 +11,8 @@ from typing import Literal
 
 import msgspec
 
-from pointsman.router.core.priority import Priority
-from pointsman.router.core.requests.fair_order import REQUEST_TOKENS, Entry, PoolOrder
+from pointsman.router.core.priority import PRIORITIES, Priority
+from pointsman.router.core.requests.fair_order import REQUEST_TOKENS, Entry, Line, PoolOrder
 from pointsman.router.core.types import PlacementRequest
 
 # Ageing so slow that no wait makes up for a token.
@@ -25,7 +26,7 @@ class QueueSettings:
     They are held for `timeout_s` at most. What a policy held to the end is then placed by the default policy (`expiry` place)
     or refused. `ageing_tokens_per_s`: a second of waiting counts as much as so many fewer new tokens. `fair`: the tenants of a
     class are served by weight and cost; else they do not count. `lower_class_share`: a priority class that waits is owed such a
-    share of the work served of higher ones meanwhile.
+    share of the work served of higher ones meanwhile, and keeps such a share of the places.
     """
 
     size: int = 256
@@ -44,6 +45,7 @@ class HeldRequest(msgspec.Struct, frozen=True, gc=False):
     cost when it was last tried; `queue_penalty_s`: the policy's own word on how much sooner others are to be tried that came
     together with it. `previous_id`: the decision on the part of its plan that is done; empty when it waits for its first step.
     `first_token_by`: when its client needs the first token, and `start_by`: when it must be placed for that (inf: at any time).
+    `waits_for`: the instance that is to have less to do first, as the policy said; empty: any.
     """
 
     request: PlacementRequest
@@ -58,6 +60,12 @@ class HeldRequest(msgspec.Struct, frozen=True, gc=False):
     previous_id: str = ""
     first_token_by: float = inf
     start_by: float = inf
+    waits_for: str = ""
+
+    @property
+    def line(self) -> Line:
+        """What it waits for."""
+        return self.request.model, self.waits_for
 
     @property
     def ends_at(self) -> float:
@@ -77,8 +85,10 @@ class HoldQueue:
         self._entries: dict[str, Entry] = {}
         # (pool, model asked for) -> how many wait for room.
         self._for_room: Counter[tuple[str, str]] = Counter()
-        self._of_tenant: Counter[tuple[str, str]] = Counter()
+        self._of_tenant: Counter[tuple[str, str, Priority]] = Counter()
         self._orders: dict[str, PoolOrder] = {}
+        # (ends_at, request id), the first one that ends first.
+        self._ends: list[tuple[float, str]] = []
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -106,20 +116,30 @@ class HoldQueue:
         return [model for of, model in self._for_room if of == pool]
 
     def make_room(self, held: HeldRequest) -> HeldRequest | None:
-        """Remove the last request of the lowest class for which `held`, of a higher one, could not wait, and return it. None
-        where there is room, or no such request. What has computed a part of its prompt stays. Mutates."""
-        tenant = held.request.tenant
+        """Remove the request in whose place `held` may wait, and return it. None where there is room, or no such request.
+
+        Each class keeps `lower_class_share` of the places, rounded down: the last one of the lowest class that has more gives up
+        its place to one of a higher class, or of a lower class that has less. Of a tenant that has its share of the queue, this
+        all counts for its own places. What has computed a part of its prompt stays. Mutates."""
         has_its_share = self._has_its_share(held)
         if not has_its_share and self.count(held.pool) < self.settings.size:
             return None
         order = self._orders.get(held.pool)
         if order is None:
             return None
-        one_tenant = tenant if has_its_share and self.settings.fair else None
-        for request_id in order.last(held.request.priority.level, one_tenant):
-            other = self._by_id[request_id]
-            if not other.previous_id and (not has_its_share or other.request.tenant == tenant):
-                return self.remove(request_id)
+        tenant = held.request.tenant if has_its_share else None
+        places = self._most_of_a_tenant if has_its_share else self.settings.size
+        kept = int(self.settings.lower_class_share * places)
+        own = held.request.priority
+        for other in PRIORITIES:
+            if other is own or self._count_of(held.pool, tenant, other) <= kept:
+                continue
+            if other.level > own.level and self._count_of(held.pool, tenant, own) >= kept:
+                continue
+            for request_id in order.last(other.level, tenant if self.settings.fair else None):
+                last = self._by_id[request_id]
+                if not last.previous_id and tenant in (None, last.request.tenant):
+                    return self.remove(request_id)
         return None
 
     def offer(self, held: HeldRequest) -> str:
@@ -131,19 +151,24 @@ class HoldQueue:
             return "this tenant has its share of the queue already"
         self._by_id[held.request.request_id] = held
         self._count(held, 1)
+        insort(self._ends, (held.ends_at, held.request.request_id))
         entry = self._entries[held.request.request_id] = self._entry(held)
         if held.pool not in self._orders:
             self._orders[held.pool] = PoolOrder(self.settings.lower_class_share)
         self._orders[held.pool].add(entry)
-        self._of_tenant[held.pool, held.request.tenant] += 1
+        self._of_tenant[held.pool, held.request.tenant, held.request.priority] += 1
         return ""
 
     def update(self, held: HeldRequest) -> None:
         """Replace what is known of a waiting request of the same id, pool and tenant. Mutates."""
         request_id = held.request.request_id
-        self._count(self._by_id[request_id], -1)
+        before = self._by_id[request_id]
+        self._count(before, -1)
         self._by_id[request_id] = held
         self._count(held, 1)
+        if held.ends_at != before.ends_at:
+            self._forget_end(before)
+            insort(self._ends, (held.ends_at, request_id))
         old, new = self._entries[request_id], self._entry(held)
         if new != old:
             self._entries[request_id] = new
@@ -163,12 +188,16 @@ class HoldQueue:
         self._orders[held.pool].serve(self._entries[request_id], new_tokens + REQUEST_TOKENS)
         self._forget(held)
 
-    def expired(self, now: float) -> list[HeldRequest]:
-        """Requests whose time is over, the longest overdue first."""
-        return sorted((held for held in self if held.ends_at <= now), key=lambda held: held.ends_at)
+    def lines(self, pool: str) -> set[Line]:
+        """What requests of `pool` wait for."""
+        return self._orders[pool].lines() if pool in self._orders else set()
 
-    def order(self, pool: str, full: Collection[str] = ()) -> Iterator[HeldRequest]:
-        """The waiting requests of `pool` in the order in which they are to be tried, found one by one. The caller may add models
+    def expired(self, now: float, most: int) -> list[HeldRequest]:
+        """The first of the requests whose time is over, the longest overdue first."""
+        return [self._by_id[request_id] for ends_at, request_id in self._ends[:most] if ends_at <= now]
+
+    def order(self, pool: str, full: Collection[Line] = ()) -> Iterator[HeldRequest]:
+        """The waiting requests of `pool` in the order in which they are to be tried, found one by one. The caller may add lines
         to `full` on the way, whose requests are passed over from then on; it must not change the queue before it is done."""
         order = self._orders.get(pool)
         return (self._by_id[one] for one in order.walk(full)) if order is not None else iter(())
@@ -177,31 +206,43 @@ class HoldQueue:
         """Raise AssertionError when the orders and the requests disagree, or a bound is passed."""
         assert self._entries == {name: self._entry(held) for name, held in self._by_id.items()}
         assert self._for_room == Counter((held.pool, held.request.model) for held in self if held.for_room)
-        assert self._of_tenant == Counter((held.pool, held.request.tenant) for held in self)
+        assert self._of_tenant == Counter((held.pool, held.request.tenant, held.request.priority) for held in self)
         assert sum(map(len, self._orders.values())) == len(self)
+        assert self._ends == sorted((held.ends_at, held.request.request_id) for held in self)
         for pool, order in self._orders.items():
             order.check_invariants()
             assert 0 < len(order) <= self.settings.size
             tried = [held.request.request_id for held in self.order(pool)]
             assert sorted(tried) == sorted(held.request.request_id for held in self if held.pool == pool)
-        assert all(count <= self._most_of_a_tenant for count in self._of_tenant.values())
+        assert not any(self._of(pool, tenant) > self._most_of_a_tenant for pool, tenant, _ in self._of_tenant)
 
     @property
     def _most_of_a_tenant(self) -> int:
         return max(int(self.settings.size * self.settings.tenant_share), 1)
 
     def _has_its_share(self, held: HeldRequest) -> bool:
-        return self._of_tenant[held.pool, held.request.tenant] >= self._most_of_a_tenant
+        return self._of(held.pool, held.request.tenant) >= self._most_of_a_tenant
+
+    def _of(self, pool: str, tenant: str) -> int:
+        return sum(self._of_tenant[pool, tenant, priority] for priority in PRIORITIES)
+
+    def _count_of(self, pool: str, tenant: str | None, priority: Priority) -> int:
+        return self.count(pool, priority) if tenant is None else self._of_tenant[pool, tenant, priority]
 
     def _forget(self, held: HeldRequest) -> None:
         request = held.request
         del self._by_id[request.request_id], self._entries[request.request_id]
+        self._forget_end(held)
         self._count(held, -1)
-        self._of_tenant[held.pool, request.tenant] -= 1
-        if not self._of_tenant[held.pool, request.tenant]:
-            del self._of_tenant[held.pool, request.tenant]
+        of_tenant = held.pool, request.tenant, request.priority
+        self._of_tenant[of_tenant] -= 1
+        if not self._of_tenant[of_tenant]:
+            del self._of_tenant[of_tenant]
         if not len(self._orders[held.pool]):
             del self._orders[held.pool]
+
+    def _forget_end(self, held: HeldRequest) -> None:
+        del self._ends[bisect_left(self._ends, (held.ends_at, held.request.request_id))]
 
     def _count(self, held: HeldRequest, change: int) -> None:
         if held.for_room:
@@ -220,7 +261,7 @@ class HoldQueue:
         return Entry(
             request_id=request.request_id,
             tenant=request.tenant if self.settings.fair else "",
-            model=request.model,
+            line=held.line,
             level=request.priority.level,
             rank=since + queue_penalty_s,
             since=since,

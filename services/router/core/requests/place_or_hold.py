@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 
@@ -20,6 +21,7 @@ from pointsman.router.core.instances.saturation import SATURATED
 from pointsman.router.core.policy.base import Policy
 from pointsman.router.core.policy.unified import Unified
 from pointsman.router.core.requests.deadlines import SURE_SHARE, CurveSamples, lateness, least_prefill_s
+from pointsman.router.core.requests.fair_order import Line
 from pointsman.router.core.requests.hold_queue import HeldRequest, HoldQueue, QueueSettings
 from pointsman.router.core.requests.retry_after import RetryAfter
 from pointsman.router.core.types import Decision, FleetView, PlacementRequest, StepKind
@@ -34,6 +36,9 @@ RETRY_S, TRIALS_AT_ONCE = 0.02, 4
 REPORT_RETRY_S = 0.05
 # The same of the many trials when time has passed.
 TICK_RETRY_S = 0.4
+# Requests whose time is over that one turn answers, some 10 us each, of which it decides on TRIES at the most; others are due
+# after a pause.
+ENDS_AT_ONCE, ENDS_PAUSE_S = 500, 0.001
 # An answer must reach the gateway before it gives up; ticks are half a second apart.
 MARGIN_S = 1.0
 # How soon to ask again where nothing is wrong but the moment.
@@ -56,12 +61,38 @@ Commit = Callable[[Decision, str, float], list[ev.Effect]]
 ServeThere = Callable[[PlacementRequest, str, float], list[ev.Effect]]
 # (pool, model, now): whether an instance of the pool that answers to the model may be placed on at all.
 HasRoom = Callable[[str, str, float], bool]
+# The same arguments: whether it is saturation alone that keeps requests for the model from the pool.
+Saturated = Callable[[str, str, float], bool]
+# (pool, model): the pool's instances that answer to the model; of models with equal ones the same object.
+Members = Callable[[str, str], object]
 # (instance, model): whether the instance answers to the model.
 Answers = Callable[[str, str], bool]
 
 
+@dataclass(slots=True)
+class _Trial:
+    """How many more `decisions` it may make, and how many `tries` of these may leave their requests held; in which lines it has
+    `decided`, and what came of that."""
+
+    decisions: int
+    tries: int
+    # How many more lists of instances it may find full, and by list what it has found since it last placed a request.
+    lists: int = MOST_DECISIONS
+    room: dict[int, bool] = field(default_factory=dict)
+    decided: set[Line] = field(default_factory=set)
+    effects: list[ev.Effect] = field(default_factory=list)
+    changes: list[Callable[[], object]] = field(default_factory=list)
+
+
 class HeldRequests:
-    """The waiting requests of a RouterState, and when and how they are answered. Decides and reserves by what it is given."""
+    """The waiting requests of a RouterState, and when and how they are answered. Decides and reserves by what it is given.
+
+    Requests that wait for the same are a line. A trial asks, in order, for those whose line something was freed for, until too
+    many stay held; what it leaves, the next ones go on with, while others come before. So whoever waits for one instance waits
+    behind those alone that wait for the same. When the fleet or the time has changed, all lines are gone through.
+
+    `eased`: instances that have less to do since the lines that wait for them were tried; it empties it of these.
+    """
 
     def __init__(
         self,
@@ -71,7 +102,10 @@ class HeldRequests:
         commit: Commit,
         serve_there: ServeThere,
         has_room: HasRoom,
+        saturated: Saturated,
+        members: Members,
         answers: Answers,
+        eased: set[str],
         without_holds: Callable[[], Policy | None],
         curve_samples: CurveSamples,
     ) -> None:
@@ -83,7 +117,10 @@ class HeldRequests:
         self._commit = commit
         self._serve_there = serve_there
         self._has_room = has_room
+        self._saturated = saturated
+        self._members = members
         self._answers = answers
+        self._eased = eased
         self._without_holds = without_holds
         self._curve_samples = curve_samples
         self._fallback = Unified()
@@ -92,11 +129,17 @@ class HeldRequests:
         self._paid_until: dict[str, float] = {}
         self._tried_many_at: dict[str, float] = {}
         self._due: dict[str, float] = {}
+        self._ends_due = inf
+        # By pool. `_freed`: something was since the last trial, for all lines (True) or for those alone that wait for what was
+        # eased, or for any instance. `_rest`: lines that trials are still to go on with.
+        self._freed: dict[str, bool] = {}
+        self._rest: dict[str, set[Line]] = {}
 
     @property
     def retry_at(self) -> float | None:
         """When `retry_due` is to be called, in s; None: never, as things are."""
-        return min(self._due.values(), default=None)
+        at = min(self._due.values(), default=inf)
+        return min(at, self._ends_due) if min(at, self._ends_due) < inf else None
 
     def place(self, request: PlacementRequest, gateway_id: str, now: float, previous_id: str = "") -> list[ev.Effect]:
         """Answer a new request now, or hold it (no effects). `previous_id`: the decision on the part of its plan that is done,
@@ -135,14 +178,21 @@ class HeldRequests:
         """Something freed in these pools: answer whom it allows, now or, where that was done just before, soon. Mutates."""
         return [effect for pool in pools for effect in self._retry(pool, now, now)]
 
-    def reported(self, pool: str, now: float) -> list[ev.Effect]:
+    def retry_all(self, now: float) -> list[ev.Effect]:
+        """The fleet has changed, which may have freed anything: the same for all that wait. Mutates."""
+        return [effect for pool in self.queue.pools() for effect in self._retry(pool, now, now, everywhere=True)]
+
+    def reported(self, pool: str, instance_id: str, now: float) -> list[ev.Effect]:
         """An instance of the pool told its load, which may have freed something. Mutates."""
+        self._eased.add(instance_id)
         return self._retry(pool, now, self._tried_at.get(pool, -inf) + REPORT_RETRY_S)
 
     def retry_due(self, now: float) -> list[ev.Effect]:
-        """Answer whom that allows which freed since pools were tried last, in those whose time has come. Mutates."""
+        """Answer whom that allows which freed since pools were tried last, in those whose time has come, and go on with those
+        whose time is over. Mutates."""
         due = [pool for pool, at in self._due.items() if at <= now]
-        return [effect for pool in due for effect in self._serve(pool, now, TRIES)]
+        effects = [effect for pool in due for effect in self._serve(pool, now, TRIES)]
+        return [*effects, *(self._end_expired(now) if self._ends_due <= now else ())]
 
     def tick(self, now: float) -> list[ev.Effect]:
         """Time has passed: answer whom that allows, and whose time is over. Mutates."""
@@ -150,15 +200,11 @@ class HeldRequests:
         for pool in self.queue.pools():
             if now - self._tried_many_at.get(pool, -inf) >= TICK_RETRY_S:
                 self._tried_many_at[pool] = now
+                self._freed[pool] = True
                 effects += self._serve(pool, now, TRIES_ON_TICK)
             else:
-                effects += self._retry(pool, now, now)
-        for held in self.queue.expired(now):
-            if now < held.answer_by and self._is_in_time_after_all(held, now):
-                continue
-            self.queue.remove(held.request.request_id)
-            effects += self._end(held, now, "hold_expired", f"held for {now - held.since:.1f} s")
-        return effects
+                effects += self._retry(pool, now, now, everywhere=True)
+        return [*effects, *self._end_expired(now)]
 
     def expire(self, now: float) -> None:
         """Forget when pools were tried that may be tried again. Mutates."""
@@ -238,7 +284,7 @@ class HeldRequests:
         if isinstance(verdict, AllSaturated):
             new = min(one.new_tokens for one in verdict.view.candidates if one.excluded == SATURATED)
             start_by = held.first_token_by - least_s
-            return replace(held, reason=SATURATED, new_tokens=new, for_room=True, start_by=start_by)
+            return replace(held, reason=SATURATED, new_tokens=new, for_room=True, start_by=start_by, waits_for="")
         result, new = verdict.result, min(one.new_tokens for one in verdict.view.eligible())
         answer_by = min(held.answer_by, held.since + result.max_hold_s) if result.max_hold_s else held.answer_by
         # A request that could be placed, and yet stands behind others, waits for room as they do.
@@ -251,58 +297,128 @@ class HeldRequests:
             new_tokens=new,
             for_room=for_room,
             answer_by=answer_by,
+            waits_for="" if for_room else result.waits_for,
             queue_penalty_s=result.queue_penalty_s,
             start_by=held.first_token_by - max(least_s, mean_s),
         )
 
-    def _retry(self, pool: str, now: float, not_before: float) -> list[ev.Effect]:
+    def _retry(self, pool: str, now: float, not_before: float, *, everywhere: bool = False) -> list[ev.Effect]:
+        if not self.queue.count(pool):
+            return []
+        self._freed[pool] = everywhere or self._freed.get(pool, False)
         at = max(not_before, self._paid_until.get(pool, -inf) - (TRIALS_AT_ONCE - 1) * RETRY_S)
         if at <= now:
             return self._serve(pool, now, TRIES)
-        if self.queue.count(pool):
-            self._due[pool] = min(at, self._due.get(pool, inf))
+        self._due[pool] = min(at, self._due.get(pool, inf))
         return []
 
     def _serve(self, pool: str, now: float, tries: int) -> list[ev.Effect]:
-        """Try the pool's requests in order, until `tries` of them stay held; where there were too many that did not, the others
-        are due soon."""
-        effects: list[ev.Effect] = []
-        full: set[str] = set()
-        # The queue changes when all are tried: the order is of those that wait now.
-        changes: list[Callable[[], object]] = []
-        decisions = max(tries, MOST_DECISIONS)
+        """Try the pool's requests, line by line, until `tries` of them stay held: those that something was freed for, and with
+        half of the tries at the least what trials have left before. What is left then is due soon. Mutates."""
         self._tried_at[pool] = now
         self._paid_until[pool] = max(self._paid_until.get(pool, -inf), now) + RETRY_S
         self._due.pop(pool, None)
+        lines = self.queue.lines(pool)
+        rest, freed = self._rest.pop(pool, set()) & lines, self._freed.pop(pool, None)
+        everywhere = freed is True and not rest
+        first = {line for line in lines if everywhere or (line[1] in self._eased if line[1] else freed is not None)}
+        self._eased.difference_update(instance_id for _, instance_id in first)
+        trial = _Trial(max(tries, MOST_DECISIONS), tries - tries // 2 if rest else tries)
+        left = self._try(pool, first, trial, now)
+        if rest := rest - first | (left & rest) - trial.decided:
+            trial.tries += tries // 2
+            left = left - rest | self._try(pool, rest, trial, now)
+        # The queue changes when all are tried: the order is of those that waited before.
+        for change in trial.changes:
+            change()
+        if left:
+            self._rest[pool] = left
+            self._due[pool] = now + RETRY_S
+        return trial.effects
+
+    def _try(self, pool: str, lines: set[Line], trial: _Trial, now: float) -> set[Line]:
+        """Try the requests of these lines in order as long as the trial may; returns the lines that are still to be tried."""
+        if not lines:
+            return set()
+        full = self.queue.lines(pool) - lines
+        stay_held: set[Line] = set()
         for held in self.queue.order(pool, full):
-            request_id, model = held.request.request_id, held.request.model
-            if not self._has_room(pool, model, now):
+            request_id, line = held.request.request_id, held.line
+            if not self._room(pool, line[0], trial, now):
                 # Nor for those behind it that ask for the same; an adapter is loaded on some instances only.
-                full.add(model)
+                full.add(line)
+                if not trial.lists:
+                    return lines - full
                 continue
-            if not tries:
-                break
-            if not decisions:
-                self._due[pool] = now + RETRY_S
-                break
-            decisions -= 1
+            if not trial.tries:
+                return lines - full - stay_held
+            if not trial.decisions:
+                return lines - full
+            trial.decisions -= 1
+            trial.decided.add(line)
             verdict = self._decide(_aged(held, now), now, None)
             if _elsewhere(verdict, held):
-                changes.append(partial(self.queue.remove, request_id))
-                effects += self._moved(held, now)
+                trial.changes.append(partial(self.queue.remove, request_id))
+                trial.effects += self._moved(held, now)
             elif (late := self._late(held, verdict, now)) is not None:
-                changes.append(partial(self.queue.remove, request_id))
-                effects.append(late)
+                trial.changes.append(partial(self.queue.remove, request_id))
+                trial.effects.append(late)
             elif isinstance(verdict, Decision) and verdict.result.steps:
-                changes.append(partial(self.queue.answered, request_id, _computed(verdict)))
-                effects += self._commit(replace(verdict, previous_id=held.previous_id), held.gateway_id, now)
+                trial.changes.append(partial(self.queue.answered, request_id, _computed(verdict)))
+                trial.effects += self._commit(replace(verdict, previous_id=held.previous_id), held.gateway_id, now)
+                trial.room.clear()
             else:
-                tries -= 1
+                trial.tries -= 1
+                stay_held.add(line)
                 if not isinstance(verdict, ev.Refused):
-                    changes.append(partial(self.queue.update, self._judged(held, verdict)))
-        for change in changes:
-            change()
+                    trial.changes.append(partial(self.queue.update, self._judged(held, verdict)))
+        return set()
+
+    def _room(self, pool: str, model: str, trial: _Trial, now: float) -> bool:
+        key = id(self._members(pool, model))
+        if key not in trial.room:
+            trial.room[key] = self._has_room(pool, model, now)
+            trial.lists -= not trial.room[key]
+        return trial.room[key]
+
+    def _end_expired(self, now: float) -> list[ev.Effect]:
+        """Answer those whose time is over: as many as one turn may. Mutates."""
+        effects: list[ev.Effect] = []
+        decisions = TRIES
+        saturated: dict[tuple[str, int], bool] = {}
+        for held in self.queue.expired(now, ENDS_AT_ONCE):
+            request, why = held.request, f"held for {now - held.since:.1f} s"
+            line = held.pool, id(self._members(held.pool, request.model))
+            if self._needs_no_view(held):
+                if line not in saturated:
+                    saturated[line] = self._saturated(held.pool, request.model, now)
+                if saturated[line]:
+                    self.queue.remove(request.request_id)
+                    effects += self._refused(held, why, now)
+                    continue
+            if not decisions:
+                break
+            decisions -= 1
+            if now < held.answer_by and self._is_in_time_after_all(held, now):
+                continue
+            self.queue.remove(request.request_id)
+            effects += self._end(held, now, "hold_expired", why)
+            saturated.clear()
+        self._ends_due = now + ENDS_PAUSE_S if self.queue.expired(now, 1) else inf
         return effects
+
+    def _needs_no_view(self, held: HeldRequest) -> bool:
+        """Whether a request whose time is over is refused where all instances are saturated, whatever else they are."""
+        by_default = not held.for_room and self._settings.expiry == "place"
+        return not by_default and held.first_token_by == inf and not held.request.exclude
+
+    def _refused(self, held: HeldRequest, why: str, now: float) -> list[ev.Effect]:
+        if held.previous_id:
+            return self._serve_there(held.request, held.gateway_id, now)
+        waited_s = now - held.since
+        if waited_s > 0:
+            self.retry_after.waited(held.pool, held.request.priority, waited_s, now)
+        return [self.refusal(held.request, held.pool, held.gateway_id, why, waited_s)]
 
     def _is_in_time_after_all(self, held: HeldRequest, now: float) -> bool:
         """Whether a request that waits for room would not be late yet: more of its prompt is cached than when it was last tried.
@@ -345,10 +461,7 @@ class HeldRequests:
         if isinstance(verdict, ev.Refused):
             # The model was known when the request came, so its absence is a passing one.
             return [replace(verdict, code="UNAVAILABLE", retry_after_s=self._retry_after_s, gateway_id=held.gateway_id)]
-        waited_s = now - held.since
-        if waited_s > 0:
-            self.retry_after.waited(held.pool, held.request.priority, waited_s, now)
-        return [self.refusal(held.request, held.pool, held.gateway_id, why, waited_s)]
+        return self._refused(held, why, now)
 
 
 def not_serving(request_id: str, pool: str, why: str) -> ev.Refused:
