@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pointsman.common.core.enum_words import values, word
+from pointsman.router.core.events_and_effects import UNKNOWN
 from pointsman.router.core.types import route_class
 from pointsman.router.io.telemetry.decision_log import DRY_RUN, OPEN
 from pointsman.router.v1 import fleet_pb2, placement_pb2
@@ -18,7 +19,7 @@ def test_words_have_no_prefix() -> None:
 def test_the_cores_words_have_values() -> None:
     assert {route_class(new, 20_001) for new in (1_000, 19_999, 20_001)} == set(values(fleet_pb2.RouteClass)) - {""}
     ends = set(values(placement_pb2.Outcome)) - {""}
-    assert ends | {OPEN, DRY_RUN} == set(values(fleet_pb2.DecisionOutcome)) - {""}
+    assert ends | {OPEN, DRY_RUN, UNKNOWN} == set(values(fleet_pb2.DecisionOutcome)) - {""}
 
 
 @pytest.mark.parametrize("kind", [fleet_pb2.RouteClass, fleet_pb2.PlacementMode, fleet_pb2.DecisionOutcome])
