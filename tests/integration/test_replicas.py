@@ -139,15 +139,23 @@ async def test_open_streams_and_sessions_outlive_their_owner(tmp_path: Path) -> 
         owner = await fleet.owner()
         other = next(name for name in fleet.routers if name != owner)
         first = await fleet.gateways[0].place("open")
-        fleet.routers[owner].process.kill()
+        async with fleet.client(owner) as client:
+            session = Session(client, "h")
+            await session.hello()
+            lost = (await session.place("lost", BIG)).step.instance.instance_id
+            fleet.routers[owner].process.kill()
+            session.call.cancel()
         assert await fleet.owner(other_than=owner) == other
         async with fleet.client(other) as client:
             at = first.step.instance.instance_id
-            assert (await client.instances())[at].num_requests == 1
+            assert at != lost
+            counts = {name: one.num_requests for name, one in (await client.instances()).items()}
+            assert (counts[at], counts[lost]) == (1, 1)
             # What a gateway asks again, because the answer did not reach it, goes to the same instance.
-            again = Session(client, "g0-again")
+            again = Session(client, "h")
             await again.hello()
-            assert (await again.place("open", BIG)).step.instance.instance_id == at
+            assert (await again.place("lost", BIG)).step.instance.instance_id == lost
+            await again.finish("lost")
             again.call.cancel()
         second = await fleet.gateways[1].place("beside")
         assert second.step.instance.instance_id != at

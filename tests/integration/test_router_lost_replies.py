@@ -177,7 +177,11 @@ async def test_an_emptied_redis_whose_first_answer_is_lost_is_filled_again(tmp_p
         await eventually(taken_again, "an attempt landed")
         one.proxy.losing = None
         await eventually(lambda: _equal(one, {"one", "two"}), "filled again")
-        assert set(await one.store.hkeys("pointsman:{default:m}:affinity")) == {"/s"}
+
+        async def sessions() -> bool:
+            return set(await one.store.hkeys("pointsman:{default:m}:affinity")) == {"/s"}
+
+        await eventually(sessions, "sessions follow")
         assert await one.count() == 2
 
 
