@@ -37,7 +37,6 @@ class _PoolSessions:
     """The sessions of one pool."""
 
     def __init__(self) -> None:
-        # By a hash of the name that is the same in each process.
         self.shards: dict[int, dict[str, _Session]] = {}
         # By number; the last is being filled, and none is empty. A dict keeps the order in which sessions were assigned.
         self.chunks: dict[int, dict[str, _Session]] = {}
@@ -45,7 +44,7 @@ class _PoolSessions:
         self._put = 0  # how many were put into it
 
     def get(self, name: str) -> _Session | None:
-        shard = self.shards.get(crc32(name.encode()) % SHARDS)
+        shard = self.shards.get(_shard_of(name))
         return None if shard is None else shard.get(name)
 
     def put(self, name: str, owner: str, expires: float, came_back: bool) -> None:
@@ -55,11 +54,11 @@ class _PoolSessions:
             self._put = 0
         self._put += 1
         known = _Session(name, owner, expires, came_back, self._filled)
-        self.shards.setdefault(crc32(name.encode()) % SHARDS, {})[name] = known
+        self.shards.setdefault(_shard_of(name), {})[name] = known
         self.chunks.setdefault(self._filled, {})[name] = known
 
     def pop(self, name: str) -> _Session | None:
-        number = crc32(name.encode()) % SHARDS
+        number = _shard_of(name)
         shard = self.shards.get(number, {})
         if (known := shard.pop(name, None)) is None:
             return None
@@ -222,3 +221,8 @@ class Affinity:
     def _oldest(self) -> tuple[str, str]:
         pool, sessions = min(self._pools.items(), key=lambda one: one[1].oldest().expires)
         return pool, sessions.oldest().name
+
+
+def _shard_of(name: str) -> int:
+    # Not hash(), which differs between processes: what a seed in virtual time tells must not.
+    return crc32(name.encode()) % SHARDS
