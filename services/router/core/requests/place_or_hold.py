@@ -456,9 +456,7 @@ class HeldRequests:
         if isinstance(verdict, Decision) and verdict.result.steps:
             noted = replace(verdict, notes=(*verdict.notes, note), previous_id=held.previous_id)
             return self._commit(noted, held.gateway_id, now)
-        if held.previous_id:
-            return self._serve_there(held.request, held.gateway_id, now)
-        if isinstance(verdict, ev.Refused):
+        if isinstance(verdict, ev.Refused) and not held.previous_id:
             # The model was known when the request came, so its absence is a passing one.
             return [replace(verdict, code="UNAVAILABLE", retry_after_s=self._retry_after_s, gateway_id=held.gateway_id)]
         return self._refused(held, why, now)
