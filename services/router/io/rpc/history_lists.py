@@ -39,13 +39,8 @@ class HistoryLists(PagedLists):
         rows = sorted_rows(history.pools, self._pool(request.model), after)
         # One more tells whether there is a next page.
         found = list(itertools.islice(rows, size + 1))
-        first, last = history.pool_buckets(now)
         answer = fleet_pb2.ListPoolHistoriesResponse(
-            start_time=_wall(first * POOL_STEP_S, now),
-            end_time=_wall((last + 1) * POOL_STEP_S, now),
-            step=duration(POOL_STEP_S),
-            window=duration(WINDOW_S),
-            observed_since=_wall(history.since, now),
+            **self._times(history.pool_buckets(now), POOL_STEP_S, now),
             next_page_token=self._token(found[size - 1][0], request) if len(found) > size else "",
         )
         told = [(answer.pools.add(model=name), row) for name, row in found[:size]]
@@ -71,13 +66,8 @@ class HistoryLists(PagedLists):
         history, now = self._router.history, time.monotonic()
         rows = sorted_rows(history.instances, self._pool(request.model), after)
         found = list(itertools.islice(rows, size + 1))
-        first, last = history.instance_buckets(now)
         answer = fleet_pb2.ListInstanceHistoriesResponse(
-            start_time=_wall(first * INSTANCE_STEP_S, now),
-            end_time=_wall((last + 1) * INSTANCE_STEP_S, now),
-            step=duration(INSTANCE_STEP_S),
-            window=duration(WINDOW_S),
-            observed_since=_wall(history.since, now),
+            **self._times(history.instance_buckets(now), INSTANCE_STEP_S, now),
             next_page_token=self._token(found[size - 1][0], request) if len(found) > size else "",
         )
         async for instance_id, row in in_turns(found[:size]):
@@ -89,6 +79,17 @@ class HistoryLists(PagedLists):
                 values=values if _some(values) else (),
             )
         return answer
+
+    def _times(self, buckets: tuple[int, int], step_s: float, now: float) -> dict[str, Any]:
+        """The fields of both answers that say of when their values are; `buckets`: the first and the last."""
+        first, last = buckets
+        return {
+            "start_time": _wall(first * step_s, now),
+            "end_time": _wall((last + 1) * step_s, now),
+            "step": duration(step_s),
+            "window": duration(WINDOW_S),
+            "observed_since": _wall(self._router.history.since, now),
+        }
 
     def _pool(self, model: str) -> str:
         # A pool whose instances are gone has no names any more but its own.
