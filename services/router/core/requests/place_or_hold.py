@@ -409,8 +409,11 @@ class HeldRequests:
 
     def _needs_no_view(self, held: HeldRequest) -> bool:
         """Whether a request whose time is over is refused where all instances are saturated, whatever else they are."""
-        by_default = not held.for_room and self._settings.expiry == "place"
-        return not by_default and held.first_token_by == inf and not held.request.exclude
+        return not self._is_placed_by_default(held) and held.first_token_by == inf and not held.request.exclude
+
+    def _is_placed_by_default(self, held: HeldRequest) -> bool:
+        """Whether its end is a placement by a policy that does not hold it."""
+        return not held.for_room and self._settings.expiry == "place"
 
     def _refused(self, held: HeldRequest, why: str, now: float) -> list[ev.Effect]:
         if held.previous_id:
@@ -447,8 +450,8 @@ class HeldRequests:
 
     def _end(self, held: HeldRequest, now: float, note: str, why: str) -> list[ev.Effect]:
         """The answer to a request that may not wait (any longer)."""
-        by_default = not held.for_room and self._settings.expiry == "place"
-        verdict = self._decide(_aged(held, now), now, (self._without_holds() or self._fallback) if by_default else None)
+        policy = (self._without_holds() or self._fallback) if self._is_placed_by_default(held) else None
+        verdict = self._decide(_aged(held, now), now, policy)
         if _elsewhere(verdict, held):
             return self._moved(held, now)
         if (late := self._late(held, verdict, now)) is not None:
