@@ -76,6 +76,8 @@ async def test_an_index_that_answers_contradict_is_asked_for_again_and_twice_is_
             await until(client, "ready", state=fleet_pb2.INSTANCE_STATE_READY, keys=10)
             for number in range(5):
                 assert (await answered(session, f"r{again}{number}", cached=0)).cached_tokens == 144
+            await until(client, "ended", num_requests=0)
+            await report.load()
             status = await until(client, "audit failed", prediction_audit_failures=again + 1)
             assert (status.keys, "fewer cached tokens" in status.prefix_reason) == (0, True)
             if not again:

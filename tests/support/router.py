@@ -66,7 +66,13 @@ class Report:
         }
         instance = agent_pb2.Instance(**{**values, **changes})
         await self.send(
-            hello=agent_pb2.Hello(instance=instance, key_scheme=scheme, oldest_seq=oldest, latest_seq=latest)
+            hello=agent_pb2.Hello(
+                instance=instance,
+                key_scheme=scheme,
+                oldest_seq=oldest,
+                latest_seq=latest,
+                report_interval_ms=60_000,  # it speaks when the test has it speak
+            )
         )
 
     async def snapshot(self, keys: list[int]) -> None:
@@ -75,6 +81,9 @@ class Report:
             chunk = agent_pb2.SnapshotChunk(tier=agent_pb2.TIER_DEVICE, keys=keys[start : start + CHUNK_KEYS])
             await self.send(snapshot_chunk=chunk)
         await self.send(snapshot_end=agent_pb2.SnapshotEnd(seq=0, key_count=len(keys), digest=digest_of(1, keys)))
+        await self.load()
+
+    async def load(self) -> None:
         await self.send(load=agent_pb2.Load(healthy=True, running=1, kv_usage=0.25))
 
     async def join(self, name: str = "a", keys: list[int] | None = None, **changes: Any) -> None:

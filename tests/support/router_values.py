@@ -60,8 +60,10 @@ def state(policy: str = "unified", *, owns_all: bool = True, **settings: Any) ->
     return RouterState(make_policy(policy), StateSettings(**settings), router_id="t", owns_all=owns_all)
 
 
-def hello(state_: RouterState, name: str, stream_id: int, now: float = 0.0, **changes: Any) -> list[ev.Effect]:
-    return state_.handle(ev.AgentHello(stream_id, info(name, **changes), KEY_SCHEME, 1, 0), now)
+def hello(
+    state_: RouterState, name: str, stream_id: int, now: float = 0.0, *, report_interval_s: float = 1.0, **changes: Any
+) -> list[ev.Effect]:
+    return state_.handle(ev.AgentHello(stream_id, info(name, **changes), KEY_SCHEME, 1, 0, report_interval_s), now)
 
 
 def join(

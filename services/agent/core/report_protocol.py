@@ -28,11 +28,17 @@ class ProtocolError(Exception):
 class ReportProtocol:
     """One stream, from Hello on. Feed it with `received` and `load`; take messages with `next_message` until it has none.
 
-    `consistency_check_interval_s` is the time between consistency checks.
+    `consistency_check_interval_s` is the time between consistency checks, `report_interval_s` the one between two loads.
     """
 
     def __init__(
-        self, cached_blocks: CachedBlocks, instance: pb.Instance, agent_id: str, consistency_check_interval_s: float
+        self,
+        cached_blocks: CachedBlocks,
+        instance: pb.Instance,
+        agent_id: str,
+        *,
+        consistency_check_interval_s: float,
+        report_interval_s: float,
     ) -> None:
         self._cached_blocks = cached_blocks
         self._interval = consistency_check_interval_s
@@ -43,6 +49,7 @@ class ReportProtocol:
                 oldest_seq=cached_blocks.oldest_seq,
                 latest_seq=cached_blocks.latest_seq,
                 agent_id=agent_id,
+                report_interval_ms=round(report_interval_s * 1000),
             )
         )
         self.welcomed = False

@@ -37,6 +37,7 @@ class AgentContext:
     zmq: zmq.asyncio.Context
     agent_id: str
     state_dir: Path
+    report_interval_s: float
     consistency_check_interval_s: float
     save_interval_s: float
 
@@ -102,7 +103,8 @@ class InstanceMonitor:
                 self.cached_blocks,
                 self.instance,
                 self._agent_context.agent_id,
-                self._agent_context.consistency_check_interval_s,
+                consistency_check_interval_s=self._agent_context.consistency_check_interval_s,
+                report_interval_s=self._agent_context.report_interval_s,
             )
             for router, channel in self._agent_context.channels.items()
         ]

@@ -65,6 +65,7 @@ async def _serve(settings: AgentSettings, stop: asyncio.Event, resources: AsyncE
         zmq=context,
         agent_id=f"{socket.gethostname()}-{os.getpid()}",
         state_dir=settings.state_dir,
+        report_interval_s=settings.scrape_interval_s,
         consistency_check_interval_s=settings.consistency_check_interval_s,
         save_interval_s=settings.save_interval_s,
     )

@@ -65,7 +65,9 @@ class Reporter:
         cached_blocks: CachedBlocks,
         instance: pb.Instance,
         agent_id: str,
+        *,
         consistency_check_interval_s: float,
+        report_interval_s: float,
     ) -> None:
         self.router = router
         self.connected = False
@@ -78,7 +80,8 @@ class Reporter:
         self._cached_blocks = cached_blocks
         self._instance = instance
         self._agent_id = agent_id
-        self._interval = consistency_check_interval_s
+        self._consistency_check_interval_s = consistency_check_interval_s
+        self._report_interval_s = report_interval_s
         self._load: tuple[pb.Load, float] | None = None
         self._machine: ReportProtocol | None = None
         self._wake = asyncio.Event()
@@ -161,7 +164,13 @@ class Reporter:
     async def _stream(self, call: Call) -> None:
         """One stream from Hello to its end. Returns when it ended in order; raises gRPC's errors, ProtocolError and
         TimeoutError when no welcome came."""
-        machine = self._machine = ReportProtocol(self._cached_blocks, self._instance, self._agent_id, self._interval)
+        machine = self._machine = ReportProtocol(
+            self._cached_blocks,
+            self._instance,
+            self._agent_id,
+            consistency_check_interval_s=self._consistency_check_interval_s,
+            report_interval_s=self._report_interval_s,
+        )
         self._again = False
         if self._load is not None:
             machine.load(*self._load)

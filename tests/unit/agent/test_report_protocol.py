@@ -14,6 +14,7 @@ from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman.common.core.block_keys import KEY_SCHEME, digest_of
 from tests.support.kv_events import hash_of, pairs_of, store
 
+INTERVALS = {"consistency_check_interval_s": 5.0, "report_interval_s": 0.25}
 INSTANCE = pb.Instance(instance_id="h:1", incarnation="a", model="tiny", block_size=32)
 
 
@@ -90,11 +91,11 @@ class ReportMachine(RuleBasedStateMachine):
     def connect(self) -> None:
         if self.stream is not None:
             return
-        self.stream = ReportProtocol(self.cached_blocks, INSTANCE, "agent", 5.0)
+        self.stream = ReportProtocol(self.cached_blocks, INSTANCE, "agent", **INTERVALS)
         assert self.stream.wake_at() is None
         hello = self.stream.next_message(self.now)
         assert hello is not None
-        assert hello.hello.key_scheme == KEY_SCHEME
+        assert (hello.hello.key_scheme, hello.hello.report_interval_ms) == (KEY_SCHEME, 250)
         assert self.stream.next_message(self.now) is None
         held = self.router.pairs if self.router.begun is None else None
         known = held is not None and hello.hello.oldest_seq <= self.router.seq + 1 <= hello.hello.latest_seq + 1
@@ -165,7 +166,7 @@ def many_cached_blocks(keys: int) -> CachedBlocks:
 
 
 def test_load_comes_right_after_welcome_and_only_the_latest() -> None:
-    stream = ReportProtocol(many_cached_blocks(3), INSTANCE, "agent", 5.0)
+    stream = ReportProtocol(many_cached_blocks(3), INSTANCE, "agent", **INTERVALS)
     stream.next_message(0.0)
     stream.load(pb.Load(running=1), 0.0)
     stream.load(pb.Load(running=2), 9.5)
@@ -181,7 +182,7 @@ def test_load_comes_right_after_welcome_and_only_the_latest() -> None:
 
 def test_a_chunk_of_a_snapshot_holds_a_routers_loop_for_some_milliseconds_at_most() -> None:
     cached_blocks = many_cached_blocks(10_000)
-    stream = ReportProtocol(cached_blocks, INSTANCE, "agent", 5.0)
+    stream = ReportProtocol(cached_blocks, INSTANCE, "agent", **INTERVALS)
     stream.next_message(0.0)
     stream.received(welcome(), 0.0)
     sizes = []
@@ -194,7 +195,7 @@ def test_a_chunk_of_a_snapshot_holds_a_routers_loop_for_some_milliseconds_at_mos
 
 def test_a_snapshot_comes_in_chunks_and_loads_pass_between_them() -> None:
     cached_blocks = many_cached_blocks(2 * CHUNK_KEYS + 1)
-    stream = ReportProtocol(cached_blocks, INSTANCE, "agent", 5.0)
+    stream = ReportProtocol(cached_blocks, INSTANCE, "agent", **INTERVALS)
     stream.next_message(0.0)
     stream.received(welcome(), 0.0)
     router = ToyRouter()
@@ -220,7 +221,7 @@ def test_what_cannot_be_resumed_is_sent_whole(resume: int) -> None:
     cached_blocks = CachedBlocks("tiny", ring=2)
     for letter in range(1, 6):
         cached_blocks.apply([store((letter,))])
-    stream = ReportProtocol(cached_blocks, INSTANCE, "agent", 5.0)
+    stream = ReportProtocol(cached_blocks, INSTANCE, "agent", **INTERVALS)
     stream.next_message(0.0)
     stream.received(pb.ReportResponse(welcome=pb.Welcome(resume_from_seq=resume)), 0.0)
     message = stream.next_message(0.0)
@@ -237,7 +238,7 @@ def test_what_cannot_be_resumed_is_sent_whole(resume: int) -> None:
     ],
 )
 def test_a_router_that_breaks_the_order_is_told(responses: list[pb.ReportResponse]) -> None:
-    stream = ReportProtocol(CachedBlocks("tiny"), INSTANCE, "agent", 5.0)
+    stream = ReportProtocol(CachedBlocks("tiny"), INSTANCE, "agent", **INTERVALS)
     stream.next_message(0.0)
     for response in responses[:-1]:
         stream.received(response, 0.0)
@@ -247,4 +248,4 @@ def test_a_router_that_breaks_the_order_is_told(responses: list[pb.ReportRespons
 
 def test_a_welcome_before_hello_is_refused() -> None:
     with pytest.raises(ProtocolError):
-        ReportProtocol(CachedBlocks("tiny"), INSTANCE, "agent", 5.0).received(welcome(), 0.0)
+        ReportProtocol(CachedBlocks("tiny"), INSTANCE, "agent", **INTERVALS).received(welcome(), 0.0)

@@ -305,7 +305,15 @@ def test_an_engine_that_caches_nothing_is_believed_to_for_a_while_only() -> None
 
 
 def shortfalls(router: RouterState, count: int, name: str = "r", now: float = 0.0) -> list[ev.Effect]:
-    return list(itertools.chain.from_iterable(answer(router, f"{name}{n}", cached=0, now=now) for n in range(count)))
+    """Answers that had nothing cached, and a word of the agent after them; what both bring."""
+    ended = itertools.chain.from_iterable(answer(router, f"{name}{n}", cached=0, now=now) for n in range(count))
+    return [*ended, *speaks(router, now)]
+
+
+def speaks(router: RouterState, now: float) -> list[ev.Effect]:
+    effects = router.handle(ev.LoadReported(record_of(router).stream_id, "a", Load(now)), now)
+    router.check_invariants()
+    return effects
 
 
 def test_persistent_shortfalls_fail_the_audit_until_the_next_snapshot() -> None:
@@ -313,7 +321,9 @@ def test_persistent_shortfalls_fail_the_audit_until_the_next_snapshot() -> None:
     join(router, "a", 1, KEYS)
     assert not any(isinstance(effect, ev.Resync) for effect in shortfalls(router, 4))
     place(router, request("early", prompt=PROMPT))
-    effects = answer(router, "last", cached=0)
+    answer(router, "last", cached=0)
+    assert seen(router).cached_tokens == 192
+    effects = speaks(router, 0.0)
     [resync] = [effect for effect in effects if isinstance(effect, ev.Resync)]
     assert "5 of the last 5 answers" in resync.reason
     assert [effect.instance_id for effect in effects if isinstance(effect, ev.PredictionAuditFailed)] == ["a"]
@@ -335,6 +345,7 @@ def test_occasional_and_small_shortfalls_are_no_reason() -> None:
         answer(router, f"r{number}", cached=0 if number % 2 else 192)
         answer(router, f"s{number}", cached=160)
         answer(router, f"t{number}")
+        speaks(router, 0.0)
     assert record_of(router).prediction_audit.failures == 0
 
 
@@ -349,6 +360,38 @@ def test_what_the_engine_evicted_meanwhile_is_no_evidence() -> None:
         router.handle(ev.Finished(f"r{number}", "OK", cached_tokens=64), 0.0)
     assert record_of(router).prediction_audit.failures == 0
     router.check_invariants()
+
+
+@pytest.mark.parametrize("interval_s", [0.5, 4.0])
+@pytest.mark.parametrize(("silence", "fails"), [(1.9, True), (2.1, False)])
+def test_what_an_engine_evicts_while_its_agent_is_silent_is_no_evidence(
+    silence: float, fails: bool, interval_s: float
+) -> None:
+    router = state()
+    join(router, "a", 1, KEYS, report_interval_s=interval_s)
+    until = silence * interval_s
+    for number in range(8):
+        answer(router, f"r{number}", cached=0, now=until * number / 8)
+    place(router, request("ends later", prompt=PROMPT), until - 0.01)
+    effects = speaks(router, until)
+    audit = record_of(router).prediction_audit
+    assert any(isinstance(effect, ev.Resync) for effect in effects) is fails is (audit.failures == 1)
+    router.handle(ev.Finished("ends later", "OK", cached_tokens=0), until)
+    shortfalls(router, 4, "s", until)
+    assert audit.failures == fails
+
+
+def test_what_ends_before_a_lost_agent_returns_is_no_evidence() -> None:
+    router = state()
+    join(router, "a", 1, KEYS)
+    for number in range(8):
+        place(router, request(f"r{number}", prompt=PROMPT))
+    router.handle(ev.AgentLost(1, "a"), 0.1)
+    hello(router, "a", 2, 0.2)
+    for number in range(8):
+        router.handle(ev.Finished(f"r{number}", "OK", cached_tokens=0), 0.3)
+    shortfalls(router, 4, "s", 0.3)
+    assert record_of(router).prediction_audit.failures == 0
 
 
 @pytest.mark.parametrize(("pause", "approximate"), [(59.0, True), (61.0, False)])

@@ -370,6 +370,7 @@ class Hello(_message.Message):
     OLDEST_SEQ_FIELD_NUMBER: _builtins.int
     LATEST_SEQ_FIELD_NUMBER: _builtins.int
     AGENT_ID_FIELD_NUMBER: _builtins.int
+    REPORT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     key_scheme: _builtins.str
     """key_scheme names how keys are made; the router refuses any other than its own."""
     oldest_seq: _builtins.int
@@ -378,6 +379,10 @@ class Hello(_message.Message):
     """latest_seq is the last delta the agent applied to its set of keys; 0 before the first."""
     agent_id: _builtins.str
     """agent_id names the agent process in logs."""
+    report_interval_ms: _builtins.int
+    """report_interval_ms is the longest time between two messages, in ms, while agent and engine are well; 0: not told. What answers
+    say of a cache during a longer silence is held against nobody.
+    """
     @_builtins.property
     def instance(self) -> Global___Instance:
         """instance is the identity and the fixed properties."""
@@ -390,10 +395,11 @@ class Hello(_message.Message):
         oldest_seq: _builtins.int = ...,
         latest_seq: _builtins.int = ...,
         agent_id: _builtins.str = ...,
+        report_interval_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "instance", b"instance", "key_scheme", b"key_scheme", "latest_seq", b"latest_seq", "oldest_seq", b"oldest_seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "instance", b"instance", "key_scheme", b"key_scheme", "latest_seq", b"latest_seq", "oldest_seq", b"oldest_seq", "report_interval_ms", b"report_interval_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

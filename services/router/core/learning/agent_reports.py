@@ -53,7 +53,10 @@ class Reports:
         before = self._instances.get(info.instance_id)
         if before is not None and before.lost_at is None and before.stream_id != hello.stream_id:
             effects.append(ev.RefuseReport(before.stream_id, "a newer stream reports this instance", replaced=True))
+        if before is not None:
+            self._prefix_knowledge.silence_ends(before, now)
         record = self._instances.add(info, hello.stream_id, now)
+        record.report_interval_s = hello.report_interval_s
         if before is not None and before is not record:
             self._prefix_knowledge.forget(info.instance_id)
         resume = record.follows_events and record.sync.can_resume(hello.oldest_seq, hello.latest_seq)
@@ -66,9 +69,12 @@ class Reports:
 
     def keys(self, event: ev.KeysReported, now: float) -> list[ev.Effect]:
         """A message about an instance's keys. Mutates."""
-        record = self._reporter(event.stream_id, event.instance_id, now)
-        if record is None or not (record.follows_events or record.sync.full):
+        record = self._reporter(event.stream_id, event.instance_id)
+        if record is None:
             return []
+        rejected = self._heard(record, now)
+        if rejected or not (record.follows_events or record.sync.full):
+            return rejected
         before = record.state
         failure = record.sync.handle(event.message)
         self._prefix_knowledge.keys_reported(record, event.message, self._reservations, now)
@@ -79,10 +85,10 @@ class Reports:
 
     def load(self, event: ev.LoadReported, now: float) -> list[ev.Effect]:
         """A load sample. Mutates."""
-        record = self._reporter(event.stream_id, event.instance_id, now)
+        record = self._reporter(event.stream_id, event.instance_id)
         if record is None:
             return []
-        effects: list[ev.Effect] = []
+        effects = self._heard(record, now)
         healthy = record.load is None or record.load.healthy
         record.load = event.load
         if event.load.healthy is not healthy:
@@ -94,13 +100,14 @@ class Reports:
 
     def gone(self, event: ev.AgentGoodbye | ev.AgentLost, now: float) -> list[ev.Effect]:
         """A stream ended, with or without a word. Mutates."""
-        record = self._reporter(event.stream_id, event.instance_id, now)
+        record = self._reporter(event.stream_id, event.instance_id)
         if record is None:
             return []
         if isinstance(event, ev.AgentGoodbye):
             self._remove(event.instance_id)
         else:
-            record.lost_at = now
+            record.heard_at = record.lost_at = now
+            record.candidate_snapshot = None
         return [ev.FleetChanged()]
 
     def tick(self, now: float) -> list[ev.Effect]:
@@ -117,13 +124,17 @@ class Reports:
                 effects += [ev.Resync(record.stream_id, record.info.instance_id, reason), ev.FleetChanged()]
         return effects
 
-    def _reporter(self, stream_id: int, instance_id: str, now: float) -> InstanceRecord | None:
+    def _reporter(self, stream_id: int, instance_id: str) -> InstanceRecord | None:
+        """The instance, if that stream is the one that reports it."""
         record = self._instances.get(instance_id)
-        if record is None or record.stream_id != stream_id:
-            return None
+        return record if record is not None and record.stream_id == stream_id else None
+
+    def _heard(self, record: InstanceRecord, now: float) -> list[ev.Effect]:
+        """Its agent has something to say. Mutates."""
+        effects = self._prefix_knowledge.heard(record, now)
         record.heard_at = now
         record.candidate_snapshot = None
-        return record
+        return effects
 
     def _release_stale(self, record: InstanceRecord, now: float) -> list[ev.Effect]:
         instance_id = record.info.instance_id

@@ -33,6 +33,8 @@ class PrefixMatches(NamedTuple):
 _NOTHING = PrefixMatches({}, {})
 # Block keys assumed on an instance without KV events that does not tell its KV capacity.
 ASSUMED_CAPACITY_KEYS = 16_384
+# An agent that has said nothing for so many of its report intervals is silent.
+SILENT_INTERVALS = 2
 
 
 @dataclass(slots=True)
@@ -87,6 +89,22 @@ class PrefixKnowledge:
         return PrefixMatches(blocks, provisional)
 
     # ---- agents ----
+
+    def heard(self, record: InstanceRecord, now: float) -> list[ev.Effect]:
+        """The instance's agent speaks; call it before `heard_at` is set. What answers have said since its last word counts now,
+        unless it was silent too long. Mutates."""
+        audit = record.prediction_audit
+        self.silence_ends(record, now)
+        if not audit.waits or not record.sync.live or not audit.judge(now):
+            return []
+        return self._reject_predictions(record, now)
+
+    def silence_ends(self, record: InstanceRecord, now: float) -> None:
+        """The instance's agent speaks again. Nobody told what its engine evicted meanwhile: answers to what was placed before the
+        end of a silence are no evidence against the index. Mutates."""
+        silent = now - record.heard_at > SILENT_INTERVALS * record.report_interval_s
+        if record.follows_events and (silent or record.lost_at is not None):
+            record.prediction_audit.ignore_before(now)
 
     def keys_reported(
         self, record: InstanceRecord, message: KeyMessage, reservations: Reservations, now: float
@@ -247,12 +265,14 @@ class PrefixKnowledge:
             return []
         elif reported < predicted:
             self.approximate_index.correct(prompt.instance_id, prompt.keys[reported // KEY_TOKENS :])
-        followed = record.follows_events
-        if not record.prediction_audit.observe(predicted, reported, record.info.block_size, now):
+        record.prediction_audit.observe(predicted, reported, record.info.block_size)
+        # What its engine told of it may be on its way; the approximate index, though, is the router's own.
+        if record.follows_events or not record.prediction_audit.judge(now):
             return []
-        return self._reject_predictions(record, followed, now)
+        return self._reject_predictions(record, now)
 
-    def _reject_predictions(self, record: InstanceRecord, followed: bool, now: float) -> list[ev.Effect]:
+    def _reject_predictions(self, record: InstanceRecord, now: float) -> list[ev.Effect]:
+        followed = record.sync.live
         instance_id, reason = record.info.instance_id, record.prediction_audit.reason
         record.candidate_snapshot = None
         self.provisional.drop(instance_id)
