@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from pointsman.common.core.enum_words import word
@@ -87,7 +88,7 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
             policy_etag=operator_messages.policy_etag(policy),
             router_id=self._router.settings.router_id,
             held_requests=len(self._router.state.held_requests.queue),
-            next_page_token=self._token(found[size - 1].info.instance_id, request) if len(found) > size else "",
+            next_page_token=self._next_page(found, size, lambda record: record.info.instance_id, request),
         )
 
     async def GetInstance(  # noqa: N802
@@ -131,7 +132,7 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
         found = sorted(name for name in self._router.state.instances.orders if after is None or name > after)
         return fleet_pb2.ListInstanceOrdersResponse(
             orders=[self._order(name) async for name in in_turns(found[:size])],
-            next_page_token=self._token(found[size - 1], request) if len(found) > size else "",
+            next_page_token=self._next_page(found, size, str, request),
         )
 
     async def SetPolicy(  # noqa: N802
@@ -155,11 +156,10 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
         """The newest decisions that match."""
         size, before = await self._page(request, int, context)
         wanted = _filter(request.filter)
-        # One more tells whether there is a next page.
         found = list(itertools.islice(self._router.decisions.newest(wanted.matches, before), size + 1))
         return fleet_pb2.ListDecisionsResponse(
             decisions=[self.without_candidates(one) async for one in in_turns(found[:size])],
-            next_page_token=self._token(found[size - 1].number, request) if len(found) > size else "",
+            next_page_token=self._next_page(found, size, attrgetter("number"), request),
         )
 
     async def WatchDecisions(  # noqa: N802

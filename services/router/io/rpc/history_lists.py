@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from operator import itemgetter
 from typing import Any
 
 from pointsman.common.core.enum_words import word
@@ -37,11 +38,10 @@ class HistoryLists(PagedLists):
         wanted = [(wire, await _pool_measure(wire, context)) for wire in sorted(set(request.measures))] or _ALL
         history, now = self._router.history, time.monotonic()
         rows = sorted_rows(history.pools, self._pool(request.model), after)
-        # One more tells whether there is a next page.
         found = list(itertools.islice(rows, size + 1))
         answer = fleet_pb2.ListPoolHistoriesResponse(
             **self._times(history.pool_buckets(now), POOL_STEP_S, now),
-            next_page_token=self._token(found[size - 1][0], request) if len(found) > size else "",
+            next_page_token=self._next_page(found, size, itemgetter(0), request),
         )
         told = [(answer.pools.add(model=name), row) for name, row in found[:size]]
         if not request.model and after is None:
@@ -68,7 +68,7 @@ class HistoryLists(PagedLists):
         found = list(itertools.islice(rows, size + 1))
         answer = fleet_pb2.ListInstanceHistoriesResponse(
             **self._times(history.instance_buckets(now), INSTANCE_STEP_S, now),
-            next_page_token=self._token(found[size - 1][0], request) if len(found) > size else "",
+            next_page_token=self._next_page(found, size, itemgetter(0), request),
         )
         async for instance_id, row in in_turns(found[:size]):
             values = history.read_instance(row, measure, now)

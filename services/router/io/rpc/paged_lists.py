@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from pointsman.router.io.rpc.errors import abort, field_status, page_token_status
@@ -34,6 +34,10 @@ class PagedLists:
             await abort(context, page_token_status(str(error)))
         except ValueError as error:
             await abort(context, field_status("page_size", str(error)))
+
+    def _next_page(self, found: Sequence[T], size: int, position: Callable[[T], object], request: Any) -> str:
+        """The token of the page after the first `size` of `found`; empty when these are all: look for one more than is told."""
+        return self._token(position(found[size - 1]), request) if len(found) > size else ""
 
     def _token(self, position: object, request: Any) -> str:
         return token_after(position, request, self._router.settings.router_id)
