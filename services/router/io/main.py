@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import gc
 import signal
 import socket
 import sys
@@ -20,6 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pointsman.common.io import event_loop
 from pointsman.common.io.auth import TokenInterceptor, is_loopback
 from pointsman.common.io.channel import SERVER_OPTIONS
+from pointsman.common.io.garbage import collect_garbage
 from pointsman.common.io.logs import configure_logs
 from pointsman.common.io.metrics_page import metrics_page
 from pointsman.common.io.settings import Tokens
@@ -171,9 +171,7 @@ async def _run(settings: RouterSettings) -> None:
     except BaseException:
         await server.stop()
         raise
-    # What was made so far stays: without this each full collection walks it all while placements wait.
-    gc.collect()
-    gc.freeze()
+    collecting = asyncio.ensure_future(collect_garbage())
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -183,6 +181,7 @@ async def _run(settings: RouterSettings) -> None:
     done, _ = await asyncio.wait((waiting, stopping), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     waiting.cancel()
+    collecting.cancel()
     await server.stop()
     if waiting in done:
         with contextlib.suppress(asyncio.CancelledError):
