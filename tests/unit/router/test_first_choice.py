@@ -341,3 +341,22 @@ def counted(made: list[object], init: Callable[..., None]) -> Callable[..., None
         init(one, *arguments)
 
     return count
+
+
+def test_an_instance_that_restarts_as_it_was_has_no_list_made_anew() -> None:
+    """Of a thousand that restart each would have the next placement sort them all."""
+    router = fleet()
+    decision_of(router, "before")
+    lists, members = router.instances.lists("m"), router.instances.members("m", "m")
+    join(router, "i03", 99, incarnation="another", kv_capacity_tokens=64)
+    assert router.instances.lists("m") is lists
+    assert router.instances.members("m", "m") is members
+    router.check_invariants()
+    found = decision_of(router, "after", exclude=tuple(one for one in NAMES if one != "i03")).view.find("i03")
+    assert found is not None
+    assert (found.incarnation, found.kv_capacity_tokens) == ("another", 64)
+    # One that answers to other names does.
+    join(router, "i04", 100, incarnation="another", lora_names=("adapter",))
+    assert router.instances.lists("m") is not lists
+    assert [record.info.instance_id for record in router.instances.members("m", "adapter")] == ["i04"]
+    router.check_invariants()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import chain
 
 import msgspec
@@ -49,6 +49,11 @@ class InstanceRecord:
     idle_reports: IdleReports = field(default_factory=IdleReports)
     circuit: Circuit = field(default_factory=Circuit)
     candidate_snapshot: CandidateSnapshot | None = None
+
+    def become(self, other: InstanceRecord) -> None:
+        """Take over all of another incarnation's: lists of instances go on with the record that they have. Mutates."""
+        for field_ in fields(self):
+            setattr(self, field_.name, getattr(other, field_.name))
 
     @property
     def state(self) -> InstanceState:
@@ -197,6 +202,11 @@ class _Pool:
         """Weights have changed. Mutates."""
         self._shares = {}
 
+    def described(self, record: InstanceRecord) -> None:
+        """Take up what a known instance says of itself, whose names are as before. Mutates."""
+        self._shares, self._info = {}, None
+        self.refresh(record)
+
     def refresh(self, record: InstanceRecord) -> None:
         """Take up whether an instance is placeable, and whether its circuit is closed. Mutates."""
         instance_id = record.info.instance_id
@@ -336,19 +346,26 @@ class InstanceRegistry:
 
         A known incarnation keeps its keys, so that its agent may resume; a new one starts empty, and ends a drain; orders stay.
         """
-        before = self._records.get(info.instance_id)
-        if before is not None:
-            self._leave_pool(before)
-        if before is not None and before.info.incarnation == info.incarnation:
-            record = before
+        record = self._records.get(info.instance_id)
+        # Its pool's lists are made anew for one that comes, or changes its names, not for each of a thousand that restart.
+        stays = record is not None and record.info.model == info.model and _Traits(record.info) == _Traits(info)
+        if record is not None and not stays:
+            self._leave_pool(record)
+        if record is not None and record.info.incarnation == info.incarnation:
             record.info, record.stream_id, record.heard_at, record.lost_at = info, stream_id, now, None
             record.candidate_snapshot = None
         else:
             sync = ReportSync(info.instance_id, self._index)
             sync.reset()
             order = self.orders.get(info.instance_id, NO_ORDER)
-            record = InstanceRecord(info, sync, stream_id, now, draining=self._drains(info), order=order)
-        self._records[info.instance_id] = record
+            begun = InstanceRecord(info, sync, stream_id, now, draining=self._drains(info), order=order)
+            if record is None:
+                record = self._records[info.instance_id] = begun
+            else:
+                record.become(begun)
+        if stays:
+            self._pools[info.model].described(record)
+            return record
         if info.model not in self._pools:
             self._pools[info.model] = _Pool(info.model)
         self._pools[info.model].add(record)

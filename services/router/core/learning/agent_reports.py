@@ -55,10 +55,10 @@ class Reports:
             effects.append(ev.RefuseReport(before.stream_id, "a newer stream reports this instance", replaced=True))
         if before is not None:
             self._prefix_knowledge.silence_ends(before, now)
+            if before.info.incarnation != info.incarnation:
+                self._prefix_knowledge.forget(info.instance_id)
         record = self._instances.add(info, hello.stream_id, now)
         record.report_interval_s = hello.report_interval_s
-        if before is not None and before is not record:
-            self._prefix_knowledge.forget(info.instance_id)
         resume = record.follows_events and record.sync.can_resume(hello.oldest_seq, hello.latest_seq)
         if not resume:
             record.sync.reset()

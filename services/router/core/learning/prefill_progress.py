@@ -95,6 +95,11 @@ class PrefillProgress:
             if not by_key:
                 del self._next[prompt.instance_id]
 
+    def unwatch_all(self, instance_id: str) -> None:
+        """Stop following the prompts of an instance. Mutates."""
+        for request_id in list(self._waiting.get(instance_id, ())):
+            self.unwatch(request_id)
+
     def close(self, request_id: str) -> OpenPrompt | None:
         """Forget a prompt; None when it is not open. Mutates."""
         self.unwatch(request_id)

@@ -141,9 +141,7 @@ class PrefixKnowledge:
         self.provisional.drop(instance_id)
         self.approximate_index.drop(instance_id)
         self.prefill_observer.forget(instance_id)
-        for prompt in list(self.prefill_progress):
-            if prompt.instance_id == instance_id:
-                self.prefill_progress.unwatch(prompt.request_id)
+        self.prefill_progress.unwatch_all(instance_id)
 
     # ---- requests ----
 
