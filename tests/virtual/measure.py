@@ -138,9 +138,11 @@ def _reports() -> Iterator[tuple[str, float]]:
     def receive() -> None:
         receiver.handle(ev.KeysReported(1, "a", SnapshotBegin(0)), 0.0)
         for one in told:
-            message = agent_messages.key_message(agent_pb2.ReportRequest.FromString(one))
-            assert message is not None
-            receiver.handle(ev.KeysReported(1, "a", message), 0.0)
+            wire = agent_pb2.ReportRequest.FromString(one)
+            for piece in range(agent_messages.pieces(wire)):
+                message = agent_messages.key_message(wire, piece)
+                assert message is not None
+                receiver.handle(ev.KeysReported(1, "a", message), 0.0)
 
     yield (
         "REPORTED_KEY_S",

@@ -11,6 +11,7 @@ from msgspec import structs
 
 from pointsman.agent.v1 import agent_pb2
 from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.instances.report_sync import TIER_DEVICE, SnapshotChunk
 from pointsman.router.core.priority import Priority
 from pointsman.router.core.types import Gpu, InstanceInfo, KvRole, KvTransfer, Load, PlacementRequest
 from pointsman.router.io.convert import agent_messages, gateway_messages
@@ -170,3 +171,14 @@ def test_a_request_has_an_id() -> None:
     fault = gateway_messages.request_fault(placement_pb2.PlacementRequest(model="m"))
     assert fault is not None
     assert fault[0] == "request_id"
+
+
+@given(st.integers(0, 2_000))
+def test_a_snapshots_chunk_in_pieces_has_all_its_keys_in_their_order(count: int) -> None:
+    chunk = agent_pb2.SnapshotChunk(tier=agent_pb2.TIER_DEVICE, keys=range(count))
+    wire = agent_pb2.ReportRequest(snapshot_chunk=chunk)
+    pieces = [agent_messages.key_message(wire, piece) for piece in range(agent_messages.pieces(wire))]
+    assert all(isinstance(one, SnapshotChunk) and one.tier == TIER_DEVICE for one in pieces)
+    assert [key for one in pieces if isinstance(one, SnapshotChunk) for key in one.keys] == list(range(count))
+    assert all(isinstance(one, SnapshotChunk) and len(one.keys) <= agent_messages.PIECE_KEYS for one in pieces)
+    assert agent_messages.pieces(agent_pb2.ReportRequest(load=agent_pb2.Load(healthy=True))) == 1

@@ -23,7 +23,7 @@ from pointsman.router.io.rpc.turn_budget import TurnBudget
 from pointsman.router.io.runtime import AgentStream, Router
 
 AGENT_SERVICE = agent_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name
-# What many agents tell at once (a chunk of a snapshot takes some ms) holds placements up for so long.
+# What many agents tell at once holds placements up for so long; a piece of it is a message, or PIECE_KEYS of a snapshot.
 REPORTS_BUDGET_S = 0.0005
 # Of an agent that does not tell its own: the default of its setting.
 UNTOLD_REPORT_INTERVAL_S = 1.0
@@ -79,14 +79,16 @@ class AgentService:
     async def _read(self, stream_id: int, context: Context) -> None:
         instance_id = ""
         while (message := await context.read()) is not END_OF_STREAM:
-            instance_id = await self._turns.run(partial(self._take, stream_id, instance_id, message, context))
+            parsed = await self._turns.run(partial(_parsed, message))
+            for piece in range(agent_messages.pieces(parsed)):
+                take = partial(self._take, stream_id, instance_id, parsed, piece, context)
+                instance_id = await self._turns.run(take)
 
-    def _take(self, stream_id: int, instance_id: str, raw: bytes, context: Context) -> str:
-        """One message of an agent, of which `instance_id` (empty before the hello) is reported; the id that is from now on."""
-        try:
-            message = agent_pb2.ReportRequest.FromString(raw)
-        except DecodeError as error:
-            raise _ProtocolError(f"not a ReportRequest: {error}") from None
+    def _take(
+        self, stream_id: int, instance_id: str, message: agent_pb2.ReportRequest, piece: int, context: Context
+    ) -> str:
+        """A piece of a message of an agent, of which `instance_id` (empty before the hello) is reported; the id that is from now
+        on."""
         kind = message.WhichOneof("kind")
         if kind == "hello":
             if instance_id:
@@ -107,7 +109,7 @@ class AgentService:
             event = ev.LoadReported(stream_id, instance_id, agent_messages.load(message.load, time.monotonic()))
         elif kind == "goodbye":
             event = ev.AgentGoodbye(stream_id, instance_id)
-        elif (about_keys := agent_messages.key_message(message)) is not None:
+        elif (about_keys := agent_messages.key_message(message, piece)) is not None:
             event = ev.KeysReported(stream_id, instance_id, about_keys)
         else:
             return instance_id
@@ -149,6 +151,13 @@ def _address(url: str) -> str:
         return f"{parts.hostname}:{parts.port or ''}" if parts.hostname else ""
     except ValueError as error:
         raise _ProtocolError(f"{url!r} is no URL: {error}") from None
+
+
+def _parsed(raw: bytes) -> agent_pb2.ReportRequest:
+    try:
+        return agent_pb2.ReportRequest.FromString(raw)
+    except DecodeError as error:
+        raise _ProtocolError(f"not a ReportRequest: {error}") from None
 
 
 class _NotYours(Exception):
