@@ -29,7 +29,6 @@ from bench.figures import Figure, percentile
 from pointsman.common.io.channel import open_channel
 from pointsman.router.v1 import fleet_pb2
 from tests.support.http_request import serves
-from tests.support.instances import IN_STEP
 from tests.support.processes.process import free_port
 from tests.support.processes.redis import redis_server
 from tests.support.router import Client, Session
@@ -38,6 +37,7 @@ from tests.support.waiting import eventually
 GOAL_TURN_MS, GOAL_PLACE_MS, GOAL_TAKEOVER_S = 20.0, 10.0, 2.0
 PROBE_INTERVAL_S = 0.01
 SESSIONS, OPEN = 1_000_000, 10_000
+WHAT_IFS, DECISIONS = 20, 1_000
 # Of the sessions that are stored, as many as the probes' own may go: a router keeps a million.
 SOME = 1_000
 # Ahead of the takeover, so that the router's start is not in it.
@@ -74,9 +74,14 @@ async def _thousand() -> list[Figure]:
         async with router.measured("resync_1000", "1,000 instances with 4,500 keys each restart at once") as told:
             await router.join(1_000, 4_500, 2)
         figures += told
-        async with router.measured("what_if", "WhatIf over the newest 1,000 decisions on 1,000 instances") as told:
-            policy = fleet_pb2.Policy(name="foresight")
-            await router.client.fleet.WhatIf(fleet_pb2.WhatIfRequest(last=1_000, policy=policy), timeout=WITHIN_S)
+        async with router.probed(0.0) as placed:
+            await eventually(lambda: len(placed) > DECISIONS, "there are decisions", WITHIN_S)
+        note = f"WhatIf over the newest {DECISIONS:,} decisions on 1,000 instances, {WHAT_IFS} times"
+        async with router.measured("what_if", note) as told:
+            asked = fleet_pb2.WhatIfRequest(last=DECISIONS, policy=fleet_pb2.Policy(name="foresight"))
+            for _ in range(WHAT_IFS):
+                answer = await router.client.fleet.WhatIf(asked, timeout=WITHIN_S)
+                assert answer.decided == DECISIONS
         figures += told
         async with router.measured("console", "three consoles on 1,000 instances for 10 s") as told:
             await asyncio.gather(*(_console(router.console_url) for _ in range(3)))
@@ -206,12 +211,6 @@ class TimedRouter:
         async with asyncio.timeout(WITHIN_S):
             assert await agents.stdout.readline() == b"done\n"
 
-        async def ready() -> bool:
-            known = (await self.client.instances()).values()
-            return sum(one.state in IN_STEP and one.keys >= keys for one in known) == instances
-
-        await eventually(ready, "all instances are known", WITHIN_S)
-
     @contextlib.asynccontextmanager
     async def measured(self, name: str, note: str, *, probed: bool = True) -> AsyncIterator[list[Figure]]:
         """Figures of what goes on in the block, in a list that is filled at its end."""
@@ -229,12 +228,12 @@ class TimedRouter:
             figures.append(Figure(f"stall_{name}_place_p99_ms", p99, "ms", GOAL_PLACE_MS, note))
 
     @contextlib.asynccontextmanager
-    async def probed(self) -> AsyncIterator[list[float]]:
-        """Placements are asked for until the block ends; how long each took, in s."""
+    async def probed(self, pause_s: float = PROBE_INTERVAL_S) -> AsyncIterator[list[float]]:
+        """Placements are asked for until the block ends, with a pause after each; how long each took, in s."""
         waits: list[float] = []
         session = Session(self.client, f"probe {next(self._numbers)}")
         await session.hello()
-        probing = asyncio.create_task(_probe(session, waits))
+        probing = asyncio.create_task(_probe(session, waits, pause_s))
         try:
             yield waits
         finally:
@@ -251,7 +250,7 @@ class TimedRouter:
         return told
 
 
-async def _probe(session: Session, waits: list[float]) -> None:
+async def _probe(session: Session, waits: list[float], pause_s: float) -> None:
     rng = random.Random(session.gateway_id)
     for number in itertools.count():
         name = f"{session.gateway_id} {number}"
@@ -260,4 +259,4 @@ async def _probe(session: Session, waits: list[float]) -> None:
         await session.place(name, 1_024, keys=keys, session_id=f"probe-{number % 50}")
         waits.append(time.perf_counter() - begun)
         await session.finish(name)
-        await asyncio.sleep(PROBE_INTERVAL_S)
+        await asyncio.sleep(pause_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,7 +20,7 @@ from pointsman.router.core.load.reservations import Reservation
 from pointsman.router.core.policy.registry import make_policy
 from pointsman.router.core.prefix.exact_index import PrefixIndex
 from pointsman.router.core.router_state import RouterState
-from pointsman.router.core.types import Load
+from pointsman.router.core.types import Decision, Load
 from pointsman.router.io.convert import agent_messages
 from pointsman.router.io.convert.told_fleet import ToldFleet
 from pointsman.router.io.store import redis_scripts
@@ -95,14 +95,20 @@ def _placements() -> Iterator[tuple[str, float]]:
         assert isinstance(answer, ev.Placed)
         decisions.append(answer.decision)
     policy = make_policy("foresight", {})
-    whole = _each(lambda: [PolicyComparison(one, fleet.what_if(one, policy)) for one in decisions], 50)
+
+    def compared(fleet: RouterState, decisions: Sequence[Decision]) -> None:
+        comparison = PolicyComparison()
+        for one in decisions:
+            comparison.add(one, fleet.what_if(one, policy))
+
+    whole = _each(lambda: compared(fleet, decisions), 50)
     small = _fleet_of(1)
     few = []
     for number in range(200):
         answer = place(small, request(f"w{number}", 1_000), NOW)
         assert isinstance(answer, ev.Placed)
         few.append(answer.decision)
-    alone = _each(lambda: [PolicyComparison(one, small.what_if(one, policy)) for one in few], 200)
+    alone = _each(lambda: compared(small, few), 200)
     yield "WHAT_IF_S", alone
     yield "WHAT_IF_CANDIDATE_S", (whole - alone) / (INSTANCES - 1)
 

@@ -43,12 +43,14 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
 END_OF_STREAM: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
+def open_channel(address: str, *, own_connection: bool = False) -> grpc.aio.Channel:
     """A channel to "HOST:PORT", by TLS where the environment says so. Dialling happens on first use and again whenever the
-    connection is lost. Raises ValueError and OSError for TLS settings that cannot be used."""
+    connection is lost. Channels of one process to one address share a connection, but for those with an `own_connection`. Raises
+    ValueError and OSError for TLS settings that cannot be used."""
+    options = [*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", int(own_connection))]
     if (credentials := TlsSettings().for_channel()) is not None:
-        return grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return grpc.aio.secure_channel(address, credentials, options=options)
+    return grpc.aio.insecure_channel(address, options=options)
 
 
 class ReloadingChannel:

@@ -2,53 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pointsman.router.core.types import Decision
 
-
-@dataclass(frozen=True, slots=True)
-class PolicyComparison:
-    """A decision as it `was` recorded, and as it `would` have been."""
-
-    was: Decision
-    would: Decision
-
-    @property
-    def changed(self) -> bool:
-        """Whether the plan differs: what each step does and where, so that offload with the same last instance is a change."""
-        return _plan(self.was) != _plan(self.would)
-
-    @property
-    def cached_tokens_change(self) -> int:
-        """Would-be less recorded cached tokens; 0 where the request would have been held."""
-        return self.would.cached_tokens - self.was.cached_tokens if self.would.result.steps else 0
+# So many decisions that would differ are kept one by one.
+MAX_CHANGES = 100
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ComparisonGroup:
-    """The revisions of one recorded class that would have been made for one `reason`; counts, and tokens."""
+    """The decisions of one recorded class that would have been made for one `reason`; counts, and tokens."""
 
     route_class: str
     reason: str
-    decided: int
-    changed: int
-    cached_tokens_change: int
+    decided: int = 0
+    changed: int = 0
+    cached_tokens_change: int = 0
 
 
-def grouped(revisions: Iterable[PolicyComparison]) -> list[ComparisonGroup]:
-    """Sums by class and would-be reason, the biggest first."""
-    members: dict[tuple[str, str], list[PolicyComparison]] = {}
-    for one in revisions:
-        members.setdefault((one.was.route_class, one.would.result.reason), []).append(one)
-    groups = [
-        ComparisonGroup(
-            *key, len(those), sum(one.changed for one in those), sum(one.cached_tokens_change for one in those)
-        )
-        for key, those in members.items()
-    ]
-    return sorted(groups, key=lambda group: (-group.decided, group.route_class, group.reason))
+@dataclass(slots=True)
+class PolicyComparison:
+    """Sums over the decisions that were added. `changed`: of those the plan differs (what each step does and where, so that
+    offload with the same last instance is a change); `held` of these would have been held instead of placed.
+    `cached_tokens_change`: would-be less recorded, over all that would have been placed. `changes`: the first of the changed, as
+    they were and as they would have been."""
+
+    decided: int = 0
+    changed: int = 0
+    held: int = 0
+    cached_tokens_change: int = 0
+    changes: list[tuple[Decision, Decision]] = field(default_factory=list)
+    _groups: dict[tuple[str, str], ComparisonGroup] = field(default_factory=dict)
+
+    def add(self, was: Decision, would: Decision) -> None:
+        """Count a decision as it `was` recorded, and as it `would` have been. Mutates."""
+        changed = _plan(was) != _plan(would)
+        tokens = would.cached_tokens - was.cached_tokens if would.result.steps else 0
+        key = was.route_class, would.result.reason
+        if (group := self._groups.get(key)) is None:
+            group = self._groups[key] = ComparisonGroup(*key)
+        for sums in (self, group):
+            sums.decided += 1
+            sums.changed += changed
+            sums.cached_tokens_change += tokens
+        self.held += changed and not would.result.steps
+        if changed and len(self.changes) < MAX_CHANGES:
+            self.changes.append((was, would))
+
+    def groups(self) -> list[ComparisonGroup]:
+        """Sums by class and would-be reason, the biggest first."""
+        return sorted(self._groups.values(), key=lambda group: (-group.decided, group.route_class, group.reason))
 
 
 def _plan(decision: Decision) -> list[tuple[str, str]]:

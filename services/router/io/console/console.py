@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import ipaddress
 import ssl
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
@@ -26,6 +25,7 @@ from pointsman.common.io.auth import TokenInterceptor, is_loopback, may_call
 from pointsman.router.io.console.decision_stream import DecisionStream
 from pointsman.router.io.console.json_text import json_chunks
 from pointsman.router.io.rpc.fleet_service import FleetService
+from pointsman.router.io.rpc.paged_lists import in_turns
 from pointsman.router.v1 import fleet_pb2
 
 PAGE = Path(__file__).parent / "page"
@@ -34,10 +34,6 @@ SERVICE = fleet_pb2.DESCRIPTOR.services_by_name["FleetService"]
 WATCH = f"/{SERVICE.full_name}/WatchDecisions"
 # Of a request: a policy's settings are some hundred bytes.
 MAX_BODY_BYTES = 64 * 1024
-# How long making JSON may keep placements waiting, and how long they are alone then, in s: whoever asks how often, it takes at
-# most a quarter of the loop.
-TURN_S = 0.001
-PAUSE_S = 0.003
 # A comment is sent to a viewer after so long without a decision, in s, so that both sides notice when the other is gone.
 KEEP_ALIVE_S = 5.0
 
@@ -197,7 +193,8 @@ class Console:
         except (json_format.ParseError, UnicodeDecodeError) as error:
             raise CallRefused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
         async with self._one_at_a_time:
-            text = await _in_turns(json_chunks(await getattr(self._fleet, method.name)(asked, _Call())))
+            answer = await getattr(self._fleet, method.name)(asked, _Call())
+            text = "".join([chunk async for chunk in in_turns(json_chunks(answer))])
         return web.Response(text=text, content_type="application/json")
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
@@ -223,18 +220,6 @@ class Console:
             self.decisions.leave(viewer)
             self._streams.discard(task)
         return response
-
-
-async def _in_turns(texts: Iterator[str]) -> str:
-    """The texts joined, made in turns of TURN_S with PAUSE_S for the others in between."""
-    made: list[str] = []
-    until = time.perf_counter() + TURN_S
-    for text in texts:
-        made.append(text)
-        if time.perf_counter() > until:
-            await asyncio.sleep(PAUSE_S)
-            until = time.perf_counter() + TURN_S
-    return "".join(made)
 
 
 def _files() -> Iterator[tuple[str, Path]]:

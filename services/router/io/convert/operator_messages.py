@@ -13,7 +13,7 @@ from google.protobuf import struct_pb2
 from pointsman.common.core.enum_words import values
 from pointsman.router.core.analysis.decision_replay import inputs_digest
 from pointsman.router.core.analysis.outcome_stats import OutcomeGroup, quantile
-from pointsman.router.core.analysis.policy_comparison import PolicyComparison, grouped
+from pointsman.router.core.analysis.policy_comparison import PolicyComparison
 from pointsman.router.core.instances.instance_orders import InstanceOrder, OrderChange
 from pointsman.router.core.instances.instance_registry import InstanceRecord
 from pointsman.router.core.policy.base import Policy, bounds, summary
@@ -23,8 +23,6 @@ from pointsman.router.io.convert import agent_messages, gateway_messages
 from pointsman.router.io.convert.times import duration, timestamp
 from pointsman.router.io.telemetry.decision_log import LoggedDecision
 from pointsman.router.v1 import fleet_pb2
-
-MAX_CHANGES = 100
 
 _CLASSES = values(fleet_pb2.RouteClass)
 _MODES = values(fleet_pb2.PlacementMode)
@@ -51,14 +49,13 @@ def policy_settings(wire: struct_pb2.Struct) -> dict[str, object]:
     return {name: getattr(wire.fields[name], kind) if kind in scalars else None for name, kind in kinds.items()}
 
 
-def what_if_to_wire(made_again: Sequence[PolicyComparison]) -> fleet_pb2.WhatIfResponse:
+def what_if_to_wire(comparison: PolicyComparison) -> fleet_pb2.WhatIfResponse:
     """What another policy would have changed, in all, by class and reason, and one by one."""
-    changed = [one for one in made_again if one.changed]
     return fleet_pb2.WhatIfResponse(
-        decided=len(made_again),
-        changed=len(changed),
-        held=sum(not one.would.result.steps for one in changed),
-        cached_tokens_change=sum(one.cached_tokens_change for one in made_again),
+        decided=comparison.decided,
+        changed=comparison.changed,
+        held=comparison.held,
+        cached_tokens_change=comparison.cached_tokens_change,
         groups=[
             fleet_pb2.WhatIfResponse.Group(
                 route_class=_CLASSES[group.route_class],
@@ -67,20 +64,20 @@ def what_if_to_wire(made_again: Sequence[PolicyComparison]) -> fleet_pb2.WhatIfR
                 changed=group.changed,
                 cached_tokens_change=group.cached_tokens_change,
             )
-            for group in grouped(made_again)
+            for group in comparison.groups()
         ],
         changes=[
             fleet_pb2.WhatIfResponse.Change(
-                decision_id=one.was.decision_id,
-                from_instance_id=one.was.instance_id,
-                to_instance_id=one.would.instance_id,
-                cached_tokens_change=one.would.cached_tokens - one.was.cached_tokens,
-                reason=one.would.result.reason,
-                from_mode=_MODES[one.was.mode],
-                to_mode=_MODES[one.would.mode],
-                to_prefill_instance_id=_prefills_elsewhere(one.would),
+                decision_id=was.decision_id,
+                from_instance_id=was.instance_id,
+                to_instance_id=would.instance_id,
+                cached_tokens_change=would.cached_tokens - was.cached_tokens,
+                reason=would.result.reason,
+                from_mode=_MODES[was.mode],
+                to_mode=_MODES[would.mode],
+                to_prefill_instance_id=_prefills_elsewhere(would),
             )
-            for one in changed[:MAX_CHANGES]
+            for was, would in comparison.changes
         ],
     )
 

@@ -212,12 +212,11 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
         else:
             newest = self._router.decisions.newest(lambda _: True)
             recorded = list(itertools.islice(newest, request.last or 1))
+        comparison = PolicyComparison()
         async with self._deciding_again:
-            made_again = [
-                PolicyComparison(one.decision, self._router.state.what_if(one.decision, policy))
-                async for one in in_turns(recorded)
-            ]
-        return operator_messages.what_if_to_wire(made_again)
+            async for one in in_turns(recorded):
+                comparison.add(one.decision, self._router.state.what_if(one.decision, policy))
+        return operator_messages.what_if_to_wire(comparison)
 
     async def SummarizeDecisions(  # noqa: N802
         self, request: fleet_pb2.SummarizeDecisionsRequest, context: Any
