@@ -136,7 +136,8 @@ async def test_an_agent_comes_back_at_once_with_its_new_token(folder: Path, tmp_
             prefix_mode=agent_pb2.PREFIX_MODE_EXACT,
         )
         shown = showing(Tokens(token_dir=own), "agent")
-        reporter = Reporter(address, channel, shown, CachedBlocks("m"), instance, "agent", 1.0)
+        intervals = {"consistency_check_interval_s": 1.0, "report_interval_s": 1.0}
+        reporter = Reporter(address, channel, shown, CachedBlocks("m"), instance, "agent", **intervals)
         try:
             await eventually(lambda: reporter.connected, "welcomed")
             record = server.router.state.instances.get("a")

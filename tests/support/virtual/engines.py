@@ -260,7 +260,16 @@ class _Watched:
             ),
         )
         reporters = [
-            Reporter(router, Channel(network, router), tuple, self.cached_blocks, instance, self._agent, 1.0)  # type: ignore[arg-type]
+            Reporter(
+                router,
+                Channel(network, router),  # type: ignore[arg-type]
+                tuple,
+                self.cached_blocks,
+                instance,
+                self._agent,
+                consistency_check_interval_s=1.0,
+                report_interval_s=LOAD_S,
+            )
             for router in routers
         ]
         load_at = save_at = loop.time()
