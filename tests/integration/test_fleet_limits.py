@@ -111,7 +111,8 @@ async def test_two_gateways_admit_what_one_would_and_halves_of_it_without_a_rout
         router.process.start()
         await gateways.until("pointsman_gateway_limits_accounted", 1)
         again = [await gateways.admitted(url, "k3", 30) for url in (one, two)]
-        assert sum(told) + sum(again) <= 40 * (1 + (time.monotonic() - began) / 60)
+        # From the first gateway's return on the router fills the whole limit, until the second's that one its half besides.
+        assert sum(told) + sum(again) <= 40 * (1 + 1.5 * (time.monotonic() - began) / 60)
 
 
 async def test_processes_of_a_gateway_share_its_lease(tmp_path: Path) -> None:
