@@ -33,8 +33,8 @@ class PrefixMatches(NamedTuple):
 _NOTHING = PrefixMatches({}, {})
 # Block keys assumed on an instance without KV events that does not tell its KV capacity.
 ASSUMED_CAPACITY_KEYS = 16_384
-# An agent that has said nothing for so many of its report intervals is silent.
-SILENT_INTERVALS = 2
+# An agent that has said nothing for so many of its report intervals, and so long, is silent.
+SILENT_INTERVALS, LEAST_SILENCE_S = 2, 2.0
 
 
 @dataclass(slots=True)
@@ -102,8 +102,8 @@ class PrefixKnowledge:
     def silence_ends(self, record: InstanceRecord, now: float) -> None:
         """The instance's agent speaks again. Nobody told what its engine evicted meanwhile: answers to what was placed before the
         end of a silence are no evidence against the index. Mutates."""
-        silent = now - record.heard_at > SILENT_INTERVALS * record.report_interval_s
-        if record.follows_events and (silent or record.lost_at is not None):
+        silence_s = max(SILENT_INTERVALS * record.report_interval_s, LEAST_SILENCE_S)
+        if record.follows_events and (now - record.heard_at > silence_s or record.lost_at is not None):
             record.prediction_audit.ignore_before(now)
 
     def keys_reported(
