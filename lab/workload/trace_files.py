@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from itertools import chain
 from pathlib import Path
 
@@ -23,13 +24,14 @@ def read_trace(path: Path, trace_format: str = AUTO) -> Iterator[TraceRequest]:
     """
     if trace_format not in (AUTO, *READERS):
         raise TraceError(f"{trace_format}: no format of traces; known are {', '.join((AUTO, *READERS))}")
-    lines = lines_of(path)
     try:
-        first = next(lines, None)
-        if first is None:
-            raise TraceError(f"{path}: the trace has no requests")
-        name = format_of(*first) if trace_format == AUTO else trace_format
-        yield from READERS[name](chain([first], lines))
+        # Who is told of a bad line may keep the error, and with it this frame.
+        with closing(lines_of(path)) as lines:
+            first = next(lines, None)
+            if first is None:
+                raise TraceError(f"{path}: the trace has no requests")
+            name = format_of(*first) if trace_format == AUTO else trace_format
+            yield from READERS[name](chain([first], lines))
     except LineError as error:
         raise TraceError(f"{path}:{error.number}: {error}") from error
 
@@ -59,7 +61,7 @@ def save_trace(path: Path, requests: Iterable[TraceRequest]) -> int:
     return written
 
 
-def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
+def lines_of(path: Path) -> Generator[tuple[int, bytes], None, None]:
     """The lines of a file that are not blank, with their numbers, from 1. Raises TraceError while it reads."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +134,10 @@ def test_aiperf_turns_are_put_together(tmp_path: Path) -> None:
 )
 def test_a_bad_line_is_named(tmp_path: Path, lines: list[dict[str, Any]], where: str) -> None:
     path = write(tmp_path / "bad.jsonl", *lines)
-    with pytest.raises(TraceError, match=rf"bad\.jsonl:{where}"):
+    with pytest.raises(TraceError, match=rf"bad\.jsonl:{where}") as caught:
         load_trace(path)
+    assert caught.value.__traceback__ is not None, "which keeps what the frames hold"
+    assert str(path) not in [os.path.realpath(file) for file in Path("/proc/self/fd").iterdir()]
     failed = CliRunner().invoke(app, ["stats", str(path)])
     assert failed.exit_code == 2
     assert "bad.jsonl:" in failed.output
