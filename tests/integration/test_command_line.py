@@ -17,10 +17,12 @@ from pathlib import Path
 import openai
 import pytest
 
+from pointsman.cli.doctor import Finding, redis_finding
 from tests.support.docs.command_parsers import command_line
 from tests.support.docs.shell_blocks import BLOCKS, PAGES, Block
 from tests.support.processes.pointsman import pointsman_command
 from tests.support.processes.process import Process, free_port
+from tests.support.processes.redis import redis_answers, redis_command
 from tests.support.repository import REPOSITORY
 
 READY_WITHIN_S = 90.0
@@ -131,6 +133,22 @@ def test_the_doctor_finds_a_sound_fleet_sound_and_says_what_is_wrong(fleet: Flee
     )
     assert sick.count("FAIL") == 3
     assert "routers place degraded without it" in sick
+
+
+def test_the_doctor_asks_redis_as_the_user_that_the_secrets_are_made_for(tmp_path: Path) -> None:
+    secrets, port = tmp_path / "secrets", free_port()
+    subprocess.run([REPOSITORY / "deploy/make-secrets.sh", secrets], check=True, capture_output=True)
+    policy = ("--maxmemory-policy", "noeviction")
+    flags = ("--aclfile", str(secrets / "redis-users.acl"), *policy, "--save", "")
+    server = Process("redis", redis_command(port, tmp_path, *flags), tmp_path / "redis.log")
+    server.start()
+    try:
+        server.wait_ready(lambda: redis_answers(port), within_s=READY_WITHIN_S)
+        url = f"redis://pointsman:{(secrets / 'redis-password').read_text()}@127.0.0.1:{port}/0"
+        said = redis_finding(url)
+        assert (said.level, said.found.partition(", ")[2]) == (Finding.OK, "noeviction")
+    finally:
+        server.kill()
 
 
 def test_the_console_is_where_up_says(fleet: Fleet) -> None:
