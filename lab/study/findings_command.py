@@ -20,6 +20,7 @@ from pointsman.lab.live.model_accuracy import LiveComparison, from_json
 from pointsman.lab.report.bundle import git_commit
 from pointsman.lab.report.terminal import make_console, make_progress
 from pointsman.lab.study.findings_cells import LOADS, PlannedCell, plan_cells
+from pointsman.lab.study.findings_opening import plots, with_opening
 from pointsman.lab.study.findings_page import StoredTrial, render
 
 # Beside the repository where the project is developed.
@@ -38,6 +39,9 @@ class FindingsSettings(BaseSettings):
         False, description="a tenth of each trace and few policies: shows that all works, proves nothing"
     )
     render_only: bool = Field(False, description="run nothing, make the document from what is there")
+    opening_only: bool = Field(
+        False, description="run nothing and read no trials, make opening and plots again from the document's own tables"
+    )
     processes: int = Field(0, ge=0, description="processes to run trials on; 0 is one for each core")
     results: Path = Field(Path("runs/findings.jsonl"), description="file of the trials; those in it are not run again")
     calibration: Path = Field(
@@ -49,6 +53,10 @@ class FindingsSettings(BaseSettings):
 
 def run(settings: FindingsSettings) -> None:
     """Run what is missing, tier by tier, trial by trial, and write the document. Ctrl-C: of what there is."""
+    if settings.opening_only:
+        _write(settings.out, settings.out.read_text())
+        typer.echo(f"{settings.out}: its opening and its plots, of its own tables")
+        return
     cells = plan_cells(settings.traces, settings.trials, quick=settings.quick)
     stored = read_trials(settings.results)
     seeds = range(settings.first_seed, settings.first_seed + settings.trials)
@@ -70,8 +78,15 @@ def run(settings: FindingsSettings) -> None:
         msgspec.structs.replace(one, trace=cell.trace, load=cell.load, threshold=cell.threshold, policy=cell.policy)
         for cell, one in sorted(found, key=lambda pair: place[pair[0].key])
     ]
-    settings.out.write_text(render(told, LOADS, missing, settings.quick, _calibrated(settings.calibration)))
+    _write(settings.out, render(told, LOADS, missing, settings.quick, _calibrated(settings.calibration)))
     typer.echo(f"{settings.out}: of {len(found)} trials, {missing} of those planned are missing")
+
+
+def _write(out: Path, document: str) -> None:
+    """The document, its opening made of its tables, and the plots beside it."""
+    out.write_text(with_opening(document))
+    for name, drawn in plots(document).items():
+        out.with_name(name).write_text(drawn)
 
 
 def _calibrated(file: Path) -> list[tuple[str, list[LiveComparison]]]:
