@@ -30,7 +30,6 @@ for words in asked:
 
 # Clients' tools are parsed, and nothing is fetched that a client names.
 TOOLS = [True, "qwen3_coder", ["media.invalid"]]
-PAGES_TOOLS = [True, "hermes", None]
 
 
 def compose_flags(*above: str) -> list[str]:
@@ -85,6 +84,9 @@ def test_vllm_takes_the_flags_of_deploy_and_of_the_pages(vllm: Vllm) -> None:
         [True, "tcp://*:5558", True, TOOLS, None],
         [True, "ipc:///run/kv/replay", True, TOOLS, layerwise("kv_producer")],
         [True, "ipc:///run/kv/replay", True, TOOLS, layerwise("kv_consumer")],
-        *[[True, "tcp://*:5558", True, PAGES_TOOLS, None]] * len(pages),
+        *[
+            [True, "tcp://*:5558", True, [True, words[words.index("--tool-call-parser") + 1], None], None]
+            for words in pages
+        ],
     ]
     assert pages

@@ -23,7 +23,24 @@ COMPOSE = REPOSITORY / "deploy/compose"
 # What docker compose is asked to do in these pages; there is no Docker here whose parser could be asked.
 COMPOSE_VERBS = {"build", "config", "exec", "logs", "ps", "restart", "up"}
 # Nothing of ours: only that they are there is not said of them.
-SHELL = {"cat", "cd", "cp", "curl", "docker", "export", "git", "jq", "kustomize", "openssl", "pip", "rm", "sleep"}
+SHELL = {
+    *(
+        "cat",
+        "cd",
+        "cp",
+        "curl",
+        "docker",
+        "export",
+        "git",
+        "jq",
+        "kustomize",
+        "openssl",
+        "pip",
+        "redis-server",
+        "rm",
+        "sleep",
+    ),
+}
 
 
 def problem(command: str) -> str:
