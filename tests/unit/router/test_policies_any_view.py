@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
 from dataclasses import fields
@@ -140,7 +141,8 @@ def test_every_policy_decides_soundly(
     eligible = {candidate.instance_id for candidate in seen.eligible()}
     result = decision.result
 
-    assert result.reason
+    documented = inspect.getdoc(POLICIES[name]) or ""
+    assert f"`{result.reason}`" in documented.partition("\nReasons: ")[2].partition("\nSource: ")[0]
     available = {candidate.instance_id for candidate in seen.available()}
     assert {step.instance_id for step in result.steps} <= available
     assert {step.instance_id for step in result.steps if step.kind is StepKind.SERVE} <= eligible

@@ -19,8 +19,11 @@ def most_cached(candidates: tuple[Candidate, ...], decision_number: int) -> Cand
 class Adaptive(Policy):
     """One rule for HEAVY requests, one for the others; the class is that on the best cache hit.
 
-    HEAVY (new >= heavy_new_tokens): argmin ongoing_decode_tokens, ties by num_requests, pending prefill, in turn
-    (reason `least_decode`). LIGHT and MEDIUM: argmin new + load_weight * ongoing_tokens, ties in turn (reason `cache_and_load`).
+    Rule, in tokens:
+        HEAVY (new >= heavy_new_tokens): argmin ongoing_decode_tokens; ties by num_requests, pending_prefill, in turn
+        LIGHT, MEDIUM: argmin new + load_weight * ongoing_tokens; ties in turn
+
+    Reasons: `least_decode` (HEAVY), `cache_and_load` (others).
     Source: the reference system's adaptive v1; it gives no weight of load against cache.
     """
 
@@ -45,11 +48,14 @@ class Adaptive(Policy):
 class AdaptiveOffload(Policy):
     """Affinity first; HEAVY requests always prefill elsewhere.
 
-    1. The session's owner serves if fewer than `heavy_new_tokens` are new to it (reason `session_affinity`).
-    2. D = best cache hit, ties by ongoing tokens, in turn; it serves if fewer are new to it (reason `best_cache_hit`).
-    3. HEAVY: P = argmin ongoing_tokens among those that can give D KV, ties by new tokens, in turn; PREFILL on P, SERVE on D, and
-       D becomes the session's owner (reason `heavy`). Without another instance D does both (reason `no_other_instance`).
-    Scores are the new tokens. Source: the reference system's adaptive v2, the baseline that `elastic` improves on.
+    Rule, in tokens; scores are the new tokens:
+        1. owner: new < heavy_new_tokens
+        2. D = best cache hit, ties by ongoing_tokens, in turn: serves where new < heavy_new_tokens
+        3. P = argmin ongoing_tokens of those that can give D KV; ties by new tokens, in turn: PREFILL on P, SERVE on D, and D
+            becomes the session's owner; without such a P D does both
+
+    Reasons: `session_affinity` (1), `best_cache_hit` (2), `heavy` and `no_other_instance` (3).
+    Source: the reference system's adaptive v2, the baseline that `elastic` improves on.
     """
 
     name: ClassVar[str] = "adaptive_offload"

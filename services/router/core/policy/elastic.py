@@ -25,17 +25,25 @@ NO_OTHER_INSTANCE = "no_other_instance"
 class Elastic(Unified):
     """Offload as a preference, decided for each HEAVY request; all others, and those that do not offload, go as `unified` says.
 
-    D = the instance with the best cache hit (ties: the one that `unified` chose, then ongoing tokens), P = argmin
-    ongoing_tokens among those that can give it KV (ties by new tokens, num_requests, in turn), both under the ceiling.
-    HEAVY: at least `heavy_new_tokens` are new on D. Offload is PREFILL on P, SERVE on D.
-    Decider `cost`, in s: offload iff 0.5 * new / throughput * [D is decoding] > P.ongoing / throughput + KV transfer time,
-    with new on D, ongoing = ongoing_tokens, transfer = transfer_base_s + transfer_token_s * new.
-    Decider `heuristic`: no if P.ongoing >= D.ongoing; no if P.ongoing > prefill_overload_factor * mean ongoing; yes if D is
-    decoding. Reasons: `prefill_idle_decode_busy` (offloaded); `prefill_overloaded`, `decode_idle` (no decode on D to spare),
-    `transfer_dominates` (even an idle P would not pay), `below_threshold` (not HEAVY), `no_other_instance`; the step says
-    `session_affinity`, `least_load_x_work` or `offload`. The figures that were compared are in the decision, with the tokens that
-    are new on P, which both deciders leave out. Source: the reference system's elastic; its post-hoc transfer of 32k tokens in
-    0.53 s gives transfer_token_s, its 32k prefill in 4.4 s the throughput.
+    Terms:
+        D = best cache hit under the ceiling; ties by `unified`'s choice, then ongoing_tokens, in turn
+        P = argmin ongoing_tokens (input tokens of open requests) of those under the ceiling that can give D KV; ties by new
+            tokens, num_requests, in turn
+        HEAVY: at least heavy_new_tokens are new on D
+    An offload is PREFILL on P, then SERVE on D.
+    Decider `cost`, in s: offload iff gain > queue + transfer
+        gain = 0.5 * D.new / throughput * [D is decoding]; throughput in tokens/s
+        queue = P.ongoing_tokens / throughput
+        transfer = transfer_base_s + transfer_token_s * D.new
+    Decider `heuristic`, in tokens: offload iff D is decoding, P.ongoing_tokens < D.ongoing_tokens, and
+        P.ongoing_tokens <= prefill_overload_factor * mean(ongoing_tokens)
+    Both leave out the tokens that are new on P; the decision's figures have them.
+
+    Reasons: `prefill_idle_decode_busy` (offloaded), `decode_idle` (no decode on D to spare), `transfer_dominates` (even an idle
+    P would not pay), `prefill_overloaded`, `below_threshold` (not HEAVY), `no_other_instance`. The step's: `offload`, or
+    `unified`'s.
+    Source: the reference system's elastic; its post-hoc transfer of 32k tokens in 0.53 s gives transfer_token_s, its 32k
+    prefill in 4.4 s the throughput.
     """
 
     name: ClassVar[str] = "elastic"

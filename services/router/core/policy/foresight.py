@@ -25,19 +25,31 @@ NO_WAIT_LIMIT = 1e6
 class Foresight(Policy):
     """Least predicted seconds until the first token; heavy prompts in slices, one after another, light ones at once.
 
-    C_i = the curve's seconds for the tokens that are new on i; wait_i = those of the prefills open there, rest_i = those of
-    what is to follow the slices that are computed there, u = those that a request usually takes; idle = the share of instances
-    without prefills. score_i = wait_i + C_i + lost_cache_weight * (C_i - min C) + remainder_weight * idle * rest_i +
-    (interference + busy_interference * (1 - idle)) * C_i * decodes_i + overflow_factor * u where i's KV would not hold all open
-    prompts. The least score is where a request goes. A light one (min C <= light_factor * u): when wait_i <= light_wait_factor *
-    u, or under half of what is open there (reason `at_once`). A heavy one: when what goes before it there takes at most
-    heavy_wait_factor * u, which is what is open, and the rests of heavy prompts that have less left than itself. Until then it is
-    held (`held`), those with the least min C / ageing_rate - age first. Of a heavy prompt only the next slice_factor * u seconds
-    are placed (`slice`), then the rest is decided anew (`last_part`). So an instance has one heavy prompt at a time, that with
-    the least left, and light ones go between its slices. Engines that cut long prompts themselves are no exception: a lone prompt
-    has their whole step, which may take seconds. A prompt of n tokens waits there, for each prompt before it, min(what is left of
-    it, ceil(n / limit) chunks of it); a light one of more than a chunk starts as heavy ones do, and goes whole. Scores are
-    seconds; figures tell u, and wait and C where it goes. Source: a study of Pointsman's own, of which docs/findings.md tells.
+    Score of instance i, in s; the least is where a request goes:
+        wait_i + C_i
+        + lost_cache_weight * (C_i - min C)
+        + remainder_weight * idle * rest_i
+        + (interference + busy_interference * (1 - idle)) * C_i * decodes_i
+        + overflow_factor * u, where i's KV would not hold all open prompts
+    Terms:
+        C_i: the curve's seconds for the tokens that are new on i
+        wait_i: seconds of the prefills open there that go before it
+        rest_i: seconds of what is to follow the slices that are computed there
+        decodes_i: answers there past their first token
+        u: seconds that a request usually takes; 0 before the first, and all go at once
+        idle: share of instances without prefills, 0 to 1
+    When it goes, and how much of it:
+        light (min C <= light_factor * u): at once iff wait_i <= light_wait_factor * u, or wait_i < half of what is open on i
+        heavy: iff what goes before it on i takes at most heavy_wait_factor * u: what is open, and the rests of heavy prompts
+            that have less left than itself. Then slice_factor * u seconds of it, and the rest is decided anew
+        else held: least min C / ageing_rate - age first, in s
+    So an instance has one heavy prompt at a time, that with the least left, and light ones go between its slices. Engines that
+    cut long prompts themselves are no exception: a lone prompt has their whole step, which may take seconds. A prompt of n
+    tokens waits there, for each prompt before it, min(what is left of it, ceil(n / limit) chunks of it); a light one of more
+    than a chunk starts as heavy ones do, and goes whole. Figures tell u, and wait and C where it goes.
+
+    Reasons: `at_once`, `held`, `slice`, `last_part`.
+    Source: a study of Pointsman's own, of which docs/findings.md tells.
     """
 
     name: ClassVar[str] = "foresight"

@@ -12,8 +12,11 @@ from pointsman.router.core.types import FleetView, PlacementRequest, PolicyResul
 
 @dataclass(frozen=True)
 class Linear(Policy):
-    """argmin load_weight * ongoing_tokens - cache_weight * cached_tokens; ties in turn. Reason `linear`.
+    """Least input tokens of open requests, less cached tokens.
 
+    argmin score = load_weight * ongoing_tokens - cache_weight * cached_tokens, in tokens; ties in turn.
+
+    Reasons: `linear`.
     Source: the reference system's first baseline (w1 and w2; its values are not known, both are 1 here).
     """
 
@@ -35,12 +38,15 @@ class Linear(Policy):
 class Additive(Policy):
     """Estimated seconds, added up, with two gates on affinity.
 
-    cost = num_requests * decode_iteration_s + pending_prefill / throughput + new / throughput.
-    1. The session's owner serves if ongoing_tokens <= mean(ongoing_tokens) * overload_factor and
-       its cost <= least cost * overload_factor (reason `session_affinity`).
-    2. Otherwise argmin cost, ties in turn (reason `least_cost`).
-    Source: the reference system's historical additive policy; its figures of 7 ms a decode step and 7,000 prefilled tokens
-    a second (32k in 4.4 s) are the defaults.
+    Score, in s:
+        cost = num_requests * decode_iteration_s + (pending_prefill + new) / throughput; throughput in tokens/s
+    Rule:
+        1. owner: ongoing_tokens <= overload_factor * mean(ongoing_tokens), and cost <= overload_factor * least cost
+        2. else argmin cost; ties in turn
+
+    Reasons: `session_affinity` (1), `least_cost` (2).
+    Source: the reference system's historical additive policy; its figures of 7 ms a decode step and 7,000 prefilled tokens a
+    second (32k in 4.4 s) are the defaults.
     """
 
     name: ClassVar[str] = "additive"

@@ -30,9 +30,13 @@ class _LeastWork(Policy):
 
 @dataclass(frozen=True)
 class Lmetric(_LeastWork):
-    """argmin (pending_prefill + new) * num_requests, in tokens; ties by new tokens, then num_requests, then in turn.
+    """Least work times requests; an idle instance costs nothing, whatever it must compute.
 
-    Reason `lmetric`. Source: the reference system's lmetric, in which idle instances score 0.
+    argmin score = (pending_prefill + new) * num_requests, in tokens x requests; ties by new tokens, then num_requests, then in
+    turn.
+
+    Reasons: `lmetric`.
+    Source: the reference system's lmetric, in which idle instances score 0.
     """
 
     name: ClassVar[str] = "lmetric"
@@ -43,9 +47,13 @@ class Lmetric(_LeastWork):
 
 @dataclass(frozen=True)
 class Lmetric1(_LeastWork):
-    """argmin (pending_prefill + new) * (num_requests + 1), in tokens; ties by new tokens, then num_requests, then in turn.
+    """Least work times the requests that there would be.
 
-    Reason `lmetric1`. Source: LMetric as published: new prefill tokens times the batch size that the request would make.
+    argmin score = (pending_prefill + new) * (num_requests + 1), in tokens x requests; ties by new tokens, then num_requests,
+    then in turn.
+
+    Reasons: `lmetric1`.
+    Source: LMetric as published: new prefill tokens times the batch size that the request would make.
     """
 
     name: ClassVar[str] = "lmetric1"
@@ -56,9 +64,12 @@ class Lmetric1(_LeastWork):
 
 @dataclass(frozen=True)
 class Lpwl(_LeastWork):
-    """Least pending work: argmin pending_prefill + new, in tokens; ties by new tokens, then num_requests, then in turn.
+    """Least pending work.
 
-    Reason `lpwl`. Source: the reference system's lpwl.
+    argmin score = pending_prefill + new, in tokens; ties by new tokens, then num_requests, then in turn.
+
+    Reasons: `lpwl`.
+    Source: the reference system's lpwl.
     """
 
     name: ClassVar[str] = "lpwl"

@@ -17,17 +17,22 @@ from pointsman.router.core.types import LIGHT_NEW_TOKENS, Candidate, FleetView, 
 class Migrate(Unified):
     """The host is the instance that `unified` chooses (the affinity host); a decode may move away from it after the prefill.
 
-    It stays when fewer than `min_new_tokens` are new on the host (reason `below_threshold`) or fewer than
-    `min_prefill_decode_busy` tokens are in decode there (`host_idle`: a prefill disturbs nobody). Otherwise a target is any
-    other instance under the ceiling that can take its KV with effective_load <= target_load_ratio * host.num_requests and
-    host.num_requests - effective_load >= min_load_gap, where effective_load = num_requests + recent_migrations: answers on
-    their way to it, against hotspots. None: `no_lighter_instance`. The host's own load is its num_requests alone, so that
-    what was moved to it lately does not push more away.
-    Pickers: `rotation` takes the targets in turn, blind to caches; `cache_rich` ("Mechanism B") the most cached tokens, ties by
-    effective_load, in turn. Plan: PREFILL on the host, SERVE on the target (reason `migrate`). With `rotate_affinity` the session
-    belongs to the target afterwards, else to the host.
-    Scores are unified's; figures tell host_load and target_load in requests. Source: the reference system's migrate v3;
-    it gives no defaults.
+    Terms, loads in requests:
+        host.load = num_requests
+        target.load = num_requests + recent_migrations (answers on their way to it)
+    It moves iff all hold:
+        host.new >= min_new_tokens, in tokens
+        host.ongoing_decode >= min_prefill_decode_busy, in tokens: else a prefill disturbs nobody there
+        a target is under the ceiling and can take the host's KV, target.load <= target_load_ratio * host.load, and host.load -
+            target.load >= min_load_gap
+    Picker `rotation` takes the targets in turn, blind to caches; `cache_rich` ("Mechanism B") the most cached tokens, ties by
+    load, in turn. Plan: PREFILL on the host, SERVE on the target. The host's own load leaves recent_migrations out, so that
+    what was moved to it lately does not push more away. With rotate_affinity the session belongs to the target afterwards, else
+    to the host. Scores are `unified`'s; figures tell host_load and target_load.
+
+    Reasons: `migrate`, `below_threshold`, `host_idle`, `no_lighter_instance`. The step's of a request that stays are
+    `unified`'s.
+    Source: the reference system's migrate v3; it gives no defaults.
     """
 
     name: ClassVar[str] = "migrate"

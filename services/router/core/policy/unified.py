@@ -12,17 +12,21 @@ from pointsman.router.core.types import NOTHING_UNSEEN, Candidate, FleetView, Pl
 
 @dataclass(frozen=True)
 class Unified(Policy):
-    """Affinity gate, then LMetric with decode weight, both under a ceiling.
+    """The session's owner while it is not crowded, else least work times requests; crowded instances are passed over.
 
-    1. The session's owner serves if it has cached more than `affinity_ratio` of the input and
-       num_requests <= mean(num_requests) * overload_factor (reason `session_affinity`).
-    2. Otherwise argmin of (pending_prefill + new + decode_weight * ongoing_decode) * max(num_requests, 1), in tokens;
-       ties by new tokens, then num_requests, then round robin (reason `least_load_x_work`).
-    Ceiling: an instance with num_requests > max(ceiling_min, ceiling_factor * mean of the other eligible instances) is passed
-    over in both. Without it an overloaded owner that has the whole prompt cached and nothing pending (score about 0, however
-    many requests it multiplies) fails the gate and is elected again by the fallback. The mean leaves the instance itself out,
-    or else of two instances none could ever be over twice the mean; with a factor of at least 1 the least loaded instance
-    is never passed over. When it changed the choice the reason is `ceiling_changed_choice`.
+    Rule, by instance:
+        1. owner: cached > affinity_ratio * input, in tokens, and num_requests <= overload_factor * mean(num_requests)
+        2. else argmin score = (pending_prefill + new + decode_weight * ongoing_decode) * max(num_requests, 1), in tokens x
+            requests; ties by new tokens, then num_requests, then in turn
+        ceiling, in 1 and 2: passed over where num_requests > max(ceiling_min, ceiling_factor * mean(num_requests of the others))
+
+    new: tokens of the prompt that are not cached there; pending_prefill: tokens placed there and not computed yet;
+    ongoing_decode: context tokens of answers past their first token. Without the ceiling an overloaded owner with the whole
+    prompt cached and nothing pending has a score of about 0, however many requests multiply it: it fails 1 and is chosen again
+    by 2. The ceiling's mean leaves the instance itself out, or of two instances none could ever be over twice the mean; with a
+    factor of at least 1 the least loaded instance is never passed over.
+
+    Reasons: `session_affinity` (1), `least_load_x_work` (2), `ceiling_changed_choice` (2, and the ceiling changed the choice).
     Source: the reference system's unified policy with its revisions A (factor 1.3) and B' (weight 0.01 and the max); the
     ceiling answers its open question, with the reference's first overload factor (2.0).
     """

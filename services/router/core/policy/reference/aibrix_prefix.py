@@ -16,9 +16,14 @@ from pointsman.router.core.types import FleetView, PlacementRequest, PolicyResul
 class AibrixPrefix(Policy):
     """Peer: AIBrix's prefix-cache routing.
 
-    If max - min > imbalance (num_requests): least requests (reason `imbalanced`). Else, among the instances with a match and
-    num_requests <= mean + sigmas * standard deviation (of all): the longest match, ties by num_requests (`prefix_match`). Else
-    least requests (`least_requests`). Source: AIBrix, its description of prefix-cache routing.
+    Rule, in requests:
+        1. max(num_requests) - min(num_requests) > imbalance: argmin num_requests
+        2. else the longest match of those with num_requests <= mean + sigmas * standard deviation; ties by num_requests
+        3. else, without such a match: argmin num_requests
+    Random ties.
+
+    Reasons: `imbalanced` (1), `prefix_match` (2), `least_requests` (3).
+    Source: AIBrix, its description of prefix-cache routing.
     """
 
     name: ClassVar[str] = "aibrix_prefix"

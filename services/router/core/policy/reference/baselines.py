@@ -12,7 +12,11 @@ from pointsman.router.core.types import FleetView, PlacementRequest, PolicyResul
 
 @dataclass(frozen=True)
 class Random(Policy):
-    """Uniformly random."""
+    """Uniformly random.
+
+    Reasons: `random`.
+    Source: the baseline of load balancers.
+    """
 
     name: ClassVar[str] = "random"
 
@@ -22,7 +26,13 @@ class Random(Policy):
 
 @dataclass(frozen=True)
 class RoundRobin(Policy):
-    """Each instance in turn."""
+    """Each instance in turn.
+
+    The eligible instance whose number is decision_number modulo their count.
+
+    Reasons: `round_robin`.
+    Source: nginx's default.
+    """
 
     name: ClassVar[str] = "round_robin"
 
@@ -33,7 +43,13 @@ class RoundRobin(Policy):
 
 @dataclass(frozen=True)
 class LeastRequests(Policy):
-    """argmin num_requests; ties in turn."""
+    """Fewest open requests.
+
+    argmin num_requests, in requests; ties in turn.
+
+    Reasons: `least_requests`.
+    Source: nginx's least_conn.
+    """
 
     name: ClassVar[str] = "least_requests"
     looks_at_few: ClassVar[bool] = True
@@ -46,7 +62,15 @@ class LeastRequests(Policy):
 
 @dataclass(frozen=True)
 class Sticky(Policy):
-    """The session's owner while it lives; otherwise argmin num_requests, ties in turn."""
+    """The session's owner while it lives; otherwise the fewest open requests.
+
+    Rule:
+        1. owner, where it may be placed on
+        2. else argmin num_requests, in requests; ties in turn
+
+    Reasons: `session_affinity` (1), `least_requests` (2).
+    Source: sticky sessions, as load balancers have them.
+    """
 
     name: ClassVar[str] = "sticky"
     looks_at_few: ClassVar[bool] = True

@@ -19,11 +19,16 @@ DYNAMO_BLOCK_TOKENS = 16
 class DynamoKv(Policy):
     """Peer: NVIDIA Dynamo's KV router.
 
-    cost = prefill_load_scale * max(active_prefill + incoming - overlap, 0) + decode_blocks, in blocks of 16 tokens: the prompts
-    still to be prefilled, this one, what of it is cached, and the streams past their first token. argmin, random ties
-    (reason `kv_cost`); with `temperature` t > 0 a draw with weights exp(-cost / ((max - min) * t)) (reason `kv_softmax`).
-    With `disaggregate` the prefill goes to the other instance with the least active prefill (reason `remote_prefill`) unless
-    uncached < local_tokens and uncached / prompt < local_ratio, or that instance has more than `busy_blocks` of prefill.
+    Score, in blocks of 16 tokens:
+        cost = prefill_load_scale * max(active_prefill + incoming - overlap, 0) + decode_blocks
+        active_prefill: prompts still to be prefilled; incoming: this one; overlap: what of it is cached; decode_blocks: context
+            of
+        the streams past their first token
+    Rule: argmin cost, random ties; with `temperature` t > 0 a draw with weights exp(-cost / ((max - min) * t)). With
+    `disaggregate` the prefill goes to the other instance with the least active prefill, unless uncached < local_tokens and
+    uncached / prompt < local_ratio, or that instance has more than busy_blocks of prefill.
+
+    Reasons: `kv_cost`, `kv_softmax` (temperature), `remote_prefill` (disaggregate).
     Source: Dynamo 1.6.1, its KV scheduler and conditional disaggregation.
     """
 

@@ -15,11 +15,15 @@ from pointsman.router.core.types import FleetView, PlacementRequest, PolicyResul
 class LlmdDefault(Policy):
     """Peer: llm-d's default scorers.
 
-    Greatest queue_weight * queue + kv_weight * (1 - kv_usage) + prefix_weight * cached / prompt, negated in the scores; queue =
-    (max - q) / (max - min) over the reported waiting requests, 1 when all are equal; a stale report counts as the greatest of the
-    fresh ones. Random ties (reason `weighted_score`).
-    With `pd_threshold_tokens` > 0 a request with at least so many uncached tokens prefills on the best of the others (reason
-    `pd_threshold`). Source: llm-d-router's default scorer weights.
+    Score, without a unit, negated where it is told (the greatest sum wins):
+        queue_weight * queue + kv_weight * (1 - kv_usage) + prefix_weight * cached / prompt
+        queue = (max - q) / (max - min), q the reported waiting requests; 1 when all are equal
+        kv_usage: the reported share, 0 to 1; a stale report counts as the greatest of the fresh ones
+    Rule: random ties. With pd_threshold_tokens > 0 a request with at least so many uncached tokens prefills on the best of the
+    others.
+
+    Reasons: `weighted_score`, `pd_threshold`.
+    Source: llm-d-router's default scorer weights.
     """
 
     name: ClassVar[str] = "llmd_default"

@@ -15,12 +15,18 @@ from pointsman.router.core.types import Candidate, FleetView, PlacementRequest, 
 class Preble(Policy):
     """Peer: Preble's E2 (exploit or explore).
 
-    work = pending_prefill + decode_weight * ongoing_decode, in tokens. Exploit: the best match, random ties, serves if it saves
-    more than `exploit_ratio` of the prompt and its work <= overload_factor * mean work (reason `exploit`). Explore: argmin
-    work + new + eviction_weight * max(new - free KV tokens, 0), random ties (reason `explore`); free = (1 - kv_usage) *
-    capacity, with a stale report as the greatest of the fresh ones, and no eviction is counted where the capacity is unknown.
-    Source: Preble (E2), without its rebalancing. It weighs evicted tokens by their hit rate and work over a time window, neither
-    of which the view has: eviction_weight and the open requests stand for them.
+    Terms, in tokens:
+        work = pending_prefill + decode_weight * ongoing_decode
+        evicted = max(new - (1 - kv_usage) * capacity, 0); 0 where the capacity is unknown; a stale report counts as the
+            greatest of the fresh ones
+    Rule:
+        1. exploit: the best match, random ties, if it saves more than exploit_ratio of the prompt and its work <=
+            overload_factor * mean work
+        2. explore: argmin score = work + new + eviction_weight * evicted, random ties
+
+    Reasons: `exploit` (1), `explore` (2).
+    Source: Preble (E2), without its rebalancing. It weighs evicted tokens by their hit rate and work over a time window,
+    neither of which the view has: eviction_weight and the open requests stand for them.
     """
 
     name: ClassVar[str] = "preble"

@@ -15,9 +15,14 @@ from pointsman.router.core.types import FleetView, PlacementRequest, PolicyResul
 class SglangCacheAware(Policy):
     """Peer: sglang's cache-aware router.
 
-    If max - min > balance_abs and max > balance_rel * min (num_requests): least requests (reason `imbalanced`). Else if the
-    best match exceeds cache_threshold of the prompt: the best match (`prefix_match`). Else least requests (`least_requests`;
-    older versions: the smallest tree). Source: sglang-router 0.3.2, cache_aware.
+    Rule, in requests and shares of the prompt:
+        1. max - min > balance_abs and max > balance_rel * min (num_requests): argmin num_requests
+        2. else the best match, where cached / prompt > cache_threshold
+        3. else argmin num_requests (older versions: the smallest tree)
+    Random ties.
+
+    Reasons: `imbalanced` (1), `prefix_match` (2), `least_requests` (3).
+    Source: sglang-router 0.3.2, cache_aware.
     """
 
     name: ClassVar[str] = "sglang_cache_aware"
