@@ -39,6 +39,10 @@ def test_a_quick_run_makes_the_document_and_is_not_run_twice(tmp_path: Path, mon
     assert "A quick run" in text
     assert "## generated: saturated" in text
     assert "## `foresight`" in text
+    assert "| coding agents, made up | knee |" in text.partition("## How it was measured")[0]
+    plots = set(re.findall(r"\]\((\w+\.svg)\)", text))
+    assert len(plots) == 3
+    assert {file.name for file in asked.out.parent.glob("*.svg")} == plots
     lines = asked.results.read_bytes()
 
     # As a kill leaves it: the last line is torn, and one trial is to be run again.
