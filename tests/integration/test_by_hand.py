@@ -1,0 +1,65 @@
+"""The commands of docs/by_hand.md, as they stand there, make a fleet that answers, also after its owning router has died."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from tests.support.docs.shell_blocks import blocks_of
+from tests.support.processes.process import Process, free_port
+from tests.support.repository import REPOSITORY
+from tests.support.waiting import until
+
+PORTS = ("50051", "50052", "6379", "8000", "8001", "8080", "9100", "9101", "9102", "9110", "9112")
+WITHIN_S = 180.0
+# After the page's last command. Whether that router owned the model or not, the other one answers.
+AFTERWARDS = """
+echo "=== one router is gone"
+kill -KILL %?router-0
+for _ in $(seq 60); do
+  if curl --silent --fail -H "Authorization: Bearer $key" -H 'Content-Type: application/json' GATEWAY/v1/chat/completions \
+    -d '{"model": "pointsman-emulated", "messages": [{"role": "user", "content": "Again"}], "max_tokens": 8}'; then break; fi
+  sleep 0.5
+done
+echo "=== the end"
+kill $(jobs -p)
+wait
+"""
+
+
+def test_the_pages_commands_make_a_fleet_that_outlives_a_router(tmp_path: Path) -> None:
+    ports = {port: str(free_port()) for port in PORTS}
+    commands = [one for block in blocks_of(REPOSITORY / "docs/by_hand.md") for one in block.commands]
+    assert commands[:2] == ["make env", 'export PATH="$PWD/.venv/bin:$PATH"']
+    page = "\n".join(commands[2:])
+    assert set(re.findall(r"(?:127\.0\.0\.1:|--port )(\d+)", page)) <= set(ports)
+    text = re.sub(rf"\b({'|'.join(ports)})\b", lambda found: ports[found[1]], page)
+    gateway = f"127.0.0.1:{ports['8080']}"
+    script = tmp_path / "by_hand.sh"
+    script.write_text(f"set -u\n{text}\n{AFTERWARDS.replace('GATEWAY', f'http://{gateway}')}")
+    (tmp_path / "deploy").symlink_to(REPOSITORY / "deploy")
+    (tmp_path / "bin").mkdir()
+    shim = tmp_path / "bin/pointsman"
+    shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m pointsman.cli.main "$@"\n')
+    shim.chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path / 'bin'}:/usr/local/bin:/usr/bin:/bin",
+        "PYTHONPATH": str(REPOSITORY),
+        "POINTSMAN_ROUTER": f"127.0.0.1:{ports['50051']}",
+        "POINTSMAN_GATEWAY": f"http://{gateway}",
+        "POINTSMAN_GATEWAY_LISTEN": gateway,
+        "POINTSMAN_AGENT_METRICS_LISTEN": f"127.0.0.1:{ports['9101']}",
+    }
+    process = Process("by-hand", ["bash", str(script)], tmp_path / "log", env=environment, cwd=tmp_path)
+    process.start()
+    try:
+        until(lambda: not process.alive, within_s=WITHIN_S, what="the page's commands are through")
+    finally:
+        process.kill()
+    log = process.log.read_text()
+    before, _, after = log.partition("=== one router is gone")
+    assert len(re.findall(r"pointsman-emulated\s+READY", before)) == 2, log
+    assert '"object": "chat.completion"' in before, log
+    assert "FAIL" not in before, log
+    assert '"object": "chat.completion"' in after.partition("=== the end")[0], log
