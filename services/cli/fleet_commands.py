@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from pointsman.cli.all_routers import instances_of, newest_decisions, of_its_router
 from pointsman.cli.doctor import EngineAccess, Finding, examine
 from pointsman.cli.instance_commands import (
     RouterFlag,
@@ -36,9 +37,8 @@ from pointsman.cli.instance_commands import (
     weight_words,
 )
 from pointsman.cli.policy_commands import set_policy, verify, what_if
-from pointsman.cli.router_call import DEFAULT_ROUTER, UNUSABLE, call, fail
+from pointsman.cli.router_call import DEFAULT_ROUTER, UNUSABLE, fail
 from pointsman.common.core.enum_words import values, word
-from pointsman.common.io.pages import whole
 from pointsman.common.io.tls import client_context
 from pointsman.router.core.policy.base import bounds
 from pointsman.router.core.policy.registry import POLICIES
@@ -73,11 +73,10 @@ def add_fleet_commands(app: typer.Typer) -> None:
 
 def instances(router: RouterFlag = DEFAULT_ROUTER, model: str = "", as_json: JsonFlag = False) -> None:
     """The fleet now: state, load, cached keys and sessions of every instance."""
-    answer = whole(
-        lambda request: call(router, lambda fleet: fleet.ListInstances, request, TIMEOUT_S),
-        fleet_pb2.ListInstancesRequest(model=model),
-        "instances",
-    )
+    try:
+        answer = instances_of(router, model)
+    except grpc.RpcError as error:
+        fail(f"router {router}: {error.code().name}: {error.details()}")
     if as_json:
         typer.echo(json_format.MessageToJson(answer, preserving_proto_field_name=True, sort_keys=True))
         return
@@ -146,7 +145,7 @@ def decisions(
     limit: Annotated[int, typer.Option("-n", "--limit", min=1, max=1000)] = 20,
     as_json: JsonFlag = False,
 ) -> None:
-    """The newest decisions: where each request went and why."""
+    """The newest decisions of all routers: where each request went and why."""
     if context.invoked_subcommand is not None:
         return
     classes = values(fleet_pb2.RouteClass)
@@ -159,7 +158,7 @@ def decisions(
         if seconds is not None:
             bound.FromNanoseconds(int(seconds * 1e9))
     request = fleet_pb2.ListDecisionsRequest(filter=wanted, page_size=limit)
-    answer = call(router, lambda fleet: fleet.ListDecisions, request, TIMEOUT_S)
+    answer = newest_decisions(router, request)
     if as_json:
         typer.echo(json_format.MessageToJson(answer, preserving_proto_field_name=True, sort_keys=True))
         return
@@ -198,7 +197,7 @@ def explain(
         decision = _dry_run(gateway, prompt, model, session)
     elif decision_id:
         request = fleet_pb2.GetDecisionRequest(decision_id=decision_id)
-        decision = call(router, lambda fleet: fleet.GetDecision, request, TIMEOUT_S).decision
+        decision = of_its_router(router, decision_id, lambda fleet: fleet.GetDecision, request, TIMEOUT_S).decision
     else:
         fail("give a decision id, or --prompt FILE")
     if as_json:

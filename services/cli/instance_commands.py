@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import grpc
 import typer
 
+from pointsman.cli.all_routers import at_owner
 from pointsman.cli.router_call import DEFAULT_ROUTER, call, credentials, dial
 from pointsman.common.io.pages import whole
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
@@ -28,7 +29,7 @@ def drain(
     requests it still has. `cordon` outlasts the restart."""
     request = fleet_pb2.DrainRequest(instance_id=instance_id, resume=resume)
     answer = call(router, lambda fleet: fleet.Drain, request, TIMEOUT_S)
-    typer.echo(_now(answer.instance))
+    typer.echo(_now(at_owner(router, answer.instance)))
     _say_if_alone(answer.this_replica_only)
 
 
@@ -112,7 +113,7 @@ def _order(router: str, instance_id: str, reason: str | None, **changes: Any) ->
     answer = call(router, lambda fleet: fleet.SetInstanceOrder, request, TIMEOUT_S)
     ordered = order_words(answer.order)
     if answer.HasField("instance"):
-        typer.echo(_now(answer.instance) + (f" ({ordered})" if ordered else ""))
+        typer.echo(_now(at_owner(router, answer.instance)) + (f" ({ordered})" if ordered else ""))
     else:
         typer.echo(f"{instance_id}: no agent reports it ({ordered or 'nothing is ordered for it'})")
     _say_if_alone(answer.this_replica_only)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from google.protobuf import json_format
 
+from pointsman.cli.all_routers import of_its_router, what_if_newest
 from pointsman.cli.router_call import DEFAULT_ROUTER, call, fail
 from pointsman.common.core.enum_words import word
 from pointsman.router.core.analysis.decision_replay import differences, inputs_digest, redecide
@@ -61,7 +62,10 @@ def what_if(
 ) -> None:
     """Where past requests would have gone under another policy, on what the router saw then."""
     request = fleet_pb2.WhatIfRequest(decision_id=decision_id, last=last, policy=_policy(policy, settings))
-    answer = call(router, lambda fleet: fleet.WhatIf, request, TIMEOUT_S)
+    if decision_id:
+        answer = of_its_router(router, decision_id, lambda fleet: fleet.WhatIf, request, TIMEOUT_S)
+    else:
+        answer = what_if_newest(router, request, TIMEOUT_S)
     if as_json:
         typer.echo(json_format.MessageToJson(answer, preserving_proto_field_name=True))
         return

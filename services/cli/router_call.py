@@ -28,11 +28,21 @@ def call(
 ) -> T:
     """The answer to `request` of the method that `method` picks. Ends the program with 1 when there is none, and with 2 when the
     settings for TLS or tokens cannot be used."""
+    try:
+        return ask(router, method, request, timeout_s)
+    except grpc.RpcError as error:
+        fail(f"router {router}: {error.code().name}: {error.details()}")
+
+
+def ask(
+    router: str,
+    method: Callable[[fleet_pb2_grpc.FleetServiceStub], Callable[..., T]],
+    request: object,
+    timeout_s: float,
+) -> T:
+    """As `call`, and raises grpc.RpcError when there is no answer."""
     with dial(router) as channel:
-        try:
-            return method(fleet_pb2_grpc.FleetServiceStub(channel))(request, timeout=timeout_s, metadata=credentials())
-        except grpc.RpcError as error:
-            fail(f"router {router}: {error.code().name}: {error.details()}")
+        return method(fleet_pb2_grpc.FleetServiceStub(channel))(request, timeout=timeout_s, metadata=credentials())
 
 
 def dial(router: str) -> grpc.Channel:

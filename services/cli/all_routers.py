@@ -1,0 +1,195 @@
+"""The routers of a fleet asked as one: each pool's owner for its requests, and all of them for decisions."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc
+import typer
+
+from pointsman.cli.router_call import ask, call, fail
+from pointsman.common.io.pages import whole
+from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
+
+TIMEOUT_S = 10.0
+MAX_CHANGES = 100
+
+T = TypeVar("T")
+Method = Callable[[fleet_pb2_grpc.FleetServiceStub], Callable[..., T]]
+
+
+@dataclass(frozen=True)
+class Routers:
+    """Where each live router is to be asked, by id, who owns which pool, and which router was asked for all that."""
+
+    addresses: dict[str, str]
+    owners: dict[str, str]
+    asked: str
+
+    def warn(self, router_id: str, error: grpc.RpcError, missing: str) -> None:
+        """Say on stderr that a router did not answer, and what is missing therefore."""
+        typer.echo(
+            f"pointsman: router {router_id} at {self.addresses[router_id]} cannot be asked: {error.code().name}: "
+            f"{error.details()}; {missing}",
+            err=True,
+        )
+
+
+def routers_of(router: str) -> Routers:
+    """The live routers of the fleet of `router`, which itself is asked at that very address. Raises grpc.RpcError."""
+    answer = ask(router, lambda fleet: fleet.ListReplicas, fleet_pb2.ListReplicasRequest(), TIMEOUT_S)
+    asked = answer.this_replica.router_id
+    addresses = {one.router_id: one.address for one in answer.replicas} | {asked: router}
+    owners = {pool.model: pool.owner.router_id for pool in answer.pools if pool.HasField("owner")}
+    return Routers(addresses, owners, asked)
+
+
+def reachable_routers(router: str) -> Routers:
+    """As routers_of. Ends the program when the router does not answer."""
+    try:
+        return routers_of(router)
+    except grpc.RpcError as error:
+        fail(f"router {router}: {error.code().name}: {error.details()}")
+
+
+def instances_of(router: str, model: str = "") -> fleet_pb2.ListInstancesResponse:
+    """The instances as the owners of their pools know them: another router has placed nothing there. Warns of an owner that
+    does not answer. Raises grpc.RpcError where `router` does not."""
+    routers = routers_of(router)
+    answer = _list_instances(router, model)
+    pools = {one.instance.model for one in answer.instances}
+    others = {owner for pool, owner in routers.owners.items() if pool in pools and owner != routers.asked}
+    for owner in sorted(others & routers.addresses.keys()):
+        try:
+            told = _list_instances(routers.addresses[owner], model)
+        except grpc.RpcError as error:
+            owned = ", ".join(sorted(pool for pool, one in routers.owners.items() if one == owner))
+            routers.warn(owner, error, f"it places {owned}: requests and sessions there are not counted")
+            continue
+        answer.held_requests += told.held_requests
+        known = {one.instance.instance_id: one for one in told.instances}
+        for one in answer.instances:
+            if routers.owners.get(one.instance.model) == owner and one.instance.instance_id in known:
+                one.CopyFrom(known[one.instance.instance_id])
+    return answer
+
+
+def at_owner(router: str, status: fleet_pb2.InstanceStatus) -> fleet_pb2.InstanceStatus:
+    """An instance that `router` has told, as the owner of its pool knows it; warns where that does not answer."""
+    routers = reachable_routers(router)
+    owner = routers.owners.get(status.instance.model, routers.asked)
+    if owner == routers.asked or owner not in routers.addresses:
+        return status
+    try:
+        told = ask(
+            routers.addresses[owner],
+            lambda fleet: fleet.GetInstance,
+            fleet_pb2.GetInstanceRequest(instance_id=status.instance.instance_id),
+            TIMEOUT_S,
+        ).instance
+    except grpc.RpcError as error:
+        routers.warn(owner, error, "its requests there are not counted")
+        return status
+    status.num_requests = told.num_requests
+    return status
+
+
+def newest_decisions(router: str, request: fleet_pb2.ListDecisionsRequest) -> fleet_pb2.ListDecisionsResponse:
+    """The newest decisions of all routers that match, `request.page_size` at most."""
+    answers = _ask_all(reachable_routers(router), lambda fleet: fleet.ListDecisions, request)
+    listed = [answer.decisions for answer in answers.values()]
+    newest = heapq.merge(*listed, key=lambda one: one.time.ToNanoseconds(), reverse=True)
+    return fleet_pb2.ListDecisionsResponse(decisions=itertools.islice(newest, request.page_size))
+
+
+def of_its_router(router: str, decision_id: str, method: Method[T], request: object, timeout_s: float) -> T:
+    """What the router answers that has a decision, by its own id or its request's. Ends the program where none has."""
+    routers = reachable_routers(router)
+    maker = _maker(decision_id)
+    for router_id in sorted(routers.addresses, key=lambda one: (one != maker, one != routers.asked, one)):
+        try:
+            answer = ask(routers.addresses[router_id], method, request, timeout_s)
+            break
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                continue
+            if router_id == routers.asked:
+                fail(f"router {router}: {error.code().name}: {error.details()}")
+            routers.warn(router_id, error, "it may have the decision")
+    else:
+        lost = maker and maker not in routers.addresses
+        fail(
+            f"NOT_FOUND: no decision {decision_id!r} at router {', '.join(sorted(routers.addresses))}"
+            + (
+                f"; it would be of router {maker}, which is not alive: its decision_log_file has it, if it kept one"
+                if lost
+                else ""
+            )
+        )
+    return answer
+
+
+def what_if_newest(router: str, request: fleet_pb2.WhatIfRequest, timeout_s: float) -> fleet_pb2.WhatIfResponse:
+    """The newest `request.last` decisions of all routers made again, each by the router that has it."""
+    routers = reachable_routers(router)
+    page = fleet_pb2.ListDecisionsRequest(page_size=request.last)
+    listed = _ask_all(routers, lambda fleet: fleet.ListDecisions, page)
+    made = ((one.time.ToNanoseconds(), router_id) for router_id, answer in listed.items() for one in answer.decisions)
+    # Without any decision one router still says whether there is such a policy.
+    counts = Counter(router_id for _, router_id in heapq.nlargest(request.last, made)) or {routers.asked: request.last}
+    total = fleet_pb2.WhatIfResponse()
+    for router_id, count in sorted(counts.items()):
+        part = fleet_pb2.WhatIfRequest(last=count, policy=request.policy)
+        _add(total, call(routers.addresses[router_id], lambda fleet: fleet.WhatIf, part, timeout_s))
+    return total
+
+
+def _add(total: fleet_pb2.WhatIfResponse, part: fleet_pb2.WhatIfResponse) -> None:
+    """Add the sums of a part, group by group. Mutates `total`."""
+    groups = {(one.route_class, one.reason): one for one in total.groups}
+    for one in part.groups:
+        key = one.route_class, one.reason
+        _sum(groups[key] if key in groups else total.groups.add(route_class=key[0], reason=key[1]), one)
+    total.groups.sort(key=lambda one: -one.decided)
+    _sum(total, part)
+    total.held += part.held
+    total.changes.extend(part.changes[: MAX_CHANGES - len(total.changes)])
+
+
+def _sum(total: Any, part: Any) -> None:
+    total.decided += part.decided
+    total.changed += part.changed
+    total.cached_tokens_change += part.cached_tokens_change
+
+
+def _maker(decision_id: str) -> str:
+    """The router that made a decision, as its id tells: ROUTER-NUMBER; empty where it is no decision's id."""
+    found = re.fullmatch(r"(.+)-\d+", decision_id)
+    return found[1] if found else ""
+
+
+def _list_instances(router: str, model: str) -> fleet_pb2.ListInstancesResponse:
+    return whole(
+        lambda request: ask(router, lambda fleet: fleet.ListInstances, request, TIMEOUT_S),
+        fleet_pb2.ListInstancesRequest(model=model),
+        "instances",
+    )
+
+
+def _ask_all(routers: Routers, method: Method[T], request: object) -> dict[str, T]:
+    """The answers by router id. Ends the program where the router that was named does not answer, and warns of others."""
+    answers: dict[str, T] = {}
+    for router_id, address in routers.addresses.items():
+        try:
+            answers[router_id] = ask(address, method, request, TIMEOUT_S)
+        except grpc.RpcError as error:
+            if router_id == routers.asked:
+                fail(f"router {address}: {error.code().name}: {error.details()}")
+            routers.warn(router_id, error, "its decisions are missing here")
+    return answers

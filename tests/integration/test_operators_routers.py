@@ -1,0 +1,114 @@
+"""Operators' commands where several routers share the models: each asks whoever knows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.testing import CliRunner
+
+from pointsman.cli import fleet_commands
+from pointsman.router.io.main import RouterServer
+from tests.support.processes.process import free_port
+from tests.support.processes.redis import redis_server
+from tests.support.router import Client, Report, Session, running
+from tests.support.waiting import eventually
+
+LEASE_S = 0.5
+
+
+@dataclass
+class Pair:
+    """Two routers over one Redis: "m" is `owner`'s, and `other` knows that."""
+
+    owner: RouterServer
+    other: RouterServer
+    owner_client: Client
+
+    async def ask(self, *words: str, router: str = "other", status: int = 0) -> str:
+        """What a command prints that asks one of the routers; its exit status must be `status`."""
+        server = self.owner if router == "owner" else self.other
+        return await command(*words, router=f"127.0.0.1:{server.port}", status=status)
+
+
+async def command(*words: str, router: str, status: int = 0) -> str:
+    """What a command prints; its exit status must be `status`."""
+    app = typer.Typer()
+    fleet_commands.add_fleet_commands(app)
+    done = await asyncio.to_thread(CliRunner().invoke, app, [*words, "--router", router])
+    assert done.exit_code == status, done.output
+    return done.output
+
+
+@asynccontextmanager
+async def pair(folder: Path, advertise: str = "") -> AsyncIterator[Pair]:
+    """Two routers; `advertise`: what the owner tells as its address."""
+    async with AsyncExitStack() as stack:
+        url, _ = stack.enter_context(redis_server(folder))
+        shared: dict[str, Any] = {"redis_url": url, "owner_lease_s": LEASE_S}
+        owner, client = await stack.enter_async_context(running(router_id="r1", advertise=advertise, **shared))
+        await Report(client).join("a")
+
+        async def owns() -> bool:
+            return owner.router.store.may_place("m")
+
+        await eventually(owns, "r1 owns m")
+        other, second = await stack.enter_async_context(running(router_id="r2", **shared))
+        await Report(second).join("a")
+
+        async def known() -> bool:
+            told = other.router.store.owner("m")
+            return told is not None and told.router_id == "r1" and len(other.router.store.replicas()) == 2
+
+        await eventually(known, "r2 knows that m is r1's")
+        yield Pair(owner, other, client)
+
+
+async def test_every_question_is_answered_whichever_router_is_asked(tmp_path: Path) -> None:
+    async with pair(tmp_path) as routers:
+        session = Session(routers.owner_client)
+        await session.hello()
+        await session.place("p1", session_id="s")
+        await session.place("p2", session_id="s")
+        listed = json.loads(await routers.ask("instances", "--json"))
+        assert [(one["num_requests"], one["sessions"]) for one in listed["instances"]] == [(2, 1)]
+        decided = json.loads(await routers.ask("decisions", "--json"))["decisions"]
+        assert [one["decision_id"] for one in decided] == ["r1-2", "r1-1"]
+        assert len(json.loads(await routers.ask("decisions", "-n", "1", "--json"))["decisions"]) == 1
+        assert "request p1" in await routers.ask("explain", "r1-1")
+        assert "r1-2" in await routers.ask("explain", "p2")
+        assert "of 2 requests" in await routers.ask("what-if", "--policy", "sticky", "--last", "5")
+        assert "of 1 requests" in await routers.ask("what-if", "--policy", "sticky", "r1-2")
+        assert "2 requests open" in await routers.ask("drain", "a")
+        assert "2 requests open" in await routers.ask("weight", "a", "0.5")
+
+
+async def test_decisions_of_a_router_that_died_are_said_to_be_its_own(tmp_path: Path) -> None:
+    async with pair(tmp_path) as routers:
+        assert "NOT_FOUND" in await routers.ask("explain", "r1-7", status=1)
+        await routers.owner.stop()
+
+        async def alone() -> bool:
+            return len(routers.other.router.store.replicas()) == 1
+
+        await eventually(alone, "r1 is gone")
+        said = await routers.ask("explain", "r1-7", status=1)
+        assert "NOT_FOUND: no decision 'r1-7' at router r2" in said
+        assert "it would be of router r1, which is not alive" in said
+        assert "decision_log_file" in said
+        assert said == await routers.ask("what-if", "--policy", "sticky", "r1-7", status=1)
+
+
+async def test_an_owner_that_cannot_be_asked_is_named(tmp_path: Path) -> None:
+    nowhere = f"127.0.0.1:{free_port()}"
+    async with pair(tmp_path, advertise=nowhere) as routers:
+        for words in (["instances"], ["decisions"]):
+            said = await routers.ask(*words)
+            assert f"router r1 at {nowhere} cannot be asked: UNAVAILABLE" in said
+        assert "cannot be asked" not in await routers.ask("decisions", router="owner")
