@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from pointsman.router.core.requests.place_or_hold import TRIES_ON_TICK
+from pointsman.router.core.requests.place_or_hold import ENDS_PAUSE_S, TRIES_ON_TICK
 from pointsman.router.core.router_state import RouterState
 from pointsman.router.core.types import InstanceState
 from pointsman.router.io.runtime import TICK_S
@@ -101,8 +101,10 @@ def check_held(state: RouterState, ticked_at: float, now: float) -> None:
     """After time has passed: all whose time was over are answered, and nothing waits beside an instance that is idle and may be
     placed on. Raises InvariantViolation."""
     queue = state.held_requests.queue
+    # Ends that need a decision go a few at a time, with a pause after each few.
+    ends_go_on = state.held_requests._ends_due <= now + ENDS_PAUSE_S and now - ticked_at <= LONGEST_TURN_S
     for held in queue if len(queue) <= TRIES_ON_TICK else ():
-        if held.answer_by <= ticked_at:
+        if held.answer_by <= ticked_at and not ends_go_on:
             raise InvariantViolation(f"held request {held.request.request_id} is not answered by its time")
         if not held.for_room:
             continue  # as its policy asks
