@@ -52,7 +52,18 @@ def emulated_fleet(folder: Path, *more: str) -> Iterator[EmulatedFleet]:
         for port in ports
     ]
     targets = [flag for port in ports for flag in ("--engine", f"http://127.0.0.1:{port}")]
-    places = ["--listen", listen, "--router-listen", router, "--router-metrics", "", "--agent-metrics", ""]
+    places = [
+        "--listen",
+        listen,
+        "--router-listen",
+        router,
+        "--console",
+        "",
+        "--router-metrics",
+        "",
+        "--agent-metrics",
+        "",
+    ]
     state = ["--state-dir", str(folder / "agent")]
     plane = pointsman_process("plane", folder, "up", *targets, *places, *state, cwd=REPOSITORY)
     fleet = EmulatedFleet(f"http://{listen}", router)
