@@ -285,17 +285,18 @@ class ControlPlane:
         The number is counted from each engine's own event history, past the agent.
         """
         for engine in engines or self.engines:
-            cached = engine.cached_keys()
 
-            def settled(engine: Engine = engine, cached: int = cached) -> bool:
+            def settled(engine: Engine = engine) -> bool:
                 self._assert_alive()
                 status = self._find(engine)
-                return status is not None and status.state in IN_STEP and status.keys == cached
+                # Counted each time: an engine tells of a step's blocks after its answer.
+                return status is not None and status.state in IN_STEP and status.keys == engine.cached_keys()
 
             try:
-                until(settled, within_s=READY_WITHIN_S, what=f"{engine.instance_id} ready with {cached} keys")
+                until(settled, within_s=READY_WITHIN_S, what=f"{engine.instance_id} ready with the keys that it has")
             except AssertionError as late:
-                raise AssertionError(f"{late}; the router knows {_plain(self._find(engine))}") from None
+                known = _plain(self._find(engine))
+                raise AssertionError(f"{late}, {engine.cached_keys()}; the router knows {known}") from None
 
     def wait_idle(self) -> None:
         """Wait until neither an engine nor a counter of the router shows any work."""
