@@ -61,7 +61,7 @@ def state(policy: str = "unified", *, owns_all: bool = True, **settings: Any) ->
 
 
 def hello(
-    state_: RouterState, name: str, stream_id: int, now: float = 0.0, *, report_interval_s: float = 1.0, **changes: Any
+    state_: RouterState, name: str, stream_id: int, now: float = 0.0, *, report_interval_s: float = 0.0, **changes: Any
 ) -> list[ev.Effect]:
     return state_.handle(ev.AgentHello(stream_id, info(name, **changes), KEY_SCHEME, 1, 0, report_interval_s), now)
 

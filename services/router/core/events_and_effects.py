@@ -19,14 +19,15 @@ UNKNOWN = "UNKNOWN"
 
 
 class AgentHello(msgspec.Struct, frozen=True, gc=False):
-    """An agent opened `stream_id` for an instance and has deltas oldest..latest. It speaks every `report_interval_s` at least."""
+    """An agent opened `stream_id` for an instance and has deltas oldest..latest. It speaks every `report_interval_s` at least (0:
+    not told)."""
 
     stream_id: int
     info: InstanceInfo
     key_scheme: str
     oldest_seq: int
     latest_seq: int
-    report_interval_s: float = 1.0
+    report_interval_s: float = 0.0
 
 
 class KeysReported(msgspec.Struct, frozen=True, gc=False):

@@ -40,7 +40,7 @@ class InstanceRecord:
     sync: ReportSync
     stream_id: int
     heard_at: float
-    report_interval_s: float = 1.0
+    report_interval_s: float = 0.0
     lost_at: float | None = None
     draining: bool = False
     order: InstanceOrder = NO_ORDER

@@ -33,11 +33,6 @@ class PredictionAudit:
     _unjudged: deque[tuple[bool, int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _failed_at: float | None = None
 
-    @property
-    def waits(self) -> bool:
-        """Whether there is something to judge."""
-        return bool(self._unjudged)
-
     def observe(self, predicted: int, reported: int, block_size: int) -> None:
         """Note one answer's cached tokens beside its prediction. Mutates.
 
@@ -51,7 +46,8 @@ class PredictionAudit:
     def judge(self, now: float) -> bool:
         """Count what was observed since the last call; whether the instance fails the audit because of it: 5 shortfalls in the
         last 8 answers are persistent. Mutates."""
-        predicted = reported = 0
+        if not self._unjudged:
+            return False
         while self._unjudged and sum(self._short) < SHORTFALLS:
             short, predicted, reported = self._unjudged.popleft()
             self._short.append(short)

@@ -93,9 +93,8 @@ class PrefixKnowledge:
     def heard(self, record: InstanceRecord, now: float) -> list[ev.Effect]:
         """The instance's agent speaks; call it before `heard_at` is set. What answers have said since its last word counts now,
         unless it was silent too long. Mutates."""
-        audit = record.prediction_audit
         self.silence_ends(record, now)
-        if not audit.waits or not record.sync.live or not audit.judge(now):
+        if not record.sync.live or not record.prediction_audit.judge(now):
             return []
         return self._reject_predictions(record, now)
 

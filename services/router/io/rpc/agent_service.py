@@ -25,8 +25,6 @@ from pointsman.router.io.runtime import AgentStream, Router
 AGENT_SERVICE = agent_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name
 # What many agents tell at once holds placements up for so long; a piece of it is a message, or PIECE_KEYS of a snapshot.
 REPORTS_BUDGET_S = 0.0005
-# Of an agent that does not tell its own: the default of its setting.
-UNTOLD_REPORT_INTERVAL_S = 1.0
 
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, agent_pb2.ReportResponse]"
 
@@ -101,7 +99,7 @@ class AgentService:
                 message.hello.key_scheme,
                 message.hello.oldest_seq,
                 message.hello.latest_seq,
-                message.hello.report_interval_ms / 1e3 or UNTOLD_REPORT_INTERVAL_S,
+                message.hello.report_interval_ms / 1e3,
             )
         elif not instance_id:
             raise _ProtocolError("the first message must be a hello")
