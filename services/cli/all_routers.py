@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import grpc
 import typer
 
-from pointsman.cli.router_call import ask, call, fail
+from pointsman.cli.router_call import ask, call, fail, no_answer
 from pointsman.common.io.pages import whole
+from pointsman.router.core.analysis.policy_comparison import MAX_CHANGES
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 
 TIMEOUT_S = 10.0
-MAX_CHANGES = 100
 
 T = TypeVar("T")
 Method = Callable[[fleet_pb2_grpc.FleetServiceStub], Callable[..., T]]
@@ -55,7 +55,7 @@ def reachable_routers(router: str) -> Routers:
     try:
         return routers_of(router)
     except grpc.RpcError as error:
-        fail(f"router {router}: {error.code().name}: {error.details()}")
+        no_answer(router, error)
 
 
 def instances_of(router: str, model: str = "") -> fleet_pb2.ListInstancesResponse:
@@ -120,18 +120,13 @@ def of_its_router(router: str, decision_id: str, method: Method[T], request: obj
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 continue
             if router_id == routers.asked:
-                fail(f"router {router}: {error.code().name}: {error.details()}")
+                no_answer(router, error)
             routers.warn(router_id, error, "it may have the decision")
     else:
-        lost = maker and maker not in routers.addresses
-        fail(
-            f"NOT_FOUND: no decision {decision_id!r} at router {', '.join(sorted(routers.addresses))}"
-            + (
-                f"; it would be of router {maker}, which is not alive: its decision_log_file has it, if it kept one"
-                if lost
-                else ""
-            )
-        )
+        why = f"NOT_FOUND: no decision {decision_id!r} at router {', '.join(sorted(routers.addresses))}"
+        if maker and maker not in routers.addresses:
+            why += f"; it would be of router {maker}, which is not alive: its decision_log_file has it, if it kept one"
+        fail(why)
     return answer
 
 
@@ -190,6 +185,6 @@ def _ask_all(routers: Routers, method: Method[T], request: object) -> dict[str, 
             answers[router_id] = ask(address, method, request, TIMEOUT_S)
         except grpc.RpcError as error:
             if router_id == routers.asked:
-                fail(f"router {address}: {error.code().name}: {error.details()}")
+                no_answer(address, error)
             routers.warn(router_id, error, "its decisions are missing here")
     return answers

@@ -37,7 +37,7 @@ from pointsman.cli.instance_commands import (
     weight_words,
 )
 from pointsman.cli.policy_commands import set_policy, verify, what_if
-from pointsman.cli.router_call import DEFAULT_ROUTER, UNUSABLE, fail
+from pointsman.cli.router_call import DEFAULT_ROUTER, UNUSABLE, fail, no_answer
 from pointsman.common.core.enum_words import values, word
 from pointsman.common.io.tls import client_context
 from pointsman.router.core.policy.base import bounds
@@ -76,7 +76,7 @@ def instances(router: RouterFlag = DEFAULT_ROUTER, model: str = "", as_json: Jso
     try:
         answer = instances_of(router, model)
     except grpc.RpcError as error:
-        fail(f"router {router}: {error.code().name}: {error.details()}")
+        no_answer(router, error)
     if as_json:
         typer.echo(json_format.MessageToJson(answer, preserving_proto_field_name=True, sort_keys=True))
         return
@@ -115,7 +115,7 @@ def _orders_for_unknown(router: str) -> list[fleet_pb2.InstanceOrder]:
     try:
         return [order for order in orders_of(router) if not order.instance_known]
     except grpc.RpcError as error:
-        fail(f"router {router}: {error.code().name}: {error.details()}")
+        no_answer(router, error)
 
 
 def _state_of(one: fleet_pb2.InstanceStatus) -> str:

@@ -31,7 +31,7 @@ def call(
     try:
         return ask(router, method, request, timeout_s)
     except grpc.RpcError as error:
-        fail(f"router {router}: {error.code().name}: {error.details()}")
+        no_answer(router, error)
 
 
 def ask(
@@ -64,6 +64,11 @@ def credentials() -> tuple[tuple[str, str], ...]:
         except (OSError, ValueError) as error:
             fail(f"the {role}'s token: {error}", UNUSABLE)
     return ()
+
+
+def no_answer(router: str, error: grpc.RpcError) -> NoReturn:
+    """End the program: the router does not answer."""
+    fail(f"router {router}: {error.code().name}: {error.details()}")
 
 
 def fail(message: str, status: int = 1) -> NoReturn:
