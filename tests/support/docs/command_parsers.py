@@ -24,22 +24,20 @@ COMPOSE = REPOSITORY / "deploy/compose"
 COMPOSE_VERBS = {"build", "config", "exec", "logs", "ps", "restart", "up"}
 # Nothing of ours: only that they are there is not said of them.
 SHELL = {
-    *(
-        "cat",
-        "cd",
-        "cp",
-        "curl",
-        "docker",
-        "export",
-        "git",
-        "jq",
-        "kustomize",
-        "openssl",
-        "pip",
-        "redis-server",
-        "rm",
-        "sleep",
-    ),
+    "cat",
+    "cd",
+    "cp",
+    "curl",
+    "docker",
+    "export",
+    "git",
+    "jq",
+    "kustomize",
+    "openssl",
+    "pip",
+    "redis-server",
+    "rm",
+    "sleep",
 }
 
 

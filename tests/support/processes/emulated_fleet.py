@@ -11,7 +11,7 @@ import grpc
 
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 from tests.support.http_request import ask
-from tests.support.processes.pointsman import pointsman_process
+from tests.support.processes.pointsman import flag_words, pointsman_process
 from tests.support.processes.process import free_port
 from tests.support.repository import REPOSITORY
 from tests.support.waiting import until
@@ -51,21 +51,16 @@ def emulated_fleet(folder: Path, *more: str) -> Iterator[EmulatedFleet]:
         pointsman_process(f"engine-{port}", folder, "emulate", "--port", str(port), *flags, cwd=REPOSITORY)
         for port in ports
     ]
-    targets = [flag for port in ports for flag in ("--engine", f"http://127.0.0.1:{port}")]
-    places = [
-        "--listen",
-        listen,
-        "--router-listen",
-        router,
-        "--console",
-        "",
-        "--router-metrics",
-        "",
-        "--agent-metrics",
-        "",
-    ]
-    state = ["--state-dir", str(folder / "agent")]
-    plane = pointsman_process("plane", folder, "up", *targets, *places, *state, cwd=REPOSITORY)
+    flags_of_up = {
+        "listen": listen,
+        "router_listen": router,
+        "console": "",
+        "router_metrics": "",
+        "agent_metrics": "",
+        "engine": [f"http://127.0.0.1:{port}" for port in ports],
+        "state_dir": folder / "agent",
+    }
+    plane = pointsman_process("plane", folder, "up", *flag_words(flags_of_up), cwd=REPOSITORY)
     fleet = EmulatedFleet(f"http://{listen}", router)
     try:
         for part in parts:

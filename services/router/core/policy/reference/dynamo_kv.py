@@ -22,8 +22,7 @@ class DynamoKv(Policy):
     Score, in blocks of 16 tokens:
         cost = prefill_load_scale * max(active_prefill + incoming - overlap, 0) + decode_blocks
         active_prefill: prompts still to be prefilled; incoming: this one; overlap: what of it is cached; decode_blocks: context
-            of
-        the streams past their first token
+            of the streams past their first token
     Rule: argmin cost, random ties; with `temperature` t > 0 a draw with weights exp(-cost / ((max - min) * t)). With
     `disaggregate` the prefill goes to the other instance with the least active prefill, unless uncached < local_tokens and
     uncached / prompt < local_ratio, or that instance has more than busy_blocks of prefill.
