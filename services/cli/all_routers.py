@@ -32,13 +32,19 @@ class Routers:
     owners: dict[str, str]
     asked: str
 
+    def silent(self, router_id: str, error: grpc.RpcError, missing: str) -> str:
+        """Says that a router did not answer, and what is missing therefore."""
+        address = self.addresses[router_id]
+        return f"router {router_id} at {address} cannot be asked: {error.code().name}: {error.details()}; {missing}"
+
     def warn(self, router_id: str, error: grpc.RpcError, missing: str) -> None:
-        """Say on stderr that a router did not answer, and what is missing therefore."""
-        typer.echo(
-            f"pointsman: router {router_id} at {self.addresses[router_id]} cannot be asked: {error.code().name}: "
-            f"{error.details()}; {missing}",
-            err=True,
-        )
+        """Say so on stderr."""
+        warn(self.silent(router_id, error, missing))
+
+
+def warn(problem: str) -> None:
+    """Say on stderr what an answer lacks."""
+    typer.echo(f"pointsman: {problem}", err=True)
 
 
 def routers_of(router: str) -> Routers:
@@ -58,10 +64,11 @@ def reachable_routers(router: str) -> Routers:
         no_answer(router, error)
 
 
-def instances_of(router: str, model: str = "") -> fleet_pb2.ListInstancesResponse:
-    """The instances as the owners of their pools know them: another router has placed nothing there. Warns of an owner that
-    does not answer. Raises grpc.RpcError where `router` does not."""
+def instances_of(router: str, model: str = "") -> tuple[fleet_pb2.ListInstancesResponse, list[str]]:
+    """The instances as the owners of their pools know them: another router has placed nothing there. And, for people, which
+    owners do not answer. Raises grpc.RpcError where `router` does not."""
     routers = routers_of(router)
+    silent: list[str] = []
     answer = _list_instances(router, model)
     pools = {one.instance.model for one in answer.instances}
     others = {owner for pool, owner in routers.owners.items() if pool in pools and owner != routers.asked}
@@ -70,14 +77,16 @@ def instances_of(router: str, model: str = "") -> fleet_pb2.ListInstancesRespons
             told = _list_instances(routers.addresses[owner], model)
         except grpc.RpcError as error:
             owned = ", ".join(sorted(pool for pool, one in routers.owners.items() if one == owner))
-            routers.warn(owner, error, f"it places {owned}: requests and sessions there are not counted")
+            silent.append(
+                routers.silent(owner, error, f"it places {owned}: requests and sessions there are not counted")
+            )
             continue
         answer.held_requests += told.held_requests
         known = {one.instance.instance_id: one for one in told.instances}
         for one in answer.instances:
             if routers.owners.get(one.instance.model) == owner and one.instance.instance_id in known:
                 one.CopyFrom(known[one.instance.instance_id])
-    return answer
+    return answer, silent
 
 
 def at_owner(router: str, status: fleet_pb2.InstanceStatus) -> fleet_pb2.InstanceStatus:

@@ -17,11 +17,11 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pointsman.agent.v1 import agent_pb2
+from pointsman.cli.all_routers import instances_of
 from pointsman.cli.instance_commands import order_words, orders_of, state_words
-from pointsman.cli.router_call import credentials, dial
+from pointsman.cli.router_call import ask, dial
 from pointsman.common.core.block_keys import KEY_TOKENS
-from pointsman.common.io.pages import whole
-from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
+from pointsman.router.v1 import fleet_pb2
 
 TIMEOUT_S = 10.0
 STALE_REPORT_S = 5.0
@@ -64,41 +64,69 @@ def examine(
     """All findings about the fleet behind a router ("HOST:PORT") and a gateway (base URL), and about the engines of `agents` (the
     base URLs of their /health). Sends each engine one token's work."""
     findings: list[Finding] = []
-    with dial(router) as channel:
-        shown = credentials()
-        try:
-            health = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(service="pointsman.router.v1.PlacementService"), timeout=TIMEOUT_S
-            )
-            list_instances = fleet_pb2_grpc.FleetServiceStub(channel).ListInstances
-            fleet = whole(
-                lambda request: list_instances(request, timeout=TIMEOUT_S, metadata=shown),
-                fleet_pb2.ListInstancesRequest(),
-                "instances",
-            )
-        except grpc.RpcError as error:
-            code, details = error.code().name, error.details()
-            advice = (
-                "is it running, and is POINTSMAN_OPERATOR_TOKEN, POINTSMAN_OBSERVER_TOKEN or POINTSMAN_TOKEN_DIR its?"
-            )
-            findings.append(Finding(Finding.FAIL, "router", f"{router}: {code}: {details}", advice))
-        else:
-            serving = health.status == health_pb2.HealthCheckResponse.SERVING
-            findings.append(
-                Finding(Finding.OK, "router", f"{fleet.router_id} places with {fleet.policy.name}")
-                if serving
-                else Finding(
-                    Finding.WARN, "router", f"{fleet.router_id} is starting", "wait for its agents, and ask again"
-                )
-            )
-            findings += _fleet(list(fleet.instances), access)
-            findings += _orders(router)
+    findings += _router(router, access)
     for agent in agents:
         findings += _agent(agent)
     findings += _gateway(gateway)
     if redis_url:
         findings.append(redis_finding(redis_url))
     return findings
+
+
+def _router(router: str, access: EngineAccess) -> Iterator[Finding]:
+    """What a router tells of itself, of the others, and of the instances."""
+    try:
+        fleet, silent = instances_of(router)
+        replicas = ask(router, lambda fleet: fleet.ListReplicas, fleet_pb2.ListReplicasRequest(), TIMEOUT_S)
+        with dial(router) as channel:
+            health = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(service="pointsman.router.v1.PlacementService"), timeout=TIMEOUT_S
+            )
+    except grpc.RpcError as error:
+        yield unanswered(router, error)
+        return
+    if health.status == health_pb2.HealthCheckResponse.SERVING:
+        yield Finding(Finding.OK, "router", f"{fleet.router_id} places with {fleet.policy.name}")
+    else:
+        yield Finding(Finding.WARN, "router", f"{fleet.router_id} is starting", "wait for its agents, and ask again")
+    yield from redundancy(replicas)
+    for problem in silent:
+        yield Finding(Finding.WARN, "routers", problem, "run the doctor where gateways run")
+    yield from _fleet(list(fleet.instances), access)
+    yield from _orders(router)
+
+
+def unanswered(router: str, error: grpc.RpcError) -> Finding:
+    """That a router refused a question, or that nothing answers there at all."""
+    found, advice = f"{router}: {error.code().name}: {error.details()}", "see its log"
+    if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        found, advice = (
+            f"{router} does not answer: {error.details()}",
+            "start it; if it is elsewhere: --router HOST:PORT",
+        )
+    elif error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        advice = "give its token: POINTSMAN_OPERATOR_TOKEN, POINTSMAN_OBSERVER_TOKEN or POINTSMAN_TOKEN_DIR"
+    return Finding(Finding.FAIL, "router", found, advice)
+
+
+def redundancy(told: fleet_pb2.ListReplicasResponse) -> Iterator[Finding]:
+    """Whether the routers that share a store are all there."""
+    if told.this_replica.store != "redis":
+        return
+    found = f"{len(told.replicas)} alive: {', '.join(one.router_id for one in told.replicas)}"
+    if not told.lost_replicas:
+        yield Finding(Finding.OK, "routers", found)
+        return
+    lost = ", ".join(
+        f"{one.router_id} ended without notice {one.heartbeat_age.ToMilliseconds() / 1e3:.0f} s ago"
+        for one in told.lost_replicas
+    )
+    yield Finding(
+        Finding.WARN,
+        "routers",
+        f"{found}; {lost}, and none has taken its place",
+        "start it again, or another one; one that is not to come back is forgotten after a day",
+    )
 
 
 def _fleet(instances: list[fleet_pb2.InstanceStatus], access: EngineAccess) -> Iterator[Finding]:

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pointsman.cli.all_routers import instances_of, newest_decisions, of_its_router
+from pointsman.cli.all_routers import instances_of, newest_decisions, of_its_router, warn
 from pointsman.cli.doctor import EngineAccess, Finding, examine
 from pointsman.cli.instance_commands import (
     RouterFlag,
@@ -74,9 +74,11 @@ def add_fleet_commands(app: typer.Typer) -> None:
 def instances(router: RouterFlag = DEFAULT_ROUTER, model: str = "", as_json: JsonFlag = False) -> None:
     """The fleet now: state, load, cached keys and sessions of every instance."""
     try:
-        answer = instances_of(router, model)
+        answer, silent = instances_of(router, model)
     except grpc.RpcError as error:
         no_answer(router, error)
+    for problem in silent:
+        warn(problem)
     if as_json:
         typer.echo(json_format.MessageToJson(answer, preserving_proto_field_name=True, sort_keys=True))
         return

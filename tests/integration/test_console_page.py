@@ -207,6 +207,7 @@ async def test_a_page_says_what_only_another_router_knows() -> None:
                     "consoleUrl": "http://127.0.0.1:1",
                 },
             ],
+            "lostReplicas": [{"routerId": "three", "heartbeatAge": "61s"}],
             "pools": [
                 {"model": "m", "owner": {"routerId": "two", "address": "two:1"}},
                 {"model": "n", "owner": {"routerId": "one"}},
@@ -223,6 +224,8 @@ async def test_a_page_says_what_only_another_router_knows() -> None:
         assert await shown.page.evaluate(CONTRAST) == []
         await elsewhere.get_by_role("link", name="See Replicas").click()
         await expect(shown.page.get_by_role("table", name="Routers")).to_contain_text("lmetric")
+        lost = shown.page.get_by_role("table", name="Routers").get_by_role("row").filter(has_text="three")
+        await expect(lost).to_contain_text("lost")
         # Of a decision that another one made, and of an address that was cut short.
         for gone in ("two-1", "cut%2"):
             await shown.open(f"decisions/{gone}")

@@ -10,14 +10,17 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+import redis.asyncio
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
+from prometheus_client import generate_latest
 
 from pointsman.common.core.block_keys import KEY_SCHEME
 from pointsman.common.core.enum_words import word
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.policy.registry import POLICIES
 from pointsman.router.core.types import InstanceInfo, PlacementRequest
+from pointsman.router.io.store import redis_scripts
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 from tests.support.processes.redis import redis_server
 from tests.support.router import Client, Report, Session, running
@@ -158,6 +161,54 @@ async def test_replicas_that_share_a_redis_see_each_other_come_and_go(tmp_path: 
                 return (await replicas_of(client)).this_replica.store_answer_age.ToNanoseconds() > heartbeat_age
 
             await eventually(more_silent, "the silence lasts")
+
+
+async def test_a_replica_that_fell_silent_is_lost_until_another_one_takes_its_place(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as (url, _):
+        shared = {"redis_url": url, "owner_lease_s": 0.5}
+        async with running(router_id="one", **shared) as (server, client):
+
+            def lost(*names: str) -> Any:
+                async def check() -> bool:
+                    told = [one.router_id for one in (await replicas_of(client)).lost_replicas]
+                    metrics = generate_latest(server.router.telemetry.registry).decode()
+                    return told == list(names) and f"pointsman_router_lost_replicas {len(names)}.0" in metrics
+
+                return check
+
+            async with running(router_id="two", **shared):
+                await eventually(lambda: len(server.router.store.replicas()) == 2, "both are known")
+            await heartbeat(url, "three")
+            await eventually(lost("three"), "three is missed, and two is not, which took leave")
+            async with running(router_id="four", **shared):
+                await eventually(lost(), "four has taken its place")
+            await heartbeat(url, "three")
+            await eventually(lost("three"), "three is missed again")
+            await heartbeat(url, "three")
+            await eventually(lost(), "three is back for a moment")
+
+
+async def test_a_replica_that_returns_under_another_id_at_once_is_not_missed(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as (url, _):
+        for name in ("one", "two", "three"):
+            await heartbeat(url, name)
+        async with redis.asyncio.Redis.from_url(url) as store:
+            now = (await store.time())[0] * 1e3
+            await store.zadd("pointsman:{default}:joined", {"one": now - 60e3, "two": now - 60e3, "three": now - 10e3})
+            await store.zadd("pointsman:{default}:replicas", {"two": now - 11e3, "three": now})
+            assert await heartbeat(url, "one") == []  # three has joined after two's last heartbeat
+            await store.zadd("pointsman:{default}:replicas", {"three": now - 9e3})
+            assert await heartbeat(url, "one") == [b"three"]
+
+
+async def heartbeat(url: str, router_id: str) -> list[bytes]:
+    """A heartbeat as of a router that is not there; returns who is lost then."""
+    names = ("replicas", "addresses", "replica_info", "config", "lost", "joined")
+    async with redis.asyncio.Redis.from_url(url) as store:
+        told = await store.register_script(redis_scripts.HEARTBEAT)(
+            keys=[f"pointsman:{{default}}:{name}" for name in names], args=[router_id, "there:1", 500, "", 0, ""]
+        )
+    return [name for name, _ in told[4]]
 
 
 def reason_of(error: grpc.aio.AioRpcError) -> str:

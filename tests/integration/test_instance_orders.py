@@ -198,8 +198,9 @@ async def test_a_heartbeat_carries_no_orders_that_its_router_has(tmp_path: Path)
         async with running(router_id="one", redis_url=url) as (_, one):
             await order(one, "a", cordoned=True)
             with Redis.from_url(url, decode_responses=True) as client:
-                keys = [f"pointsman:{{default}}:{name}" for name in ("replicas", "addresses", "replica_info", "config")]
-                version, config = client.hmget(keys[-1], "version", "config")
+                names = ("replicas", "addresses", "replica_info", "config", "lost", "joined")
+                keys = [f"pointsman:{{default}}:{name}" for name in names]
+                version, config = client.hmget("pointsman:{default}:config", "version", "config")
                 assert version == "1"
 
                 def told(version: int, digest: str) -> list[object]:

@@ -181,6 +181,7 @@ class Router:
         self.store.on_operator_config = self._take_operator_config
         self.console_url = ""
         self.telemetry.registry.register(StateCollector(self.state, lambda: self._ready))
+        self.telemetry.lost_replicas.set_function(lambda: len(self.store.lost_replicas()))
         self.telemetry.accounted_keys.set_function(lambda: len(self.usage_accounts))
 
     @property

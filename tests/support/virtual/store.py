@@ -151,6 +151,10 @@ class VirtualRedis:
         self._least[key] = min(self._least.get(key, math.inf), float(score))
         return 1
 
+    def _zscore(self, key: str, name: str) -> str | None:
+        score = (self._live(key) or {}).get(name)
+        return None if score is None else repr(score)
+
     def _zrem(self, key: str, name: str) -> int:
         return self._hdel(key, name)
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from pointsman.agent.v1 import agent_pb2
-from pointsman.cli.doctor import Finding, forgotten_orders, instance_finding, placeability, transfers
-from pointsman.router.io.convert.times import timestamp
+from pointsman.cli.doctor import Finding, forgotten_orders, instance_finding, placeability, redundancy, transfers
+from pointsman.router.io.convert.times import duration, timestamp
 from pointsman.router.v1 import fleet_pb2
 from tests.support.processes.process import free_port
 
@@ -94,6 +94,21 @@ def test_cordons_of_long_ago_and_orders_for_nobody_are_told_of() -> None:
             "if it went for good: pointsman uncordon both; pointsman weight both 1",
         ),
     ]
+
+
+def test_a_router_that_was_lost_is_told_of() -> None:
+    told = fleet_pb2.ListReplicasResponse(
+        replicas=[fleet_pb2.Replica(router_id="r1"), fleet_pb2.Replica(router_id="r3")],
+        this_replica=fleet_pb2.RouterStatus(router_id="r1", store="redis"),
+    )
+    [finding] = redundancy(told)
+    assert (finding.level, finding.check, finding.found) == (Finding.OK, "routers", "2 alive: r1, r3")
+    told.lost_replicas.add(router_id="r2", heartbeat_age=duration(125.0))
+    [finding] = redundancy(told)
+    assert (finding.level, finding.check) == (Finding.WARN, "routers")
+    assert finding.found == "2 alive: r1, r3; r2 ended without notice 125 s ago, and none has taken its place"
+    told.this_replica.store = "memory"
+    assert list(redundancy(told)) == []
 
 
 def status(state: str, besides: str = "READY", **values: object) -> fleet_pb2.InstanceStatus:

@@ -2023,6 +2023,7 @@ class ListReplicasResponse(_message.Message):
     REPLICAS_FIELD_NUMBER: _builtins.int
     POOLS_FIELD_NUMBER: _builtins.int
     THIS_REPLICA_FIELD_NUMBER: _builtins.int
+    LOST_REPLICAS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replica]:
         """replicas that are alive, by id; only the one that answers where nothing is shared."""
@@ -2035,16 +2036,23 @@ class ListReplicasResponse(_message.Message):
     def this_replica(self) -> Global___RouterStatus:
         """this_replica is the replica that answers."""
 
+    @_builtins.property
+    def lost_replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replica]:
+        """lost_replicas ended without taking leave, in the last day, and none has joined in their place, the longest silent first: with
+        router_id and heartbeat_age.
+        """
+
     def __init__(
         self,
         *,
         replicas: _abc.Iterable[Global___Replica] | None = ...,
         pools: _abc.Iterable[Global___PoolStatus] | None = ...,
         this_replica: Global___RouterStatus | None = ...,
+        lost_replicas: _abc.Iterable[Global___Replica] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["this_replica", b"this_replica"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pools", b"pools", "replicas", b"replicas", "this_replica", b"this_replica"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lost_replicas", b"lost_replicas", "pools", b"pools", "replicas", b"replicas", "this_replica", b"this_replica"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2052,7 +2060,7 @@ Global___ListReplicasResponse: _TypeAlias = ListReplicasResponse  # noqa: Y015
 
 @_typing.final
 class Replica(_message.Message):
-    """Replica is one live router of the fleet."""
+    """Replica is one router of the fleet."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

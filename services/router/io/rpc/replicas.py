@@ -25,6 +25,9 @@ def replicas_to_wire(router: Router, uptime_s: float) -> fleet_pb2.ListReplicasR
             policy=operator_messages.policy_to_wire(PolicyRef(*replica_info.policy)) if replica_info.policy else None,
             console_url=replica_info.console_url,
         )
+    for one in store.lost_replicas():
+        age = None if one.seen_at is None else duration(now - one.seen_at)
+        answer.lost_replicas.add(router_id=one.router_id, heartbeat_age=age)
     for pool in state.instances.pools():
         answer.pools.add(
             model=pool.model,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-# KEYS: live replicas, their addresses, what they tell of themselves, operators' configuration. ARGV: router id, address, time to
+# KEYS: live replicas, their addresses, what they tell of themselves, operators' configuration, lost replicas, and when replicas
+# joined that have not replaced a lost one. ARGV: router id, address, time to
 # live in ms, what it tells of itself, the version of the configuration that was last kept, as it knows (0: none), and its SHA-1.
-# Returns {{id, address, ms since its last heartbeat, what it tells} of each live replica, version, config, known}:
+# Returns {{id, address, ms since its last heartbeat, what it tells} of each live replica, version, config, known,
+# {id, ms since its last heartbeat} of each lost one}:
 # the configuration that is kept, empty where the caller knows it, since it may have a megabyte, and 1 if the caller was known
 # already: 0 at its first heartbeat, after a long silence, and where Redis has lost its data. A replica whose heartbeat is of the
-# future gave it before the clock was set back; if it lives it gives another at once.
+# future gave it before the clock was set back; if it lives it gives another at once. A replica that fell silent without taking
+# leave is lost for a day, until it returns, or until another one joins, as the same process does under a new id: before or after
+# the silence is noticed.
 HEARTBEAT = """
 local known = redis.call('HGET', KEYS[2], ARGV[1]) and 1 or 0
 local time = redis.call('TIME')
@@ -15,8 +19,18 @@ local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 redis.call('ZADD', KEYS[1], now, ARGV[1])
 redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
 redis.call('HSET', KEYS[3], ARGV[1], ARGV[4])
+if known == 0 and redis.call('ZREM', KEYS[5], ARGV[1]) == 0 then
+  local replaced = redis.call('ZRANGE', KEYS[5], 0, 0)[1]
+  if replaced then redis.call('ZREM', KEYS[5], replaced) else redis.call('ZADD', KEYS[6], now, ARGV[1]) end
+end
+local function lose(id, seen)
+  redis.call('ZREM', KEYS[6], id)
+  local joined = redis.call('ZRANGEBYSCORE', KEYS[6], seen, '+inf')[1]
+  if joined then redis.call('ZREM', KEYS[6], joined) else redis.call('ZADD', KEYS[5], seen, id) end
+end
 local function forget(least, most)
   for _, dead in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], least, most)) do
+    lose(dead, math.min(tonumber(redis.call('ZSCORE', KEYS[1], dead)), now))
     redis.call('ZREM', KEYS[1], dead)
     redis.call('HDEL', KEYS[2], dead)
     redis.call('HDEL', KEYS[3], dead)
@@ -33,7 +47,11 @@ for i = 1, #beats, 2 do
 end
 local version, config = tonumber(redis.call('HGET', KEYS[4], 'version') or '0'), redis.call('HGET', KEYS[4], 'config') or ''
 if version == tonumber(ARGV[5]) and redis.sha1hex(config) == ARGV[6] then config = '' end
-return {live, version, config, known}
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[5], 0, now - 86400000)) do redis.call('ZREM', KEYS[5], id) end
+local lost = {}
+beats = redis.call('ZRANGE', KEYS[5], 0, -1, 'WITHSCORES')
+for i = 1, #beats, 2 do table.insert(lost, {beats[i], math.max(now - tonumber(beats[i + 1]), 0)}) end
+return {live, version, config, known, lost}
 """
 
 # KEYS: operators' configuration. ARGV: the version that the caller has merged into its own, and the outcome. Returns {version,
@@ -126,5 +144,9 @@ for i = 2, #KEYS do redis.call('PEXPIRE', KEYS[i], ARGV[1]) end
 return 1
 """
 
-# KEYS: live replicas, their addresses, what they tell of themselves. ARGV: router id.
-LEAVE = "redis.call('ZREM', KEYS[1], ARGV[1]) for i = 2, 3 do redis.call('HDEL', KEYS[i], ARGV[1]) end return 1"
+# KEYS: live replicas, their addresses, what they tell of themselves, and when replicas joined. ARGV: router id.
+LEAVE = """
+for _, key in ipairs({KEYS[1], KEYS[4]}) do redis.call('ZREM', key, ARGV[1]) end
+for i = 2, 3 do redis.call('HDEL', KEYS[i], ARGV[1]) end
+return 1
+"""

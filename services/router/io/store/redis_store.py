@@ -140,8 +140,8 @@ class RedisStore:
         self._leave = self._redis.register_script(redis_scripts.LEAVE)
         self._set_config = self._redis.register_script(redis_scripts.SET_CONFIG)
         self._fleet = fleet
-        self._replica_keys = [f"pointsman:{{{fleet}}}:{name}" for name in ("replicas", "addresses", "replica_info")]
-        self._config_key = f"pointsman:{{{fleet}}}:config"
+        names = ("replicas", "addresses", "replica_info", "config", "lost", "joined")
+        self._fleet_keys = {name: f"pointsman:{{{fleet}}}:{name}" for name in names}
         self._merge_config = merge_config
         self._config = ""  # this replica's, with all that it could not write
         self._kept_config = (0, "")  # what Redis keeps, as far as known, with its version
@@ -162,6 +162,7 @@ class RedisStore:
         self._returning = False  # degraded, and the rewrite is on its way
         self._next_page_at = 0.0  # when the next page of sessions may be read or written
         self._replicas: list[Replica] = []
+        self._lost_replicas: list[Replica] = []
         self.answered_at: float | None = None
         self.address = ""
         self.replica_info: Callable[[], str] = str
@@ -170,6 +171,10 @@ class RedisStore:
     def replicas(self) -> list[Replica]:
         """The live replicas by id, as of Redis' last answer."""
         return self._replicas
+
+    def lost_replicas(self) -> list[Replica]:
+        """Those that ended without taking leave and were not replaced, as of that answer."""
+        return self._lost_replicas
 
     @property
     def epoch(self) -> int:
@@ -233,7 +238,9 @@ class RedisStore:
         while True:
             changed = change(self._config)
             try:
-                version, kept = await self._set_config(keys=[self._config_key], args=[self._kept_config[0], changed])
+                version, kept = await self._set_config(
+                    keys=[self._fleet_keys["config"]], args=[self._kept_config[0], changed]
+                )
             except (redis.exceptions.RedisError, OSError):
                 self._have_config(change(self._config))
                 return False
@@ -300,8 +307,8 @@ class RedisStore:
 
     async def _poll(self) -> None:
         self._poll_at = asyncio.get_running_loop().time() + self._lease_s / 4
-        told, version, config, known = await self._heartbeat(
-            keys=[*self._replica_keys, self._config_key],
+        told, version, config, known, lost = await self._heartbeat(
+            keys=list(self._fleet_keys.values()),
             args=[
                 self._router_id,
                 self.address,
@@ -311,13 +318,13 @@ class RedisStore:
                 self._kept_digest,
             ],
         )
-        live = self._met(told)
+        live = self._met(told, lost)
         if config or int(version) != self._kept_config[0]:
             self._keeps_config(int(version), config)
         while self._config != self._kept_config[1]:
             # Set here while Redis was away, or what Redis has lost.
             self._keeps_config(
-                *await self._set_config(keys=[self._config_key], args=[self._kept_config[0], self._config])
+                *await self._set_config(keys=[self._fleet_keys["config"]], args=[self._kept_config[0], self._config])
             )
         if not known:
             # Newly come, or Redis has lost its data between two polls: others may live, and own what seems to be free.
@@ -337,8 +344,8 @@ class RedisStore:
                 await self._hand_over(pool, successor)
                 break  # One at a time: gateways ask again for all that waits in it.
 
-    def _met(self, told: list[list[str | int]]) -> list[str]:
-        """Remember the live replicas as HEARTBEAT tells them; returns their ids."""
+    def _met(self, told: list[list[str | int]], lost: list[list[str | int]]) -> list[str]:
+        """Remember the live and the lost replicas as HEARTBEAT tells them; returns the ids of the live ones."""
         self.answered_at = now = asyncio.get_running_loop().time()
         self._replicas = sorted(
             (
@@ -347,6 +354,7 @@ class RedisStore:
             ),
             key=lambda one: one.router_id,
         )
+        self._lost_replicas = [Replica(str(router_id), "", now - int(silent_ms) / 1e3) for router_id, silent_ms in lost]
         return [one.router_id for one in self._replicas]
 
     def _take(self, pool: _Pool, live: list[str], now: float) -> int:
@@ -596,7 +604,8 @@ class RedisStore:
                 with contextlib.suppress(redis.exceptions.RedisError, OSError):
                     await self._leave_pool(pool)
         with contextlib.suppress(redis.exceptions.RedisError, OSError):
-            await self._leave(keys=self._replica_keys, args=[self._router_id])
+            keys = [self._fleet_keys[name] for name in ("replicas", "addresses", "replica_info", "joined")]
+            await self._leave(keys=keys, args=[self._router_id])
         await self._redis.aclose()
 
 

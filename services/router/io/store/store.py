@@ -17,7 +17,7 @@ Stored = Callable[[bool], None]
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A live router of the fleet. `seen_at` is when it sent its last heartbeat, in s on the loop's clock; None: nothing is
+    """A router of the fleet. `seen_at` is when it sent its last heartbeat, in s on the loop's clock; None: nothing is
     shared. `replica_info` is what it tells of itself."""
 
     router_id: str
@@ -51,6 +51,10 @@ class Store(Protocol):
 
     def replicas(self) -> list[Replica]:
         """The live replicas by id, as of that answer."""
+
+    def lost_replicas(self) -> list[Replica]:
+        """Those that ended in the last day without taking leave and that none has replaced, the longest silent first, as of that
+        answer; without their addresses."""
 
     def owner(self, pool: str) -> Owner | None:
         """Who owns `pool`, as far as known; None when nobody does."""
@@ -96,6 +100,10 @@ class MemoryStore:
     def replicas(self) -> list[Replica]:
         """This one."""
         return [Replica(self._router_id, self.address, None, self.replica_info())]
+
+    def lost_replicas(self) -> list[Replica]:
+        """None: there are no others."""
+        return []
 
     def owner(self, pool: str) -> Owner | None:
         """This replica."""

@@ -73,6 +73,9 @@ class EventMetrics:
             f"{name}ignored_reports", "What gateways told of other gateways' requests", registry=of
         )
         self.accounted_keys = Gauge(f"{name}accounted_keys", "API keys that limits are accounted for", registry=of)
+        self.lost_replicas = Gauge(
+            f"{name}lost_replicas", "Routers that ended without taking leave and that none has replaced", registry=of
+        )
         self.bad_usage = Counter(
             f"{name}bad_usage_reports", "Keys in gateways' reports whose figures cannot be", registry=of
         )

@@ -19,8 +19,8 @@ export function replicasView(app) {
     tone: (one) => (one.routerId === thisReplica.routerId ? "chosen" : ""),
     columns: [
       { id: "router", title: "Router", value: (r) => r.routerId },
-      { id: "here", title: "", pill: true, value: (r) => (r.routerId === thisReplica.routerId ? "serves this page" : ""), tone: (r) => (r.routerId === thisReplica.routerId ? "wait" : "none"), sortable: false },
-      { id: "address", title: "Address", value: (r) => r.address },
+      { id: "here", title: "", pill: true, value: (r) => (r.lost ? "lost" : r.routerId === thisReplica.routerId ? "serves this page" : ""), tone: (r) => (r.lost ? "bad" : r.routerId === thisReplica.routerId ? "wait" : "none"), hint: "Lost: it ended without notice in the last day, and no other router has joined in its place", sortable: false },
+      { id: "address", title: "Address", value: (r) => r.address ?? "" },
       { id: "policy", title: "Policy", value: (r) => r.policy?.name ?? "not told", hint: "Red where it is not that of the router that serves this page", text: (r) => (r.policy ? r.policy.name : "not told"), pill: true, tone: (r) => (r.policy && ours && policyText(r.policy) !== policyText(ours) ? "bad" : "none") },
       { id: "pools", title: "Owns", value: (r) => orNone(owned(r).join(", ")) },
       { id: "heartbeat", title: "Heartbeat", unit: "ago", num: true, value: (r) => seconds(r.heartbeatAge), text: (r) => (r.heartbeatAge === undefined ? "not shared" : age(seconds(r.heartbeatAge))), tone: (r) => (seconds(r.heartbeatAge) > QUIET_S ? "old" : "") },
@@ -48,7 +48,7 @@ export function replicasView(app) {
     pools = answer.pools ?? [];
     thisReplica = answer.thisReplica ?? {};
     ours = (answer.replicas ?? []).find((one) => one.routerId === thisReplica.routerId)?.policy;
-    routers.update(answer.replicas ?? []);
+    routers.update([...(answer.replicas ?? []), ...(answer.lostReplicas ?? []).map((one) => ({ ...one, lost: true }))]);
     owners.update(pools);
     own.replaceChildren(health(thisReplica));
   };
