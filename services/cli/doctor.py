@@ -24,6 +24,7 @@ from pointsman.common.core.block_keys import KEY_TOKENS
 from pointsman.router.v1 import fleet_pb2
 
 TIMEOUT_S = 10.0
+AGENT = "http://127.0.0.1:9101"
 STALE_REPORT_S = 5.0
 CLOCK_SKEW_S = 2.0
 LONG_CORDONED_S = 86_400.0
@@ -137,6 +138,8 @@ def _fleet(instances: list[fleet_pb2.InstanceStatus], access: EngineAccess) -> I
             "none",
             "start `pointsman agent --engines URL --routers HOST:PORT`; where it runs, ask it: --agent http://HOST:9101",
         )
+        # Beside `pointsman up` whoever could tell is here.
+        yield from (one for one in _agent(AGENT) if one.check != f"agent {AGENT}")
         return
     for model in sorted({one.instance.model for one in instances}):
         statuses = [one for one in instances if one.instance.model == model]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -41,6 +43,10 @@ class UpSettings(BaseSettings):
 
 def run_up(settings: UpSettings) -> None:
     """Start the three services, say when they are ready, and end them all when one ends or on SIGTERM or SIGINT."""
+    if taken := unusable_addresses(settings):
+        for problem in taken:
+            typer.echo(f"pointsman up: {problem}", err=True)
+        raise typer.Exit(1)
     children = ChildProcesses()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
@@ -62,6 +68,22 @@ def run_up(settings: UpSettings) -> None:
         typer.echo("stopping")
     finally:
         children.stop()
+
+
+def unusable_addresses(settings: UpSettings) -> list[str]:
+    """Which addresses cannot be listened on, each with its flag. A part that found its own taken would leave the others to work
+    with whoever listens there."""
+    found = []
+    for name in ("listen", "router_listen", "router_metrics", "console", "agent_metrics"):
+        if address := getattr(settings, name):
+            host, _, port = address.rpartition(":")
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            try:
+                socket.create_server((host.strip("[]"), int(port)), family=family).close()
+            except (OSError, ValueError) as error:
+                reason = "another process listens there" if getattr(error, "errno", 0) == errno.EADDRINUSE else error
+                found.append(f"--{name.replace('_', '-')} {address}: {reason}")
+    return found
 
 
 def _services(settings: UpSettings) -> list[tuple[str, list[str]]]:

@@ -17,6 +17,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from pointsman.cli import doctor
 from pointsman.cli.doctor import Finding, redis_finding
 from tests.support.docs.command_parsers import command_line
 from tests.support.docs.shell_blocks import BLOCKS, PAGES, Block
@@ -261,28 +262,76 @@ def test_the_answers_that_the_pages_show_have_todays_columns(fleet: Fleet, fille
 
 
 def test_up_ends_with_the_reason_when_a_part_cannot_start(fleet: Fleet, tmp_path: Path) -> None:
-    taken = fleet.router
-    flags = [
-        "--listen",
-        f"127.0.0.1:{free_port()}",
-        "--router-listen",
-        taken,
-        "--router-metrics",
-        "",
-        "--agent-metrics",
-        "",
-        "--console",
-        "",
+    ended = _up_elsewhere(fleet, tmp_path, "--policy", "nonsense")
+    assert "router ended with status 1" in ended.stderr
+
+
+def test_up_beside_another_fleet_starts_nothing_and_names_the_addresses_that_are_taken(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    taken = {"listen": fleet.gateway.removeprefix("http://"), "router-listen": fleet.router}
+    taken |= {"console": fleet.console.removeprefix("http://"), "agent-metrics": fleet.agent_metrics}
+    ended = _up_elsewhere(fleet, tmp_path, *(word for name, at in taken.items() for word in (f"--{name}", at)))
+    assert ended.stdout == ""
+    assert ended.stderr.splitlines() == [
+        f"pointsman up: --{name} {taken[name]}: another process listens there"
+        for name in ("listen", "router-listen", "console", "agent-metrics")
     ]
+    assert not list(tmp_path.iterdir())
+
+
+def _up_elsewhere(fleet: Fleet, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """`pointsman up` at addresses of its own, as far as the flags do not say otherwise; it must end with 1."""
+    own = [part for name in ("--listen", "--router-listen") for part in (name, f"127.0.0.1:{free_port()}")]
+    own += [part for name in ("--router-metrics", "--agent-metrics", "--console") for part in (name, "")]
     ended = subprocess.run(
-        pointsman_command("up", "--engine", fleet.engines[0], *flags, "--state-dir", str(tmp_path)),
+        pointsman_command("up", "--engine", fleet.engines[0], "--state-dir", str(folder), *own, *flags),
         capture_output=True,
         text=True,
         timeout=100,
         cwd=REPOSITORY,
     )
     assert ended.returncode == 1
-    assert "router ended with status 1" in ended.stderr
+    return ended
+
+
+def test_an_agent_whose_address_is_taken_says_so(fleet: Fleet, tmp_path: Path) -> None:
+    flags = ["--engines", fleet.engines[0], "--routers", fleet.router, "--state-dir", str(tmp_path)]
+    said = _failed("agent", *flags, "--metrics-listen", fleet.agent_metrics)
+    assert said.splitlines()[-1].startswith("pointsman agent: ")
+    assert "address already in use" in said.splitlines()[-1]
+    assert "Traceback" not in said
+
+
+def test_the_doctor_names_an_engine_that_the_agent_beside_it_cannot_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead, router, agent = (f"127.0.0.1:{free_port()}" for _ in range(3))
+    up = {
+        "router": ["--listen", router, "--metrics-listen", ""],
+        "agent": ["--engines", f"http://{dead}", "--routers", router, "--metrics-listen", agent],
+    }
+    up["agent"] += ["--state-dir", str(tmp_path / "state")]
+    monkeypatch.setattr(doctor, "AGENT", f"http://{agent}")
+    parts = [Process(name, pointsman_command(name, *flags), tmp_path / f"{name}.log") for name, flags in up.items()]
+    try:
+        for part in parts:
+            part.start()
+        up_, told = parts[1], []
+
+        def named() -> bool:
+            told[:] = [
+                one for one in doctor.examine(router, f"http://{dead}", "") if one.check.startswith("agent http")
+            ]
+            return bool(told)
+
+        up_.wait_ready(named, within_s=READY_WITHIN_S)
+        [finding] = told
+        assert (finding.level, finding.check) == (Finding.FAIL, f"agent http://{agent}: http://{dead}")
+        assert "Cannot connect" in finding.found
+    finally:
+        for part in reversed(parts):
+            part.stop(within_s=40)
 
 
 def _failed(*arguments: str) -> str:

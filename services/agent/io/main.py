@@ -30,7 +30,7 @@ log = structlog.get_logger()
 
 
 def run(settings: AgentSettings) -> None:
-    """Watch and report until a signal ends it. Blocks. Raises OSError when `metrics_listen` is taken."""
+    """Watch and report until a signal ends it. Blocks. Exits with 1 and the reason when it cannot start."""
     configure_logs("agent", settings.log_level)
     try:
         TlsSettings().for_channel()
@@ -38,7 +38,10 @@ def run(settings: AgentSettings) -> None:
         _engine_tls(settings)
     except (ValueError, OSError) as error:
         raise SystemExit(f"pointsman agent: {error}") from None
-    asyncio.run(_until_signal(settings))
+    try:
+        asyncio.run(_until_signal(settings))
+    except OSError as error:
+        raise SystemExit(f"pointsman agent: {error}") from None
 
 
 async def serve(settings: AgentSettings, stop: asyncio.Event) -> None:

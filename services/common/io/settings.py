@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import typer
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
 
 from pointsman.common.io.reloading_file import ReloadingFile
@@ -142,7 +143,7 @@ def add_settings_command(
             loaded = settings(**{key: value for key, value in given.items() if value not in (None, [])})
         except ValidationError as invalid:
             for error in invalid.errors(include_url=False, include_input=False):
-                typer.echo(f"pointsman {name}: {'.'.join(map(str, error['loc']))}: {error['msg']}", err=True)
+                typer.echo(f"pointsman {name}: {_invalid(settings, error)}", err=True)
             raise typer.Exit(2) from None
         except SettingsError as unreadable:
             typer.echo(f"pointsman {name}: {unreadable}", err=True)
@@ -154,6 +155,16 @@ def add_settings_command(
     )
     command.__annotations__ = {key: _flag_type(field) for key, field in settings.model_fields.items()}
     app.command(name, help=_as_it_is(help_))(command)
+
+
+def _invalid(settings: type[BaseSettings], error: ErrorDetails) -> str:
+    """What is wrong with a value; of one that is not given, how to give it."""
+    name = ".".join(map(str, error["loc"]))
+    if error["type"] != "missing":
+        return f"{name}: {error['msg']}"
+    field = settings.model_fields[name]
+    flag = name.upper() if field.json_schema_extra == ARGUMENT else f"--{name.replace('_', '-')}"
+    return f"{flag} (or {settings.model_config['env_prefix']}{name.upper()}) must be given: {field.description}"
 
 
 def _flag_type(field: FieldInfo) -> Any:

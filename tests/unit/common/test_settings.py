@@ -167,3 +167,19 @@ def test_a_token_file_of_other_lines_is_refused_and_not_shown(text: str, tmp_pat
     with pytest.raises(ValueError, match="gateway: one token is needed") as refused:
         Tokens(token_dir=tmp_path).of("gateway")
     assert "secret" not in str(refused.value)
+
+
+def test_what_must_be_given_is_told_as_a_flag_with_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class GivenSettings(BaseSettings):
+        model_config = SettingsConfigDict(env_prefix="POINTSMAN_GIVEN_")
+        engine_url: str = Field(description="where the engine is")
+
+    monkeypatch.delenv("POINTSMAN_GIVEN_ENGINE_URL", raising=False)
+    app = typer.Typer()
+    add_settings_command(app, "given", GivenSettings, lambda _: None, help_="Be given.")
+    done = CliRunner().invoke(app, [])
+    assert done.exit_code == 2
+    assert (
+        done.output
+        == "pointsman given: --engine-url (or POINTSMAN_GIVEN_ENGINE_URL) must be given: where the engine is\n"
+    )

@@ -21,6 +21,8 @@ from pointsman.router.v1 import placement_pb2, placement_pb2_grpc
 log = structlog.get_logger()
 
 WELCOME_S = 3.0
+# A router that starts beside its gateways listens some seconds later.
+STARTUP_S = 10.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 
 _Queue = BatchQueue[placement_pb2.SessionRequest]
@@ -84,14 +86,18 @@ class RouterSession:
 
     async def _run(self) -> None:
         pause, logged_reason = FIRST_PAUSE_S, ""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         while not self._closing:
             if self._last_id and self._reached(self, self._last_id):
                 await asyncio.sleep(MAX_PAUSE_S)
                 continue
+            may_be_starting = False
             try:
                 await self._session()
                 reason = "the stream ended"
             except grpc.aio.AioRpcError as error:
+                may_be_starting = error.code() is grpc.StatusCode.UNAVAILABLE and loop.time() - began < STARTUP_S
                 reason = f"{error.code().name}: {error.details()}"
             except TimeoutError:
                 reason = "no welcome in time"
@@ -110,7 +116,7 @@ class RouterSession:
                     log.exception("a fault after the session with the router", router=self.address)
             if self._closing:
                 return
-            if welcomed or reason != logged_reason:
+            if welcomed or (reason != logged_reason and not may_be_starting):
                 log.warning("no session with the router", router=self.address, reason=reason)
                 logged_reason = reason
             # Gateways that lost the same router must not come back in step.
