@@ -108,7 +108,8 @@ def run(settings: CompareSettings) -> None:
     with (settings.out / "table.txt").open("w") as file:
         for where in (console, make_console(file)):
             print_comparisons(where, comparisons, baseline)
-            print_knees(where, found)
+            if settings.sweep or found:
+                print_knees(where, found)
     missing = len(cells) * settings.seeds - len(trials)
     if missing:
         console.print(f"[bold]interrupted[/bold]: {missing} of {len(cells) * settings.seeds} trials were not run")

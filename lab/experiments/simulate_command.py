@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -164,14 +164,20 @@ def cell_of(
     )
     arrivals = Arrivals(settings.starts, settings.jitter_s, settings.rate)
     if (shape := str(settings.trace)) in SHAPES:
-        workload = Workload(
-            partial(synthetic_sessions, settings.sessions or SYNTHETIC_SESSIONS, SHAPES[shape]), arrivals
-        )
+        workload = Workload(SyntheticSessions(settings.sessions or SYNTHETIC_SESSIONS, SHAPES[shape]), arrivals)
     else:
         workload = Workload(settings.trace, arrivals, settings.sessions)
     return Cell(name or policy, load, workload, simulation)
 
 
-def synthetic_sessions(sessions: int, shape: SessionShape, seed: int) -> list[TraceRequest]:
-    """Sessions of a shape, a fresh draw for each seed."""
-    return generate(sessions, SYNTHETIC_SPAN_S, seed, shape)
+@dataclass(frozen=True)
+class SyntheticSessions:
+    """Sessions of a shape, a fresh draw for each seed. Two of the same are equal, so that cells can be told to differ by their
+    rate alone."""
+
+    sessions: int
+    shape: SessionShape
+
+    def __call__(self, seed: int) -> list[TraceRequest]:
+        """The draw of a seed."""
+        return generate(self.sessions, SYNTHETIC_SPAN_S, seed, self.shape)

@@ -43,8 +43,9 @@ def print_comparisons(console: Console, comparisons: Sequence[MetricComparison],
 
 
 def print_knees(console: Console, knees: Sequence[Knee]) -> None:
-    """Print where each policy's knee is, where the rate was swept."""
+    """Print where each policy's knee is. None is found where no seed gave enough answers at every rate."""
     if not knees:
+        console.print("\nno knee: no seed had enough answers at every rate to tell its throughput", highlight=False)
         return
     console.print("\nknees: the rate of the greatest power, throughput / mean E2E (Kleinrock 1979)", highlight=False)
     table = make_table("policy", "rate", "under", "seeds that agree", "power by rate", wrap=True)

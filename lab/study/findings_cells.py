@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import msgspec
 from pointsman.lab.engine.cost_profile import Profile
 from pointsman.lab.engine.interface import EngineConfig
 from pointsman.lab.experiments.latency_bounds import BOUNDS, FLOOR
-from pointsman.lab.experiments.simulate_command import SYNTHETIC_SESSIONS, synthetic_sessions
+from pointsman.lab.experiments.simulate_command import SYNTHETIC_SESSIONS, SyntheticSessions
 from pointsman.lab.experiments.trials import Cell, TraceSource, Workload
 from pointsman.lab.simulation.config import SimulationConfig
 from pointsman.lab.workload.session_starts import Arrivals
@@ -101,7 +100,7 @@ def _sensitivity_case(
 ) -> Setup:
     shape = shape_with(base, changes or {})
     name = f"{GENERATED} {sessions} {asdict(shape)}"
-    return Setup(partial(synthetic_sessions, sessions, shape), name, 0, rate, instances, step_tokens, kv, trials=2)
+    return Setup(SyntheticSessions(sessions, shape), name, 0, rate, instances, step_tokens, kv, trials=2)
 
 
 # Other fleets, engines and sessions than the main study's: one setting has to do there, too. Their rates give an engine
@@ -176,7 +175,7 @@ def plan_cells(traces: Path, trials: int, *, quick: bool) -> list[PlannedCell]:
     """All cells of the study, the most telling ones first; `traces` is the folder of the trace files."""
     files = {name: traces / file for name, file in FILES.items() if (traces / file).exists()}
     setups = {name: Setup(file, file.name, CHAT_SESSIONS if name == CHAT else 0) for name, file in files.items()}
-    setups[GENERATED] = Setup(partial(synthetic_sessions, SYNTHETIC_SESSIONS, AGENTIC), GENERATED)
+    setups[GENERATED] = Setup(SyntheticSessions(SYNTHETIC_SESSIONS, AGENTIC), GENERATED)
     main = [name for name in (REAL, GENERATED, CHAT) if name in setups]
     setups |= SENSITIVITY_CASES
     return [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -57,21 +58,29 @@ def test_the_knee_of_a_single_queue_is_at_half_its_capacity(capacity: float) -> 
     assert knee.rate == 0.5
 
 
+def sweep(trace: Path, folder: Path, **changes: Any) -> None:
+    values = {"policies": ["unified", "floor"], "instances": 1, "timing": "think", "seeds": 1, "processes": 1} | changes
+    run(CompareSettings(trace=trace, sweep=True, out=folder / "out", **values))
+
+
 def test_a_sweep_goes_on_until_it_is_saturated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_trace(tmp_path / "t.jsonl", generate(20, 200.0, seed=1))
-    settings = CompareSettings(
-        trace=tmp_path / "t.jsonl",
-        policies=["unified", "floor"],
-        instances=1,
-        timing="think",
-        sweep=True,
-        seeds=1,
-        processes=1,
-        out=tmp_path / "out",
-    )
-    run(settings)
+    sweep(tmp_path / "t.jsonl", tmp_path)
     found = {one["policy"]: one for one in json.loads((tmp_path / "out" / "results.json").read_text())["knees"]}
     assert len(found["unified"]["rates"]) % 4 == 0
     assert found["unified"]["powers"][-1] <= 0.5 * max(found["unified"]["powers"])
     assert found["floor"]["powers"][-1] > found["unified"]["powers"][-1]
     assert "knees: the rate" in capsys.readouterr().out
+
+
+def test_a_sweep_that_finds_no_knee_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_trace(tmp_path / "t.jsonl", generate(1, 10.0, seed=1)[:1])
+    sweep(tmp_path / "t.jsonl", tmp_path)
+    assert "no knee: no seed had enough answers" in capsys.readouterr().out
+
+
+def test_a_sweep_of_fresh_sessions_finds_knees(tmp_path: Path) -> None:
+    sweep(Path("small"), tmp_path, sessions=20)
+    found = json.loads((tmp_path / "out" / "results.json").read_text())["knees"]
+    assert [one["policy"] for one in found] == ["unified", "floor"]
+    assert len(found[0]["rates"]) > 4
