@@ -39,11 +39,11 @@ class Load:
     kv_blocks: int = 31_250
 
 
-MAIN = ("light", "knee", "saturated")
+MAIN = ("light", "full", "saturated")
 SLOW, OVERLOADED = "slow", "overloaded"
 LOADS = {
     "light": Load(0.5),
-    "knee": Load(1.0),
+    "full": Load(1.0),
     "saturated": Load(1.25),
     SLOW: Load(0.35, slow=2.5, kv_blocks=17_500),
     OVERLOADED: Load(2.5),
@@ -200,7 +200,7 @@ def _places(traces: Sequence[str], quick: bool) -> Iterator[tuple[str, str, int,
     for trace, (load, threshold), name in product([one for one in traces if one != CHAT], other, contenders):
         yield trace, load, threshold, name
     if not quick:
-        yield from ((traces[0], load, 0, name) for load, name in product(("knee", "saturated"), ABLATIONS))
+        yield from ((traces[0], load, 0, name) for load, name in product(("full", "saturated"), ABLATIONS))
         yield from product(SENSITIVITY_CASES, MAIN, (0, THRESHOLD), SENSITIVITY_POLICIES)
 
 

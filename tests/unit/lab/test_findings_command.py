@@ -39,7 +39,7 @@ def test_a_quick_run_makes_the_document_and_is_not_run_twice(tmp_path: Path, mon
     assert "A quick run" in text
     assert "## generated: saturated" in text
     assert "## `foresight`" in text
-    assert "| coding agents, made up | knee |" in text.partition("## How it was measured")[0]
+    assert "| coding agents, made up | full |" in text.partition("## How it was measured")[0]
     plots = set(re.findall(r"\]\((\w+\.svg)\)", text))
     assert len(plots) == 3
     assert {file.name for file in asked.out.parent.glob("*.svg")} == plots
@@ -54,7 +54,7 @@ def test_a_quick_run_makes_the_document_and_is_not_run_twice(tmp_path: Path, mon
     run(settings(tmp_path, render_only=True))
     assert asked.out.read_text() == text
     # What a load was called when a trial was run is of no consequence.
-    asked.results.write_bytes(lines.replace(b'"load":"knee"', b'"load":"rush hour"'))
+    asked.results.write_bytes(lines.replace(b'"load":"full"', b'"load":"rush hour"'))
     run(settings(tmp_path, render_only=True))
     assert asked.out.read_text() == text
     asked.results.write_bytes(lines)
@@ -78,7 +78,7 @@ def test_without_trials_there_is_no_document(tmp_path: Path) -> None:
 def test_the_whole_study_has_every_policy_at_three_loads_and_foresight_everywhere(tmp_path: Path) -> None:
     cells = plan_cells(tmp_path / "none", 5, quick=False)
     main = {(one.load, one.policy) for one in cells if not one.threshold}
-    for load in ("light", "knee", "saturated"):
+    for load in ("light", "full", "saturated"):
         assert {name for at, name in main if at == load} >= {*POLICIES, "floor", "pooled"}
     places = {(one.load, one.threshold) for one in cells}
     loads = LOADS.keys() - {"overloaded"}
@@ -103,7 +103,7 @@ def trial(policy: str, load: str, seed: int, ttft: float, **more: float) -> Stor
 
 def test_what_is_said_follows_from_the_figures() -> None:
     trials = [
-        trial(policy, "knee", seed, ttft + seed / 100)
+        trial(policy, "full", seed, ttft + seed / 100)
         for policy, ttft in (
             ("floor", 4.0),
             ("pooled", 5.0),
@@ -114,24 +114,24 @@ def test_what_is_said_follows_from_the_figures() -> None:
         )
         for seed in (1, 2, 3)
     ]
-    text = render(trials, {"knee": LOADS["knee"]}, 0, quick=False)
+    text = render(trials, {"full": LOADS["full"]}, 0, quick=False)
     assert (
-        "| agentic, knee | 4.02 | 8.02 | `lpwl` (+1.50 ± 0.00) | 4.52 (-3.50 ± 0.00) | 88% | 75% | 75% "
+        "| agentic, full | 4.02 | 8.02 | `lpwl` (+1.50 ± 0.00) | 4.52 (-3.50 ± 0.00) | 88% | 75% | 75% "
         "| = | = | = | 1.0 x | none |" in text
     )
     assert "is met in 1 of 1 cells, those of TTFT p90 in 1." in text
-    assert "`sticky` (affinity alone): knee: +0% (=) s, no difference." in text
+    assert "`sticky` (affinity alone): full: +0% (=) s, no difference." in text
     assert "missing" not in text
     assert "No rival but `unified`" not in text
     own = [one for one in trials if one.policy in ("floor", "unified", "foresight")]
     assert "No rival but `unified` was run in 1 of them" in render(own, {}, 0, quick=False)
-    worse = render([*trials, *(trial("lpwl", "knee", seed, 4.2) for seed in (1, 2, 3))], {}, 7, quick=False)
+    worse = render([*trials, *(trial("lpwl", "full", seed, 4.2) for seed in (1, 2, 3))], {}, 7, quick=False)
     assert "| lowest |" in worse
     assert "is met in 0 of 1 cells, those of TTFT p90 in 0." in worse
     assert "7 of the trials" in worse
     # Slower answers are told, and only where the interval leaves no doubt.
-    slower = [trial("foresight", "knee", seed, 4.5, e2e_p90_s=5.1 + seed / 100, tpot_p90_s=0.04) for seed in (1, 2, 3)]
-    doubt = [trial("foresight", "knee", seed, 4.5, e2e_p90_s=5.0 + (2 - seed)) for seed in (1, 2, 3)]
+    slower = [trial("foresight", "full", seed, 4.5, e2e_p90_s=5.1 + seed / 100, tpot_p90_s=0.04) for seed in (1, 2, 3)]
+    doubt = [trial("foresight", "full", seed, 4.5, e2e_p90_s=5.0 + (2 - seed)) for seed in (1, 2, 3)]
     others = [one for one in trials if one.policy != "foresight"]
     assert "| E2E p90, TPOT p90 |" in render([*others, *slower], {}, 0, quick=False)
     assert "| none |" in render([*others, *doubt], {}, 0, quick=False)
@@ -140,7 +140,7 @@ def test_what_is_said_follows_from_the_figures() -> None:
 def test_what_is_said_of_elsewhere() -> None:
     def cell(name: str, threshold: int, **ttft: float) -> list[StoredTrial]:
         return [
-            msgspec.structs.replace(trial(policy, "knee", seed, value), trace=name, threshold=threshold)
+            msgspec.structs.replace(trial(policy, "full", seed, value), trace=name, threshold=threshold)
             for policy, value in ttft.items()
             for seed in (1, 2)
         ]
@@ -155,8 +155,8 @@ def test_what_is_said_of_elsewhere() -> None:
     assert (
         "| 2 instances | none | 8.00 -> 5.00 (4.00), 75% |\n| 2 instances | 4096 | 8.00 -> 5.00 (4.00), 75% |" in text
     )
-    assert "lowest TTFT p90 in 1 of 2 cells; not in 2 instances, knee (`preble` -16%)." in text
-    assert "E2E p99 1.00 and 1.00 times (2 instances, knee);" in text
+    assert "lowest TTFT p90 in 1 of 2 cells; not in 2 instances, full (`preble` -16%)." in text
+    assert "E2E p99 1.00 and 1.00 times (2 instances, full);" in text
     # They are no part of the main study, and what lacks a policy is told nowhere.
     assert "Every goal is met in 1 of 1 cells" in text
     assert "## 2 instances" not in text
@@ -167,7 +167,7 @@ def test_what_is_said_of_elsewhere() -> None:
 def test_policies_are_compared_on_the_draws_that_both_have() -> None:
     """One that has run on the easy draw only is not the better for it."""
     trials = [
-        trial(policy, "knee", seed, ttft * seed)
+        trial(policy, "full", seed, ttft * seed)
         for policy, ttft, seeds in (
             ("floor", 1.0, (1, 2, 3, 10)),
             ("unified", 9.0, (1, 2, 3, 10)),
@@ -178,8 +178,8 @@ def test_policies_are_compared_on_the_draws_that_both_have() -> None:
     ]
     text = render(trials, {}, 2, quick=False)
     # 2, 18 and 4 are the means of the first three draws: the fourth, which `foresight` has not run, does not count.
-    assert "| agentic, knee | 2.00 | 18.00 | `lpwl` (+1.00) | 4.00 (" in text
+    assert "| agentic, full | 2.00 | 18.00 | `lpwl` (+1.00) | 4.00 (" in text
     assert " | 88% | 75% | - | " in text
     assert "lowest |" not in text
-    assert "`lpwl`, without the number of requests: knee: -67% (-6.00) s, one trial." in text
+    assert "`lpwl`, without the number of requests: full: -67% (-6.00) s, one trial." in text
     assert "| 50% | 0 | 1 |" in text

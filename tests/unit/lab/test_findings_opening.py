@@ -23,7 +23,7 @@ what stood there before
 
 A remark.
 
-## agentic: knee
+## agentic: full
 {HEADER}| `foresight` | 0.20 (=) | 3.00 (=) | 3.0 (=) | 12 |
 | `unified` | 0.30 | 5.00 | 4.0 | 10 |
 | `round_robin` | 9.00 | 90.00 | 90.0 | 99 |
@@ -43,7 +43,7 @@ A remark.
 
 def test_tables_are_read_as_they_stand() -> None:
     tables = read_tables(SMALL)
-    assert list(tables.loads) == [("agentic", "light"), ("agentic", "knee")]
+    assert list(tables.loads) == [("agentic", "light"), ("agentic", "full")]
     light = tables.loads["agentic", "light"]
     assert light[OURS]["TTFT p90 s"] == TableCell(2.0, "-3.05 ± 0.50")
     assert light[OURS]["TPOT p90 ms"].mean == 1012.0
@@ -54,7 +54,7 @@ def test_tables_are_read_as_they_stand() -> None:
 def test_gains_are_told_in_seconds_and_not_in_bold_where_chance_may_do_it() -> None:
     text = with_opening(SMALL)
     assert "| light | `foresight` | **3.1 s** (± 0.50) | 5.1 -> 2.0 s | 4.0 -> 3.0 s (=) | 10 -> 1,012 ms |" in text
-    assert "| coding agents, recorded | knee | `foresight` | 2.0 s (=) | 5.0 -> 3.0 s (=) |" in text
+    assert "| coding agents, recorded | full | `foresight` | 2.0 s (=) | 5.0 -> 3.0 s (=) |" in text
     assert "what stood there before" not in text
     assert with_opening(text) == text
 
