@@ -66,6 +66,7 @@ def sections(runs: Mapping[str, Bundle], *, draw: bool) -> list[Section]:
     over_time = {name: timelines(run.records, run.samples) for name, run in runs.items()} if draw else {}
     scale = panel_maxima(one for one in over_time.values() if one)
     found = [
+        _bottom_line(runs),
         _overview(runs, draw),
         _groups(runs, draw, "By class", "the router's class of each request when it was placed", by_class),
         _groups(runs, draw, "By decision", "the rule that found the answering instance", by_decision),
@@ -76,6 +77,22 @@ def sections(runs: Mapping[str, Bundle], *, draw: bool) -> list[Section]:
         *_pairs(runs, draw),
     ]
     return [section for section in found if section.blocks]
+
+
+def _bottom_line(runs: Mapping[str, Bundle]) -> Section:
+    """What the other runs come to beside the first, and what that proves."""
+    (base, first), *others = runs.items()
+    rows = []
+    for name, run in others:
+        pairs = match_runs(first.records, run.records)
+        found = (pairs.difference(metric) for metric in LATENCIES.values())
+        rows.append([name, f"{len(pairs.base):,}", *("-" if one is None else _verdict(one) for one in found)])
+    return Section(
+        "Bottom line",
+        f"the mean change of the requests that {base} answered, too. It is of these runs alone: the same policy, run again on "
+        "other arrivals, may differ as much. Whether a policy is better is for pointsman compare to tell, over several seeds.",
+        [Table(["run", "pairs", *LATENCIES], rows, text_columns=1)] if rows else [],
+    )
 
 
 def _overview(runs: Mapping[str, Bundle], draw: bool) -> Section:
@@ -241,8 +258,7 @@ def _paired(base: str, other: str, pairs: MatchedRequests, draw: bool) -> Sectio
         return section
     section.note = (
         f"{len(pairs.base):,} requests were answered in both runs, {pairs.unmatched:,} in one alone. Less than 0 is faster than "
-        f"{base}. The interval holds the mean of these two runs; one run each says nothing of the next: for that, use "
-        "pointsman compare."
+        f"{base}. The interval holds the mean of these two runs, and says nothing of the next ones."
     )
     rows = []
     classes = sorted({class_of(record) for record in pairs.base} - {""})
@@ -250,7 +266,7 @@ def _paired(base: str, other: str, pairs: MatchedRequests, draw: bool) -> Sectio
         for latency, metric in LATENCIES.items():
             if (found := pairs.difference(metric, route_class)) is not None:
                 rows.append([f"{label} {latency}", *_difference(found)])
-    columns = ["", "pairs", "mean difference", "95 % interval", "median", "faster", "slower", "verdict"]
+    columns = ["", "pairs", "mean difference", "95 % interval", "median", "faster", "slower"]
     section.blocks.append(Table(columns, rows))
     if draw:
         section.blocks.append(
@@ -281,7 +297,6 @@ def _paired(base: str, other: str, pairs: MatchedRequests, draw: bool) -> Sectio
 
 
 def _difference(found: LatencyDifference) -> list[str]:
-    verdict = "no difference" if found.low <= 0 <= found.high else "faster" if found.mean < 0 else "slower"
     return [
         f"{found.pairs:,}",
         _signed(found.mean),
@@ -289,8 +304,13 @@ def _difference(found: LatencyDifference) -> list[str]:
         _signed(found.median),
         percent(found.faster),
         percent(found.slower),
-        verdict,
     ]
+
+
+def _verdict(found: LatencyDifference) -> str:
+    if found.low <= 0 <= found.high:
+        return f"no difference ({_signed(found.low)} to {_signed(found.high)})"
+    return f"{'faster' if found.mean < 0 else 'slower'} here by {_seconds(abs(found.mean))}"
 
 
 def _cached(record: RequestRecord) -> str:

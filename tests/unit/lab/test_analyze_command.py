@@ -197,12 +197,16 @@ def test_the_command_prints_and_writes(tmp_path: Path) -> None:
         write_bundle(tmp_path / name, {}, RECORDS, summarise(RECORDS))
     shown = CliRunner().invoke(APP, [str(tmp_path / "one"), str(tmp_path / "two")])
     assert shown.exit_code == 0, shown.output
+    # What they come to is said first, and once.
+    assert shown.output.lstrip().startswith("Bottom line: the mean change of the requests that one answered, too.")
+    assert shown.output.count("no difference (0 ms to 0 ms)") == 3
+    assert "verdict" not in shown.output
     for title in ("Latencies", "By class", "Long tail", "Hotspot of one", "two against one, request by request"):
         assert title in shown.output
-    assert "no difference" in shown.output
     assert (tmp_path / "one" / "report.html").read_text().startswith("<!doctype html>")
     elsewhere = CliRunner().invoke(APP, [str(tmp_path / "two"), "--html", str(tmp_path / "deep" / "page.html")])
     assert elsewhere.exit_code == 0
+    assert "Bottom line" not in elsewhere.output
     assert (tmp_path / "deep" / "page.html").exists()
 
 
