@@ -188,6 +188,7 @@ def _annotate(replayed: ReplayResult, watch: FleetWatcher, log: _GatewayLog) -> 
             record.mode = word(fleet_pb2.PlacementMode, decision.mode)
             record.route_class = word(fleet_pb2.RouteClass, decision.route_class)
             record.reason, record.rule = decision.reason, rule_of(decision)
+            record.predicted_cached_tokens = decision.cached_tokens
     lines = log.read()
     rows = break_down(replayed.records, watch.decisions, lines)
     replayed.samples = watch.samples

@@ -18,6 +18,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     route_class: str = ""
     reason: str = ""
     rule: str = ""
+    # Cached tokens as that decision predicted them; `cached_tokens` are those that the engine found when it began.
+    predicted_cached_tokens: int | None = None
     # The HTTP status, 0 when there was none; `error` is empty for a complete answer.
     status: int = 0
     error: str = ""
@@ -32,6 +34,13 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     def ok(self) -> bool:
         """Whether the whole answer came."""
         return self.status == 200 and not self.error
+
+    @property
+    def lost_tokens(self) -> int:
+        """Tokens that were cached when it was placed and no longer when it began, as far as both are known."""
+        if self.predicted_cached_tokens is None or self.cached_tokens is None:
+            return 0
+        return max(self.predicted_cached_tokens - self.cached_tokens, 0)
 
     @property
     def tpot_s(self) -> float | None:

@@ -233,15 +233,23 @@ def _slowest(name: str, run: Bundle) -> Section:
             record.instance,
             str(others),
             f"{record.prompt_tokens or 0:,}",
-            f"{record.cached_tokens:,}" if record.cached_tokens is not None else "-",
+            _count(record.predicted_cached_tokens),
+            _count(record.cached_tokens),
             _seconds(record.t_send),
             _seconds(record.ttft_s),
             _seconds(record.e2e_s),
         ]
         for record, others in slowest(run.records)
     ]
-    columns = ["request", "class", "decision", "instance", "open there", "prompt", "cached", "sent at", "TTFT", "E2E"]
+    columns = ["request", "class", "decision", "instance", "open there", "prompt", "predicted", "cached", "sent at"]
+    columns += ["TTFT", "E2E"]
     note = "open there: other requests that its instance had when it was sent"
+    if lost := [record for record in run.records if record.lost_tokens]:
+        note += (
+            f". predicted: what was cached when it was placed, which tells its class. In {len(lost):,} of {len(run.records):,} "
+            f"requests the engine found less when it began, because it had evicted blocks while the request waited (or the "
+            f"prediction was wrong): {sum(record.lost_tokens for record in lost):,} tokens were computed again"
+        )
     return Section(f"Slowest first tokens of {name}", note, [Table(columns, rows, text_columns=4)] if rows else [])
 
 
@@ -276,7 +284,11 @@ def _paired(base: str, other: str, pairs: MatchedRequests, draw: bool) -> Sectio
         [
             f"{first.session[:NAME_LENGTH]} turn {first.turn}",
             f"{first.prompt_tokens or 0:,}",
-            *(part for one in (first, second) for part in (one.instance, _cached(one), _seconds(one.ttft_s))),
+            *(
+                part
+                for one in (first, second)
+                for part in (one.instance, _count(one.cached_tokens), _seconds(one.ttft_s))
+            ),
             _signed((second.ttft_s or 0.0) - (first.ttft_s or 0.0)),
         ]
         for first, second in pairs.extremes()
@@ -313,8 +325,8 @@ def _verdict(found: LatencyDifference) -> str:
     return f"{'faster' if found.mean < 0 else 'slower'} here by {_seconds(abs(found.mean))}"
 
 
-def _cached(record: RequestRecord) -> str:
-    return "-" if record.cached_tokens is None else f"{record.cached_tokens:,}"
+def _count(tokens: int | None) -> str:
+    return "-" if tokens is None else f"{tokens:,}"
 
 
 def _time(points: Mapping[str, Any] | None, key: str) -> str:

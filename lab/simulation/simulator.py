@@ -295,6 +295,7 @@ class Simulator:
             running.record.route_class = decision.route_class
             running.record.reason = decision.result.reason
             running.record.rule = decision.result.steps[-1].reason
+            running.record.predicted_cached_tokens = decision.cached_tokens
         if step.kind is StepKind.PREFILL:
             tokens = step.prefix_tokens or running.prompt.length
             prompt = running.prompt

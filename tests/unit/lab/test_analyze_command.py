@@ -28,6 +28,7 @@ from pointsman.lab.report.diagnostics import (
 from pointsman.lab.report.instance_samples import GpuSample, InstanceSample
 from pointsman.lab.report.request_record import RequestRecord
 from pointsman.lab.report.run_summary import summarise
+from pointsman.lab.report.sections import Table, sections
 
 APP = typer.Typer()
 APP.command()(analyze)
@@ -208,6 +209,22 @@ def test_the_command_prints_and_writes(tmp_path: Path) -> None:
     assert elsewhere.exit_code == 0
     assert "Bottom line" not in elsewhere.output
     assert (tmp_path / "deep" / "page.html").exists()
+
+
+def test_what_was_cached_when_placed_and_no_longer_when_begun_is_told() -> None:
+    records = [
+        answer("a", 1, 111.0, prompt_tokens=9_000, predicted_cached_tokens=8_992, cached_tokens=0),
+        answer("a", 2, 1.0, prompt_tokens=9_100, predicted_cached_tokens=64, cached_tokens=96),
+    ]
+    [slowest] = [one for one in sections({"run": Bundle({}, records, {})}, draw=False) if "Slowest" in one.title]
+    assert "In 1 of 2 requests the engine found less when it began" in slowest.note
+    assert "8,992 tokens were computed again" in slowest.note
+    [table] = slowest.blocks
+    assert isinstance(table, Table)
+    place = list(table.columns).index("predicted")
+    assert [row[place : place + 2] for row in table.rows] == [["8,992", "0"], ["64", "96"]]
+    [untold] = [one for one in sections({"run": Bundle({}, RECORDS, {})}, draw=False) if "Slowest" in one.title]
+    assert "predicted" not in untold.note
 
 
 @pytest.mark.parametrize(
