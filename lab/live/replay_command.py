@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +15,8 @@ import msgspec
 import typer
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from rich.console import Console
+from rich.progress import TaskID
 
 from pointsman.common.core.enum_words import word
 from pointsman.common.io.auth import showing
@@ -25,12 +28,14 @@ from pointsman.lab.report.bundle import write_bundle
 from pointsman.lab.report.instance_samples import InstanceSample
 from pointsman.lab.report.request_record import RequestRecord
 from pointsman.lab.report.run_summary import print_summary, summarise
-from pointsman.lab.report.terminal import make_console
+from pointsman.lab.report.terminal import make_console, make_progress
 from pointsman.lab.workload.chat_maker import ChatMaker
 from pointsman.lab.workload.tokenizer import TOKENIZER_DIR, ChatTokenizer
 from pointsman.lab.workload.trace_files import load_trace
 from pointsman.lab.workload.traces import TINY_TRACE, TraceError, TraceRequest, by_session, first_sessions
 from pointsman.router.v1 import fleet_pb2
+
+OnBegin = Callable[[Sequence[Sequence[TraceRequest]], str], None]
 
 INTERRUPTED = 130
 # How long after its answers a gateway's last lines are waited for, and how often its file is read.
@@ -91,13 +96,9 @@ def run(settings: ReplaySettings) -> None:
     had finished.
     """
     console = make_console()
-
-    def tell(record: RequestRecord) -> None:
-        if not record.ok:
-            console.print(f"{record.session} turn {record.turn}: {record.status} {record.error}", highlight=False)
-
     try:
-        replayed = asyncio.run(replay(settings, tell))
+        with ReplayProgress(console) as progress:
+            replayed = asyncio.run(replay(settings, progress.add, progress.begin))
     except (TraceError, ReplayError) as error:
         typer.echo(f"pointsman replay: {error}", err=True)
         raise typer.Exit(2) from None
@@ -108,6 +109,45 @@ def run(settings: ReplaySettings) -> None:
         raise typer.Exit(INTERRUPTED)
     if summary["failed"]:
         raise typer.Exit(1)
+
+
+class ReplayProgress:
+    """Tells how far a replay is: a bar on a terminal, else a line for each tenth of its requests; and each that failed."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar = make_progress(console)
+        self._task: TaskID | None = None
+        self._done = self._failed = self._total = 0
+
+    def __enter__(self) -> ReplayProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._task is not None:
+            self._bar.stop()
+
+    def begin(self, sessions: Sequence[Sequence[TraceRequest]], model: str) -> None:
+        """These sessions are about to be sent."""
+        self._total = sum(map(len, sessions))
+        self._console.print(f"{self._total:,} requests of {len(sessions):,} sessions for {model}", highlight=False)
+        if self._console.is_terminal:
+            self._task = self._bar.add_task("requests", total=self._total)
+            self._bar.start()
+
+    def add(self, record: RequestRecord) -> None:
+        """A request has ended."""
+        self._done += 1
+        self._failed += not record.ok
+        if not record.ok:
+            self._console.print(f"{record.session} turn {record.turn}: {record.status} {record.error}", highlight=False)
+        if self._task is not None:
+            self._bar.advance(self._task)
+        elif self._done * 10 // self._total > (self._done - 1) * 10 // self._total:
+            at = record.t_send + record.e2e_s
+            self._console.print(
+                f"{at:7.1f} s  {self._done:,} of {self._total:,} answered, {self._failed:,} failed", highlight=False
+            )
 
 
 def save(settings: ReplaySettings, replayed: ReplayResult) -> dict[str, Any]:
@@ -130,8 +170,11 @@ def config_of(settings: ReplaySettings) -> dict[str, Any]:
     return {"kind": "replay"} | settings.model_dump(mode="json", exclude={"api_key"})
 
 
-async def replay(settings: ReplaySettings, on_result: OnResult | None = None) -> ReplayResult:
-    """Replay a trace; records in the order in which requests ended, each told to `on_result` when it does.
+async def replay(
+    settings: ReplaySettings, on_result: OnResult | None = None, on_begin: OnBegin | None = None
+) -> ReplayResult:
+    """Replay a trace; records in the order in which requests ended, each told to `on_result` when it does. `on_begin` is told the
+    sessions and the model when all is ready.
 
     Failed requests are recorded and their session goes on. Cancelled, as by Ctrl-C, it returns what has finished. Raises
     TraceError for a bad trace or one without think_ms where it is needed, ReplayError when `url` does not list a model, `router`
@@ -153,13 +196,14 @@ async def replay(settings: ReplaySettings, on_result: OnResult | None = None) ->
         model = settings.model or await _first_model(http, settings.url)
         sender = TraceSender(settings, http, model, chats, on_result)
         replayed.records = sender.records
+        begin = partial(on_begin, sessions, model) if on_begin is not None else None
         if not settings.router:
-            replayed.interrupted = await _send_all(sender, sessions)
+            replayed.interrupted = await _send_all(sender, sessions, begin)
             return replayed
         try:
             watch = FleetWatcher(settings.router, showing(Tokens(), "operator"), settings.sample_s, sender.clock)
             async with watch:
-                replayed.interrupted = await _send_all(sender, sessions)
+                replayed.interrupted = await _send_all(sender, sessions, begin)
                 asked = [record.decision for record in sender.records if record.decision]
                 await watch.wait_for_outcomes(asked)
                 await log.wait_for_lines(asked)
@@ -169,8 +213,12 @@ async def replay(settings: ReplaySettings, on_result: OnResult | None = None) ->
     return replayed
 
 
-async def _send_all(sender: TraceSender, sessions: Sequence[Sequence[TraceRequest]]) -> bool:
+async def _send_all(
+    sender: TraceSender, sessions: Sequence[Sequence[TraceRequest]], begin: Callable[[], None] | None
+) -> bool:
     """Play to the end, or until cancelled; whether it was."""
+    if begin is not None:
+        begin()
     task = asyncio.current_task()
     assert task is not None
     try:
