@@ -170,6 +170,8 @@ def _sum(total: Any, part: Any) -> None:
     total.decided += part.decided
     total.changed += part.changed
     total.cached_tokens_change += part.cached_tokens_change
+    total.timed += part.timed
+    total.ttft_change.FromNanoseconds(total.ttft_change.ToNanoseconds() + part.ttft_change.ToNanoseconds())
 
 
 def _maker(decision_id: str) -> str:

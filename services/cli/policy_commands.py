@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from google.protobuf import json_format
+from google.protobuf import duration_pb2, json_format
 
 from pointsman.cli.all_routers import of_its_router, what_if_newest
 from pointsman.cli.router_call import DEFAULT_ROUTER, call, fail
@@ -74,20 +74,33 @@ def what_if(
         typer.echo(
             f"{one.decision_id}: {one.from_instance_id} -> {one.to_instance_id or 'held'}{via} ({one.reason}), "
             f"{one.cached_tokens_change:+,} cached tokens"
+            + (f", {_seconds(one.ttft_change)} to the first token" if one.HasField("ttft_change") else "")
         )
     if answer.changed > len(answer.changes):
         typer.echo(f"... and {answer.changed - len(answer.changes)} more")
     for group in answer.groups:
         typer.echo(
             f"{word(fleet_pb2.RouteClass, group.route_class)} {group.reason}: {group.changed:,} of {group.decided:,} changed, "
-            f"{group.cached_tokens_change:+,} cached tokens"
+            f"{group.cached_tokens_change:+,} cached tokens{_mean_change(group)}"
         )
     share = answer.changed / answer.decided if answer.decided else 0.0
     held = f", {answer.held:,} of them held" if answer.held else ""
     typer.echo(
         f"under {policy}, {answer.changed:,} of {answer.decided:,} requests ({share:.0%}) would have had another plan{held}; "
-        f"{answer.cached_tokens_change:+,} cached tokens in all"
+        f"{answer.cached_tokens_change:+,} cached tokens in all{_mean_change(answer)}"
     )
+
+
+def _seconds(change: duration_pb2.Duration) -> str:
+    return f"{change.ToNanoseconds() / 1e9:+.3g} s"
+
+
+def _mean_change(sums: fleet_pb2.WhatIfResponse | fleet_pb2.WhatIfResponse.Group) -> str:
+    """By how much first tokens would be expected later, in the mean; empty where no curve was learned."""
+    if not sums.timed:
+        return ""
+    mean_s = sums.ttft_change.ToNanoseconds() / 1e9 / sums.timed
+    return f", {mean_s:+.3g} s to the first token in the mean of {sums.timed:,}"
 
 
 def set_policy(

@@ -1497,6 +1497,8 @@ class WhatIfResponse(_message.Message):
         DECIDED_FIELD_NUMBER: _builtins.int
         CHANGED_FIELD_NUMBER: _builtins.int
         CACHED_TOKENS_CHANGE_FIELD_NUMBER: _builtins.int
+        TIMED_FIELD_NUMBER: _builtins.int
+        TTFT_CHANGE_FIELD_NUMBER: _builtins.int
         route_class: Global___RouteClass.ValueType
         """route_class as recorded."""
         reason: _builtins.str
@@ -1507,6 +1509,12 @@ class WhatIfResponse(_message.Message):
         """changed of them would have had another plan."""
         cached_tokens_change: _builtins.int
         """cached_tokens_change: would-be less recorded, over those that would have been placed."""
+        timed: _builtins.int
+        """timed of them, as WhatIfResponse.timed."""
+        @_builtins.property
+        def ttft_change(self) -> _duration_pb2.Duration:
+            """ttft_change, as WhatIfResponse.ttft_change."""
+
         def __init__(
             self,
             *,
@@ -1515,10 +1523,12 @@ class WhatIfResponse(_message.Message):
             decided: _builtins.int = ...,
             changed: _builtins.int = ...,
             cached_tokens_change: _builtins.int = ...,
+            timed: _builtins.int = ...,
+            ttft_change: _duration_pb2.Duration | None = ...,
         ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        _HasFieldArgType: _TypeAlias = _typing.Literal["ttft_change", b"ttft_change"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens_change", b"cached_tokens_change", "changed", b"changed", "decided", b"decided", "reason", b"reason", "route_class", b"route_class"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens_change", b"cached_tokens_change", "changed", b"changed", "decided", b"decided", "reason", b"reason", "route_class", b"route_class", "timed", b"timed", "ttft_change", b"ttft_change"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1536,6 +1546,7 @@ class WhatIfResponse(_message.Message):
         FROM_MODE_FIELD_NUMBER: _builtins.int
         TO_MODE_FIELD_NUMBER: _builtins.int
         TO_PREFILL_INSTANCE_ID_FIELD_NUMBER: _builtins.int
+        TTFT_CHANGE_FIELD_NUMBER: _builtins.int
         decision_id: _builtins.str
         """decision_id of the recorded one."""
         from_instance_id: _builtins.str
@@ -1552,6 +1563,12 @@ class WhatIfResponse(_message.Message):
         """to_mode under the other policy."""
         to_prefill_instance_id: _builtins.str
         """to_prefill_instance_id prefills first, where that is another than the one it would have gone to."""
+        @_builtins.property
+        def ttft_change(self) -> _duration_pb2.Duration:
+            """ttft_change: expected time to first token, would-be less recorded: the prefills open where the prompt is computed, and its own, by
+            the curve learned of such instances; absent where none was, or the request would have been held.
+            """
+
         def __init__(
             self,
             *,
@@ -1563,10 +1580,11 @@ class WhatIfResponse(_message.Message):
             from_mode: Global___PlacementMode.ValueType = ...,
             to_mode: Global___PlacementMode.ValueType = ...,
             to_prefill_instance_id: _builtins.str = ...,
+            ttft_change: _duration_pb2.Duration | None = ...,
         ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        _HasFieldArgType: _TypeAlias = _typing.Literal["ttft_change", b"ttft_change"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens_change", b"cached_tokens_change", "decision_id", b"decision_id", "from_instance_id", b"from_instance_id", "from_mode", b"from_mode", "reason", b"reason", "to_instance_id", b"to_instance_id", "to_mode", b"to_mode", "to_prefill_instance_id", b"to_prefill_instance_id"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens_change", b"cached_tokens_change", "decision_id", b"decision_id", "from_instance_id", b"from_instance_id", "from_mode", b"from_mode", "reason", b"reason", "to_instance_id", b"to_instance_id", "to_mode", b"to_mode", "to_prefill_instance_id", b"to_prefill_instance_id", "ttft_change", b"ttft_change"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1576,14 +1594,20 @@ class WhatIfResponse(_message.Message):
     HELD_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_CHANGE_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    TIMED_FIELD_NUMBER: _builtins.int
+    TTFT_CHANGE_FIELD_NUMBER: _builtins.int
     decided: _builtins.int
     """decided is how many were decided again."""
     changed: _builtins.int
-    """changed is how many would have had another plan: another instance, or steps on other instances before it."""
+    """changed is how many would have had another plan: another instance, or steps on other instances before it. Parts of a prompt that
+    the same instance computes one after the other are no change.
+    """
     held: _builtins.int
     """held is how many of the changed would have been held at that moment instead of placed."""
     cached_tokens_change: _builtins.int
     """cached_tokens_change: would-be less recorded, over all that would have been placed."""
+    timed: _builtins.int
+    """timed is for how many an expected time to first token is known, by a learned curve."""
     @_builtins.property
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___WhatIfResponse.Change]:
         """changes, at most 100."""
@@ -1591,6 +1615,10 @@ class WhatIfResponse(_message.Message):
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___WhatIfResponse.Group]:
         """groups sum up by class and by the reason under the other policy, the biggest first."""
+
+    @_builtins.property
+    def ttft_change(self) -> _duration_pb2.Duration:
+        """ttft_change: expected time to first token, would-be less recorded, summed over the timed ones."""
 
     def __init__(
         self,
@@ -1601,10 +1629,12 @@ class WhatIfResponse(_message.Message):
         held: _builtins.int = ...,
         cached_tokens_change: _builtins.int = ...,
         groups: _abc.Iterable[Global___WhatIfResponse.Group] | None = ...,
+        timed: _builtins.int = ...,
+        ttft_change: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ttft_change", b"ttft_change"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens_change", b"cached_tokens_change", "changed", b"changed", "changes", b"changes", "decided", b"decided", "groups", b"groups", "held", b"held"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens_change", b"cached_tokens_change", "changed", b"changed", "changes", b"changes", "decided", b"decided", "groups", b"groups", "held", b"held", "timed", b"timed", "ttft_change", b"ttft_change"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import groupby
 
+from pointsman.router.core.policy.foresight import prefills_ahead
+from pointsman.router.core.prefill_curve import DEFAULT_CURVE
 from pointsman.router.core.types import Decision
 
 # So many decisions that would differ are kept one by one.
@@ -12,32 +15,37 @@ MAX_CHANGES = 100
 
 @dataclass(slots=True)
 class ComparisonGroup:
-    """The decisions of one recorded class that would have been made for one `reason`; counts, and tokens."""
+    """The decisions of one recorded class that would have been made for one `reason`; as PolicyComparison."""
 
     route_class: str
     reason: str
     decided: int = 0
     changed: int = 0
     cached_tokens_change: int = 0
+    timed: int = 0
+    ttft_change_s: float = 0.0
 
 
 @dataclass(slots=True)
 class PolicyComparison:
-    """Sums over the decisions that were added. `changed`: of those the plan differs (what each step does and where, so that
-    offload with the same last instance is a change); `held` of these would have been held instead of placed.
-    `cached_tokens_change`: would-be less recorded, over all that would have been placed. `changes`: the first of the changed, as
-    they were and as they would have been."""
+    """Sums over the decisions that were added. `changed`: of those other instances compute or answer; that one of them computes
+    the prompt in parts is no change. `held` of these would have been held instead of placed. `cached_tokens_change`: would-be
+    less recorded, over all that would have been placed; `ttft_change_s` the same of the expected time to first token, over the
+    `timed` ones. `changes`: the first of the changed, as they were and as they would have been."""
 
     decided: int = 0
     changed: int = 0
     held: int = 0
     cached_tokens_change: int = 0
+    timed: int = 0
+    ttft_change_s: float = 0.0
     changes: list[tuple[Decision, Decision]] = field(default_factory=list)
     _groups: dict[tuple[str, str], ComparisonGroup] = field(default_factory=dict)
 
     def add(self, was: Decision, would: Decision) -> None:
         """Count a decision as it `was` recorded, and as it `would` have been. Mutates."""
-        changed = _plan(was) != _plan(would)
+        changed = _places(was) != _places(would)
+        ttft_s = ttft_change_s(was, would)
         tokens = would.cached_tokens - was.cached_tokens if would.result.steps else 0
         key = was.route_class, would.result.reason
         if (group := self._groups.get(key)) is None:
@@ -46,6 +54,8 @@ class PolicyComparison:
             sums.decided += 1
             sums.changed += changed
             sums.cached_tokens_change += tokens
+            sums.timed += ttft_s is not None
+            sums.ttft_change_s += ttft_s or 0.0
         self.held += changed and not would.result.steps
         if changed and len(self.changes) < MAX_CHANGES:
             self.changes.append((was, would))
@@ -55,5 +65,24 @@ class PolicyComparison:
         return sorted(self._groups.values(), key=lambda group: (-group.decided, group.route_class, group.reason))
 
 
-def _plan(decision: Decision) -> list[tuple[str, str]]:
-    return [(step.kind, step.instance_id) for step in decision.result.steps]
+def ttft_change_s(was: Decision, would: Decision) -> float | None:
+    """By how much the first token would be expected later (s): what is open before the prompt where it is computed, and its own
+    prefill. None where one of the two was not placed, or no curve was learned for the instance."""
+    first, second = _expected_ttft_s(was), _expected_ttft_s(would)
+    return None if first is None or second is None else second - first
+
+
+def _expected_ttft_s(decision: Decision) -> float | None:
+    steps, view = decision.result.steps, decision.view
+    one = view.find(steps[0].instance_id) if steps else None
+    if one is None:
+        return None
+    curve = view.curves.get(one.prefill_backlog.hardware, DEFAULT_CURVE)
+    if curve == DEFAULT_CURVE:
+        return None
+    _, wait_s = prefills_ahead(one.prefill_backlog, curve, one.new_tokens, view.now)
+    return wait_s + curve.cost_s(one.new_tokens, one.cached_tokens)
+
+
+def _places(decision: Decision) -> list[str]:
+    return [instance_id for instance_id, _ in groupby(step.instance_id for step in decision.result.steps)]

@@ -110,7 +110,7 @@ class Foresight(Policy):
             elif score < second:
                 second = score
         curve = curves.get(best.prefill_backlog.hardware, DEFAULT_CURVE)
-        backlog, wait = _ahead(best.prefill_backlog, curve, best.new_tokens, now)
+        backlog, wait = prefills_ahead(best.prefill_backlog, curve, best.new_tokens, now)
         figures = {"mean_cost_s": unit, "wait_s": wait, "prefill_s": best_cost}
         light = least <= self.light_factor * unit
         # Where an engine cuts, what takes several chunks slows all that is computed beside it, and is slowed by it.
@@ -137,7 +137,7 @@ class Foresight(Policy):
         interference = self.interference + self.busy_interference * (1.0 - idle)
         added = interference * cost * max(one.num_requests - work.requests, 0)
         if work.queue:
-            added += _ahead(work, curve, one.new_tokens, now)[1]
+            added += prefills_ahead(work, curve, one.new_tokens, now)[1]
         if work.remainders and idle:
             remainders = [
                 curve.cost_s(left, there) for who, left, there in work.remainders if who != request.request_id
@@ -194,7 +194,7 @@ def _backlog(work: PrefillBacklog, curve: PrefillCurve, now: float) -> float:
     return curve.total_s(work.queue) + curve.sums_s(work.unlisted) - done
 
 
-def _ahead(work: PrefillBacklog, curve: PrefillCurve, new: int, now: float) -> tuple[float, float]:
+def prefills_ahead(work: PrefillBacklog, curve: PrefillCurve, new: int, now: float) -> tuple[float, float]:
     """Seconds of prefill open on an instance, and how many of them a prompt of `new` tokens waits for; of those that are not
     listed as for so many of their mean."""
     backlog = _backlog(work, curve, now)

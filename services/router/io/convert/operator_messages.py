@@ -13,14 +13,14 @@ from google.protobuf import struct_pb2
 from pointsman.common.core.enum_words import values
 from pointsman.router.core.analysis.decision_replay import inputs_digest
 from pointsman.router.core.analysis.outcome_stats import OutcomeGroup, quantile
-from pointsman.router.core.analysis.policy_comparison import PolicyComparison
+from pointsman.router.core.analysis.policy_comparison import PolicyComparison, ttft_change_s
 from pointsman.router.core.instances.instance_orders import InstanceOrder, OrderChange
 from pointsman.router.core.instances.instance_registry import InstanceRecord
 from pointsman.router.core.policy.base import Policy, bounds, summary
 from pointsman.router.core.router_state import RouterState
 from pointsman.router.core.types import Candidate, Decision, InstanceState, PolicyRef, PrefixSource
 from pointsman.router.io.convert import agent_messages, gateway_messages
-from pointsman.router.io.convert.times import duration, timestamp
+from pointsman.router.io.convert.times import change, duration, timestamp
 from pointsman.router.io.telemetry.decision_log import LoggedDecision
 from pointsman.router.v1 import fleet_pb2
 
@@ -56,6 +56,8 @@ def what_if_to_wire(comparison: PolicyComparison) -> fleet_pb2.WhatIfResponse:
         changed=comparison.changed,
         held=comparison.held,
         cached_tokens_change=comparison.cached_tokens_change,
+        timed=comparison.timed,
+        ttft_change=change(comparison.ttft_change_s),
         groups=[
             fleet_pb2.WhatIfResponse.Group(
                 route_class=_CLASSES[group.route_class],
@@ -63,6 +65,8 @@ def what_if_to_wire(comparison: PolicyComparison) -> fleet_pb2.WhatIfResponse:
                 decided=group.decided,
                 changed=group.changed,
                 cached_tokens_change=group.cached_tokens_change,
+                timed=group.timed,
+                ttft_change=change(group.ttft_change_s),
             )
             for group in comparison.groups()
         ],
@@ -76,6 +80,7 @@ def what_if_to_wire(comparison: PolicyComparison) -> fleet_pb2.WhatIfResponse:
                 from_mode=_MODES[was.mode],
                 to_mode=_MODES[would.mode],
                 to_prefill_instance_id=_prefills_elsewhere(would),
+                ttft_change=None if (change_s := ttft_change_s(was, would)) is None else change(change_s),
             )
             for was, would in comparison.changes
         ],

@@ -13,6 +13,13 @@ def duration(seconds: float) -> duration_pb2.Duration:
     return duration_pb2.Duration(seconds=nanos // 1_000_000_000, nanos=nanos % 1_000_000_000)
 
 
+def change(seconds: float) -> duration_pb2.Duration:
+    """Seconds, negative ones too, as a protobuf duration."""
+    wire = duration_pb2.Duration()
+    wire.FromNanoseconds(int(seconds * 1e9))
+    return wire
+
+
 def seconds(wire: duration_pb2.Duration) -> float:
     """The inverse of `duration`; without the detour over an integer that ToNanoseconds takes."""
     return wire.seconds + wire.nanos / 1e9
