@@ -18,7 +18,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import typer
@@ -120,11 +120,27 @@ def _run(settings: DemoSettings, console: Console, processes: _Processes, folder
         raise KeyboardInterrupt
     console.print()
     print_summary(console, summary, "demo")
+    if idle := idle_words(replayed.records, replayed.caches or {}):
+        console.print(idle, highlight=False)
     _explain_a_placement(settings, console, replayed.records, listen, router)
     if settings.keep:
         console.print("the fleet keeps running; Ctrl-C ends it")
         processes.wait()
     return 1 if summary["failed"] else 0
+
+
+def idle_words(records: Sequence[RequestRecord], instances: Iterable[str]) -> str:
+    """Which instances got nothing, and what the others' figures say of why; empty where each got something."""
+    idle = sorted(set(instances) - {record.instance for record in records})
+    if not idle:
+        return ""
+    # The most are open when one is sent.
+    most = max(sum(one.t_send <= at.t_send < one.t_send + one.e2e_s for one in records) for at in records)
+    cached = sum(bool(record.cached_tokens) for record in records)
+    return (
+        f"{', '.join(idle)} got none: at most {most} requests were open at a time, and {cached} of {len(records)} found a part "
+        "of their prompt cached where they went"
+    )
 
 
 def _explain_a_placement(
@@ -144,6 +160,8 @@ def _explain_a_placement(
     subprocess.run([sys.executable, "-m", "pointsman.cli.main", *explain], check=False, timeout=30, env=environment)
     hint = "" if settings.keep else " of a fleet that runs on (POINTSMAN_DEMO_KEEP=true make demo)"
     console.print(f"\n[bold]Ask more[/bold]{hint}:", highlight=False)
+    if not shutil.which("pointsman"):
+        console.print(f'  export PATH="{Path(sys.executable).parent}:$PATH"', highlight=False, soft_wrap=True)
     for command in (
         f"instances --router {router}",
         f"decisions --router {router} --session {asked.session}",
