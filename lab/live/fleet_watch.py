@@ -48,14 +48,18 @@ class FleetWatcher:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> FleetWatcher:
-        """Take the first sample. Raises FleetError when there is no router."""
+        """Take the first sample. Raises FleetError when there is no router, or one that places nothing."""
         self._channel = open_channel(self._address)
         self._fleet: Any = fleet_pb2_grpc.FleetServiceStub(self._channel)
         try:
             await self._sample()
+            elsewhere = await self._owners_elsewhere()
         except grpc.aio.AioRpcError as error:
             await self._channel.close(None)
             raise FleetError(f"router {self._address}: {error.code().name}: {error.details()}") from error
+        if elsewhere:
+            await self._channel.close(None)
+            raise FleetError(f"router {self._address} places nothing, so it has no decisions: ask {elsewhere}")
         self._first = self._last
         self._tasks = [asyncio.create_task(self._sample_on()), asyncio.create_task(self._watch())]
         return self
@@ -92,6 +96,16 @@ class FleetWatcher:
         return {
             status.instance.instance_id: _cache(first.get(status.instance.instance_id), status) for status in self._last
         }
+
+    async def _owners_elsewhere(self) -> str:
+        """Whom to ask where other routers own all pools; empty where this one owns any, or nobody does."""
+        answer = await self._fleet.ListReplicas(
+            fleet_pb2.ListReplicasRequest(), timeout=CALL_S, metadata=self._metadata()
+        )
+        owners = {pool.owner.router_id: pool.owner.address for pool in answer.pools if pool.HasField("owner")}
+        if answer.this_replica.router_id in owners:
+            return ""
+        return " or ".join(f"{router_id} at {address}" for router_id, address in sorted(owners.items()))
 
     def _open(self, decision_id: str) -> bool:
         decision = self.decisions.get(decision_id)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import typer
 from typer.testing import CliRunner
 
 from pointsman.cli import fleet_commands
+from pointsman.lab.live.fleet_watch import FleetError, FleetWatcher
 from pointsman.router.io.main import RouterServer
 from tests.support.processes.process import free_port
 from tests.support.processes.redis import redis_server
@@ -103,6 +106,16 @@ async def test_decisions_of_a_router_that_died_are_said_to_be_its_own(tmp_path: 
         assert "it would be of router r1, which is not alive" in said
         assert "decision_log_file" in said
         assert said == await routers.ask("what-if", "--policy", "sticky", "r1-7", status=1)
+
+
+async def test_a_replay_beside_a_router_that_places_nothing_is_told_whom_to_ask(tmp_path: Path) -> None:
+    async with pair(tmp_path) as routers:
+        owner, other = (f"127.0.0.1:{one.port}" for one in (routers.owner, routers.other))
+        with pytest.raises(FleetError, match=f"{other} places nothing, .*: ask r1 at {owner}"):
+            async with FleetWatcher(other, tuple, 1.0, time.monotonic):
+                pass
+        async with FleetWatcher(owner, tuple, 1.0, time.monotonic) as watcher:
+            assert [one.instance for one in watcher.samples] == ["a"]
 
 
 async def test_an_owner_that_cannot_be_asked_is_named(tmp_path: Path) -> None:
