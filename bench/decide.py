@@ -61,7 +61,7 @@ def foresight() -> list[Figure]:
             state.handle(ev.PlaceRequested(busy, "g"), 0.0)
             if number < OPEN_DECODES:
                 state.handle(ev.FirstToken(busy.request_id), 0.0)
-    state.policy = make_policy("foresight")
+    state.handle(ev.PolicySet(make_policy("foresight")), 0.0)
     figures = []
     for case, asked in (("light", keys), ("heavy", array("Q", long_prompt(1)))):
         times = []

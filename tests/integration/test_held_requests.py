@@ -273,7 +273,7 @@ async def test_a_hold_between_two_steps_that_outlasts_its_gateway_gives_one_answ
     prompts = [f"{number} each train takes the track that its points are set for " * 8 for number in range(4)]
     async with engine.serve(), running(queue_timeout_s=8.0, policy="unified") as (server, client):
         router = server.router
-        router.state.policy = HoldsTheRest()
+        router.submit(ev.PolicySet(HoldsTheRest()))
         where = {"model": MODEL, "served_names": [MODEL], "url": engine.url, "model_root": str(tmp_path / "model")}
         await Report(client).join("a", max_model_len=4096, **where)
         prices: list[int] = []

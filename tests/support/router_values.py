@@ -7,6 +7,7 @@ from typing import Any
 from pointsman.common.core.block_keys import KEY_SCHEME, digest_of, prompt_keys
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.instances.report_sync import SnapshotBegin, SnapshotChunk, SnapshotEnd
+from pointsman.router.core.policy.base import Policy
 from pointsman.router.core.policy.registry import make_policy
 from pointsman.router.core.router_state import RouterState, StateSettings
 from pointsman.router.core.types import Candidate, FleetView, InstanceInfo, InstanceState, KvTransfer, PlacementRequest
@@ -58,6 +59,11 @@ def view(*candidates: Candidate, owner: str = "", turn: int = 0) -> FleetView:
 
 def state(policy: str = "unified", *, owns_all: bool = True, **settings: Any) -> RouterState:
     return RouterState(make_policy(policy), StateSettings(**settings), router_id="t", owns_all=owns_all)
+
+
+def set_policy(state_: RouterState, policy: Policy, now: float = 0.0) -> None:
+    """Let `policy` decide from now on."""
+    state_.handle(ev.PolicySet(policy), now)
 
 
 def hello(

@@ -9,6 +9,7 @@ import msgspec
 from pointsman.router.core.instances.instance_orders import InstanceOrder
 from pointsman.router.core.instances.report_sync import KeyMessage
 from pointsman.router.core.load.reservations import Reservation
+from pointsman.router.core.policy.base import Policy
 from pointsman.router.core.prefill_curve import MeanWork
 from pointsman.router.core.types import Decision, InstanceInfo, Load, Phase, PlacementRequest, Step
 
@@ -170,6 +171,12 @@ class OrdersChanged(msgspec.Struct, frozen=True, gc=False):
     orders: Mapping[str, InstanceOrder]
 
 
+class PolicySet(msgspec.Struct, frozen=True, gc=False):
+    """From now on this policy decides, on held requests, too. Decisions that were made stay."""
+
+    policy: Policy
+
+
 class StoreState(msgspec.Struct, frozen=True, gc=False):
     """The shared store went away (degraded) or came back."""
 
@@ -227,6 +234,7 @@ Event = (
     | GatewayTold
     | DrainsChanged
     | OrdersChanged
+    | PolicySet
     | StoreState
     | PoolTaken
     | SessionsRead

@@ -25,7 +25,7 @@ from pointsman.router.core.ownership import Owner
 from pointsman.router.core.policy.base import Policy, SettingError
 from pointsman.router.core.policy.registry import make_policy
 from pointsman.router.core.requests.hold_queue import QueueSettings
-from pointsman.router.core.requests.place_or_hold import not_serving
+from pointsman.router.core.requests.refusals import not_serving
 from pointsman.router.core.router_state import RouterState, StateSettings
 from pointsman.router.core.types import InstanceInfo, PlacementRequest
 from pointsman.router.core.usage_accounts import UsageAccounts
@@ -508,7 +508,7 @@ class Router:
             return
         if policy.ref() != self.state.policy.ref():
             log.info("the fleet's policy is applied", policy=policy.ref().name)
-            self.state.policy = policy
+            self.submit(ev.PolicySet(policy))
 
     def _log_changes(self, config: OperatorConfig) -> None:
         """Tell of drains and orders, on the router that was asked and on all that take them over."""

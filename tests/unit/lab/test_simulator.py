@@ -99,8 +99,9 @@ def test_what_the_router_predicts_is_what_the_engine_finds() -> None:
     simulator = Simulator(requests, SimulationConfig(instances=3))
     records = simulator.run()
     for record in records:
-        decision = simulator.router.plans.decisions.get(f"{record.session}#1")
-        assert decision is not None
+        request = simulator.router.requests.get(f"{record.session}#1")
+        assert request is not None
+        assert (decision := request.decision) is not None
         assert (decision.decision_id, decision.cached_tokens) == (record.decision, record.cached_tokens)
     assert sum(record.cached_tokens or 0 for record in records) > 0
 

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 from pointsman.cli.fleet_commands import add_fleet_commands
 from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.analysis.decision_replay import differences, inputs_digest, redecide, rng_of
+from pointsman.router.core.analysis.decision_replay import differences, inputs_digest, redecide
+from pointsman.router.core.policy.decision_rng import rng_of
 from pointsman.router.core.policy.registry import POLICIES, make_policy
 from pointsman.router.core.router_state import RouterState, StateSettings
 from pointsman.router.core.types import LISTED_PREFILLS, Decision, Load
@@ -33,7 +34,7 @@ from pointsman.router.io.telemetry.decision_log import (
     read_log,
 )
 from pointsman.router.v1 import fleet_pb2
-from tests.support.router_values import join, place, request, state
+from tests.support.router_values import join, place, request, set_policy, state
 from tests.support.waiting import eventually
 
 app = typer.Typer()
@@ -51,7 +52,7 @@ def mixed_run(log: DecisionLog, requests: int = 12) -> list[Decision]:
     for turn, name in enumerate(sorted(POLICIES)):
         for open_one in list(router.reservations):
             router.handle(ev.Finished(open_one.request_id, "CANCELLED"), 2.0 + turn)
-        router.policy = make_policy(name)
+        set_policy(router, make_policy(name), 2.0 + turn)
         router.handle(ev.DrainsChanged({} if turn % 2 else {"d": "1"}), 2.0 + turn)
         for number in range(requests):
             asked = request(
@@ -189,7 +190,7 @@ def test_decisions_are_filtered_by_time() -> None:
 def busy_fleet(instances: int, each: int, policy: str = "unified") -> RouterState:
     """Instances that have so many open prefills each."""
     router = state(policy)
-    router.policy = router.policy.without_holds() or router.policy
+    set_policy(router, router.policy.without_holds() or router.policy)
     for number in range(instances):
         join(router, f"i{number:03}", number)
     for number in range(instances * each):

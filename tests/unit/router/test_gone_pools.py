@@ -14,7 +14,7 @@ from pointsman.router.core import first_choice
 from pointsman.router.core.instances.gone_pools import KEPT_S, GonePools
 from pointsman.router.core.instances.saturation import SaturationLimits
 from pointsman.router.core.prefill_curve import MeanWork, PrefillWork
-from pointsman.router.core.requests import recent_decisions
+from pointsman.router.core.requests import open_requests
 from pointsman.router.core.requests.hold_queue import QueueSettings
 from pointsman.router.core.router_state import RouterState
 from pointsman.router.core.types import Load, Phase
@@ -98,7 +98,7 @@ def test_what_is_kept_stays_bounded_while_hundreds_of_pools_come_and_go(
     seed: int, instances: int, owns_all: bool
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recent_decisions, "MAX_ENDED", 20)
+        patch.setattr(open_requests, "MAX_ENDED", 20)
         churn = Churn(seed, instances, owns_all=owns_all)
         sizes = []
         for _ in range(3):

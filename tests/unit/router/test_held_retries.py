@@ -30,7 +30,7 @@ from pointsman.router.core.requests.place_or_hold import (
 from pointsman.router.core.types import FleetView, Load, PlacementRequest, PolicyResult
 from pointsman.router.io.runtime import Router
 from pointsman.router.io.settings import RouterSettings
-from tests.support.router_values import info, join, request, state
+from tests.support.router_values import info, join, request, set_policy, state
 
 TICK_S = 0.5
 INSTANCES = 6
@@ -59,7 +59,7 @@ class Driven:
         for number in range(INSTANCES):
             join(self.router, f"i{number}", number)
         queue_ = self.router.held_requests.queue
-        decide, commit = self.router.held_requests._decide, self.router.held_requests._commit
+        decide, commit = self.router.held_requests._decider.decide, self.router.held_requests._plans.commit
 
         def counted(asked: PlacementRequest, *given_: Any) -> Any:
             self.decisions += queue_.get(asked.request_id) is not None
@@ -69,8 +69,8 @@ class Driven:
             self.placed += decision.held_s > 0
             return commit(decision, *given_)
 
-        self.router.held_requests._decide = counted
-        self.router.held_requests._commit = placed
+        self.router.held_requests._decider.decide = counted
+        self.router.held_requests._plans.commit = placed
 
     def tell(self, event: ev.Event) -> None:
         self.router.handle(event, self.now)
@@ -129,7 +129,7 @@ def test_held_requests_cost_few_decisions_however_much_happens_and_wait_beside_f
 ) -> None:
     driven = Driven(limit=0 if reluctant else 1)
     if reluctant:
-        driven.router.policy = Reluctant()
+        set_policy(driven.router, Reluctant())
     for number in range(INSTANCES + 20):
         driven.act("place", 2 * number + 1)
     for pause, kind, which in events:
@@ -199,18 +199,18 @@ def test_what_one_trial_leaves_the_next_ones_go_on_with_though_more_frees_meanwh
 ) -> None:
     """When time has passed all lines are tried, in as many trials as it takes; one instance never stops reporting."""
     driven = Driven(limit=0, queue=200)
-    driven.router.policy = Divided()
+    set_policy(driven.router, Divided())
     for which in tokens:
         driven.act("place", which)
     tried: set[tuple[str, str]] = set()
-    queue, decide = driven.router.held_requests.queue, driven.router.held_requests._decide
+    queue, decide = driven.router.held_requests.queue, driven.router.held_requests._decider.decide
 
     def noted(asked: PlacementRequest, *given_: Any) -> Any:
         if (held := queue.get(asked.request_id)) is not None:
             tried.add(held.line)
         return decide(asked, *given_)
 
-    driven.router.held_requests._decide = noted
+    driven.router.held_requests._decider.decide = noted
     driven.until(TICK_S)
     for pause in pauses:
         driven.until(driven.now + pause)
@@ -234,14 +234,14 @@ def test_requests_for_many_adapters_cost_no_look_at_all_instances_for_each_of_th
         router.handle(ev.PlaceRequested(request(f"x-{name}", tokens=10, model=name), "g"), 0.0)
     for name in names:
         assert not router.handle(ev.PlaceRequested(request(f"r-{name}", tokens=10, model=name), "g"), 0.0)
-    looks, has_room = 0, router.held_requests._has_room
+    looks, has_room = 0, router.held_requests._views.has_room
 
     def counted(*given_: Any) -> bool:
         nonlocal looks
         looks += 1
         return has_room(*given_)
 
-    router.held_requests._has_room = counted
+    router.held_requests._views.has_room = counted
     router.handle(ev.LoadReported(0, "i0", Load(1.0)), 1.0)
     assert looks == (1 if alike else min(adapters, MOST_DECISIONS))
     now, answered = 2.0, router.handle(ev.Finished(f"x-lora{freed}", "OK"), 2.0)
@@ -269,18 +269,18 @@ def test_those_that_end_together_are_answered_in_turns(for_room: bool, needed: l
     join(router, "a", 0)
     router.handle(ev.PlaceRequested(request("x0", tokens=10), "g"), 0.0)
     if not for_room:
-        router.policy = Reluctant()
+        set_policy(router, Reluctant())
     for number in range(held):
         asked = request(f"r{number}", tokens=11, ttft_deadline_s=needed[number % len(needed)])
         assert not router.handle(ev.PlaceRequested(asked, "g"), 1.0)
-    decisions, decide = 0, router.held_requests._decide
+    decisions, decide = 0, router.held_requests._decider.decide
 
     def counted(*given_: Any) -> Any:
         nonlocal decisions
         decisions += 1
         return decide(*given_)
 
-    router.held_requests._decide = counted
+    router.held_requests._decider.decide = counted
     waiting, now, answered = len(router.held_requests.queue), 40.0, Counter[str]()
     event: ev.Event = ev.Tick()
     for _ in range(waiting + 2):

@@ -21,7 +21,7 @@ from pointsman.router.core.requests.hold_queue import HeldRequest, HoldQueue, Qu
 from pointsman.router.core.requests.place_or_hold import REPORT_RETRY_S, TRIES
 from pointsman.router.core.router_state import RouterState
 from pointsman.router.core.types import Decision, FleetView, InstanceState, Load, PlacementRequest, PolicyResult
-from tests.support.router_values import join, request, state
+from tests.support.router_values import join, request, set_policy, state
 
 
 def held(name: str, new: int = 100, *, since: float = 0.0, tenant: str = "", **changes: Any) -> HeldRequest:
@@ -123,7 +123,7 @@ def busy(
     for name in names:
         effects += ask(router, f"x{name}")
     if policy is not None:
-        router.policy = policy
+        set_policy(router, policy)
     return router, effects
 
 
@@ -325,7 +325,7 @@ def test_requests_wait_only_behind_those_that_wait_for_the_same_instance(
 ) -> None:
     """A policy holds each for one of eight; whichever frees, the first in order of those that wait for it goes there at once."""
     router = state(queue=QueueSettings(size=len(waiting)))
-    router.policy = Wants()
+    set_policy(router, Wants())
     prompts = [tuple(range(100 * number, 100 * number + 20)) for number in range(8)]
     for number, keys in enumerate(prompts):
         join(router, f"i{number}", number, list(keys))
@@ -352,14 +352,14 @@ def test_load_reports_that_free_nothing_cost_few_decisions(
 ) -> None:
     """64 engines report 20 times a second, and requests wait."""
     router, _ = busy(limit=0 if policy_holds else 1, policy=Picky() if policy_holds else None, names="a")
-    decisions, decide = 0, router.held_requests._decide
+    decisions, decide = 0, router.held_requests._decider.decide
 
     def counted(*given: Any) -> Any:
         nonlocal decisions
         decisions += 1
         return decide(*given)
 
-    router.held_requests._decide = counted
+    router.held_requests._decider.decide = counted
     for number in range(1, 64):
         join(router, f"i{number}", number, now=0.0)
         ask(router, f"x{number}", tokens=10)
@@ -458,7 +458,7 @@ def test_explain_and_what_if_tell_of_holds_and_change_nothing() -> None:
 @pytest.mark.parametrize(("policy", "reason"), [("unified", "least_load_x_work"), ("sticky", "least_requests")])
 def test_a_session_leaves_a_draining_owner_and_its_decision_says_so(policy: str, reason: str) -> None:
     router, _ = busy("ab", limit=0)
-    router.policy = make_policy(policy)
+    set_policy(router, make_policy(policy))
     keys = tuple(range(4))
     join(router, "c", 3, keys=list(keys))
     [first] = ask(router, "r1", tokens=64, keys=keys, session_id="s")

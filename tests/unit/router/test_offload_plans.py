@@ -29,7 +29,7 @@ from pointsman.router.core.types import (
 from pointsman.router.io.convert import operator_messages
 from pointsman.router.io.telemetry.decision_log import LoggedDecision
 from pointsman.router.v1 import fleet_pb2
-from tests.support.router_values import hello, join, place, request
+from tests.support.router_values import hello, join, place, request, set_policy
 
 PROMPT = list(range(2_000))
 WINDOW_S = 10.0
@@ -211,7 +211,7 @@ def test_kv_goes_only_where_both_engines_let_it(p: dict[str, Any], d: dict[str, 
     assert answer.decision.result.reason == ("heavy" if can else "no_other_instance")
     if not can:
         # As `d` to `p`, since views list instances by name.
-        router.policy = Blind()
+        set_policy(router, Blind(), 1.0)
         hello(router, "d", 1, **p)
         hello(router, "p", 2, **d)
         blind = placed(router, "blind", 1.0)

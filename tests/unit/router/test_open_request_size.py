@@ -12,7 +12,7 @@ from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.prefix.provisional_blocks import PROVISIONAL_S
 from pointsman.router.core.types import Phase
 from tests.support.interpreter_steps import Steps
-from tests.support.router_values import join, place, request, state
+from tests.support.router_values import join, place, request, set_policy, state
 
 KEYS = 8_125  # of 130,000 tokens
 
@@ -73,7 +73,7 @@ def test_one_of_many_that_prefill_on_an_instance_takes_no_more(answered: bool) -
 @pytest.mark.parametrize("policy", ["unified", "foresight"])
 def test_a_placement_costs_the_same_however_many_prefill(policy: str) -> None:
     router = state(policy)
-    router.policy = router.policy.without_holds() or router.policy
+    set_policy(router, router.policy.without_holds() or router.policy)
     for number in range(4):
         join(router, f"i{number}", number)
     steps = []
@@ -98,9 +98,9 @@ def test_keys_are_kept_where_the_answer_still_corrects_what_is_assumed_to_be_cac
         answer = place(router, request(name, tokens=160, keys=prompt_keys))
         assert isinstance(answer, ev.Placed)
         router.handle(ev.FirstToken(name), 1.0)
-        prompt = router.prefix_knowledge.prefill_progress.get(name)
-        assert prompt is not None
-        kept[answer.step.instance_id] = len(prompt.keys)
+        request_state = router.requests.placed(name)
+        assert request_state is not None
+        kept[answer.step.instance_id] = len(request_state.keys)
     assert kept == {"events": 0, "none": 10}
     router.check_invariants()
 

@@ -152,7 +152,7 @@ def test_an_open_request_keeps_of_what_it_was_decided_on_its_own_instances_alone
         join(router, f"i{number}", number)
     for number in range(10):
         place(router, request(f"r{number}", tokens=64), 1.0)
-    open_ones = list(router.plans.decisions)
+    open_ones = list(router.requests.decisions())
     assert len(open_ones) == 10
     for decision in open_ones:
         assert [one.instance_id for one in decision.view.candidates] == [decision.instance_id]
@@ -164,7 +164,7 @@ def test_an_ended_request_is_known_still_and_weighs_little() -> None:
     assert isinstance(place(router, request("r", tokens=64, session_id="s"), 1.0), ev.Placed)
     router.handle(ev.Finished("r", "OK"), 2.0)
     assert isinstance(place(router, request("r", tokens=64, session_id="s"), 3.0), ev.Refused)
-    [kept] = router.plans.decisions
+    [kept] = router.requests.decisions()
     assert (kept.view.candidates, kept.result.scores) == ((), {})
 
 

@@ -23,7 +23,7 @@ from pointsman.router.core.requests.hold_queue import HeldRequest, HoldQueue, Qu
 from pointsman.router.core.requests.place_or_hold import RETRY_S, _computed
 from pointsman.router.core.router_state import RouterState
 from pointsman.router.core.types import Step, StepKind
-from tests.support.router_values import join, request, state
+from tests.support.router_values import join, request, set_policy, state
 from tests.unit.router.test_hold_queue import Picky, answers, ask, busy, held, order, tell
 
 BATCH, STANDARD, INTERACTIVE = PRIORITIES
@@ -238,7 +238,7 @@ def test_an_overloaded_router_answers_all_and_serves_lower_classes_too(
     """One instance for one request at a time, and for each that ends several of every class come: the queue is full. Each is
     answered once, and each lower class gets about the tenth of the work that it is owed."""
     router = state(limits=SaturationLimits(1), queue=QueueSettings(size=size, timeout_s=1e6))
-    router.policy = make_policy("unified")
+    set_policy(router, make_policy("unified"))
     join(router, "a", 1)
     ask(router, "x0", tokens=10)
     asked, answered, served, numbers = [], [], [], count()

@@ -42,7 +42,7 @@ from pointsman.router.core.types import (
     PolicyResult,
     StepKind,
 )
-from tests.support.router_values import info, request, state
+from tests.support.router_values import info, request, set_policy, state
 
 OWNERS = st.sampled_from([f"i{n}" for n in range(12)])
 KEYS = st.lists(st.integers(0, 30), max_size=8, unique=True)
@@ -242,7 +242,7 @@ class StateMachine(RuleBasedStateMachine):
             queue=QueueSettings(size=3, timeout_s=8.0, tenant_share=0.7),
             circuit=CircuitSettings(failures=1),
         )
-        self.router.policy = Patient()
+        set_policy(self.router, Patient())
         self.waiting: dict[str, str] = {}  # held request -> who is to get the answer
         self.now = 0.0
         self.stream = 0
@@ -588,7 +588,7 @@ class StateMachine(RuleBasedStateMachine):
 
     @rule(patient=st.booleans())
     def policy(self, patient: bool) -> None:
-        self.router.policy = Patient() if patient else make_policy("unified")
+        self.handle(ev.PolicySet(Patient() if patient else make_policy("unified")))
 
     @invariant()
     def consistent(self) -> None:
@@ -601,7 +601,7 @@ class StateMachine(RuleBasedStateMachine):
             # The first frees what is open, which answers whom the queue still holds, and those end in turn.
             self.now += 100.0
             self.handle(ev.Tick())
-        assert len(self.router.reservations) == len(self.router.prefix_knowledge.prefill_progress) == 0
+        assert len(self.router.reservations) == len(self.router.requests) == 0
         assert not self.waiting
         for name in POOL_OF:
             counters = self.router.reservations.counters(name)

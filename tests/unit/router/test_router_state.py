@@ -9,10 +9,10 @@ from pointsman.common.core.block_keys import KEY_SCHEME, prompt_keys
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.instances.report_sync import ConsistencyCheck, Delta
 from pointsman.router.core.instances.saturation import SaturationLimits
-from pointsman.router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman.router.core.load.reservations import Reservation, Reservations
 from pointsman.router.core.policy.registry import make_policy
 from pointsman.router.core.requests.hold_queue import QueueSettings
+from pointsman.router.core.requests.open_requests import OpenRequests
 from pointsman.router.core.requests.placed_requests import MAX_STEPS
 from pointsman.router.core.router_state import ENDS_AT_ONCE, RouterState
 from pointsman.router.core.types import Decision, InstanceState, KvRole, Load, Phase, PrefixSource, StepKind
@@ -400,7 +400,7 @@ def test_a_gateway_that_says_again_and_again_where_a_request_runs_is_told_that_s
             assert isinstance(again, ev.Placed)
             assert again.step.instance_id == name
         router.check_invariants()
-    [decision] = router.plans.decisions
+    [decision] = router.requests.decisions()
     assert len(decision.result.steps) == 2
 
 
@@ -449,9 +449,9 @@ def test_an_idle_instances_reports_look_at_its_own_requests_alone(monkeypatch: p
     router.handle(ev.GatewayHello("g", tuple(streams)), 0.0)
     router.handle(ev.GatewayLost("g"), 0.0)
     looked: list[str] = []
-    opened_at = router.prefix_knowledge.opened_at
+    opened_at = router.requests.opened_at
     monkeypatch.setattr(Reservations, "__iter__", lambda self: pytest.fail("all are looked at"))
-    monkeypatch.setattr(PrefixKnowledge, "opened_at", lambda self, one: looked.append(one) or opened_at(one))
+    monkeypatch.setattr(OpenRequests, "opened_at", lambda self, one: looked.append(one) or opened_at(one))
     for number in range(4):
         router.handle(ev.LoadReported(0, "a", Load(1.0 + number)), 1.0 + number)
     assert set(looked) == {f"a{n}" for n in range(5)}

@@ -194,8 +194,9 @@ def test_a_gateway_that_went_on_alone_is_counted_once_and_where_it_is(placed_lat
     assert reserved is not None
     assert (reserved.instance_id, reserved.pending_tokens, reserved.phase) == (where, 1_030 - 256, Phase.PREFILL)
     assert made.reservations.counters(where).num_requests == 1
-    decision = made.plans.decisions.get("r")
-    assert decision is not None
+    request_state = made.requests.placed("r")
+    assert request_state is not None
+    assert (decision := request_state.decision) is not None
     assert (decision.instance_id, decision.notes[-1]) == (where, "next_step_came_too_late")
     made.handle(ev.FirstToken("busy"), 3.0)
     assert not [effect for effect in made.handle(ev.Tick(), 99.0) if isinstance(effect, ev.Placed)], "a second answer"

@@ -54,7 +54,7 @@ def known(router: RouterState) -> dict[str, Any]:
         "open": {one.request_id: one for one in router.reservations},
         "counters": {name: router.reservations.counters(name) for names in POOLS.values() for name in names},
         "held": sorted(one.request.request_id for one in router.held_requests.queue),
-        "decided": {one.request.request_id: (one.pool, one.decision_id) for one in router.plans.decisions},
+        "decided": {one.request.request_id: (one.pool, one.decision_id) for one in router.requests.decisions()},
         "owned": {pool: router.owned.owns(pool) for pool in POOLS},
         "mean": {pool: router.prefill_observer.mean_work(pool) for pool in POOLS},
         "owner": {pool: {one: router.affinity.owner(pool, f"/{one}", 0.0) for one in NAMES} for pool in POOLS},

@@ -6,39 +6,17 @@ process and any order.
 
 from __future__ import annotations
 
-import random
-from functools import cached_property
-from typing import cast
-
 import msgspec
 from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
 from pointsman.router.core.policy.base import Policy, decide
+from pointsman.router.core.policy.decision_rng import rng_of
 from pointsman.router.core.policy.registry import make_policy
 from pointsman.router.core.types import Decision
 
 # What a decision consists of, beside its inputs.
 COMPARED = ("result", "route_class", "mode", "cached_tokens", "runner_up", "margin")
-
-
-class _Late:
-    """A random.Random that is made when it is first asked: seeding one costs 13 us, and few policies draw."""
-
-    def __init__(self, decision_id: str) -> None:
-        self._decision_id = decision_id
-
-    @cached_property
-    def _rng(self) -> random.Random:
-        return random.Random(xxh3_64_intdigest(self._decision_id.encode()))
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._rng, name)
-
-
-def rng_of(decision_id: str) -> random.Random:
-    """The random numbers that belong to a decision."""
-    return cast(random.Random, _Late(decision_id))
 
 
 def inputs_digest(decision: Decision) -> int:

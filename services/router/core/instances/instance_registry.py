@@ -33,7 +33,7 @@ class CandidateSnapshot(msgspec.Struct, frozen=True, gc=False):
 class InstanceRecord:
     """One instance: identity, the state of its report, its last load. Times are in s on the router's clock.
 
-    `candidate_snapshot` is kept from the last decision (views.py); whoever changes what it shows sets it to None.
+    `candidate_snapshot` is kept from the last decision (policy_views.py) until forget_snapshot.
     """
 
     info: InstanceInfo
@@ -77,6 +77,10 @@ class InstanceRecord:
     def produces_only(self) -> bool:
         """Whether its engine computes KV for others, and answers nobody."""
         return self.info.kv_transfer is not None and self.info.kv_transfer.role is KvRole.PRODUCER
+
+    def forget_snapshot(self) -> None:
+        """Something that decisions see of it has changed. Mutates."""
+        self.candidate_snapshot = None
 
     @property
     def follows_events(self) -> bool:
@@ -353,7 +357,7 @@ class InstanceRegistry:
             self._leave_pool(record)
         if record is not None and record.info.incarnation == info.incarnation:
             record.info, record.stream_id, record.heard_at, record.lost_at = info, stream_id, now, None
-            record.candidate_snapshot = None
+            record.forget_snapshot()
         else:
             sync = ReportSync(info.instance_id, self._index)
             sync.reset()
@@ -372,6 +376,11 @@ class InstanceRegistry:
         self._name_pools()
         return record
 
+    def forget_snapshot(self, instance_id: str) -> None:
+        """Something that decisions see of an instance, known or not, has changed. Mutates."""
+        if (record := self._records.get(instance_id)) is not None:
+            record.forget_snapshot()
+
     def refresh(self, record: InstanceRecord) -> None:
         """Take up that a known instance's health or circuit has changed, which decides what gateways are told. Mutates."""
         self._pools[record.info.model].refresh(record)
@@ -383,7 +392,7 @@ class InstanceRegistry:
         changed = [record for record in self._records.values() if record.draining is not self._drains(record.info)]
         for record in changed:
             record.draining = not record.draining
-            record.candidate_snapshot = None
+            record.forget_snapshot()
             self.refresh(record)
         return bool(changed)
 
@@ -397,7 +406,7 @@ class InstanceRegistry:
         ]
         for record in changed:
             record.order = orders.get(record.info.instance_id, NO_ORDER)
-            record.candidate_snapshot = None
+            record.forget_snapshot()
             self._pools[record.info.model].weigh_anew()
             self.refresh(record)
         return bool(changed)

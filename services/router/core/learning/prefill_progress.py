@@ -8,7 +8,7 @@ first token.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pointsman.common.core.block_keys import KEY_TOKENS
@@ -48,27 +48,14 @@ class OpenPrompt:
 
 
 class PrefillProgress:
-    """The prompts of all open requests, and those whose prefill is watched, by instance."""
+    """The prompts whose prefill is watched, by instance."""
 
     def __init__(self) -> None:
-        self._open: dict[str, OpenPrompt] = {}
         self._waiting: dict[str, dict[str, OpenPrompt]] = {}
         self._next: dict[str, dict[int, list[OpenPrompt]]] = {}
 
     def __len__(self) -> int:
-        return len(self._open)
-
-    def __iter__(self) -> Iterator[OpenPrompt]:
-        return iter(self._open.values())
-
-    def get(self, request_id: str) -> OpenPrompt | None:
-        """The prompt of an open request."""
-        return self._open.get(request_id)
-
-    def open(self, prompt: OpenPrompt) -> None:
-        """Remember a prompt that nothing is watched of. Replaces the one with the same request id. Mutates."""
-        self.close(prompt.request_id)
-        self._open[prompt.request_id] = prompt
+        return sum(map(len, self._waiting.values()))
 
     def watch(self, prompt: OpenPrompt, index: PrefixIndex) -> None:
         """Follow an open prompt's keys. Those in `index` beyond the cached ones are no progress: the engine computes them again
@@ -78,11 +65,10 @@ class PrefillProgress:
         self._waiting.setdefault(prompt.instance_id, {})[prompt.request_id] = prompt
         self._await_next(prompt)
 
-    def unwatch(self, request_id: str) -> None:
+    def unwatch(self, prompt: OpenPrompt) -> None:
         """Stop following a prompt's keys; no effect when it is not followed. Mutates."""
-        prompt = self._open.get(request_id)
-        waiting = self._waiting.get(prompt.instance_id) if prompt else None
-        if prompt is None or waiting is None or waiting.pop(request_id, None) is None:
+        waiting = self._waiting.get(prompt.instance_id)
+        if waiting is None or waiting.pop(prompt.request_id, None) is None:
             return
         if not waiting:
             del self._waiting[prompt.instance_id]
@@ -97,13 +83,8 @@ class PrefillProgress:
 
     def unwatch_all(self, instance_id: str) -> None:
         """Stop following the prompts of an instance. Mutates."""
-        for request_id in list(self._waiting.get(instance_id, ())):
-            self.unwatch(request_id)
-
-    def close(self, request_id: str) -> OpenPrompt | None:
-        """Forget a prompt; None when it is not open. Mutates."""
-        self.unwatch(request_id)
-        return self._open.pop(request_id, None)
+        for prompt in list(self._waiting.get(instance_id, {}).values()):
+            self.unwatch(prompt)
 
     def reported(self, instance_id: str, index: PrefixIndex) -> list[OpenPrompt]:
         """The instance's copy in `index` has grown, or was made anew: the prompts that moved on. O(keys awaited + blocks moved),
@@ -123,9 +104,11 @@ class PrefillProgress:
             if last >= 0 and not index.holds(instance_id, prompt.keys[last]):
                 prompt.evicted = True
 
-    def check_invariants(self, index: PrefixIndex, live: Container[str]) -> None:
-        """Raise AssertionError when the watched prompts and the keys awaited contradict each other, or, for instances whose copy
-        in `index` is `live`, the index."""
+    def check_invariants(
+        self, index: PrefixIndex, live: Container[str], prompts: Mapping[str, OpenPrompt | None]
+    ) -> None:
+        """Raise AssertionError when the watched prompts and the keys awaited contradict each other, those of the open requests
+        (`prompts`, by request id) or, for instances whose copy in `index` is `live`, the index."""
         awaited = {
             (instance_id, prompt.request_id): key
             for instance_id, by_key in self._next.items()
@@ -134,16 +117,16 @@ class PrefillProgress:
         }
         expected = {
             (instance_id, prompt.request_id): prompt.keys[prompt.reached]
-            for instance_id, prompts in self._waiting.items()
-            for prompt in prompts.values()
+            for instance_id, waiting in self._waiting.items()
+            for prompt in waiting.values()
             if prompt.reached < prompt.limit
         }
         assert awaited == expected
         assert all(self._waiting.values())
         assert all(all(by_key.values()) and by_key for by_key in self._next.values())
-        for instance_id, prompts in self._waiting.items():
-            for request_id, prompt in prompts.items():
-                assert self._open[request_id] is prompt
+        for instance_id, waiting in self._waiting.items():
+            for request_id, prompt in waiting.items():
+                assert prompts[request_id] is prompt
                 assert prompt.instance_id == instance_id
                 assert (
                     prompt.cached_tokens // KEY_TOKENS

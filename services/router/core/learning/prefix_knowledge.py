@@ -16,11 +16,11 @@ from pointsman.router.core.instances.instance_registry import InstanceRecord, In
 from pointsman.router.core.instances.report_sync import TIER_DEVICE, Delta, KeyMessage, SnapshotEnd
 from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
 from pointsman.router.core.learning.prefill_progress import NO_KEYS, OpenPrompt, PrefillProgress
-from pointsman.router.core.load.reservations import Reservation, Reservations
+from pointsman.router.core.load.reservations import Reservation
 from pointsman.router.core.prefix.approximate_index import ApproximateIndex
 from pointsman.router.core.prefix.exact_index import PrefixIndex
 from pointsman.router.core.prefix.provisional_blocks import ProvisionalBlocks
-from pointsman.router.core.types import Candidate, Decision, Phase, PrefixSource, StepKind
+from pointsman.router.core.types import Candidate, Decision, PrefixSource, StepKind
 
 
 class PrefixMatches(NamedTuple):
@@ -105,21 +105,19 @@ class PrefixKnowledge:
         if record.follows_events and (now - record.heard_at > silence_s or record.lost_at is not None):
             record.prediction_audit.ignore_before(now)
 
-    def keys_reported(
-        self, record: InstanceRecord, message: KeyMessage, reservations: Reservations, now: float
-    ) -> None:
-        """The instance's copy has taken `message` in. Mutates, `reservations` too."""
+    def keys_reported(self, record: InstanceRecord, message: KeyMessage, now: float) -> list[OpenPrompt]:
+        """The instance's copy has taken `message` in; returns the prompts whose prefill has moved on. Mutates."""
         instance_id = record.info.instance_id
         if not record.sync.live:
             self.provisional.drop(instance_id)
-            return
+            return []
         match message:
             case Delta():
                 if message.cleared:
                     self.provisional.drop(instance_id)
                     self.prefill_progress.removed(instance_id, self.index)
                 if message.tier != TIER_DEVICE:
-                    return
+                    return []
                 self.provisional.settle(instance_id, message.removed)
                 self.provisional.settle(instance_id, message.added)
                 if message.removed:
@@ -129,11 +127,10 @@ class PrefixKnowledge:
                 record.prediction_audit.reset(now)
                 moved = self.prefill_progress.reported(instance_id, self.index)
             case _:
-                return
-        for prompt in moved:
-            reservations.prefilled(prompt.request_id, prompt.prefilled_tokens)
+                return []
         if moved:
             self.prefill_observer.moved(instance_id, now)
+        return moved
 
     def forget(self, instance_id: str) -> None:
         """The instance is gone, or is another one now. Mutates."""
@@ -144,8 +141,9 @@ class PrefixKnowledge:
 
     # ---- requests ----
 
-    def opened(self, reservation: Reservation, keys: Sequence[int], target_tokens: int, now: float) -> None:
-        """A step of a request was reserved; `target_tokens` of its prompt are to be on the instance when it is done. Mutates."""
+    def opened(self, reservation: Reservation, keys: Sequence[int], target_tokens: int, now: float) -> OpenPrompt:
+        """A step of a request was reserved; `target_tokens` of its prompt are to be on the instance when it is done. Returns the
+        prompt, whose prefill is followed where events tell of it. Mutates."""
         prompt = OpenPrompt(
             request_id=reservation.request_id,
             instance_id=reservation.instance_id,
@@ -154,73 +152,49 @@ class PrefixKnowledge:
             cached_tokens=target_tokens - reservation.new_tokens,
             target_tokens=target_tokens,
         )
-        self.prefill_progress.open(prompt)
         record = self.instances.get(reservation.instance_id)
         if record is not None and record.follows_events and prompt.keys and reservation.new_tokens:
             self.prefill_progress.watch(prompt, self.index)
+        return prompt
 
-    def announced(self, reservation: Reservation, now: float) -> None:
-        """A gateway told of an open request, known or not. Mutates."""
-        known = self.prefill_progress.get(reservation.request_id)
-        if known is None or known.instance_id != reservation.instance_id:
-            self.prefill_progress.open(OpenPrompt(reservation.request_id, reservation.instance_id, now))
-        elif reservation.phase is Phase.DECODE:
-            self.first_token(reservation.request_id, now)
-
-    def keys_of(self, request_id: str) -> Sequence[int]:
-        """The keys of an open request's prompt; empty when unknown."""
-        prompt = self.prefill_progress.get(request_id)
-        return prompt.keys if prompt else NO_KEYS
-
-    def opened_at(self, request_id: str) -> float:
-        """When an open request's step was reserved."""
-        prompt = self.prefill_progress.get(request_id)
-        return prompt.opened_at if prompt else float("inf")
-
-    def first_token(self, request_id: str, now: float) -> None:
-        """A request's prompt has been computed in full, and its answer has begun. Mutates."""
-        self.step_done(request_id, now)
-        prompt = self.prefill_progress.get(request_id)
-        if prompt is not None and prompt.learned:
+    def first_token(self, prompt: OpenPrompt, now: float) -> None:
+        """A prompt has been computed in full, and its answer has begun. Mutates."""
+        self.step_done(prompt, now)
+        if prompt.learned:
             record = self.instances.get(prompt.instance_id)
             if record is None or record.follows_events:
                 # No step follows, and events tell what stays cached: of 130k tokens the keys are 65 kB.
                 prompt.keys = NO_KEYS
 
-    def step_done(self, request_id: str, now: float) -> None:
+    def step_done(self, prompt: OpenPrompt, now: float) -> None:
         """A PREFILL step has computed its part. Mutates."""
-        if prompt := self.prefill_progress.get(request_id):
-            self.prefill_progress.unwatch(request_id)
-            self._learn(prompt, now)
+        self.prefill_progress.unwatch(prompt)
+        self._learn(prompt, now)
 
-    def finished(self, finished: ev.Finished, decision: Decision | None, now: float) -> list[ev.Effect]:
-        """A request has ended: learn from its answer and forget it. Mutates."""
-        prompt = self.prefill_progress.get(finished.request_id)
-        if prompt is None:
-            return []
+    def finished(
+        self, prompt: OpenPrompt, finished: ev.Finished, decision: Decision | None, now: float
+    ) -> list[ev.Effect]:
+        """A request has ended: learn from its answer. Mutates."""
         if finished.outcome == "OK":
             self._learn(prompt, now)
-        effects = self._judge(prompt, finished.cached_tokens, decision, now)
-        self.prefill_progress.close(finished.request_id)
-        return effects
+        return self._judge(prompt, finished.cached_tokens, decision, now)
+
+    def closed(self, prompt: OpenPrompt) -> None:
+        """Its request is open there no longer. Mutates."""
+        self.prefill_progress.unwatch(prompt)
 
     def expire(self, now: float) -> None:
         """Time has passed. Mutates."""
         self.provisional.expire(now)
 
-    def check_invariants(self, reservations: Reservations) -> None:
-        """Raise AssertionError when prompts, reservations, provisional and approximate blocks contradict each other."""
+    def check_invariants(self, prompts: Mapping[str, OpenPrompt | None]) -> None:
+        """Raise AssertionError when the open requests' prompts, provisional and approximate blocks contradict each other."""
         for record in self.instances.records():
             assert record.follows_events or not record.sync.live, record.info.instance_id
         live = {record.info.instance_id for record in self.instances.records() if record.sync.live}
-        self.prefill_progress.check_invariants(self.index, live)
+        self.prefill_progress.check_invariants(self.index, live, prompts)
         self.provisional.check_invariants()
         self.approximate_index.check_invariants()
-        assert {prompt.request_id for prompt in self.prefill_progress} == {one.request_id for one in reservations}
-        for prompt in self.prefill_progress:
-            reservation = reservations.get(prompt.request_id)
-            assert reservation is not None
-            assert reservation.instance_id == prompt.instance_id
 
     def _learn(self, prompt: OpenPrompt, now: float) -> None:
         record = self.instances.get(prompt.instance_id)
@@ -271,7 +245,7 @@ class PrefixKnowledge:
     def _reject_predictions(self, record: InstanceRecord, now: float) -> list[ev.Effect]:
         followed = record.sync.live
         instance_id, reason = record.info.instance_id, record.prediction_audit.reason
-        record.candidate_snapshot = None
+        record.forget_snapshot()
         self.provisional.drop(instance_id)
         self.approximate_index.drop(instance_id)
         if not followed:

@@ -251,8 +251,9 @@ class Reservations:
         self.put(moved)
         return moved
 
-    def prefilled(self, request_id: str, tokens: int) -> None:
-        """The instance has computed `tokens` of a request's new tokens. Mutates."""
+    def prefilled(self, request_id: str, tokens: int) -> Reservation | None:
+        """The instance has computed `tokens` of a request's new tokens. Returns its reservation as it is now; None when it is not
+        open. Mutates."""
         reservation = self._open.get(request_id)
         if reservation is not None and reservation.phase is Phase.PREFILL:
             moved = replace(reservation, prefilled_tokens=min(tokens, reservation.new_tokens))
@@ -264,17 +265,12 @@ class Reservations:
             counters.add_pending(moved, 1)
             if moved.pending_tokens != reservation.pending_tokens:
                 self._follow_pending(moved, before=reservation.pending_tokens)
+        return self._open.get(request_id)
 
-    def keep(self, request_id: str) -> None:
-        """Let a reservation, if it is open, live until it is released. Mutates."""
-        if (reservation := self._open.get(request_id)) is not None:
-            self._open[request_id] = replace(reservation, lease_until=None)
-
-    def lease(self, gateway_id: str, until: float | None) -> None:
-        """Let all reservations of a gateway end at `until` (s) unless renewed; None: no end. Mutates."""
-        for reservation in list(self._open.values()):
-            if reservation.gateway_id == gateway_id:
-                self._open[reservation.request_id] = replace(reservation, lease_until=until)
+    def lease(self, request_id: str, until: float | None) -> Reservation:
+        """Let an open reservation end at `until` (s) unless renewed; None: no end. Returns it as it is now. Mutates."""
+        leased = self._open[request_id] = replace(self._open[request_id], lease_until=until)
+        return leased
 
     def release(self, request_id: str) -> Reservation | None:
         """End a reservation; None (no effect) when it is not open. Mutates."""

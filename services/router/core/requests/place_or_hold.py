@@ -13,18 +13,24 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 
-import msgspec
 from msgspec.structs import replace
 
 from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.instances.instance_registry import InstanceRegistry
 from pointsman.router.core.instances.saturation import SATURATED
-from pointsman.router.core.policy.base import Policy
+from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
+from pointsman.router.core.load.reservations import Reservations
 from pointsman.router.core.policy.unified import Unified
-from pointsman.router.core.requests.deadlines import SURE_SHARE, CurveSamples, lateness, least_prefill_s
+from pointsman.router.core.policy_views import Views
+from pointsman.router.core.requests.deadlines import SURE_SHARE, lateness, least_prefill_s
+from pointsman.router.core.requests.decider import AllSaturated, Decider, DecideResult
 from pointsman.router.core.requests.fair_order import Line
-from pointsman.router.core.requests.hold_queue import HeldRequest, HoldQueue, QueueSettings
+from pointsman.router.core.requests.hold_queue import HeldRequest
+from pointsman.router.core.requests.open_requests import OpenRequests
+from pointsman.router.core.requests.placed_requests import Plans
+from pointsman.router.core.requests.refusals import not_serving
 from pointsman.router.core.requests.retry_after import RetryAfter
-from pointsman.router.core.types import Decision, FleetView, PlacementRequest, StepKind
+from pointsman.router.core.types import Decision, PlacementRequest, StepKind
 
 # Decisions of one trial of a pool that may leave their requests held, where something freed and where time has passed, and all
 # decisions of one: each costs up to 150 us.
@@ -41,32 +47,6 @@ TICK_RETRY_S = 0.4
 ENDS_AT_ONCE, ENDS_PAUSE_S = 500, 0.001
 # An answer must reach the gateway before it gives up; ticks are half a second apart.
 MARGIN_S = 1.0
-# How soon to ask again where nothing is wrong but the moment.
-NOT_SERVING_RETRY_S = 0.1
-
-
-class AllSaturated(msgspec.Struct, frozen=True, gc=False):
-    """All instances of `pool` that could serve a request are saturated."""
-
-    pool: str
-    view: FleetView
-
-
-DecideResult = Decision | ev.Refused | AllSaturated
-# (request, now, policy or None for the one in force): decides and changes nothing.
-Decide = Callable[[PlacementRequest, float, Policy | None], DecideResult]
-# (decision, gateway id, now): reserves, and returns the effects, the answer last.
-Commit = Callable[[Decision, str, float], list[ev.Effect]]
-# (request, gateway id, now): what is left of a plan that has begun is one SERVE where it was; returns the effects.
-ServeThere = Callable[[PlacementRequest, str, float], list[ev.Effect]]
-# (pool, model, now): whether an instance of the pool that answers to the model may be placed on at all.
-HasRoom = Callable[[str, str, float], bool]
-# The same arguments: whether it is saturation alone that keeps requests for the model from the pool.
-Saturated = Callable[[str, str, float], bool]
-# (pool, model): the pool's instances that answer to the model; of models with equal ones the same object.
-Members = Callable[[str, str], object]
-# (instance, model): whether the instance answers to the model.
-Answers = Callable[[str, str], bool]
 
 
 @dataclass(slots=True)
@@ -85,44 +65,37 @@ class _Trial:
 
 
 class HeldRequests:
-    """The waiting requests of a RouterState, and when and how they are answered. Decides and reserves by what it is given.
+    """The waiting requests of a RouterState, and when and how they are answered: `decider` decides, `plans` carries out.
 
     Requests that wait for the same are a line. A trial asks, in order, for those whose line something was freed for, until too
     many stay held; what it leaves, the next ones go on with, while others come before. So whoever waits for one instance waits
     behind those alone that wait for the same. When the fleet or the time has changed, all lines are gone through.
 
-    `eased`: instances that have less to do since the lines that wait for them were tried; it empties it of these.
+    Of the instances that `reservations` call eased, because they have less to do, it forgets those whose lines it has tried.
     """
 
     def __init__(
         self,
-        settings: QueueSettings,
+        requests: OpenRequests,
+        decider: Decider,
+        plans: Plans,
+        views: Views,
+        instances: InstanceRegistry,
+        reservations: Reservations,
+        prefill_observer: PrefillObserver,
+        retry_after: RetryAfter,
         retry_after_s: float,
-        decide: Decide,
-        commit: Commit,
-        serve_there: ServeThere,
-        has_room: HasRoom,
-        saturated: Saturated,
-        members: Members,
-        answers: Answers,
-        eased: set[str],
-        without_holds: Callable[[], Policy | None],
-        curve_samples: CurveSamples,
     ) -> None:
-        self.queue = HoldQueue(settings)
-        self._settings = settings
+        self.queue = requests.queue
+        self._requests = requests
+        self._decider = decider
+        self._plans = plans
+        self._views = views
+        self._instances = instances
+        self._eased = reservations.eased
+        self._curve_samples = prefill_observer.samples
+        self._retry_after = retry_after
         self._retry_after_s = retry_after_s
-        self.retry_after = RetryAfter(retry_after_s)
-        self._decide = decide
-        self._commit = commit
-        self._serve_there = serve_there
-        self._has_room = has_room
-        self._saturated = saturated
-        self._members = members
-        self._answers = answers
-        self._eased = eased
-        self._without_holds = without_holds
-        self._curve_samples = curve_samples
         self._fallback = Unified()
         # By pool. `_paid_until`: had it been tried just once in RETRY_S, the next trial would be then.
         self._tried_at: dict[str, float] = {}
@@ -146,33 +119,31 @@ class HeldRequests:
         when the rest is to be placed. Mutates."""
         if (waiting := self.queue.get(request.request_id)) is not None:
             # Asked again, as after a broken call: whoever asked last gets the answer.
-            self.queue.update(replace(waiting, gateway_id=gateway_id))
+            self._requests.change_hold(replace(waiting, gateway_id=gateway_id))
             return []
-        verdict = self._decide(request, now, None)
+        verdict = self._decider.decide(request, now)
         if isinstance(verdict, ev.Refused):
-            return (
-                self._serve_there(request, gateway_id, now)
-                if previous_id
-                else [replace(verdict, gateway_id=gateway_id)]
-            )
+            if previous_id:
+                return self.serve_there(request.request_id, now)
+            return [replace(verdict, gateway_id=gateway_id)]
         if not previous_id and (late := self.refused_as_late(request, verdict, gateway_id)) is not None:
             return [late]
         if isinstance(verdict, Decision) and previous_id:
             verdict = replace(verdict, previous_id=previous_id)
         placeable = isinstance(verdict, Decision) and bool(verdict.result.steps)
         if isinstance(verdict, Decision) and placeable and not self._has_to_queue(verdict):
-            return self._commit(verdict, gateway_id, now)
+            return self._plans.commit(verdict, gateway_id, now)
         held = self._held(request, gateway_id, verdict, now, previous_id)
         effects: list[ev.Effect] = []
         if (displaced := self.queue.make_room(held)) is not None:
             why = "the queue is full and this request's class goes last"
             effects = self._end(displaced, now, "queue_full", why)
-        why_not = self.queue.offer(held)
+        why_not = self._requests.hold(held, now)
         if not why_not:
             return [*effects, *(self.retry((verdict.pool,), now) if placeable else [])]
         if isinstance(verdict, Decision) and placeable:
-            return self._commit(verdict, gateway_id, now)
-        return self._end(held, now, "queue_full", why_not)
+            return self._plans.commit(verdict, gateway_id, now)
+        return self._answer(held, now, "queue_full", why_not)
 
     def retry(self, pools: Iterable[str], now: float) -> list[ev.Effect]:
         """Something freed in these pools: answer whom it allows, now or, where that was done just before, soon. Mutates."""
@@ -211,32 +182,28 @@ class HeldRequests:
         self._tried_at = {pool: at for pool, at in self._tried_at.items() if now - at < REPORT_RETRY_S}
         self._paid_until = {pool: at for pool, at in self._paid_until.items() if at > now}
         self._tried_many_at = {pool: at for pool, at in self._tried_many_at.items() if now - at < TICK_RETRY_S}
-        self.retry_after.expire(now)
-
-    def cancel(self, request_id: str) -> None:
-        """A request ended while it waited. Mutates."""
-        self.queue.remove(request_id)
+        self._retry_after.expire(now)
 
     def drop_gateway(self, gateway_id: str, keep: frozenset[str] = frozenset()) -> None:
         """A gateway's stream ended, or began anew: it asks again, for all but what it says to `keep`. A plan that had begun it
         ends by itself. Mutates."""
         for held in list(self.queue):
             if held.gateway_id == gateway_id and held.request.request_id not in keep:
-                self.queue.remove(held.request.request_id)
+                self._requests.leave_queue(held.request.request_id)
 
     def drop_pool(self, pool: str, why: str) -> list[ev.Effect]:
         """Another router answers the pool's requests from now on: those that wait here are to ask there. Mutates."""
         effects: list[ev.Effect] = []
         for held in [held for held in self.queue if held.pool == pool]:
-            self.queue.remove(held.request.request_id)
-            effects.append(replace(not_serving(held.request.request_id, pool, why), gateway_id=held.gateway_id))
+            self._requests.leave_queue(held.request.request_id)
+            effects.append(not_serving(held.request.request_id, pool, why, held.gateway_id))
         return effects
 
     def refusal(
         self, request: PlacementRequest, pool: str, gateway_id: str, why: str, waited_s: float = 0.0
     ) -> ev.Refused:
         """What a request is told when there is no room for it, and it has waited so long."""
-        retry_after_s = self.retry_after.seconds(pool, request.priority, waited_s)
+        retry_after_s = self._retry_after.seconds(pool, request.priority, waited_s)
         message = f"every instance of {pool!r} is at its limit ({why})"
         code = "RESOURCE_EXHAUSTED"
         return ev.Refused(request.request_id, code, message, retry_after_s, gateway_id, pool=pool)
@@ -257,14 +224,16 @@ class HeldRequests:
         if decision.result.queue_penalty_s is not None and self.queue.count(pool):
             return True
         waiting = self.queue.waiting_for_room(pool)
-        return any(self._answers(step.instance_id, model) for step in decision.result.steps for model in waiting)
+        return any(
+            self._instances.answers(step.instance_id, model) for step in decision.result.steps for model in waiting
+        )
 
     def _held(
         self, request: PlacementRequest, gateway_id: str, verdict: Decision | AllSaturated, now: float, previous_id: str
     ) -> HeldRequest:
         since = now - request.age_s
         # The gateway's patience, and so ours, begins anew with each step.
-        answer_by = (now if previous_id else since) + self._settings.timeout_s
+        answer_by = (now if previous_id else since) + self.queue.settings.timeout_s
         if (left := request.deadline_s) is not None:
             answer_by = min(answer_by, now + left - min(MARGIN_S, left / 2))
         # As numbers of 8 bytes, because many requests of 130k tokens may wait.
@@ -356,28 +325,29 @@ class HeldRequests:
                 return lines - full
             trial.decisions -= 1
             trial.decided.add(line)
-            verdict = self._decide(_aged(held, now), now, None)
+            verdict = self._decider.decide(_aged(held, now), now)
             if _elsewhere(verdict, held):
-                trial.changes.append(partial(self.queue.remove, request_id))
+                trial.changes.append(partial(self._requests.leave_queue, request_id))
                 trial.effects += self._moved(held, now)
             elif (late := self._late(held, verdict, now)) is not None:
-                trial.changes.append(partial(self.queue.remove, request_id))
+                trial.changes.append(partial(self._requests.leave_queue, request_id))
                 trial.effects.append(late)
             elif isinstance(verdict, Decision) and verdict.result.steps:
                 trial.changes.append(partial(self.queue.answered, request_id, _computed(verdict)))
-                trial.effects += self._commit(replace(verdict, previous_id=held.previous_id), held.gateway_id, now)
+                going_on = replace(verdict, previous_id=held.previous_id)
+                trial.effects += self._plans.commit(going_on, held.gateway_id, now)
                 trial.room.clear()
             else:
                 trial.tries -= 1
                 stay_held.add(line)
                 if not isinstance(verdict, ev.Refused):
-                    trial.changes.append(partial(self.queue.update, self._judged(held, verdict)))
+                    trial.changes.append(partial(self._requests.change_hold, self._judged(held, verdict)))
         return set()
 
     def _room(self, pool: str, model: str, trial: _Trial, now: float) -> bool:
-        key = id(self._members(pool, model))
+        key = id(self._instances.members(pool, model))
         if key not in trial.room:
-            trial.room[key] = self._has_room(pool, model, now)
+            trial.room[key] = self._views.has_room(pool, model, now)
             trial.lists -= not trial.room[key]
         return trial.room[key]
 
@@ -388,20 +358,19 @@ class HeldRequests:
         saturated: dict[tuple[str, int], bool] = {}
         for held in self.queue.expired(now, ENDS_AT_ONCE):
             request, why = held.request, f"held for {now - held.since:.1f} s"
-            line = held.pool, id(self._members(held.pool, request.model))
+            line = held.pool, id(self._instances.members(held.pool, request.model))
             if self._needs_no_view(held):
                 if line not in saturated:
-                    saturated[line] = self._saturated(held.pool, request.model, now)
+                    saturated[line] = self._views.saturated(held.pool, request.model, now)
                 if saturated[line]:
-                    self.queue.remove(request.request_id)
                     effects += self._refused(held, why, now)
+                    self._requests.leave_queue(request.request_id)
                     continue
             if not decisions:
                 break
             decisions -= 1
             if now < held.answer_by and self._is_in_time_after_all(held, now):
                 continue
-            self.queue.remove(request.request_id)
             effects += self._end(held, now, "hold_expired", why)
             saturated.clear()
         self._ends_due = now + ENDS_PAUSE_S if self.queue.expired(now, 1) else inf
@@ -413,26 +382,26 @@ class HeldRequests:
 
     def _is_placed_by_default(self, held: HeldRequest) -> bool:
         """Whether its end is a placement by a policy that does not hold it."""
-        return not held.for_room and self._settings.expiry == "place"
+        return not held.for_room and self.queue.settings.expiry == "place"
 
     def _refused(self, held: HeldRequest, why: str, now: float) -> list[ev.Effect]:
         if held.previous_id:
-            return self._serve_there(held.request, held.gateway_id, now)
+            return self.serve_there(held.request.request_id, now)
         waited_s = now - held.since
         if waited_s > 0:
-            self.retry_after.waited(held.pool, held.request.priority, waited_s, now)
+            self._retry_after.waited(held.pool, held.request.priority, waited_s, now)
         return [self.refusal(held.request, held.pool, held.gateway_id, why, waited_s)]
 
     def _is_in_time_after_all(self, held: HeldRequest, now: float) -> bool:
         """Whether a request that waits for room would not be late yet: more of its prompt is cached than when it was last tried.
         Mutates."""
-        verdict = self._decide(_aged(held, now), now, None)
+        verdict = self._decider.decide(_aged(held, now), now)
         if not isinstance(verdict, AllSaturated) or _elsewhere(verdict, held):
             return False
         held = self._judged(held, verdict)
         if held.ends_at <= now:
             return False
-        self.queue.update(held)
+        self._requests.change_hold(held)
         return True
 
     def _late(self, held: HeldRequest, verdict: DecideResult, now: float) -> ev.Refused | None:
@@ -444,30 +413,37 @@ class HeldRequests:
     def _moved(self, held: HeldRequest, now: float) -> list[ev.Effect]:
         """The answer to a request whose name belongs to another pool than when it came, which another router may own."""
         if held.previous_id:
-            return self._serve_there(held.request, held.gateway_id, now)
+            return self.serve_there(held.request.request_id, now)
         why = f"{held.request.model!r} belongs to another model now"
-        return [replace(not_serving(held.request.request_id, held.pool, why), gateway_id=held.gateway_id)]
+        return [not_serving(held.request.request_id, held.pool, why, held.gateway_id)]
+
+    def serve_there(self, request_id: str, now: float) -> list[ev.Effect]:
+        """What is left of a plan that has begun is one SERVE where it was: nothing better is to be had. Mutates."""
+        return self._plans.serve_there(request_id, "the rest could not be placed anew", now)
 
     def _end(self, held: HeldRequest, now: float, note: str, why: str) -> list[ev.Effect]:
+        """Answer a request that may wait no longer, and let it leave the queue."""
+        effects = self._answer(held, now, note, why)
+        self._requests.leave_queue(held.request.request_id)
+        return effects
+
+    def _answer(self, held: HeldRequest, now: float, note: str, why: str) -> list[ev.Effect]:
         """The answer to a request that may not wait (any longer)."""
-        policy = (self._without_holds() or self._fallback) if self._is_placed_by_default(held) else None
-        verdict = self._decide(_aged(held, now), now, policy)
+        policy = None
+        if self._is_placed_by_default(held):
+            policy = self._decider.policy.without_holds() or self._fallback
+        verdict = self._decider.decide(_aged(held, now), now, policy)
         if _elsewhere(verdict, held):
             return self._moved(held, now)
         if (late := self._late(held, verdict, now)) is not None:
             return [late]
         if isinstance(verdict, Decision) and verdict.result.steps:
             noted = replace(verdict, notes=(*verdict.notes, note), previous_id=held.previous_id)
-            return self._commit(noted, held.gateway_id, now)
+            return self._plans.commit(noted, held.gateway_id, now)
         if isinstance(verdict, ev.Refused) and not held.previous_id:
             # The model was known when the request came, so its absence is a passing one.
             return [replace(verdict, code="UNAVAILABLE", retry_after_s=self._retry_after_s, gateway_id=held.gateway_id)]
         return self._refused(held, why, now)
-
-
-def not_serving(request_id: str, pool: str, why: str) -> ev.Refused:
-    """The answer to a request that is to be sent again: nothing is wrong with it but the moment, or the router it asked."""
-    return ev.Refused(request_id, "UNAVAILABLE", why, NOT_SERVING_RETRY_S, not_serving=True, pool=pool)
 
 
 def _elsewhere(verdict: DecideResult, held: HeldRequest) -> bool:

@@ -1,4 +1,4 @@
-"""Placed requests, from their first step to their end: what each step reserves, and what follows it. Pure."""
+"""Placed requests, from their decision to their end: what each step reserves, and what follows it. Pure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.instances.circuit_breaker import CircuitSettings
 from pointsman.router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
 from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
-from pointsman.router.core.learning.prefix_knowledge import PrefixKnowledge
-from pointsman.router.core.load.reservations import Reservation, Reservations
-from pointsman.router.core.requests.place_or_hold import not_serving
-from pointsman.router.core.requests.recent_decisions import RecentDecisions
-from pointsman.router.core.types import Decision, Step, StepKind
+from pointsman.router.core.load.affinity import Affinity
+from pointsman.router.core.load.recent_migrations import Migrations
+from pointsman.router.core.load.reservations import Reservation
+from pointsman.router.core.requests.decider import Decider
+from pointsman.router.core.requests.open_requests import OpenRequests
+from pointsman.router.core.requests.recovered_placement import recovered_decision
+from pointsman.router.core.requests.refusals import not_serving
+from pointsman.router.core.requests.request_state import RequestState, Stage
+from pointsman.router.core.requests.retry_after import RetryAfter
+from pointsman.router.core.types import Decision, PlacementRequest, Step, StepKind
 
 # The reason of the one SERVE that replaces what is left of a plan, and the longest account of the failure, in characters.
 COLOCATED_AFTER_FAILURE = "colocated_after_failure"
@@ -25,32 +30,67 @@ MAX_STEPS = 10_000
 
 
 class Plans:
-    """The plans of open and lately ended requests (`decisions`), carried on as their steps end."""
+    """Carries decisions out, step by step. `place_lease_s`: how long a placement lives that no gateway carries on."""
 
     def __init__(
         self,
+        requests: OpenRequests,
+        decider: Decider,
         instances: InstanceRegistry,
-        prefix_knowledge: PrefixKnowledge,
-        reservations: Reservations,
         prefill_observer: PrefillObserver,
-        decisions: RecentDecisions,
+        affinity: Affinity,
+        migrations: Migrations,
+        retry_after: RetryAfter,
         circuit: CircuitSettings,
+        place_lease_s: float,
     ) -> None:
-        self.decisions = decisions
+        self._requests = requests
+        self._decider = decider
         self._instances = instances
-        self._prefix_knowledge = prefix_knowledge
-        self._reservations = reservations
         self._prefill_observer = prefill_observer
+        self._affinity = affinity
+        self._migrations = migrations
+        self._retry_after = retry_after
         self._circuit = circuit
+        self._place_lease_s = place_lease_s
 
-    def decision_of(self, reservation: Reservation) -> Decision | None:
-        """The decision of which a reservation is a step; None where an earlier owner, or its gateway alone, has placed it."""
-        decision = self.decisions.get(reservation.request_id)
-        if decision is None or decision.decision_id != reservation.decision_id:
-            return None
-        return decision if reservation.step_index < len(decision.result.steps) else None
+    # ---- steps ----
 
-    def reserve(
+    def commit(self, decision: Decision, gateway_id: str, now: float) -> list[ev.Effect]:
+        """Carry a decision out: reserve its first step, or, where it goes on with a plan, its next one. The answer to the gateway
+        is the last effect. Mutates."""
+        request = decision.request
+        self._decider.made(decision)
+        # The keys did their work; keeping them would pin megabytes for each remembered decision.
+        decision = replace(decision, request=replace(request, keys=()))
+        lease_until = None if gateway_id else now + self._place_lease_s
+        effects: list[ev.Effect] = [ev.DecisionMade(decision)]
+        index = 0
+        known = self._requests.placed(request.request_id)
+        if decision.previous_id and known is not None and (before := known.decision) is not None:
+            # The plan goes on: its steps are counted from its beginning.
+            steps = (*before.result.steps, *decision.result.steps)
+            index = len(before.result.steps)
+            decision = replace(decision, result=replace(decision.result, steps=steps))
+        else:
+            first = decision.view.find(decision.result.steps[0].instance_id)
+            assert first is not None
+            if decision.held_s > 0:
+                self._retry_after.waited(decision.pool, request.priority, decision.held_s, now)
+            if mean_work := self._prefill_observer.count_request(decision.pool, first.new_tokens, first.cached_tokens):
+                effects.append(ev.MeanWorkSet(mean_work, decision.pool))
+        effects += self._reserve(decision, index, gateway_id, lease_until, request.keys, now)
+        session = request.session
+        # Most prompts come once, and nobody need remember where: the store gets the sessions that come back.
+        if session and self._affinity.assign(decision.pool, session, decision.next_owner, now):
+            effects.append(ev.SessionOwnerSet(session, decision.next_owner, decision.pool))
+        if decision.mode == "OFFLOAD":
+            self._migrations.record(decision.instance_id, now)
+            self._instances.forget_snapshot(decision.instance_id)
+        self._requests.remember(request.request_id, decision)
+        return [*effects, placed_effect(decision, index, gateway_id)]
+
+    def _reserve(
         self,
         decision: Decision,
         index: int,
@@ -59,7 +99,7 @@ class Plans:
         keys: Sequence[int],
         now: float,
     ) -> list[ev.Effect]:
-        """Reserve what step `index` of a plan takes; `keys` are the prompt's. Mutates."""
+        """Reserve what step `index` of a plan takes; `keys` are the prompt's."""
         step = decision.result.steps[index]
         candidate = decision.view.find(step.instance_id)
         # A decision of an earlier owner has no view; what was cached there is what it had said.
@@ -79,50 +119,35 @@ class Plans:
             pool=decision.pool,
             cached_tokens=tokens - new_tokens,
         )
-        record = self.put(reservation, now)
-        self._prefill_observer.opened(reservation, record.info if record else None, now)
-        self._prefix_knowledge.opened(reservation, keys, tokens, now)
+        self._requests.place(reservation, keys, tokens, now)
         return [ev.Reserved(reservation)]
-
-    def placed_effect(self, decision: Decision, index: int, gateway_id: str) -> ev.Placed:
-        """Step `index`, as the gateway is told of it."""
-        steps = decision.result.steps
-        last = index == len(steps) - 1 and steps[index].kind is StepKind.SERVE
-        return ev.Placed(decision.request.request_id, decision, index, steps[index], last, gateway_id)
 
     def first_token(self, event: ev.FirstToken, now: float) -> list[ev.Effect]:
         """An answer began. Mutates."""
-        self._prefilled(event.request_id, now)
-        self._prefix_knowledge.first_token(event.request_id, now)
-        moved = self._reservations.first_token(event.request_id)
-        if moved is None:
+        state = self._requests.placed(event.request_id)
+        if state is None or state.stage is not Stage.PREFILLING:
             return []
+        moved = self._requests.first_token(state, now)
         blamed = (effect for name in event.refused_by for effect in self._blame(name, now))
         return [ev.Reserved(moved), *self._judge_circuit(moved, "OK", now), *blamed]
 
-    def step_done(self, event: ev.StepDone, now: float) -> list[ev.Effect]:
-        """A step ended: the next one follows, or, where it failed, what still can. Mutates."""
-        reservation = self._reservations.get(event.request_id)
-        decision = self.decision_of(reservation) if reservation else None
+    def step_done(self, state: RequestState, event: ev.StepDone, now: float) -> list[ev.Effect]:
+        """The step that a plan is at has ended: the next one follows, or, where it failed, what still can. Mutates."""
+        reservation, decision = state.reservation, state.plan
         if reservation is None or decision is None or reservation.step_index != event.step_index:
             return []
         if not event.ok:
-            return self._colocate(reservation, decision, event, now)
-        self._prefilled(event.request_id, now)
-        self._prefix_knowledge.step_done(event.request_id, now)
+            return self._colocate(state, reservation, decision, event, now)
+        self._requests.computed(state, now)
         closed = self._judge_circuit(reservation, "OK", now)
-        if event.step_index + 1 >= len(decision.result.steps):
-            # It keeps its place there, with nothing left to compute, until the rest is placed.
-            self._reservations.prefilled(event.request_id, reservation.new_tokens)
-            return closed
-        keys = self._prefix_knowledge.keys_of(event.request_id)
-        effects = self.reserve(
-            decision, event.step_index + 1, reservation.gateway_id, reservation.lease_until, keys, now
-        )
-        return [*closed, *effects, self.placed_effect(decision, event.step_index + 1, reservation.gateway_id)]
+        index = event.step_index + 1
+        if index >= len(decision.result.steps):
+            return closed  # Its rest is to be placed.
+        effects = self._reserve(decision, index, reservation.gateway_id, reservation.lease_until, state.keys, now)
+        return [*closed, *effects, placed_effect(decision, index, reservation.gateway_id)]
 
     def _colocate(
-        self, reservation: Reservation, decision: Decision, event: ev.StepDone, now: float
+        self, state: RequestState, reservation: Reservation, decision: Decision, event: ev.StepDone, now: float
     ) -> list[ev.Effect]:
         """A step failed: the rest of the plan is one SERVE where the answer was to come from, without anybody's KV."""
         index, steps = event.step_index, decision.result.steps
@@ -130,122 +155,83 @@ class Plans:
             return []  # Nothing simpler is left; its gateway ends this attempt.
         judged = self._judge_circuit(reservation, "FAILED" if event.instance_failed else "", now)
         note = f"{steps[index].kind.lower()}_failed: {event.error[:MAX_NOTE]}"
-        return [*judged, *self._serve_there(reservation, decision, index, note, now)]
-
-    def unfinished_plan(self, event: ev.StepDone) -> Decision | None:
-        """The decision of an open request whose rest is to be placed now that this step, its plan's last so far, is done."""
-        reservation = self._reservations.get(event.request_id)
-        decision = self.decision_of(reservation) if reservation else None
-        if reservation is None or decision is None or reservation.step_index != event.step_index or not event.ok:
-            return None
-        step = decision.result.steps[-1]
-        return (
-            decision if step.kind is StepKind.PREFILL and event.step_index + 1 == len(decision.result.steps) else None
-        )
+        return [*judged, *self._serve_there(state, reservation, decision, note, now)]
 
     def serve_there(self, request_id: str, note: str, now: float) -> list[ev.Effect]:
         """What is left of a plan that has begun becomes one SERVE where it was. Mutates."""
-        reservation = self._reservations.get(request_id)
-        decision = self.decision_of(reservation) if reservation else None
-        if reservation is None or decision is None:
+        state = self._requests.placed(request_id)
+        if state is None or (reservation := state.reservation) is None or (decision := state.plan) is None:
             return []
-        return self._serve_there(reservation, decision, reservation.step_index, note, now)
+        return self._serve_there(state, reservation, decision, note, now)
 
     def _serve_there(
-        self, reservation: Reservation, decision: Decision, index: int, note: str, now: float
+        self, state: RequestState, reservation: Reservation, decision: Decision, note: str, now: float
     ) -> list[ev.Effect]:
+        gateway_id, index = reservation.gateway_id, reservation.step_index + 1
         if self._instances.leaves_answers_to_others(decision.instance_id, decision.pool, decision.request.model):
             why = "the plan's instance only produces KV, and others answer by now"
-            refused = not_serving(reservation.request_id, reservation.pool, why)
-            return [replace(refused, gateway_id=reservation.gateway_id)]
-        plan = (
-            *decision.result.steps[: index + 1],
-            Step(StepKind.SERVE, decision.instance_id, COLOCATED_AFTER_FAILURE),
-        )
-        result = replace(decision.result, steps=plan)
-        decision = replace(decision, result=result, notes=(*decision.notes, note))
-        self.decisions.put(decision)
-        keys = self._prefix_knowledge.keys_of(reservation.request_id)
-        effects = self.reserve(decision, index + 1, reservation.gateway_id, reservation.lease_until, keys, now)
-        noted = ev.DecisionNoted(decision.decision_id, note)
-        return [noted, *effects, self.placed_effect(decision, index + 1, reservation.gateway_id)]
+            return [not_serving(state.request_id, reservation.pool, why, gateway_id)]
+        steps = (*decision.result.steps[:index], Step(StepKind.SERVE, decision.instance_id, COLOCATED_AFTER_FAILURE))
+        decision = _with_steps(decision, steps, note)
+        self._requests.remember(state.request_id, decision)
+        effects = self._reserve(decision, index, gateway_id, reservation.lease_until, state.keys, now)
+        return [
+            ev.DecisionNoted(decision.decision_id, note),
+            *effects,
+            placed_effect(decision, index, gateway_id),
+        ]
 
-    def served_alone(self, reservation: Reservation, instance_id: str) -> tuple[int, list[ev.Effect]]:
+    def served_alone(self, request_id: str, instance_id: str) -> tuple[int, list[ev.Effect]]:
         """The gateway waited in vain for the next step, and has the request answered by `instance_id`: as which step. Mutates."""
-        decision, index = self.decision_of(reservation), reservation.step_index
+        state = self._requests.placed(request_id)
+        if state is None or (reservation := state.reservation) is None:
+            return 0, []
+        decision, index = state.plan, reservation.step_index
         if decision is None:
             return min(index + 1, MAX_STEPS), []
-        steps, notes = decision.result.steps, decision.notes
-        noted: list[ev.Effect] = []
-        if steps[index].reason != SERVED_ALONE:  # otherwise it tells so again, perhaps of another instance
-            index += 1
-            notes = (*notes, SERVED_ALONE)
-            noted.append(ev.DecisionNoted(decision.decision_id, SERVED_ALONE))
+        steps = decision.result.steps
+        if steps[index].reason == SERVED_ALONE:  # it tells so again, perhaps of another instance
+            notes: tuple[str, ...] = ()
+        else:
+            index, notes = index + 1, (SERVED_ALONE,)
         plan = (*steps[:index], Step(StepKind.SERVE, instance_id, SERVED_ALONE))
-        self.decisions.put(replace(decision, result=replace(decision.result, steps=plan), notes=notes))
-        return index, noted
+        self._requests.remember(request_id, _with_steps(decision, plan, *notes))
+        return index, [ev.DecisionNoted(decision.decision_id, note) for note in notes]
 
-    def _prefilled(self, request_id: str, now: float) -> None:
-        reservation, prompt = (
-            self._reservations.get(request_id),
-            self._prefix_knowledge.prefill_progress.get(request_id),
-        )
-        if reservation is not None:
-            record = self._instances.get(reservation.instance_id)
-            doubtful = prompt is None or prompt.evicted
-            self._prefill_observer.done(reservation, record.info if record else None, now, doubtful=doubtful)
+    def recovered(self, reservation: Reservation, request: PlacementRequest, gateway_id: str) -> ev.Placed:
+        """What is left of a plan that an earlier owner of the pool had made: one SERVE where it was. Mutates."""
+        steps_done = min(reservation.step_index, MAX_STEPS)
+        decision = recovered_decision(reservation, request, self._decider.policy.ref(), steps_done)
+        self._requests.remember(reservation.request_id, decision)
+        return placed_effect(decision, steps_done, gateway_id)
 
-    def put(self, reservation: Reservation, now: float) -> InstanceRecord | None:
-        """A request is open on an instance, and no longer where it was, if anywhere; returns the instance's record. Mutates."""
-        if (before := self._reservations.get(reservation.request_id)) is not None:
-            self._leave(before, now)
-        self._reservations.put(reservation)
-        record = self._instances.get(reservation.instance_id)
-        # Of an engine that has come back with another model, a request of the one before shows nothing.
-        if record is not None and record.info.model == reservation.pool:
-            record.circuit.placed(reservation.request_id, now)
-        return record
-
-    def forget(self, reservation: Reservation, now: float) -> None:
-        """Another router answers for an open request from now on. Mutates."""
-        self._leave(reservation, now)
-        self._reservations.release(reservation.request_id)
-        self._prefix_knowledge.prefill_progress.close(reservation.request_id)
-
-    def _leave(self, reservation: Reservation, now: float) -> None:
-        self._prefill_observer.gone(reservation, now)
-        # By its id: its instance may be in another pool by now.
-        if (record := self._instances.get(reservation.instance_id)) is not None:
-            record.circuit.left(reservation.request_id)
+    # ---- ends ----
 
     def finished(self, finished: ev.Finished, now: float) -> list[ev.Effect]:
-        """A request ended; no effects where it was not open. Mutates."""
-        reservation = self._reservations.get(finished.request_id)
-        if reservation is None:
+        """A request ended; no effects where it was not placed. Mutates."""
+        state = self._requests.placed(finished.request_id)
+        if state is None or (reservation := state.reservation) is None:
             return []
-        self._prefill_observer.gone(reservation, now)
-        self._reservations.release(finished.request_id)
-        judged = self._prefix_knowledge.finished(finished, self.decisions.get(finished.request_id), now)
-        if finished.outcome == "CANCELLED":
-            # Its placement may have been given back, or lost on the way: when the gateway asks again, it is decided again.
-            self.decisions.drop(finished.request_id)
-        else:
-            self.decisions.trim(finished.request_id)
+        circuit = self._judge_circuit(reservation, "REFUSED" if finished.refused else finished.outcome, now)
+        judged = self._requests.end(state, finished, now)
         return [
-            *self._judge_circuit(reservation, "REFUSED" if finished.refused else finished.outcome, now),
+            *circuit,
             *(effect for name in finished.refused_by for effect in self._blame(name, now)),
             ev.Released(finished.request_id, reservation.pool),
             ev.DecisionClosed(reservation.decision_id, finished),
             *judged,
         ]
 
+    def cancelled(self, request_id: str, why: str, now: float) -> list[ev.Effect]:
+        """A placed request is over, as nobody told: the same. Mutates."""
+        return self.finished(ev.Finished(request_id, "CANCELLED", error=why), now)
+
     def _blame(self, instance_id: str, now: float) -> list[ev.Effect]:
         """An instance refused what another one answered."""
         record = self._instances.get(instance_id)
         if record is None or record.circuit.opened:  # or it was judged as a trial
             return []
-        record.candidate_snapshot = None
-        return self._circuit_changed(record) if record.circuit.failed("", now, self._circuit) else []
+        return self._circuit_judged(record, changed=record.circuit.failed("", now, self._circuit))
 
     def _judge_circuit(self, reservation: Reservation, outcome: str, now: float) -> list[ev.Effect]:
         """What the end of a request, or of its step, tells of its instance. REFUSED: it answered 5xx, which may be the request's
@@ -253,6 +239,7 @@ class Plans:
         record = self._instances.get(reservation.instance_id)
         if record is None:
             return []
+        changed = False
         if outcome == "FAILED":
             changed = record.circuit.failed(reservation.request_id, now, self._circuit)
         elif outcome == "REFUSED":
@@ -260,11 +247,23 @@ class Plans:
         elif outcome in ("OK", "REJECTED"):
             changed = record.circuit.answered()
         else:
-            changed = False
             record.circuit.left(reservation.request_id)
-        record.candidate_snapshot = None
-        return self._circuit_changed(record) if changed else []
+        return self._circuit_judged(record, changed=changed)
 
-    def _circuit_changed(self, record: InstanceRecord) -> list[ev.Effect]:
+    def _circuit_judged(self, record: InstanceRecord, *, changed: bool) -> list[ev.Effect]:
+        record.forget_snapshot()
+        if not changed:
+            return []
         self._instances.refresh(record)
         return [ev.FleetChanged()]
+
+
+def placed_effect(decision: Decision, index: int, gateway_id: str) -> ev.Placed:
+    """Step `index` of a decision, as the gateway is told of it."""
+    steps = decision.result.steps
+    last = index == len(steps) - 1 and steps[index].kind is StepKind.SERVE
+    return ev.Placed(decision.request.request_id, decision, index, steps[index], last, gateway_id)
+
+
+def _with_steps(decision: Decision, steps: tuple[Step, ...], *notes: str) -> Decision:
+    return replace(decision, result=replace(decision.result, steps=steps), notes=(*decision.notes, *notes))

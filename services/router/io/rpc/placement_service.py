@@ -16,7 +16,7 @@ from pointsman.common.core.block_keys import KEY_SCHEME
 from pointsman.common.io.auth import credentials
 from pointsman.common.io.channel import END_OF_STREAM
 from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.requests.place_or_hold import not_serving
+from pointsman.router.core.requests.refusals import not_serving
 from pointsman.router.io.convert import gateway_messages
 from pointsman.router.io.convert.times import duration
 from pointsman.router.io.rpc.duplex_stream import run_duplex

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from pointsman.common.core.block_keys import KEY_SCHEME, KEY_TOKENS
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.instances.instance_registry import InstanceRecord, InstanceRegistry
@@ -11,9 +9,8 @@ from pointsman.router.core.instances.stale_reservations import stale_reservation
 from pointsman.router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman.router.core.load.reservations import Reservations
 from pointsman.router.core.prefix.exact_index import PrefixIndex
-
-# (event, now): ends a request and returns the effects.
-Finish = Callable[[ev.Finished, float], list[ev.Effect]]
+from pointsman.router.core.requests.open_requests import OpenRequests
+from pointsman.router.core.requests.placed_requests import Plans
 
 
 class Reports:
@@ -25,7 +22,8 @@ class Reports:
         index: PrefixIndex,
         prefix_knowledge: PrefixKnowledge,
         reservations: Reservations,
-        finish: Finish,
+        requests: OpenRequests,
+        plans: Plans,
         *,
         stale_report_s: float,
         lost_instance_s: float,
@@ -34,7 +32,8 @@ class Reports:
         self._index = index
         self._prefix_knowledge = prefix_knowledge
         self._reservations = reservations
-        self._finish = finish
+        self._requests = requests
+        self._plans = plans
         self._stale_report_s = stale_report_s
         self._lost_instance_s = lost_instance_s
 
@@ -77,7 +76,8 @@ class Reports:
             return rejected
         before = record.state
         failure = record.sync.handle(event.message)
-        self._prefix_knowledge.keys_reported(record, event.message, self._reservations, now)
+        for prompt in self._prefix_knowledge.keys_reported(record, event.message, now):
+            self._requests.progress(prompt.request_id, prompt.prefilled_tokens)
         effects: list[ev.Effect] = [ev.FleetChanged()] if record.state is not before else []
         if failure:
             effects.append(ev.Resync(event.stream_id, event.instance_id, failure))
@@ -107,7 +107,7 @@ class Reports:
             self._remove(event.instance_id)
         else:
             record.heard_at = record.lost_at = now
-            record.candidate_snapshot = None
+            record.forget_snapshot()
         return [ev.FleetChanged()]
 
     def tick(self, now: float) -> list[ev.Effect]:
@@ -119,7 +119,7 @@ class Reports:
                 effects.append(ev.FleetChanged())
             elif record.sync.full and record.lost_at is None and self._index.has_room(record.sync.wanted * 5 // 4):
                 record.sync.reset()
-                record.candidate_snapshot = None
+                record.forget_snapshot()
                 reason = "the index has room again"
                 effects += [ev.Resync(record.stream_id, record.info.instance_id, reason), ev.FleetChanged()]
         return effects
@@ -133,23 +133,19 @@ class Reports:
         """Its agent has something to say. Mutates."""
         effects = self._prefix_knowledge.heard(record, now)
         record.heard_at = now
-        record.candidate_snapshot = None
+        record.forget_snapshot()
         return effects
 
     def _release_stale(self, record: InstanceRecord, now: float) -> list[ev.Effect]:
         instance_id = record.info.instance_id
         gone = stale_reservations(
             self._reservations.of_instance(instance_id),
-            self._prefix_knowledge.opened_at,
+            self._requests.opened_at,
             record.idle_reports.since,
             now,
         )
         error = "its instance runs nothing and no gateway claims it"
-        return [
-            effect
-            for reservation in gone
-            for effect in self._finish(ev.Finished(reservation.request_id, "CANCELLED", error=error), now)
-        ]
+        return [effect for reservation in gone for effect in self._plans.cancelled(reservation.request_id, error, now)]
 
     def _remove(self, instance_id: str) -> None:
         self._instances.remove(instance_id)

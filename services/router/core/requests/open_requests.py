@@ -1,0 +1,285 @@
+"""All requests that are held or placed, and the last ones that ended: the one place where a request changes. Pure.
+
+Each transition changes the request's RequestState and tells every index of it: the reservations and their sums, the queue of held
+requests, the watched prompts, the prefill observer, the instances' circuits. Nobody else writes to these about a request, so none
+of them can keep one that has moved or ended.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+from msgspec.structs import replace
+
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.instances.instance_registry import InstanceRegistry
+from pointsman.router.core.learning.prefill_cost_observer import PrefillObserver
+from pointsman.router.core.learning.prefill_progress import OpenPrompt
+from pointsman.router.core.learning.prefix_knowledge import PrefixKnowledge
+from pointsman.router.core.load.reservations import Reservation, Reservations
+from pointsman.router.core.requests.hold_queue import HeldRequest, HoldQueue
+from pointsman.router.core.requests.request_state import RequestState, Stage, Transition
+from pointsman.router.core.types import NO_BACKLOG, Decision, FleetView, Phase
+
+_NOTHING_SEEN = FleetView(())
+# Ended requests that are still recognised when they are sent again.
+MAX_ENDED = 20_000
+# Ended requests looked at in a step of forgetting a pool's: some microseconds, most of them for what they hold.
+FORGET_AT_ONCE = 4
+
+
+class OpenRequests:
+    """Requests by id. `queue` has those that wait, in their order; whoever answers them tells here what became of each."""
+
+    def __init__(
+        self,
+        queue: HoldQueue,
+        reservations: Reservations,
+        instances: InstanceRegistry,
+        prefix_knowledge: PrefixKnowledge,
+        prefill_observer: PrefillObserver,
+    ) -> None:
+        self.queue = queue
+        self._reservations = reservations
+        self._instances = instances
+        self._prefix_knowledge = prefix_knowledge
+        self._prefill_observer = prefill_observer
+        self._open: dict[str, RequestState] = {}
+        # Those whose ids are used up, the first one that ended first.
+        self._ended: OrderedDict[str, RequestState] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(self._open.values())
+
+    def get(self, request_id: str) -> RequestState | None:
+        """What is known of a request that is open, or has ended lately."""
+        return self._open.get(request_id) or self._ended.get(request_id)
+
+    def placed(self, request_id: str) -> RequestState | None:
+        """The request, if it has a reservation."""
+        state = self._open.get(request_id)
+        return state if state is not None and state.reservation is not None else None
+
+    def reservations_of(self, gateway_id: str) -> list[Reservation]:
+        """What a gateway's placed requests take. O(open requests)."""
+        taken = [state.reservation for state in self._open.values() if state.reservation is not None]
+        return [one for one in taken if one.gateway_id == gateway_id]
+
+    def opened_at(self, request_id: str) -> float:
+        """When the current step of an open request was reserved; inf without one."""
+        return self._open[request_id].opened_at
+
+    def decisions(self) -> Iterator[Decision]:
+        """What was decided on all of them, ended ones first."""
+        for states in (self._ended, self._open):
+            yield from (state.decision for state in states.values() if state.decision is not None)
+
+    # ---- waiting ----
+
+    def hold(self, held: HeldRequest, now: float) -> str:
+        """Let a request wait; returns "" or why it may not. Mutates."""
+        state = self._known(held.request.request_id)
+        state.require(Transition.HOLD)
+        if why_not := self.queue.offer(held):
+            return why_not
+        state.happened(Transition.HOLD, now, held.reason)
+        state.held = held
+        self._open[state.request_id] = state
+        return ""
+
+    def change_hold(self, held: HeldRequest) -> None:
+        """Replace what is known of a waiting request of the same id, pool and tenant. Mutates."""
+        self.queue.update(held)
+        self._open[held.request.request_id].held = held
+
+    def leave_queue(self, request_id: str) -> None:
+        """A request waits no more, if it did: it has its answer, or nobody waits for one. Mutates."""
+        self.queue.remove(request_id)
+        if (state := self._open.get(request_id)) is not None:
+            state.held = None
+            if state.reservation is None:
+                del self._open[request_id]
+
+    # ---- placed ----
+
+    def place(self, reservation: Reservation, keys: Sequence[int], tokens: int, now: float) -> None:
+        """A step is reserved; `keys` are the prompt's, of which `tokens` are to be on the instance when it is done. The request
+        waits no longer; its entry in the queue stays until leave_queue, or until the queue counts it as answered. Mutates."""
+        state = self._known(reservation.request_id)
+        state.require(Transition.PLACE)
+        state.happened(Transition.PLACE, now, reservation.instance_id)
+        state.held = None
+        if state.prompt is not None:
+            self._prefix_knowledge.closed(state.prompt)
+        self._put(state, reservation, now)
+        record = self._instances.get(reservation.instance_id)
+        self._prefill_observer.opened(reservation, record.info if record else None, now)
+        state.prompt = self._prefix_knowledge.opened(reservation, keys, tokens, now)
+
+    def announce(self, reservation: Reservation, now: float) -> None:
+        """A request is open as its gateway, or the shared store, tells: wherever it was known to be, and whatever it waited for.
+        Mutates."""
+        state = self._known(reservation.request_id)
+        state.require(Transition.ANNOUNCE)
+        self._ended.pop(state.request_id, None)
+        self.leave_queue(state.request_id)
+        state.happened(Transition.ANNOUNCE, now, reservation.instance_id)
+        self._put(state, reservation, now)
+        if state.prompt is None or state.prompt.instance_id != reservation.instance_id:
+            if state.prompt is not None:
+                self._prefix_knowledge.closed(state.prompt)
+            state.prompt = OpenPrompt(reservation.request_id, reservation.instance_id, now)
+        elif reservation.phase is Phase.DECODE:
+            self._prefix_knowledge.first_token(state.prompt, now)
+
+    def progress(self, request_id: str, tokens: int) -> None:
+        """An instance's events tell that `tokens` of an open request's new tokens are computed. Mutates."""
+        state = self._open[request_id]
+        state.reservation = self._reservations.prefilled(request_id, tokens)
+
+    def first_token(self, state: RequestState, now: float) -> Reservation:
+        """An answer began; returns the reservation as it is now. Mutates."""
+        state.require(Transition.FIRST_TOKEN)
+        reservation = self._prefilled(state, now)
+        assert state.prompt is not None
+        self._prefix_knowledge.first_token(state.prompt, now)
+        state.happened(Transition.FIRST_TOKEN, now)
+        moved = state.reservation = self._reservations.first_token(reservation.request_id)
+        assert moved is not None
+        return moved
+
+    def computed(self, state: RequestState, now: float) -> None:
+        """A step has computed its part: the request keeps its place there, with nothing left to compute, until the next step is
+        placed. Mutates."""
+        state.require(Transition.COMPUTE)
+        reservation = self._prefilled(state, now)
+        assert state.prompt is not None
+        self._prefix_knowledge.step_done(state.prompt, now)
+        state.happened(Transition.COMPUTE, now)
+        self.progress(state.request_id, reservation.new_tokens)
+
+    def remember(self, request_id: str, decision: Decision) -> None:
+        """Keep a placed request's decision, and of what it saw what its plan goes on with: all of it is in the log, and weighs
+        250 kB on 1,000 instances. Mutates."""
+        where = dict.fromkeys(step.instance_id for step in decision.result.steps)
+        seen = tuple(
+            replace(found, prefill_backlog=NO_BACKLOG)
+            for one in where
+            if (found := decision.view.find(one)) is not None
+        )
+        self._open[request_id].decision = replace(
+            decision,
+            view=replace(decision.view, candidates=seen),
+            result=replace(decision.result, scores={}, figures={}),
+        )
+
+    # ---- leases ----
+
+    def keep(self, request_id: str) -> None:
+        """Let a placed request live until it ends. Mutates."""
+        self._lease(self._open[request_id], None)
+
+    def lease(self, gateway_id: str, until: float) -> None:
+        """Let all placed requests of a gateway end at `until` (s) unless it claims them. Mutates."""
+        for state in self._open.values():
+            if state.reservation is not None and state.reservation.gateway_id == gateway_id:
+                self._lease(state, until)
+
+    def _lease(self, state: RequestState, until: float | None) -> None:
+        state.reservation = self._reservations.lease(state.request_id, until)
+
+    # ---- ended ----
+
+    def end(self, state: RequestState, finished: ev.Finished, now: float) -> list[ev.Effect]:
+        """A placed request has ended. Its id is used up, unless it was CANCELLED: its placement may have been given back, or lost
+        on the way, and when its gateway asks again it is decided again. Mutates; returns what its end says of predictions."""
+        state.require(Transition.END)
+        assert state.prompt is not None
+        judged = self._prefix_knowledge.finished(state.prompt, finished, state.decision, now)
+        state.happened(Transition.END, now, finished.outcome)
+        decision = state.decision
+        self.forget(state, now)
+        if finished.outcome != "CANCELLED" and decision is not None:
+            # Its plan does not go on.
+            state.decision = replace(decision, view=_NOTHING_SEEN)
+            self._ended[state.request_id] = state
+            if len(self._ended) > MAX_ENDED:
+                self._ended.popitem(last=False)
+        return judged
+
+    def forget(self, state: RequestState, now: float) -> None:
+        """Nothing is known of a request any more: as if it had never been open. Mutates."""
+        self.leave_queue(state.request_id)
+        if state.reservation is not None:
+            self._leave(state.reservation, now)
+            self._reservations.release(state.request_id)
+        if state.prompt is not None:
+            self._prefix_knowledge.closed(state.prompt)
+        state.reservation = state.prompt = state.decision = None
+        self._open.pop(state.request_id, None)
+        self._ended.pop(state.request_id, None)
+
+    def forget_ended(self, pool: str) -> Iterator[None]:
+        """Forget a pool's ended requests, some at each step. Mutates."""
+        for number, request_id in enumerate(list(self._ended)):
+            if (state := self._ended.get(request_id)) is not None and state.pool == pool:
+                del self._ended[request_id]
+            if number % FORGET_AT_ONCE == FORGET_AT_ONCE - 1:
+                yield
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError, with the request's story, when an index contradicts the requests."""
+        for name, state in self._open.items():
+            told = f"{name}: {state.tell()}"
+            assert state.request_id == name, told
+            assert name not in self._ended, told
+            assert state.stage not in (Stage.NEW, Stage.ENDED), told
+            assert self._reservations.get(name) is state.reservation, told
+            assert self.queue.get(name) is state.held, told
+            assert (state.prompt is None) is (state.reservation is None), told
+            if state.reservation is not None and state.prompt is not None:
+                assert state.prompt.instance_id == state.reservation.instance_id, told
+                assert not (state.held and state.reservation.pending_tokens), f"a hold reserves nothing: {told}"
+        assert len(self._reservations) == sum(state.reservation is not None for state in self)
+        assert len(self.queue) == sum(state.held is not None for state in self)
+        assert all(state.stage is Stage.ENDED for state in self._ended.values())
+        assert len(self._ended) <= MAX_ENDED
+        self._prefix_knowledge.check_invariants({name: state.prompt for name, state in self._open.items()})
+        for record in self._instances.records():
+            if (trial := record.circuit.trial) != "":
+                on_trial = self._reservations.get(trial)
+                assert on_trial is not None, record.circuit
+                assert on_trial.instance_id == record.info.instance_id, record.circuit
+
+    def _known(self, request_id: str) -> RequestState:
+        return self.get(request_id) or RequestState(request_id)
+
+    def _put(self, state: RequestState, reservation: Reservation, now: float) -> None:
+        """The request is open on an instance, and no longer where it was, if anywhere."""
+        if state.reservation is not None:
+            self._leave(state.reservation, now)
+        self._open[state.request_id] = state
+        state.reservation = reservation
+        self._reservations.put(reservation)
+        record = self._instances.get(reservation.instance_id)
+        # Of an engine that has come back with another model, a request of the one before shows nothing.
+        if record is not None and record.info.model == reservation.pool:
+            record.circuit.placed(reservation.request_id, now)
+
+    def _leave(self, reservation: Reservation, now: float) -> None:
+        self._prefill_observer.gone(reservation, now)
+        # By its id: its instance may be in another pool by now.
+        if (record := self._instances.get(reservation.instance_id)) is not None:
+            record.circuit.left(reservation.request_id)
+
+    def _prefilled(self, state: RequestState, now: float) -> Reservation:
+        reservation, prompt = state.reservation, state.prompt
+        assert reservation is not None
+        record = self._instances.get(reservation.instance_id)
+        doubtful = prompt is None or prompt.evicted
+        self._prefill_observer.done(reservation, record.info if record else None, now, doubtful=doubtful)
+        return reservation

@@ -1,0 +1,169 @@
+"""A request's stages, its transitions and the story that errors tell."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pointsman.router import core as router_core
+from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.instances.saturation import SaturationLimits
+from pointsman.router.core.load.reservations import Reservation
+from pointsman.router.core.policy.base import Policy, hold
+from pointsman.router.core.policy.registry import make_policy
+from pointsman.router.core.requests.hold_queue import QueueSettings
+from pointsman.router.core.requests.request_state import (
+    ALLOWED,
+    FIRST_OF_STORY,
+    MAX_STORY,
+    InvalidTransitionError,
+    RequestState,
+    Stage,
+    Transition,
+)
+from pointsman.router.core.router_state import RouterState
+from pointsman.router.core.types import FleetView, Phase, PlacementRequest, PolicyResult
+from tests.support.router_values import join, place, request, set_policy, state
+
+
+class HoldsAll(Policy):
+    """Holds everything."""
+
+    name = "holds_all"
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: object) -> PolicyResult:
+        return hold("because", 100.0)
+
+
+def known(router: RouterState, request_id: str = "r") -> RequestState:
+    found = router.requests.get(request_id)
+    assert found is not None
+    return found
+
+
+def end(router: RouterState, request_id: str, now: float, outcome: str = "OK") -> None:
+    router.handle(ev.Finished(request_id, outcome), now)
+
+
+def test_a_request_goes_through_its_stages_and_remembers_them() -> None:
+    router = state(limits=SaturationLimits(1))
+    join(router, "a", 1)
+    place(router, request("x", tokens=10))
+    router.handle(ev.PlaceRequested(request("r", tokens=10), "g"), 1.0)
+    assert known(router).stage is Stage.HELD
+    end(router, "x", 2.0)
+    assert known(router).stage is Stage.PREFILLING
+    router.handle(ev.FirstToken("r"), 3.0)
+    assert known(router).stage is Stage.DECODING
+    end(router, "r", 4.0)
+    assert known(router).stage is Stage.ENDED
+    assert known(router).tell() == (
+        "ended (held: saturated at 1.000 s, then placed: a at 2.000 s, then first token at 3.000 s, then ended: OK at 4.000 s)"
+    )
+
+
+def test_a_cancelled_request_is_forgotten_so_that_it_may_come_again() -> None:
+    router = state()
+    join(router, "a", 1)
+    place(router, request("r", tokens=10))
+    end(router, "r", 2.0, outcome="CANCELLED")
+    assert router.requests.get("r") is None
+    assert isinstance(place(router, request("r", tokens=10)), ev.Placed)
+
+
+def test_what_cannot_happen_raises_with_the_requests_story() -> None:
+    router = state()
+    join(router, "a", 1)
+    place(router, request("r", tokens=10))
+    end(router, "r", 2.0)
+    with pytest.raises(InvalidTransitionError, match=r"'r' cannot be 'placed': it is ended \(placed: a at .*ended: OK"):
+        known(router).require(Transition.PLACE)
+
+
+def at(stage: Stage) -> RequestState:
+    """A request in a stage, of which nothing else matters."""
+    held: Any = object() if stage in (Stage.HELD, Stage.BETWEEN_STEPS) else None
+    decision: Any = object() if stage is Stage.ENDED else None
+    reservation = None
+    if stage in (Stage.PREFILLING, Stage.BETWEEN_STEPS, Stage.DECODING):
+        phase = Phase.DECODE if stage is Stage.DECODING else Phase.PREFILL
+        reservation = Reservation("r", "g", "a", "t-1", 10, 10, phase=phase)
+    made = RequestState("r", held=held, reservation=reservation, decision=decision)
+    assert made.stage is stage
+    return made
+
+
+@pytest.mark.parametrize("stage", Stage)
+@pytest.mark.parametrize("transition", Transition)
+def test_a_stage_allows_what_it_allows_and_nothing_else(stage: Stage, transition: Transition) -> None:
+    if stage in ALLOWED[transition]:
+        at(stage).require(transition)
+    else:
+        with pytest.raises(InvalidTransitionError, match=stage.value):
+            at(stage).require(transition)
+
+
+def test_a_story_of_thousands_of_slices_keeps_its_beginning_and_its_end() -> None:
+    one = RequestState("r")
+    for number in range(1_000):
+        one.happened(Transition.PLACE, float(number))
+    assert [at for at, _ in one.story] == [*range(FIRST_OF_STORY), *range(1_000 - MAX_STORY + FIRST_OF_STORY, 1_000)]
+
+
+@pytest.mark.parametrize("told", [ev.StepDone("r", 0, ok=True), ev.StepDone("r", 0, ok=False), ev.FirstToken("r")])
+def test_what_a_gateway_tells_after_the_first_token_changes_nothing(told: ev.StepDone | ev.FirstToken) -> None:
+    router = state()
+    join(router, "a", 1)
+    place(router, request("r", tokens=10))
+    router.handle(ev.FirstToken("r"), 1.0)
+    before = known(router).reservation
+    assert router.handle(told, 2.0) == []
+    assert (known(router).reservation, known(router).stage) == (before, Stage.DECODING)
+    router.check_invariants()
+
+
+def test_a_policy_that_is_set_decides_at_once_on_what_waits() -> None:
+    router = state(queue=QueueSettings(timeout_s=100.0))
+    set_policy(router, HoldsAll())
+    join(router, "a", 1)
+    assert router.handle(ev.PlaceRequested(request("r", tokens=10), "g"), 1.0) == []
+    effects = router.handle(ev.PolicySet(make_policy("unified")), 2.0)
+    assert [one.request_id for one in effects if isinstance(one, ev.Placed)] == ["r"]
+    assert router.policy.name == "unified"
+
+
+def test_a_stream_that_a_gateway_announces_reopens_a_request_that_had_ended() -> None:
+    router = state()
+    join(router, "a", 1)
+    place(router, request("r", tokens=10))
+    end(router, "r", 1.0)
+    router.handle(ev.GatewayHello("g", (ev.OpenStream(request("r", tokens=10), "a", Phase.DECODE, 0),)), 2.0)
+    assert known(router).stage is Stage.DECODING
+    router.check_invariants()
+    end(router, "r", 3.0)
+    router.check_invariants()
+
+
+# What changes an index of requests, by the attribute that holds the index.
+TELLS = {
+    "reservations": ("put", "release", "prefilled", "lease", "first_token"),
+    "queue": ("offer", "update", "remove"),
+    "prefill_observer": ("opened", "done", "gone"),
+    "prefix_knowledge": ("opened", "first_token", "step_done", "finished", "closed"),
+}
+
+
+def test_nothing_but_open_requests_tells_an_index_of_a_request() -> None:
+    """A second place would have to know of every index: an instance stayed excluded for ever because one of them did not."""
+    core = Path(router_core.__file__).parent
+    found = {
+        (path.name, call)
+        for path in core.rglob("*.py")
+        for index, methods in TELLS.items()
+        for call in re.findall(rf"\b_?{index}\.(?:{'|'.join(methods)})\(", path.read_text())
+    }
+    assert {name for name, _ in found} == {"open_requests.py"}, found
+    assert len(found) == sum(map(len, TELLS.values()))
