@@ -55,8 +55,11 @@ def test_the_files_of_the_walks_exist() -> None:
     assert len(walks) == 5
     for walk in walks:
         files = re.findall(r"`([\w.-]+/[\w./-]+)`", walk)
-        assert len(files) >= len(re.findall(r"^\d+\. ", walk, re.MULTILINE)) > 5
+        assert len(files) >= len(re.findall(r"^\d+\. ", walk, re.MULTILINE)) > 3
         assert set(files) <= set(TRACKED), walk
+    way = re.findall(r"^\| \d+ \| `([\w./-]+)` \| \d+ \| `([\w./-]+)` \|$", section, re.MULTILINE)
+    assert 0 < len(way) <= 12
+    assert {file for row in way for file in row} <= set(TRACKED)
 
 
 def _has(file: Path, test: str) -> bool:

@@ -1,4 +1,4 @@
-"""The HTTP calls to instances: clients' requests, PREFILL steps, /tokenize."""
+"""The HTTP calls to instances: clients' requests, PREFILL steps, /tokenize; and how a streamed answer goes on to its client."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 import msgspec
 
 from pointsman.gateway.core.api import ApiRequestError, was_aborted
+from pointsman.gateway.core.http_message import ResponseWriter
 from pointsman.gateway.core.memory_budget import Holding
 from pointsman.gateway.core.request.request_events import Target
+from pointsman.gateway.core.streaming.sse import SseFilter
 from pointsman.gateway.io.engines.connection_pool import ConnectionPool
+from pointsman.gateway.io.engines.engine_connection import Passthrough, UpstreamResponse
 from pointsman.gateway.io.engines.engine_connection import UpstreamError as UpstreamError
-from pointsman.gateway.io.engines.engine_connection import UpstreamResponse
 from pointsman.gateway.io.settings import GatewaySettings
 
 # Until an instance accepts the connection.
@@ -153,3 +155,15 @@ class Upstream:
 
 class _Tokenized(msgspec.Struct):
     tokens: list[int]
+
+
+async def relay_stream(answer: UpstreamResponse, events: SseFilter, out: ResponseWriter) -> None:
+    """Everything of the answer's body that `events` lets out, as it comes; `out` has begun. Raises UpstreamError."""
+
+    def write(piece: bytes) -> None:
+        if whole := events.feed(piece):
+            out.write(whole)
+
+    await answer.pipe(write, Passthrough(events.pass_unchanged, out) if out.chunked else None)
+    if flush := events.flush():
+        out.write(flush)

@@ -29,11 +29,11 @@ from pointsman.gateway.io.engines.engine_client import (
     AnswerTooLong,
     NoRoomForAnswer,
     UpstreamError,
+    relay_stream,
 )
 from pointsman.gateway.io.engines.engine_connection import UpstreamResponse
 from pointsman.gateway.io.engines.remote_prefill import RemotePrefill
 from pointsman.gateway.io.request.shared_context import SharedContext
-from pointsman.gateway.io.request.stream_relay import relay_stream
 
 _JSON = {"Content-Type": "application/json"}
 NOT_IMPLEMENTED = 501  # no other instance of the model can do it either

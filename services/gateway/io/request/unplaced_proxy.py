@@ -19,9 +19,8 @@ from pointsman.gateway.core.http_message import Request, Response
 from pointsman.gateway.core.memory_budget import Holding
 from pointsman.gateway.core.request.placement_messages import least_inflight, target_of
 from pointsman.gateway.core.streaming.sse import SseFilter
-from pointsman.gateway.io.engines.engine_client import Upstream, UpstreamError
+from pointsman.gateway.io.engines.engine_client import Upstream, UpstreamError, relay_stream
 from pointsman.gateway.io.engines.engine_connection import UpstreamResponse
-from pointsman.gateway.io.request.stream_relay import relay_stream
 from pointsman.gateway.io.routing.model_pools import ModelPools
 from pointsman.gateway.io.routing.router_client import RouterClient
 from pointsman.router.v1 import placement_pb2
