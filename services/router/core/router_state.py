@@ -256,7 +256,6 @@ class RouterState:
             case ev.FirstToken():
                 return self._plans.first_token(event, now)
             case ev.Finished():
-                self.requests.leave_queue(event.request_id)
                 return self._plans.finished(event, now)
             case ev.GatewayTold(gateway_id, told):
                 if self._gateways.is_anothers(told.request_id, gateway_id):

@@ -16,9 +16,14 @@ from pointsman.router.core.policy.base import Policy, hold
 from pointsman.router.core.policy.registry import make_policy
 from pointsman.router.core.requests.hold_queue import QueueSettings
 from pointsman.router.core.requests.request_state import (
-    ALLOWED,
+    ANNOUNCE,
+    COMPUTE,
+    END,
     FIRST_OF_STORY,
+    FIRST_TOKEN,
+    HOLD,
     MAX_STORY,
+    PLACE,
     InvalidTransitionError,
     RequestState,
     Stage,
@@ -80,7 +85,7 @@ def test_what_cannot_happen_raises_with_the_requests_story() -> None:
     place(router, request("r", tokens=10))
     end(router, "r", 2.0)
     with pytest.raises(InvalidTransitionError, match=r"'r' cannot be 'placed': it is ended \(placed: a at .*ended: OK"):
-        known(router).require(Transition.PLACE)
+        known(router).require(PLACE)
 
 
 def at(stage: Stage) -> RequestState:
@@ -97,9 +102,9 @@ def at(stage: Stage) -> RequestState:
 
 
 @pytest.mark.parametrize("stage", Stage)
-@pytest.mark.parametrize("transition", Transition)
+@pytest.mark.parametrize("transition", [HOLD, PLACE, ANNOUNCE, COMPUTE, FIRST_TOKEN, END], ids=lambda one: one.name)
 def test_a_stage_allows_what_it_allows_and_nothing_else(stage: Stage, transition: Transition) -> None:
-    if stage in ALLOWED[transition]:
+    if stage in transition.allowed:
         at(stage).require(transition)
     else:
         with pytest.raises(InvalidTransitionError, match=stage.value):
@@ -109,8 +114,8 @@ def test_a_stage_allows_what_it_allows_and_nothing_else(stage: Stage, transition
 def test_a_story_of_thousands_of_slices_keeps_its_beginning_and_its_end() -> None:
     one = RequestState("r")
     for number in range(1_000):
-        one.happened(Transition.PLACE, float(number))
-    assert [at for at, _ in one.story] == [*range(FIRST_OF_STORY), *range(1_000 - MAX_STORY + FIRST_OF_STORY, 1_000)]
+        one.happened(PLACE, float(number))
+    assert list(one.story[::3]) == [*range(FIRST_OF_STORY), *range(1_000 - MAX_STORY + FIRST_OF_STORY, 1_000)]
 
 
 @pytest.mark.parametrize("told", [ev.StepDone("r", 0, ok=True), ev.StepDone("r", 0, ok=False), ev.FirstToken("r")])

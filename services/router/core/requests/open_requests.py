@@ -19,7 +19,16 @@ from pointsman.router.core.learning.prefill_progress import OpenPrompt
 from pointsman.router.core.learning.prefix_knowledge import PrefixKnowledge
 from pointsman.router.core.load.reservations import Reservation, Reservations
 from pointsman.router.core.requests.hold_queue import HeldRequest, HoldQueue
-from pointsman.router.core.requests.request_state import RequestState, Stage, Transition
+from pointsman.router.core.requests.request_state import (
+    ANNOUNCE,
+    COMPUTE,
+    END,
+    FIRST_TOKEN,
+    HOLD,
+    PLACE,
+    RequestState,
+    Stage,
+)
 from pointsman.router.core.types import NO_BACKLOG, Decision, FleetView, Phase
 
 _NOTHING_SEEN = FleetView(())
@@ -59,6 +68,10 @@ class OpenRequests:
         """What is known of a request that is open, or has ended lately."""
         return self._open.get(request_id) or self._ended.get(request_id)
 
+    def opened(self, request_id: str) -> RequestState | None:
+        """What is known of an open request."""
+        return self._open.get(request_id)
+
     def placed(self, request_id: str) -> RequestState | None:
         """The request, if it has a reservation."""
         state = self._open.get(request_id)
@@ -83,10 +96,10 @@ class OpenRequests:
     def hold(self, held: HeldRequest, now: float) -> str:
         """Let a request wait; returns "" or why it may not. Mutates."""
         state = self._known(held.request.request_id)
-        state.require(Transition.HOLD)
+        state.require(HOLD)
         if why_not := self.queue.offer(held):
             return why_not
-        state.happened(Transition.HOLD, now, held.reason)
+        state.happened(HOLD, now, held.reason)
         state.held = held
         self._open[state.request_id] = state
         return ""
@@ -110,8 +123,8 @@ class OpenRequests:
         """A step is reserved; `keys` are the prompt's, of which `tokens` are to be on the instance when it is done. The request
         waits no longer; its entry in the queue stays until leave_queue, or until the queue counts it as answered. Mutates."""
         state = self._known(reservation.request_id)
-        state.require(Transition.PLACE)
-        state.happened(Transition.PLACE, now, reservation.instance_id)
+        state.require(PLACE)
+        state.happened(PLACE, now, reservation.instance_id)
         state.held = None
         if state.prompt is not None:
             self._prefix_knowledge.closed(state.prompt)
@@ -124,10 +137,10 @@ class OpenRequests:
         """A request is open as its gateway, or the shared store, tells: wherever it was known to be, and whatever it waited for.
         Mutates."""
         state = self._known(reservation.request_id)
-        state.require(Transition.ANNOUNCE)
+        state.require(ANNOUNCE)
         self._ended.pop(state.request_id, None)
         self.leave_queue(state.request_id)
-        state.happened(Transition.ANNOUNCE, now, reservation.instance_id)
+        state.happened(ANNOUNCE, now, reservation.instance_id)
         self._put(state, reservation, now)
         if state.prompt is None or state.prompt.instance_id != reservation.instance_id:
             if state.prompt is not None:
@@ -143,11 +156,11 @@ class OpenRequests:
 
     def first_token(self, state: RequestState, now: float) -> Reservation:
         """An answer began; returns the reservation as it is now. Mutates."""
-        state.require(Transition.FIRST_TOKEN)
+        state.require(FIRST_TOKEN)
         reservation = self._prefilled(state, now)
         assert state.prompt is not None
         self._prefix_knowledge.first_token(state.prompt, now)
-        state.happened(Transition.FIRST_TOKEN, now)
+        state.happened(FIRST_TOKEN, now)
         moved = state.reservation = self._reservations.first_token(reservation.request_id)
         assert moved is not None
         return moved
@@ -155,11 +168,11 @@ class OpenRequests:
     def computed(self, state: RequestState, now: float) -> None:
         """A step has computed its part: the request keeps its place there, with nothing left to compute, until the next step is
         placed. Mutates."""
-        state.require(Transition.COMPUTE)
+        state.require(COMPUTE)
         reservation = self._prefilled(state, now)
         assert state.prompt is not None
         self._prefix_knowledge.step_done(state.prompt, now)
-        state.happened(Transition.COMPUTE, now)
+        state.happened(COMPUTE, now)
         self.progress(state.request_id, reservation.new_tokens)
 
     def remember(self, request_id: str, decision: Decision) -> None:
@@ -197,10 +210,10 @@ class OpenRequests:
     def end(self, state: RequestState, finished: ev.Finished, now: float) -> list[ev.Effect]:
         """A placed request has ended. Its id is used up, unless it was CANCELLED: its placement may have been given back, or lost
         on the way, and when its gateway asks again it is decided again. Mutates; returns what its end says of predictions."""
-        state.require(Transition.END)
+        state.require(END)
         assert state.prompt is not None
         judged = self._prefix_knowledge.finished(state.prompt, finished, state.decision, now)
-        state.happened(Transition.END, now, finished.outcome)
+        state.happened(END, now, finished.outcome)
         decision = state.decision
         self.forget(state, now)
         if finished.outcome != "CANCELLED" and decision is not None:
@@ -213,7 +226,8 @@ class OpenRequests:
 
     def forget(self, state: RequestState, now: float) -> None:
         """Nothing is known of a request any more: as if it had never been open. Mutates."""
-        self.leave_queue(state.request_id)
+        if state.held is not None:
+            self.leave_queue(state.request_id)
         if state.reservation is not None:
             self._leave(state.reservation, now)
             self._reservations.release(state.request_id)

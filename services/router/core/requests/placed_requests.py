@@ -209,8 +209,10 @@ class Plans:
 
     def finished(self, finished: ev.Finished, now: float) -> list[ev.Effect]:
         """A request ended; no effects where it was not placed. Mutates."""
-        state = self._requests.placed(finished.request_id)
-        if state is None or (reservation := state.reservation) is None:
+        if (state := self._requests.opened(finished.request_id)) is None:
+            return []
+        if (reservation := state.reservation) is None:
+            self._requests.leave_queue(finished.request_id)
             return []
         circuit = self._judge_circuit(reservation, "REFUSED" if finished.refused else finished.outcome, now)
         judged = self._requests.end(state, finished, now)

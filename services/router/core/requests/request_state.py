@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 
@@ -28,26 +29,21 @@ class Stage(StrEnum):
     ENDED = "ended"
 
 
-class Transition(StrEnum):
-    """What can happen to a request. Each is a method of OpenRequests."""
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """What can happen to a request, and in which stages. Each is a method of OpenRequests."""
 
-    HOLD = "held"
-    PLACE = "placed"
-    ANNOUNCE = "announced"
-    FIRST_TOKEN = "first token"
-    COMPUTE = "step computed"
-    END = "ended"
+    name: str
+    allowed: tuple[Stage, ...]
 
 
-# The stages in which each may happen. A gateway may announce whatever it runs, wherever it was known to be.
-ALLOWED: dict[Transition, frozenset[Stage]] = {
-    Transition.HOLD: frozenset({Stage.NEW, Stage.PREFILLING}),
-    Transition.PLACE: frozenset({Stage.NEW, Stage.HELD, Stage.PREFILLING, Stage.BETWEEN_STEPS}),
-    Transition.ANNOUNCE: frozenset(Stage),
-    Transition.FIRST_TOKEN: frozenset({Stage.PREFILLING}),
-    Transition.COMPUTE: frozenset({Stage.PREFILLING}),
-    Transition.END: frozenset({Stage.PREFILLING, Stage.BETWEEN_STEPS, Stage.DECODING}),
-}
+HOLD = Transition("held", (Stage.NEW, Stage.PREFILLING))
+PLACE = Transition("placed", (Stage.NEW, Stage.HELD, Stage.PREFILLING, Stage.BETWEEN_STEPS))
+# A gateway may announce whatever it runs, wherever it was known to be.
+ANNOUNCE = Transition("announced", tuple(Stage))
+COMPUTE = Transition("step computed", (Stage.PREFILLING,))
+FIRST_TOKEN = Transition("first token", (Stage.PREFILLING,))
+END = Transition("ended", (Stage.PREFILLING, Stage.BETWEEN_STEPS, Stage.DECODING))
 
 
 class InvalidTransitionError(RuntimeError):
@@ -67,7 +63,8 @@ class RequestState(msgspec.Struct, gc=False):
     reservation: Reservation | None = None
     prompt: OpenPrompt | None = None
     decision: Decision | None = None
-    story: tuple[tuple[float, str], ...] = ()
+    # Time, transition and detail of each, one after another: one object, however long it is.
+    story: tuple[float | str, ...] = ()
 
     @property
     def stage(self) -> Stage:
@@ -106,17 +103,18 @@ class RequestState(msgspec.Struct, gc=False):
 
     def require(self, transition: Transition) -> None:
         """Raise InvalidTransitionError unless `transition` may happen now."""
-        if self.stage not in ALLOWED[transition]:
-            raise InvalidTransitionError(f"{self.request_id!r} cannot be {transition.value!r}: it is {self.tell()}")
+        if self.stage not in transition.allowed:
+            raise InvalidTransitionError(f"{self.request_id!r} cannot be {transition.name!r}: it is {self.tell()}")
 
     def happened(self, transition: Transition, now: float, detail: str = "") -> None:
         """Add a line to the story, `detail` being an instance, a reason or an outcome. Mutates."""
         story = self.story
-        if len(story) >= MAX_STORY:
-            story = (*story[:FIRST_OF_STORY], *story[FIRST_OF_STORY + 1 :])
-        self.story = (*story, (now, f"{transition.value}: {detail}" if detail else transition.value))
+        if len(story) >= 3 * MAX_STORY:
+            story = story[: 3 * FIRST_OF_STORY] + story[3 * FIRST_OF_STORY + 3 :]
+        self.story = (*story, now, transition.name, detail)
 
     def tell(self) -> str:
         """Its stage and its story in one line, for errors; times are on the router's clock."""
-        told = ", then ".join(f"{what} at {at:.3f} s" for at, what in self.story)
+        lines = zip(self.story[::3], self.story[1::3], self.story[2::3], strict=True)
+        told = ", then ".join(f"{name}{detail and ': '}{detail} at {at:.3f} s" for at, name, detail in lines)
         return f"{self.stage.value} ({told})" if told else self.stage.value
