@@ -14,6 +14,7 @@ from pointsman.lab.emulator.scripted_answers import REASONING, Piece, ReadAnswer
 # What a chat completions body has under the same name.
 SHARED = ("model", "stream", "max_tokens", "ignore_eos", "session_id", "cache_salt", "priority", "kv_transfer_params")
 _DELTAS = {None: ("text_delta", "text"), REASONING: ("thinking_delta", "thinking")}  # of a call's arguments otherwise
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _REASONS = {"length": "max_tokens", "stop": "end_turn"}
 
 
@@ -26,7 +27,28 @@ def as_chat(body: dict[str, Any]) -> dict[str, Any]:
         raise ApiError(error.status, error.message, error.param) from error
     except Unconvertible as error:
         raise ApiError(400, f"the emulated engine cannot read {error}", "messages") from error
-    return {name: body[name] for name in SHARED if name in body} | chat
+    # As vLLM, which does not complain of a choice between no tools here.
+    choice = _tool_choice(body.get("tool_choice")) if chat.get("tools") else "none"
+    return {name: body[name] for name in SHARED if name in body} | chat | {"tool_choice": choice}
+
+
+def _tool_choice(choice: Mapping[str, Any] | None) -> str | dict[str, Any]:
+    kind = "auto" if choice is None else choice.get("type")
+    if choice is not None and kind == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if not isinstance(kind, str) or kind not in _CHOICES:
+        raise ApiError(400, f"tool_choice.type must be auto, any, tool or none, not {kind!r}", "tool_choice.type")
+    return _CHOICES[kind]
+
+
+def error(refused: ApiError) -> dict[str, Any]:
+    """The body of an answer that is an error."""
+    return {"type": "error", "error": {"type": refused.body()["error"]["type"], "message": refused.message}}
+
+
+def token_count(tokens: int) -> dict[str, Any]:
+    """The body of an answer to count_tokens."""
+    return {"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}}
 
 
 def usage(used: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,9 +83,9 @@ class MessageEvents:
         self._open: int | None = None  # the call that it is of
         self._called = False
 
-    def start(self, prompt_tokens: int, cached_tokens: int) -> bytes:
-        """What comes before the first text."""
-        counts = {"input_tokens": prompt_tokens - cached_tokens, "output_tokens": 0}
+    def start(self, prompt_tokens: int) -> bytes:
+        """What comes before the first text: vLLM tells which tokens were cached at the end alone."""
+        counts = {"input_tokens": prompt_tokens, "output_tokens": 0}
         return _event("message_start", message=_empty(self._params, self._id) | {"usage": counts})
 
     def pieces(self, pieces: Sequence[Piece], reason: str) -> bytes:

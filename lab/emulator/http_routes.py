@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import json
 import time
 import uuid
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum
 from typing import Any, Protocol
@@ -17,7 +19,8 @@ from pointsman.lab.emulator import openai_api as api
 from pointsman.lab.emulator.engine_loop import EngineLoop, Stream
 from pointsman.lab.emulator.mooncake_connector import KvTransfers
 from pointsman.lab.emulator.openai_api import ApiError, GenerationParams
-from pointsman.lab.emulator.scripted_answers import Piece, PieceReader, ScriptedAnswer, collected, scripted_answer
+from pointsman.lab.emulator.scripted_answers import Piece, PieceReader, ScriptedAnswer, collected
+from pointsman.lab.emulator.tool_choice import prepared_answer
 from pointsman.lab.emulator.vllm_metrics import EngineMetrics
 from pointsman.lab.engine.interface import EngineRequest
 from pointsman.lab.engine.model import EngineModel
@@ -42,15 +45,15 @@ class Api(Enum):
 class EventWriter(Protocol):
     """Writes the events of one streamed answer."""
 
-    def start(self, prompt_tokens: int, cached_tokens: int) -> bytes: ...
+    def start(self, prompt_tokens: int) -> bytes: ...
     def pieces(self, pieces: Sequence[Piece], reason: str) -> bytes: ...
     def failed(self, error: ApiError) -> bytes: ...
     def end(self, used: dict[str, Any], reason: str) -> bytes: ...
 
 
 class EngineApp:
-    """Handlers over one engine loop. `created` is the model's creation time (s since the epoch), `script` what is answered in
-    place of random words."""
+    """Handlers over one engine loop. `created` is the model's creation time (s since the epoch), `script` what is answered to
+    chats with tools."""
 
     def __init__(
         self,
@@ -141,8 +144,8 @@ class EngineApp:
             remote, fetch = len(params.prompt), self._transfers.fetcher(transfer)
         given = asked.get("request_id") if kind is Api.RESPONSES else None
         request_id = given if isinstance(given, str) else f"{kind.value}{uuid.uuid4().hex}"
-        scripted = scripted_answer(self._script, body) if params.chat else None
-        reader = PieceReader(scripted, self._tokenizer) if scripted is not None else None
+        prepared = self._prepared(body, params)
+        reader = PieceReader(prepared, self._tokenizer) if prepared is not None else None
         stream = self._loop.open(
             EngineRequest(
                 request_id=request_id,
@@ -159,19 +162,27 @@ class EngineApp:
         )
         try:
             if params.stream:
-                writer = _event_writer(kind, params, request_id, scripted)
+                writer = _event_writer(kind, asked, params, request_id, prepared)
                 return await self._stream(request, writer, params, stream, reader)
-            return await self._whole(kind, params, stream, reader, scripted)
+            return await self._whole(kind, asked, params, stream, reader, prepared)
         finally:
             self._loop.close(stream)
+
+    def _prepared(self, body: dict[str, Any], params: GenerationParams) -> ScriptedAnswer | None:
+        """What is answered in place of random words, if anything is."""
+        if not params.chat or not body.get("tools"):
+            return None
+        seed = f"{self._model.config.seed} {hashlib.sha256(array('L', params.prompt).tobytes()).hexdigest()}"
+        return prepared_answer(self._script, body, params.tool_choice, seed, self._tokenizer.words)
 
     async def _whole(
         self,
         kind: Api,
+        asked: dict[str, Any],
         params: GenerationParams,
         stream: Stream,
         reader: PieceReader | None,
-        scripted: ScriptedAnswer | None,
+        prepared: ScriptedAnswer | None,
     ) -> web.Response:
         tokens: list[int] = []
         while part := await stream.read():
@@ -182,13 +193,13 @@ class EngineApp:
             prefill_s = stream.first_at - stream.scheduled_at
             self._transfers.prefilled(str(transfer.get("transfer_id")), prefill_s)
         used = api.usage(len(params.prompt), stream.output_tokens, stream.cached_tokens)
-        read = collected(self._pieces(tokens, reader), scripted)
+        read = collected(self._pieces(tokens, reader), prepared)
         request_id, now = stream.request.request_id, int(time.time())
         match kind:
             case Api.MESSAGES:
                 body = anthropic_api.message(params, request_id, read, stream.reason, used)
             case Api.RESPONSES:
-                body = responses_api.response(params, request_id, now, read, stream.reason, used)
+                body = responses_api.response(asked, params, request_id, now, read, stream.reason, used)
             case _:
                 body = api.answer(params, request_id, now, read, stream.reason, used)
         return web.json_response(body)
@@ -206,7 +217,7 @@ class EngineApp:
         begun = False
         try:
             while part := await stream.read():
-                start = b"" if begun else writer.start(len(params.prompt), stream.cached_tokens)
+                start = b"" if begun else writer.start(len(params.prompt))
                 begun = True
                 if events := start + writer.pieces(self._pieces(part, reader), stream.reason):
                     await response.write(events)
@@ -265,7 +276,7 @@ class EngineApp:
     async def _count_tokens(self, request: web.Request) -> web.Response:
         body = anthropic_api.as_chat(api.parse_json(await request.read()))
         api.check_model(body, self._name)
-        return web.json_response({"input_tokens": len(api.chat_tokens(body, self._tokenizer))})
+        return web.json_response(anthropic_api.token_count(len(api.chat_tokens(body, self._tokenizer))))
 
     async def _detokenize(self, request: web.Request) -> web.Response:
         body = api.parse_json(await request.read())
@@ -286,15 +297,17 @@ class EngineApp:
         return web.json_response({"overlapped_s": overlapped_s})
 
 
-def _event_writer(kind: Api, params: GenerationParams, request_id: str, scripted: ScriptedAnswer | None) -> EventWriter:
+def _event_writer(
+    kind: Api, asked: dict[str, Any], params: GenerationParams, request_id: str, prepared: ScriptedAnswer | None
+) -> EventWriter:
     now = int(time.time())
     match kind:
         case Api.MESSAGES:
-            return anthropic_api.MessageEvents(params, request_id, scripted)
+            return anthropic_api.MessageEvents(params, request_id, prepared)
         case Api.RESPONSES:
-            return responses_api.ResponseEvents(params, request_id, now, scripted)
+            return responses_api.ResponseEvents(asked, params, request_id, now, prepared)
         case _:
-            return api.Chunks(params, request_id, now, scripted)
+            return api.Chunks(params, request_id, now, prepared)
 
 
 @web.middleware
@@ -302,7 +315,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except ApiError as error:
-        return web.json_response(error.body(), status=error.status)
+        body = anthropic_api.error(error) if request.path.startswith("/v1/messages") else error.body()
+        return web.json_response(body, status=error.status)
     except ConnectionResetError:
         if request.transport is not None and not request.transport.is_closing():
             raise

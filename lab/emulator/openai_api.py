@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pointsman.lab.emulator.scripted_answers import REASONING, Piece, ReadAnswer, ScriptedAnswer
+from pointsman.lab.emulator.tool_choice import ToolChoice
 from pointsman.lab.workload.tokenizer import ChatError, ChatTokenizer
 
 # What vLLM generates for /v1/completions when max_tokens is not given.
@@ -49,6 +50,7 @@ class GenerationParams:
     cache_salt: str
     priority: int
     kv_transfer: Mapping[str, Any] | None
+    tool_choice: ToolChoice
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:
@@ -105,6 +107,45 @@ def completion_tokens(body: Mapping[str, Any], tokenizer: ChatTokenizer) -> list
     return prompt
 
 
+def parse_tool_choice(body: Mapping[str, Any]) -> ToolChoice:
+    """What a chat completions body that chat_tokens() has read says of its tools. Raises ApiError 400 with the words of vLLM's
+    ChatCompletionRequest.check_tool_usage."""
+    tools, chosen = body.get("tools"), body.get("tool_choice")
+    names = [tool["function"].get("name") for tool in tools or []]
+    if not all(isinstance(name, str) for name in names):
+        raise ApiError(400, "every tool must be a function with a name", "tools")
+    if chosen == "none":
+        return ToolChoice("none")
+    if tools == []:
+        message = "`tools` must not be an empty array. Either provide at least one tool or omit the field entirely."
+        raise ApiError(400, message, "tools")
+    if chosen is None:
+        return ToolChoice("auto" if tools else "none")
+    if tools is None:
+        raise ApiError(400, "When using `tool_choice`, `tools` must be set.", "tool_choice")
+    if chosen == "auto" or chosen == "required":
+        return ToolChoice(chosen)
+    if not isinstance(chosen, dict):
+        message = (
+            f'Invalid value for `tool_choice`: {chosen}! Only named tools, "none", "auto" or "required" are supported.'
+        )
+        raise ApiError(400, message, "tool_choice")
+    usage = 'Correct usage: `{"type": "function", "function": {"name": "my_function"}}`'
+    function = chosen.get("function")
+    if not isinstance(function, dict):
+        message = f"Invalid value for `function`: `{function}` in `tool_choice`! {usage}"
+        raise ApiError(400, message, "tool_choice.function")
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise ApiError(
+            400, f"Expected field `name` in `function` in `tool_choice`! {usage}", "tool_choice.function.name"
+        )
+    if name not in names:
+        message = "The tool specified in `tool_choice` does not match any of the specified `tools`"
+        raise ApiError(400, message, "tool_choice")
+    return ToolChoice("named", name)
+
+
 def parse_generation_params(
     body: Mapping[str, Any],
     session_header: str,
@@ -127,6 +168,7 @@ def parse_generation_params(
         raise ApiError(400, "max_tokens must be an integer", "max_tokens")
     if asked is not None and asked < 1:
         raise ApiError(400, f"max_tokens must be at least 1, got {asked}.", "max_tokens")
+    choice = parse_tool_choice(body) if chat else ToolChoice()
     room = max_model_len - len(prompt)
     limit = f"This model's maximum context length is {max_model_len} tokens. However, "
     if room < 1:
@@ -160,6 +202,7 @@ def parse_generation_params(
         cache_salt=str(body.get("cache_salt") or ""),
         priority=priority,
         kv_transfer=transfer,
+        tool_choice=choice,
     )
 
 
@@ -173,6 +216,11 @@ def usage(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> dict[st
     }
 
 
+def finish_reason(params: GenerationParams, called: bool, reason: str) -> str:
+    """A chat's finish reason. As in vLLM, and at OpenAI, a call of the function that was named is not told by it."""
+    return "tool_calls" if called and reason == "stop" and params.tool_choice.mode != "named" else reason
+
+
 def call_id(request_id: str, number: int) -> str:
     """The id of an answer's tool call."""
     return f"call_{request_id[-16:]}_{number}"
@@ -182,13 +230,13 @@ def answer(
     params: GenerationParams, request_id: str, created: int, read: ReadAnswer, reason: str, used: dict[str, Any]
 ) -> dict[str, Any]:
     """The body of an answer that is not streamed."""
-    reason = "tool_calls" if read.calls and reason == "stop" else reason
+    reason = finish_reason(params, bool(read.calls), reason)
     choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": reason, "stop_reason": None}
     calls = [
         {"id": call_id(request_id, at), "type": "function", "function": {"name": name, "arguments": arguments}}
         for at, (name, arguments) in enumerate(read.calls)
     ]
-    content = None if calls and not read.text else read.text
+    content = None if calls and not (read.text or params.tool_choice.forced) else read.text
     choice |= (
         {"message": {"role": "assistant", "content": content, "reasoning": read.reasoning or None, "tool_calls": calls}}
         if params.chat
@@ -211,8 +259,7 @@ class Chunks:
     def __init__(
         self, params: GenerationParams, request_id: str, created: int, scripted: ScriptedAnswer | None
     ) -> None:
-        self._chat = params.chat
-        self._include_usage = params.include_usage
+        self._params = params
         self._id = request_id
         self._scripted = scripted
         self._called: set[int] = set()
@@ -220,10 +267,10 @@ class Chunks:
         head = {"id": request_id, "object": kind, "created": created, "model": params.model}
         self._head = f"data: {json.dumps(head)[:-1]}, "
 
-    def start(self, prompt_tokens: int, cached_tokens: int) -> bytes:
+    def start(self, prompt_tokens: int) -> bytes:
         """What comes before the first text: the role of a chat's answer."""
-        del prompt_tokens, cached_tokens
-        if not self._chat:
+        del prompt_tokens
+        if not self._params.chat:
             return b""
         choice = '{"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": null, "finish_reason": null}'
         return f'{self._head}"choices": [{choice}]}}\n\n'.encode()
@@ -233,7 +280,7 @@ class Chunks:
         if self._scripted is None:
             return self.text("".join(piece.text for piece in pieces), reason)
         out = b"".join(self._piece(call, text) for call, text in pieces)
-        return out + self.text("", "tool_calls" if self._called and reason == "stop" else reason) if reason else out
+        return out + self.text("", finish_reason(self._params, bool(self._called), reason)) if reason else out
 
     def _piece(self, call: int | None, text: str) -> bytes:
         if call is None:
@@ -255,7 +302,7 @@ class Chunks:
 
     def text(self, text: str, reason: str = "") -> bytes:
         """One piece of text, the last one with its finish reason."""
-        body = f'"delta": {{"content": {json.dumps(text)}}}' if self._chat else f'"text": {json.dumps(text)}'
+        body = f'"delta": {{"content": {json.dumps(text)}}}' if self._params.chat else f'"text": {json.dumps(text)}'
         finish = f'"{reason}"' if reason else "null"
         choice = f'{{"index": 0, {body}, "logprobs": null, "finish_reason": {finish}}}'
         return f'{self._head}"choices": [{choice}]}}\n\n'.encode()
@@ -267,5 +314,5 @@ class Chunks:
     def end(self, used: dict[str, Any], reason: str) -> bytes:
         """The usage chunk, when it was asked for, and the end."""
         del reason
-        tail = f'{self._head}"choices": [], "usage": {json.dumps(used)}}}\n\n' if self._include_usage else ""
+        tail = f'{self._head}"choices": [], "usage": {json.dumps(used)}}}\n\n' if self._params.include_usage else ""
         return f"{tail}data: [DONE]\n\n".encode()

@@ -13,8 +13,25 @@ from pointsman.gateway.core.api import ApiRequestError
 from pointsman.gateway.core.api.anthropic_messages import Unconvertible
 from pointsman.gateway.core.api.openai_responses import check_responses, to_chat
 from pointsman.lab.emulator.anthropic_api import SHARED
-from pointsman.lab.emulator.openai_api import ApiError, GenerationParams, call_id
+from pointsman.lab.emulator.openai_api import ApiError, GenerationParams
+from pointsman.lab.emulator.responses_tools import CalledTools, chat_tool_choice
 from pointsman.lab.emulator.scripted_answers import REASONING, Piece, ReadAnswer, ScriptedAnswer
+
+# What an answer says again of its request, and what it says where the request says nothing.
+_ECHOED: Mapping[str, Any] = {
+    "instructions": None,
+    "metadata": None,
+    "parallel_tool_calls": True,
+    "reasoning": None,
+    "service_tier": "auto",
+    "temperature": 1.0,
+    "text": None,
+    "tool_choice": "auto",
+    "tools": [],
+    "top_p": 1.0,
+    "truncation": "disabled",
+    "user": None,
+}
 
 
 def as_chat(body: dict[str, Any]) -> dict[str, Any]:
@@ -26,7 +43,8 @@ def as_chat(body: dict[str, Any]) -> dict[str, Any]:
         raise ApiError(error.status, error.message, error.param) from error
     except Unconvertible as error:
         raise ApiError(400, f"the emulated engine cannot read {error}", "input") from error
-    return {name: body[name] for name in SHARED if name in body} | chat | {"max_tokens": body.get("max_output_tokens")}
+    chat |= {"max_tokens": body.get("max_output_tokens"), "tool_choice": chat_tool_choice(body, chat.get("tools"))}
+    return {name: body[name] for name in SHARED if name in body} | chat
 
 
 def usage(used: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,33 +56,45 @@ def usage(used: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def response(
-    params: GenerationParams, request_id: str, created: int, read: ReadAnswer, reason: str, used: dict[str, Any]
+    asked: Mapping[str, Any],
+    params: GenerationParams,
+    request_id: str,
+    created: int,
+    read: ReadAnswer,
+    reason: str,
+    used: dict[str, Any],
 ) -> dict[str, Any]:
-    """The body of an answer that is not streamed."""
+    """The body of an answer to `asked` that is not streamed."""
+    tools = CalledTools(asked.get("tools"))
     items = [_reasoning_item(request_id, read.reasoning)] if read.reasoning else []
     items += [_text_item(request_id, read.text)] if read.text or not (read.calls or items) else []
-    items += [_call_item(request_id, number, name, given) for number, (name, given) in enumerate(read.calls)]
-    return _response(
-        params, request_id, created, "incomplete" if reason == "length" else "completed", items, usage(used)
-    )
+    items += [tools.item(request_id, number, name, given) for number, (name, given) in enumerate(read.calls)]
+    status = "incomplete" if reason == "length" else "completed"
+    return _response(asked, params, request_id, created, status, items, usage(used))
 
 
 class ResponseEvents:
     """The server-sent events of one streamed answer."""
 
     def __init__(
-        self, params: GenerationParams, request_id: str, created: int, scripted: ScriptedAnswer | None
+        self,
+        asked: Mapping[str, Any],
+        params: GenerationParams,
+        request_id: str,
+        created: int,
+        scripted: ScriptedAnswer | None,
     ) -> None:
-        self._params, self._id, self._created, self._scripted = params, request_id, created, scripted
+        self._asked, self._params, self._id, self._created = asked, params, request_id, created
+        self._scripted, self._tools = scripted, CalledTools(asked.get("tools"))
         self._number = 0
         self._items: list[dict[str, Any]] = []
         self._open: int | None = None  # what the last item is of, as in a Piece
         self._text = ""
 
-    def start(self, prompt_tokens: int, cached_tokens: int) -> bytes:
+    def start(self, prompt_tokens: int) -> bytes:
         """What comes before the first text. Mutates."""
-        del prompt_tokens, cached_tokens
-        begun = _response(self._params, self._id, self._created, "in_progress", [], None)
+        del prompt_tokens
+        begun = _response(self._asked, self._params, self._id, self._created, "in_progress", [], None)
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
     def pieces(self, pieces: Sequence[Piece], reason: str) -> bytes:
@@ -80,16 +110,17 @@ class ResponseEvents:
                 out += self._event("response.output_text.delta", **at, content_index=0, logprobs=[])
             elif text and call == REASONING:
                 out += self._event("response.reasoning_text.delta", **at, content_index=0)
-            elif text:
+            elif text and not self._tools.is_custom(self._called(call)):
                 out += self._event("response.function_call_arguments.delta", **at)
         return out
 
     def _begin(self, call: int | None) -> bytes:
         self._open, self._text = call, ""
-        item = self._item() | {"status": "in_progress"}
+        item = self._item()
+        item |= {"status": "in_progress"} if "status" in item else {}
         self._items.append(item)
         at = {"output_index": len(self._items) - 1}
-        if item["type"] == "function_call":
+        if "content" not in item:
             return self._event("response.output_item.added", **at, item=item)
         part = item["content"][0]
         out = self._event("response.output_item.added", **at, item=item | {"content": []})
@@ -103,6 +134,10 @@ class ResponseEvents:
         at: dict[str, Any] = {"item_id": item["id"], "output_index": len(self._items) - 1}
         if item["type"] == "function_call":
             out = self._event("response.function_call_arguments.done", **at, name=item["name"], arguments=self._text)
+        elif item["type"] == "custom_tool_call":
+            # All of it at once: a text that is being written inside JSON is none yet.
+            out = self._event("response.custom_tool_call_input.delta", **at, delta=item["input"])
+            out += self._event("response.custom_tool_call_input.done", **at, input=item["input"])
         else:
             at["content_index"] = 0
             out = (
@@ -118,8 +153,11 @@ class ResponseEvents:
             return _text_item(self._id, self._text)
         if self._open == REASONING:
             return _reasoning_item(self._id, self._text)
+        return self._tools.item(self._id, self._open, self._called(self._open), self._text)
+
+    def _called(self, call: int) -> str:
         assert self._scripted is not None
-        return _call_item(self._id, self._open, self._scripted.tool_calls[self._open].name, self._text)
+        return self._scripted.tool_calls[call].name
 
     def failed(self, error: ApiError) -> bytes:
         """An error that comes when the answer has begun, and the end."""
@@ -129,7 +167,7 @@ class ResponseEvents:
         """The whole answer and the end, also of one that was cut short. Mutates."""
         out = self._close()
         status = "incomplete" if reason == "length" else "completed"
-        whole = _response(self._params, self._id, self._created, status, self._items, usage(used))
+        whole = _response(self._asked, self._params, self._id, self._created, status, self._items, usage(used))
         return out + self._event("response.completed", response=whole)
 
     def _event(self, name: str, /, **fields: Any) -> bytes:
@@ -139,6 +177,7 @@ class ResponseEvents:
 
 
 def _response(
+    asked: Mapping[str, Any],
     params: GenerationParams,
     request_id: str,
     created: int,
@@ -148,8 +187,9 @@ def _response(
 ) -> dict[str, Any]:
     details = {"reason": "max_output_tokens"} if status == "incomplete" else None
     head = {"id": request_id, "object": "response", "created_at": created, "model": params.model, "status": status}
-    rest = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "temperature": 1.0, "top_p": 1.0}
-    return head | rest | {"incomplete_details": details, "output": list(items), "usage": used}
+    echo = {name: default if asked.get(name) is None else asked[name] for name, default in _ECHOED.items()}
+    rest = {"background": False, "max_output_tokens": params.max_tokens, "previous_response_id": None}
+    return head | echo | rest | {"incomplete_details": details, "output": list(items), "usage": used}
 
 
 def _text_item(request_id: str, text: str) -> dict[str, Any]:
@@ -161,8 +201,3 @@ def _text_item(request_id: str, text: str) -> dict[str, Any]:
 def _reasoning_item(request_id: str, text: str) -> dict[str, Any]:
     head = {"id": f"rs_{request_id}", "type": "reasoning", "status": "completed", "summary": []}
     return head | {"content": [{"type": "reasoning_text", "text": text}]}
-
-
-def _call_item(request_id: str, number: int, name: str, arguments: str) -> dict[str, Any]:
-    called = {"call_id": call_id(request_id, number), "name": name, "arguments": arguments}
-    return {"id": f"fc_{request_id}_{number}", "type": "function_call", "status": "completed"} | called

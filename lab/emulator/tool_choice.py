@@ -1,0 +1,78 @@
+"""Which answer a chat with tools gets: a scripted one, a made-up call of a tool, or random words. Pure.
+
+- `required`, and a function that is named: a call, unless a script has one that will do.
+- `auto`, which is what tools without a choice mean: the script's answer where there is a script; else a call while no tool has
+  answered since the assistant's last message, and then words. So an agent's loop is: a task, a call, its result, a text.
+  A load generator that fixes the answer's length (`ignore_eos`) gets words.
+- `none`: never a call.
+
+A made-up call is of one of the tools, with arguments that its schema allows; which and what depends on the prompt and the
+engine's seed, and on nothing else.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from pointsman.lab.emulator.schema_values import SchemaSampler
+from pointsman.lab.emulator.scripted_answers import ScriptedAnswer, ScriptedCall, scripted_answer
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """What a request says of its tools; `name` is the function's, where one is named."""
+
+    mode: Literal["none", "auto", "required", "named"] = "none"
+    name: str = ""
+
+    @property
+    def forced(self) -> bool:
+        """Whether the answer has to be a call."""
+        return self.mode in ("required", "named")
+
+    def allows(self, answer: ScriptedAnswer) -> bool:
+        """Whether an answer is one that this choice leaves the model."""
+        if not self.forced:
+            return self.mode == "auto" or not answer.tool_calls
+        return bool(answer.tool_calls) and all(self.name in ("", call.name) for call in answer.tool_calls)
+
+
+def prepared_answer(
+    script: Sequence[ScriptedAnswer], chat: Mapping[str, Any], choice: ToolChoice, seed: str, words: Sequence[str]
+) -> ScriptedAnswer | None:
+    """The answer to a chat completions body whose tools were checked; None for random words. `words` make up texts."""
+    scripted = scripted_answer(script, chat)
+    if scripted is not None:
+        if choice.allows(scripted):
+            return scripted
+        if choice.mode == "none":
+            silent = msgspec.structs.replace(scripted, tool_calls=())
+            return silent if silent.parts() else None
+    calls = choice.forced or (choice.mode == "auto" and _awaits_call(chat))
+    return ScriptedAnswer(tool_calls=(_made_up_call(chat["tools"], choice, seed, words),)) if calls else None
+
+
+def _awaits_call(chat: Mapping[str, Any]) -> bool:
+    """Whether no tool has answered since the assistant spoke. An agent may say more behind a tool's result, as Claude Code does
+    with its reminders, so the last message alone does not tell."""
+    if chat.get("ignore_eos") is True:
+        return False
+    for message in reversed(chat["messages"]):
+        if message["role"] in ("assistant", "tool"):
+            return bool(message["role"] == "assistant" and message is not chat["messages"][-1])
+    return True
+
+
+def _made_up_call(
+    tools: Sequence[Mapping[str, Any]], choice: ToolChoice, seed: str, words: Sequence[str]
+) -> ScriptedCall:
+    functions = [tool["function"] for tool in tools]
+    named = [function for function in functions if function["name"] == choice.name]
+    draw = random.Random(seed)
+    function = draw.choice(named or functions)
+    return ScriptedCall(function["name"], SchemaSampler(function.get("parameters"), draw, words).arguments())
