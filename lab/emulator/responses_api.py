@@ -110,7 +110,7 @@ class ResponseEvents:
                 out += self._event("response.output_text.delta", **at, content_index=0, logprobs=[])
             elif text and call == REASONING:
                 out += self._event("response.reasoning_text.delta", **at, content_index=0)
-            elif text and not self._tools.is_custom(self._called(call)):
+            elif text and call is not None and not self._tools.is_custom(self._called(call)):
                 out += self._event("response.function_call_arguments.delta", **at)
         return out
 

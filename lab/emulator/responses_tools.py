@@ -19,11 +19,10 @@ def chat_tool_choice(body: Mapping[str, Any], functions: object) -> str | dict[s
     """The tool_choice of a chat that has `functions` for tools. Raises ApiError 400. Where a hosted tool is chosen, or some of
     the tools are allowed, the model is free: `auto`."""
     choice = body.get("tool_choice") or "auto"
-    named = isinstance(choice, dict) and choice.get("type") in _NAMED
+    if isinstance(choice, dict) and choice.get("type") in _NAMED:
+        return {"type": "function", "function": {"name": _full_name(choice.get("name"), body.get("tools"))}}
     if choice == "required" and not functions:
         raise ApiError(400, "Tool choice 'required' must be specified with 'tools' parameter.", "tool_choice")
-    if named:
-        return {"type": "function", "function": {"name": _full_name(choice.get("name"), body.get("tools") or [])}}
     if not functions:
         return "none"
     if isinstance(choice, dict):

@@ -1,9 +1,8 @@
-"""Answers written beforehand, in place of random words: what makes the emulated model call tools. Pure.
+"""Answers that are known before they are generated: a script's, and what a client sees of one as it is. Pure.
 
 A script is a JSON list of answers, each with `reasoning`, `text`, `tool_calls` (of `name` and `arguments`), or several of them. A
-chat with tools in
-which the assistant has called tools k times gets answer k, counted from 0, or the last one where there are fewer; any other
-chat gets random words.
+chat with tools in which the assistant has called tools k times gets answer k, counted from 0, or the last one where there are
+fewer, if its tool choice allows it (`tool_choice.py`).
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def parse_script(raw: bytes) -> list[ScriptedAnswer]:
 
 
 def scripted_answer(script: Sequence[ScriptedAnswer], chat: Mapping[str, Any]) -> ScriptedAnswer | None:
-    """Which answer of `script` a chat completions body gets; None for random words."""
+    """Which answer of `script` is a chat completions body's; None where there is none for it."""
     if not script or not chat.get("tools"):
         return None
     turns = sum(1 for message in chat["messages"] if message.get("role") == "assistant" and message.get("tool_calls"))
