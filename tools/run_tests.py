@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -68,6 +68,15 @@ def _ended(process: subprocess.Popen[bytes]) -> int:
             continue
 
 
+def _all_ended(processes: list[subprocess.Popen[bytes]]) -> list[int]:
+    """The exit statuses. The last run gives way to nobody any more once the others are over, where one may raise its priority."""
+    *others, last = processes
+    statuses = [_ended(process) for process in others]
+    with suppress(PermissionError, ProcessLookupError):
+        os.setpriority(os.PRIO_PROCESS, last.pid, 0)
+    return [*statuses, _ended(last)]
+
+
 def main(arguments: list[str]) -> int:
     # Hundreds of processes import the same files, and each would compile them.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -82,7 +91,7 @@ def main(arguments: list[str]) -> int:
                 # Runs that share pytest's folder fail where two of them clear away what an earlier one left.
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="p", ignore_cleanup_errors=True))
                 processes.append(_begin(number, run, arguments, reports[number - 1] if number else None, folder))
-            statuses = [_ended(process) for process in processes]
+            statuses = _all_ended(processes)
         finally:
             for process in processes:
                 if process.poll() is None:
