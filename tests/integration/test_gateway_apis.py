@@ -89,7 +89,8 @@ async def test_a_stored_response_is_found_by_its_id_alone(up: Stack, tmp_path: P
     assert status == 200
     assert up.engines[1].requests[-1][0].endswith("?stream=false&starting_after=1")
     assert all(one["request_id"] != "resp_own" for _, one, _ in up.engines[1].requests if "request_id" in one)
-    assert up.router.reserved == set()
+    # Ends are reported a few milliseconds late, with others.
+    await eventually(lambda: not up.router.reserved, "no reservation is left")
 
 
 async def test_without_a_router_a_stored_response_is_continued_where_it_is(up: Stack) -> None:

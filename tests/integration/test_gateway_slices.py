@@ -15,6 +15,7 @@ from pointsman.router.v1 import placement_pb2
 from tests.support.fakes.gateway_peers import FakeEngine, Stack, stack
 from tests.support.fakes.offloading_peers import slicing, told
 from tests.support.gateway_requests import LONG
+from tests.support.waiting import eventually
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ async def up(tmp_path: Path) -> AsyncIterator[Stack]:
     async with stack(tmp_path, client_cache_salt=True) as running:
         yield running
         assert [engine.open for engine in running.engines] == [0, 0]
-        assert running.router.reserved == set()
+        await eventually(lambda: not running.router.reserved, "no reservation is left")
 
 
 async def ask(up: Stack, body: dict[str, Any], path: str = "/v1/chat/completions") -> None:

@@ -142,10 +142,10 @@ def retry_at_each_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """R4: each load report has held requests decided on again, whether there is room or not."""
 
     def reported(held: Any, pool: str, instance_id: str, now: float) -> list[ev.Effect]:
-        has_room, held._has_room = held._has_room, lambda *_: True
+        held._views.has_room = lambda *_: True
         held._freed[pool] = True
         effects: list[ev.Effect] = held._serve(pool, now, TRIES)
-        held._has_room = has_room
+        del held._views.has_room
         return effects
 
     monkeypatch.setattr(HeldRequests, "reported", reported)
