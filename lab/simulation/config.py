@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pointsman.common.core.block_keys import KEY_TOKENS
+from pointsman.gateway.core.pool_owners import DEFAULT_OWNER_TIMEOUT_S
+from pointsman.gateway.core.request.request_events import RequestTimeouts
 from pointsman.lab.engine.cost_profile import Profile
 from pointsman.lab.engine.interface import EngineConfig
 from pointsman.router.core.policy.base import Policy
@@ -39,6 +41,9 @@ class SimulationConfig:
     has run out; `owner_back_after_s` after its death it is there again, knowing nothing but what agents then tell, and once it
     has settled the pools that prefer it are handed to it. At `hand_over_at_s` the first pool's owner hands it to another. A pool
     that is handed over has its new owner `hand_over_takes_s` later. None: never.
+
+    A gateway that has waited `ownerless_timeout_s` for a pool's owner places by itself; how long it waits for what else is in
+    `timeouts`.
     """
 
     instances: int = 8
@@ -65,6 +70,8 @@ class SimulationConfig:
     owner_back_after_s: float | None = None
     hand_over_at_s: float | None = None
     hand_over_takes_s: float = 0.25
+    ownerless_timeout_s: float = DEFAULT_OWNER_TIMEOUT_S
+    timeouts: RequestTimeouts = field(default_factory=RequestTimeouts)
     router: StateSettings = field(default_factory=StateSettings)
     engine: EngineConfig = field(default_factory=EngineConfig)
     profile: Profile = field(default_factory=Profile)
@@ -86,6 +93,7 @@ class SimulationConfig:
             "report_delay_s",
             "takeover_s",
             "hand_over_takes_s",
+            "ownerless_timeout_s",
             "max_sessions",
         ):
             if getattr(self, name) < 0:

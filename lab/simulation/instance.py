@@ -74,6 +74,8 @@ class SimulatedInstance:
         self._decode_started_at = 0.0
         self._decode_number = 0
         self._seq = 0
+        # Requests that end with the step under way.
+        self._aborted: set[str] = set()
         # Of the step under way; they are seen at its end.
         self._events_of_step: Sequence[Event] = ()
 
@@ -86,6 +88,20 @@ class SimulatedInstance:
         """The KV that a request awaits is there. Mutates."""
         self.model.receive(request_id, now)
         self._on_arrival(now)
+
+    def abort(self, request_id: str, now: float) -> None:
+        """Let go of a request, if it is here: at the end of the step under way, as an engine does. Nothing is told of it any
+        more. Mutates."""
+        self._aborted.add(request_id)
+        if not self._busy:
+            self._abort(now)
+        # What it held may be what another one waits for.
+        self._on_arrival(now)
+
+    def _abort(self, now: float) -> None:
+        for request_id in self._aborted:
+            self.model.abort(request_id, now)
+        self._aborted.clear()
 
     def _on_arrival(self, now: float) -> None:
         """Something came: begin a step, or end DecodeSteps with the step under way."""
@@ -173,8 +189,10 @@ class SimulatedInstance:
         self._events_of_step = ()
         self._report_keys(events, now)
         for event in events:
-            if isinstance(event, ANSWERS):
+            if isinstance(event, ANSWERS) and event.request_id not in self._aborted:
                 self._on_engine_event(event, now)
+        if self._aborted:
+            self._abort(now)
         # A request that arrived at this very moment may have started the next step already.
         if self.model.has_work and not self._busy:
             self._step(now)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from pointsman.common.core.block_keys import KEY_TOKENS
 from pointsman.lab.report.instance_samples import InstanceSample
 from pointsman.lab.simulation.config import SimulationConfig, SimulationError
 from pointsman.lab.simulation.request import SimulatedRequest
-from pointsman.lab.simulation.simulator import MODEL, NAMED_CACHES, Simulator
-from pointsman.lab.workload.block_names import PromptBlocks
+from pointsman.lab.simulation.simulator import MODEL, Simulator
 from pointsman.lab.workload.session_starts import Session
 from pointsman.lab.workload.traces import TraceRequest
 from pointsman.router.core import events_and_effects as ev
@@ -30,10 +28,7 @@ class ResizableSimulator(Simulator):
         for name in ("pools", "routers"):
             if getattr(config, name) != 1:
                 raise SimulationError(f"{name}: only one can be resized, not {getattr(config, name)}")
-        super().__init__(trace, config, on_sample)
-        # As many as the caches of the largest fleet may ask for again.
-        held = max_instances * config.engine.kv_blocks * KEY_TOKENS
-        self._prompts = PromptBlocks(NAMED_CACHES * held, prompts_include_answers=config.prompts_include_answers)
+        super().__init__(trace, config, on_sample, max_instances)
         # Instances that get nothing new, with what to do once they are gone.
         self._leaving: dict[str, Callable[[float], None]] = {}
 
@@ -77,21 +72,21 @@ class ResizableSimulator(Simulator):
         """Whether a request runs there, is on its way there, or may yet come there by a later step of its plan."""
         if self.router.reservations.counters(name).num_requests:
             return True
-        return any(_concerns(running, name) for running in self._running.values())
+        return any(_concerns(running, name) for running in self._gateway.requests.values())
 
     def _on_effect(self, router: str, effect: ev.Effect, now: float) -> None:
         if isinstance(effect, ev.Placed) and effect.step_index == 0:
             assert effect.step.instance_id not in self._leaving, f"{effect.request_id} is placed on one that leaves"
         super()._on_effect(router, effect, now)
 
-    def _end(self, name: str, now: float, status: int, error: str = "") -> None:
-        super()._end(name, now, status, error)
+    def _end(self, running: SimulatedRequest, now: float, status: int, error: str) -> None:
+        super()._end(running, now, status, error)
         if self._leaving:
             self._remove_idle(now)
 
 
 def _concerns(running: SimulatedRequest, name: str) -> bool:
-    placed = running.placed
-    return placed is not None and (
-        placed.step.instance_id == name or any(step.instance_id == name for step in placed.decision.result.steps)
+    step = running.step
+    return step is not None and (
+        step.target.instance_id == name or (step.kv_target is not None and step.kv_target.instance_id == name)
     )

@@ -37,6 +37,7 @@ from pointsman.gateway.core.pool_state import TokenizerStatus
 from pointsman.gateway.core.rate_limit_headers import anthropic_fields, openai_fields
 from pointsman.gateway.core.rate_limits import Admission, LimitStatus, RateLimited, RateLimiter
 from pointsman.gateway.core.request.attempt_report import AttemptBreakdown
+from pointsman.gateway.core.request.failures import RETRY_S
 from pointsman.gateway.core.request.prepare import IncomingCall
 from pointsman.gateway.core.request.request_context import RequestContext
 from pointsman.gateway.core.request.request_events import RequestTimeouts
@@ -49,7 +50,6 @@ from pointsman.gateway.io.engines.engine_client import Upstream
 from pointsman.gateway.io.engines.remote_prefill import EngineIdCache, KvReleases
 from pointsman.gateway.io.processes.shared_usage import SharedUsageFile
 from pointsman.gateway.io.processes.sibling_processes import SiblingProcesses
-from pointsman.gateway.io.request.placement_steps import RETRY_S
 from pointsman.gateway.io.request.request_runner import RequestRunner
 from pointsman.gateway.io.request.shared_context import SharedContext
 from pointsman.gateway.io.request.threaded_preparer import ThreadedPreparer

@@ -11,6 +11,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pointsman.common.io.settings import Entries, HostPort, OtlpEndpoint, Pairs, by_name
 from pointsman.gateway.core.cors import ORIGIN
+from pointsman.gateway.core.request.request_events import RequestTimeouts
 from pointsman.gateway.io.http.server_types import ServerLimits
 
 
@@ -92,13 +93,17 @@ class GatewaySettings(BaseSettings):
     keepalive_timeout_s: float = Field(
         ServerLimits.idle_s, gt=0, description="until a client's idle connection is closed"
     )
-    placement_timeout_s: float = Field(60.0, gt=0, description="until the router names the first step, a hold included")
-    first_byte_timeout_s: float = Field(600.0, gt=0, description="until a stream's first byte")
+    placement_timeout_s: float = Field(
+        RequestTimeouts.placement_s, gt=0, description="until the router names the first step, a hold included"
+    )
+    first_byte_timeout_s: float = Field(RequestTimeouts.first_byte_s, gt=0, description="until a stream's first byte")
     prefill_timeout_s: float = Field(
-        120.0, gt=0, description="until a PREFILL step's end; then the answer is colocated"
+        RequestTimeouts.prefill_s, gt=0, description="until a PREFILL step's end; then the answer is colocated"
     )
     transfer_timeout_s: float = Field(
-        30.0, gt=0, description="until KV has come from another instance; then the answer is colocated"
+        RequestTimeouts.transfer_s,
+        gt=0,
+        description="until KV has come from another instance; then the answer is colocated",
     )
     response_timeout_s: float = Field(3600.0, gt=0, description="until an answer that is not streamed begins")
     idle_timeout_s: float = Field(

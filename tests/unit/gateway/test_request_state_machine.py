@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pointsman.gateway.core.request import request_events as ev
-from pointsman.gateway.core.request.placement_messages import least_inflight
+from pointsman.gateway.core.request.local_placement import least_inflight
 from pointsman.gateway.core.request.request_events import Outcome, RequestTimeouts, StepAssigned, Target
 from pointsman.gateway.core.request.request_state_machine import Phase, RequestStateMachine
 

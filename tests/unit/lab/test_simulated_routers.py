@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pointsman.gateway.core.request.request_events import RequestTimeouts
 from pointsman.lab.report.request_record import RequestRecord
-from pointsman.lab.simulation import simulator as simulator_module
 from pointsman.lab.simulation.config import SimulationConfig, SimulationError
 from pointsman.lab.simulation.simulator import Simulator
 from pointsman.lab.workload.synthetic_trace import generate
@@ -124,9 +124,8 @@ class Offloads(Policy):
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         one, other = sorted(candidate.instance_id for candidate in view.eligible())
-        return PolicyResult(
-            (Step(StepKind.PREFILL, one, "there"), Step(StepKind.SERVE, other, "here", kv_source=one)), "offload"
-        )
+        prefill = Step(StepKind.PREFILL, one, "there", prefix_tokens=request.input_tokens)
+        return PolicyResult((prefill, Step(StepKind.SERVE, other, "here", kv_source=one)), "offload")
 
 
 @pytest.mark.parametrize("takeover_s", [0.5, 3.0])
@@ -151,18 +150,16 @@ class SlicedAndHeld(OneAtATime):
 
 
 @pytest.mark.parametrize("word_s", [0.0, 4.0])
-def test_a_hold_between_two_steps_that_outlasts_the_gateway_gives_one_answer(
-    monkeypatch: pytest.MonkeyPatch, word_s: float
-) -> None:
+def test_a_hold_between_two_steps_that_outlasts_the_gateway_gives_one_answer(word_s: float) -> None:
     # a's slice ends while b's long answer runs, and the rest is held for longer than the gateway waits; words are underway for a
     # while, so that the router's answer and the gateway's own step cross.
-    monkeypatch.setattr(simulator_module, "STEP_WITHIN_S", 2.0)
     asked = SimulationConfig(
         instances=1,
         profile=PLAIN,
         policy=SlicedAndHeld(),
         placement_s=word_s,
         router=StateSettings(queue=QueueSettings(timeout_s=300.0)),
+        timeouts=RequestTimeouts(placement_s=10.0),
     )
     requests = [ask(name, number / 4, 128, output=60) for number, name in enumerate("abcdef")]
     simulator, records = simulate(requests, asked)

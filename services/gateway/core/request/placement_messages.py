@@ -1,4 +1,4 @@
-"""Reads routers' answers as events of a request, and picks an instance where no router answers."""
+"""Reads routers' answers as events of a request."""
 
 from __future__ import annotations
 
@@ -46,16 +46,6 @@ def target_of(instance: placement_pb2.InstanceRef) -> Target:
         kv.layerwise,
         kv.role != agent_pb2.KV_ROLE_PRODUCER,
     )
-
-
-def least_inflight(ids: list[str], inflight: dict[str, int], exclude: tuple[str, ...], round_robin: int) -> str | None:
-    """The instance with the fewest open requests, the `turn`-th of them where several are equal; None when all are excluded."""
-    ready = [one for one in ids if one not in exclude]
-    if not ready:
-        return None
-    least = min(inflight.get(one, 0) for one in ready)
-    best = [one for one in ready if inflight.get(one, 0) == least]
-    return best[round_robin % len(best)]
 
 
 def _seconds(wire: duration_pb2.Duration) -> float:

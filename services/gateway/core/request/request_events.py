@@ -41,10 +41,10 @@ class Target:
 class RequestTimeouts:
     """Deadlines in seconds, and how many attempts follow the first."""
 
-    placement_s: float
-    prefill_s: float
-    first_byte_s: float
-    transfer_s: float
+    placement_s: float = 60.0
+    prefill_s: float = 120.0
+    first_byte_s: float = 600.0
+    transfer_s: float = 30.0
     max_retries: int = 2
 
 

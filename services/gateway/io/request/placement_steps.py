@@ -6,15 +6,14 @@ import time
 
 import structlog
 
-from pointsman.gateway.core.request.placement_messages import event_of, least_inflight, target_of
+from pointsman.gateway.core.request.local_placement import place_locally
+from pointsman.gateway.core.request.placement_messages import event_of, target_of
 from pointsman.gateway.core.request.request_context import RequestContext
 from pointsman.gateway.core.request.request_events import (
-    UNAVAILABLE,
     AskNextStep,
     AskRouter,
     Event,
     PlaceLocally,
-    PlacementRefused,
     ReportStepDone,
     RouterLost,
     StepAssigned,
@@ -24,8 +23,6 @@ from pointsman.gateway.io.routing.router_client import NoRouter, PlacementReply
 from pointsman.router.v1 import placement_pb2
 
 log = structlog.get_logger()
-
-RETRY_S = 1.0
 
 
 class PlacementSteps:
@@ -70,14 +67,18 @@ class PlacementSteps:
         request = self._request_for(effect.attempt_id, effect.exclude)
         instances = {one.instance_id: one for one in self._context.state.pool.instances}
         self._shared.round_robin += 1
-        chosen = least_inflight(
-            sorted(instances), self._shared.router.inflight(), tuple(request.exclude), self._shared.round_robin
+        placed = place_locally(
+            effect.attempt_id,
+            instances,
+            lambda chosen: target_of(instances[chosen]),
+            self._shared.router.inflight(),
+            tuple(request.exclude),
+            self._shared.round_robin,
         )
-        if chosen is None:
-            return PlacementRefused(effect.attempt_id, UNAVAILABLE, "No instance is ready for this model.", RETRY_S)
-        self._shared.telemetry.local.inc()
-        log.debug("placed without a router", request_id=request.request_id, instance=chosen)
-        return StepAssigned(effect.attempt_id, target_of(instances[chosen]), degraded=True)
+        if isinstance(placed, StepAssigned):
+            self._shared.telemetry.local.inc()
+            log.debug("placed without a router", request_id=request.request_id, instance=placed.target.instance_id)
+        return placed
 
     def report_step_done(self, effect: ReportStepDone) -> None:
         """A step is over, and the one after it under way."""

@@ -14,24 +14,16 @@ from pointsman.gateway.core.http_message import Request, Response
 from pointsman.gateway.core.request import request_events as ev
 from pointsman.gateway.core.request.attempt import Attempt
 from pointsman.gateway.core.request.attempt_report import breakdown, finished
+from pointsman.gateway.core.request.failures import answer_to
 from pointsman.gateway.core.request.request_context import RequestContext
 from pointsman.gateway.core.request.request_state_machine import Phase, RequestStateMachine
 from pointsman.gateway.core.request.transfer_params import supports_inline_kv_transfer
 from pointsman.gateway.io.request.engine_steps import EngineSteps
-from pointsman.gateway.io.request.placement_steps import RETRY_S, PlacementSteps
+from pointsman.gateway.io.request.placement_steps import PlacementSteps
 from pointsman.gateway.io.request.shared_context import SharedContext
 from pointsman.gateway.io.telemetry.span_export import attempt_ended
 
 log = structlog.get_logger()
-
-# google.rpc.Code (INTERNAL and PLACEMENT_TIMEOUT are our own) -> HTTP status, error type, error code
-_FAILURES = {
-    ev.RESOURCE_EXHAUSTED: (429, "rate_limit_error", "saturated"),
-    ev.UNAVAILABLE: (503, "server_error", "no_instance"),
-    ev.INTERNAL: (502, "server_error", "instance_failed"),
-    ev.PLACEMENT_TIMEOUT: (503, "server_error", "placement_timeout"),
-    ev.DEADLINE_EXCEEDED: (504, "server_error", "first_token_too_late"),
-}
 
 
 class RequestRunner:
@@ -266,6 +258,7 @@ async def _within(limit_s: float, operation: Coroutine[Any, Any, ev.Event]) -> e
 
 
 def _as_api_error(failure: ev.FailRequest) -> ApiRequestError:
-    status, type_, code = _FAILURES.get(failure.code, (503, "server_error", "unavailable"))
-    wait = failure.retry_after_s if failure.retry_after_s is not None else RETRY_S if status in (429, 503) else None
-    return ApiRequestError(status, failure.message, type_=type_, code=code, retry_after_s=wait)
+    answer = answer_to(failure)
+    return ApiRequestError(
+        answer.status, failure.message, type_=answer.type, code=answer.code, retry_after_s=answer.retry_after_s
+    )

@@ -17,7 +17,8 @@ from pointsman.gateway.core.api.openai_responses import not_stored, storing_inst
 from pointsman.gateway.core.forwarded_headers import client_headers
 from pointsman.gateway.core.http_message import Request, Response
 from pointsman.gateway.core.memory_budget import Holding
-from pointsman.gateway.core.request.placement_messages import least_inflight, target_of
+from pointsman.gateway.core.request.local_placement import least_inflight
+from pointsman.gateway.core.request.placement_messages import target_of
 from pointsman.gateway.core.streaming.sse import SseFilter
 from pointsman.gateway.io.engines.engine_client import Upstream, UpstreamError, relay_stream
 from pointsman.gateway.io.engines.engine_connection import UpstreamResponse

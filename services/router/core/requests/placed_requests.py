@@ -267,5 +267,11 @@ def placed_effect(decision: Decision, index: int, gateway_id: str) -> ev.Placed:
     return ev.Placed(decision.request.request_id, decision, index, steps[index], last, gateway_id)
 
 
+def kv_target(steps: Sequence[Step], index: int) -> str:
+    """The instance that answers from the KV of step `index` of a plan, where that is another one; else empty."""
+    follows = steps[index + 1] if index + 1 < len(steps) else None
+    return follows.instance_id if follows is not None and follows.kv_source == steps[index].instance_id else ""
+
+
 def _with_steps(decision: Decision, steps: tuple[Step, ...], *notes: str) -> Decision:
     return replace(decision, result=replace(decision.result, steps=steps), notes=(*decision.notes, *notes))

@@ -15,6 +15,7 @@ from pointsman.common.core.enum_words import values
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.ownership import Owner
 from pointsman.router.core.priority import Priority
+from pointsman.router.core.requests.placed_requests import kv_target
 from pointsman.router.core.router_state import RouterState
 from pointsman.router.core.types import InstanceInfo, Phase, PlacementRequest, Step, StepKind
 from pointsman.router.io.convert import agent_messages
@@ -221,9 +222,8 @@ def step_to_wire(state: RouterState, plan: Sequence[Step], index: int) -> placem
     )
     if step.kv_source:
         wire.kv_source.CopyFrom(_ref(state, step.kv_source))
-    follows = plan[index + 1] if index + 1 < len(plan) else None
-    if follows is not None and follows.kv_source == step.instance_id:
-        wire.kv_target.CopyFrom(_ref(state, follows.instance_id))
+    if target := kv_target(plan, index):
+        wire.kv_target.CopyFrom(_ref(state, target))
     return wire
 
 

@@ -1,0 +1,47 @@
+"""What a client is answered when its request fails for no fault of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pointsman.gateway.core.request.request_events import (
+    DEADLINE_EXCEEDED,
+    INTERNAL,
+    PLACEMENT_TIMEOUT,
+    RESOURCE_EXHAUSTED,
+    UNAVAILABLE,
+    FailRequest,
+)
+
+# How soon a client may come again where nothing better is known, in s.
+RETRY_S = 1.0
+
+
+@dataclass(frozen=True)
+class FailureAnswer:
+    """An error answer: HTTP status, the error's type and code, and after how many seconds the client may come again (None: not
+    said)."""
+
+    status: int
+    type: str
+    code: str
+    retry_after_s: float | None
+
+
+# google.rpc.Code (INTERNAL and PLACEMENT_TIMEOUT are our own) -> HTTP status, error type, error code
+_FAILURES = {
+    RESOURCE_EXHAUSTED: (429, "rate_limit_error", "saturated"),
+    UNAVAILABLE: (503, "server_error", "no_instance"),
+    INTERNAL: (502, "server_error", "instance_failed"),
+    PLACEMENT_TIMEOUT: (503, "server_error", "placement_timeout"),
+    DEADLINE_EXCEEDED: (504, "server_error", "first_token_too_late"),
+}
+
+
+def answer_to(failure: FailRequest) -> FailureAnswer:
+    """The answer to a request that failed so."""
+    status, type_, code = _FAILURES.get(failure.code, (503, "server_error", "unavailable"))
+    wait_s = failure.retry_after_s
+    if wait_s is None and status in (429, 503):
+        wait_s = RETRY_S
+    return FailureAnswer(status, type_, code, wait_s)

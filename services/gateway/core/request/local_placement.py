@@ -1,0 +1,36 @@
+"""Picks an instance where no router answers: the one with the fewest open requests of this gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+from pointsman.gateway.core.request.failures import RETRY_S
+from pointsman.gateway.core.request.request_events import UNAVAILABLE, PlacementRefused, StepAssigned, Target
+
+
+def place_locally(
+    attempt_id: str,
+    ids: Collection[str],
+    target_of: Callable[[str], Target],
+    inflight: Mapping[str, int],
+    exclude: tuple[str, ...],
+    round_robin: int,
+) -> StepAssigned | PlacementRefused:
+    """An attempt's only step, on one of the instances `ids`; see least_inflight."""
+    chosen = least_inflight(sorted(ids), inflight, exclude, round_robin)
+    if chosen is None:
+        return PlacementRefused(attempt_id, UNAVAILABLE, "No instance is ready for this model.", RETRY_S)
+    return StepAssigned(attempt_id, target_of(chosen), degraded=True)
+
+
+def least_inflight(
+    ids: list[str], inflight: Mapping[str, int], exclude: tuple[str, ...], round_robin: int
+) -> str | None:
+    """The instance with the fewest open requests, the `round_robin`-th of them where several are equal; None when all are
+    excluded."""
+    ready = [one for one in ids if one not in exclude]
+    if not ready:
+        return None
+    least = min(inflight.get(one, 0) for one in ready)
+    best = [one for one in ready if inflight.get(one, 0) == least]
+    return best[round_robin % len(best)]

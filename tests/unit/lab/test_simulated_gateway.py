@@ -1,0 +1,137 @@
+"""The gateway of a simulation: what its own state machine does when time runs out, or nobody places."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+
+from pointsman.gateway.core.request.request_events import RequestTimeouts
+from pointsman.lab.engine.cost_profile import Profile
+from pointsman.lab.engine.interface import EngineConfig
+from pointsman.lab.report.request_record import RequestRecord
+from pointsman.lab.simulation.config import SimulationConfig
+from pointsman.lab.simulation.simulator import Simulator
+from pointsman.lab.workload.traces import TraceRequest
+from pointsman.router.core.instances.saturation import SaturationLimits
+from pointsman.router.core.policy.base import Policy, offload, serve
+from pointsman.router.core.requests.hold_queue import QueueSettings
+from pointsman.router.core.router_state import StateSettings
+from pointsman.router.core.types import FleetView, PlacementRequest, PolicyResult
+from tests.support import lab_values
+from tests.support.lab_values import PLAIN
+
+
+def ask(session: str, at_s: float, length: int, output: int = 1) -> TraceRequest:
+    return lab_values.ask(session, 1, at_s, (), length, output)
+
+
+def simulate(requests: list[TraceRequest], **asked: Any) -> tuple[Simulator, dict[str, RequestRecord]]:
+    simulator = Simulator(requests, SimulationConfig(**asked))
+    records = simulator.run()
+    assert len(records) == len(requests)
+    for state in simulator.routers.states.values():
+        state.check_invariants()
+        assert len(state.reservations) == 0
+    return simulator, {one.session: one for one in records}
+
+
+@dataclass(frozen=True)
+class First(Policy):
+    """The first instance that may answer."""
+
+    name: ClassVar[str] = "first"
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        return serve(view.eligible()[0], "first")
+
+
+@dataclass(frozen=True)
+class Passed(Policy):
+    """Prefill on the first instance, decode on the second."""
+
+    name: ClassVar[str] = "passed"
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        first, second = view.eligible()
+        return offload(request, first, second, "offload", "always")
+
+
+def test_without_an_owner_for_long_the_gateway_places_by_its_own_counts() -> None:
+    requests = [ask("open", 0.0, 64, output=90), ask("a", 10.0, 100), ask("b", 10.5, 100)]
+    simulator, records = simulate(
+        requests,
+        instances=2,
+        profile=PLAIN,
+        routers=2,
+        owner_dies_at_s=9.0,
+        takeover_s=30.0,
+        ownerless_timeout_s=2.0,
+    )
+    assert [one.ok for one in records.values()] == [True] * 3
+    assert [records[name].decision for name in "ab"] == ["", ""]
+    assert (simulator.steps_without_router, simulator.resent_requests) == (2, 0)
+    # One instance has an open request, so that the other gets the first one.
+    assert records["a"].instance != records["open"].instance
+    assert records["a"].ttft_s == pytest.approx(2.0 + 2.0)
+
+
+def test_a_request_without_a_first_byte_in_time_goes_elsewhere() -> None:
+    requests = [ask("long", 0.0, 64, output=60), ask("waits", 0.5, 64)]
+    simulator, records = simulate(
+        requests,
+        instances=2,
+        profile=PLAIN,
+        policy=First(),
+        engine=EngineConfig(max_num_seqs=1),
+        timeouts=RequestTimeouts(first_byte_s=3.0),
+    )
+    assert (records["waits"].instance, records["waits"].ttft_s) == ("i1", pytest.approx(3.0 + 1.64))
+    # The first instance has let go of it.
+    assert simulator.busy_s == pytest.approx({"i0": 1.64 + 59.0, "i1": 1.64})
+
+
+def test_a_request_that_no_instance_answers_in_time_fails() -> None:
+    requests = [ask(f"long{number}", 0.0, 64, output=60) for number in range(2)] + [ask("waits", 0.5, 64)]
+    simulator, records = simulate(
+        requests,
+        instances=2,
+        profile=PLAIN,
+        policy="least_requests",
+        engine=EngineConfig(max_num_seqs=1),
+        timeouts=RequestTimeouts(first_byte_s=3.0),
+        retries=0,
+    )
+    assert [records[f"long{number}"].status for number in range(2)] == [200, 200]
+    assert (records["waits"].status, records["waits"].e2e_s) == (502, pytest.approx(6.0))
+    assert simulator.busy_s == pytest.approx({"i0": 1.64 + 59.0, "i1": 1.64 + 59.0})
+
+
+def test_kv_that_does_not_come_in_time_is_computed_where_the_answer_is() -> None:
+    passing = Profile(
+        step_s=1.0,
+        prefill_token_s=0.01,
+        prefill_pair_s=0.0,
+        decode_sequence_s=0.0,
+        decode_kv_token_s=0.0,
+        transfer_s=5.0,
+        transfer_token_s=0.0,
+    )
+    _, records = simulate(
+        [ask("a", 0.0, 100)],
+        instances=2,
+        profile=passing,
+        policy=Passed(),
+        timeouts=RequestTimeouts(transfer_s=1.5),
+    )
+    # 2 s on i0, 1.5 s in vain, and all of it once more.
+    assert (records["a"].instance, records["a"].ttft_s) == ("i1", pytest.approx(2.0 + 1.5 + 2.0))
+
+
+def test_who_was_refused_too_often_is_told_the_gateways_own_status() -> None:
+    full = StateSettings(limits=SaturationLimits(max_requests=1), queue=QueueSettings(size=0), retry_after_s=2.0)
+    requests = [ask("a", 0.0, 64, output=9), ask("b", 0.25, 64)]
+    _, records = simulate(requests, instances=1, profile=PLAIN, router=full, retries=2)
+    assert (records["b"].status, records["b"].e2e_s) == (429, pytest.approx(4.0))
