@@ -41,6 +41,7 @@ from pointsman.cli.router_call import DEFAULT_ROUTER, UNUSABLE, fail, no_answer
 from pointsman.common.core.enum_words import values, word
 from pointsman.common.io.tls import client_context
 from pointsman.router.core.policy.base import bounds
+from pointsman.router.core.policy.reasons import ROUTE_CLASSES, explained
 from pointsman.router.core.policy.registry import POLICIES
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 
@@ -253,14 +254,21 @@ def doctor(
 
 def _print_decision(decision: fleet_pb2.Decision) -> None:
     owner = decision.session_owner or "none"
+    route_class = word(fleet_pb2.RouteClass, decision.route_class)
+    bounds_of_class = f" ({ROUTE_CLASSES[route_class]})" if route_class in ROUTE_CLASSES else ""
+    steps = [step.instance.instance_id for step in decision.steps]
+    to = " -> ".join(one for number, one in enumerate(steps) if one != steps[number - 1] or not number) or "held"
     console.print(
-        f"[bold]{decision.decision_id}[/bold]  request {decision.request_id}  session {decision.session_id or '-'} "
-        f"(owner then: {owner})  {word(fleet_pb2.DecisionOutcome, decision.outcome)}"
+        f"[bold]{escape(decision.decision_id)}[/bold]  {escape(to)}  [bold]{explained(decision.reason)}[/bold]"
+    )
+    console.print(
+        f"request {decision.request_id}  session {decision.session_id or '-'} "
+        f"(owner then: {owner})  {word(fleet_pb2.DecisionOutcome, decision.outcome)}",
+        markup=False,
     )
     console.print(
         f"{decision.input_tokens:,} input tokens ({decision.key_count:,} keys), {decision.cached_tokens:,} cached -> "
-        f"{word(fleet_pb2.RouteClass, decision.route_class)}, {word(fleet_pb2.PlacementMode, decision.mode)}, "
-        f"reason [bold]{decision.reason}[/bold]"
+        f"{route_class}{bounds_of_class}, {word(fleet_pb2.PlacementMode, decision.mode)}"
         + (" (degraded)" if decision.degraded else "")
         + (f", held {decision.held.ToMilliseconds() / 1e3:,.2f} s" if decision.held.ToNanoseconds() else "")
         + (f", priority {word(placement_pb2.Priority, decision.priority)}" if decision.priority else "")
@@ -270,7 +278,9 @@ def _print_decision(decision: fleet_pb2.Decision) -> None:
     console.print(f"policy {decision.policy.name} {_settings(decision.policy)}")
     for step in decision.steps:
         kind = placement_pb2.StepKind.Name(step.kind).removeprefix("STEP_KIND_")
-        console.print(f"step {step.index}: {kind} on {step.instance.instance_id} ({step.reason})")
+        # Where the plan's reason is why it has this form, the step's tells how its instance was found.
+        rule = step.reason if step.reason == decision.reason else explained(step.reason)
+        console.print(f"step {step.index}: {kind} on {step.instance.instance_id} ({rule})")
     chosen = decision.steps[-1].instance.instance_id if decision.steps else ""
     table = _table(
         "", "candidate", "score", "cached", "new", "requests", "pending", "decode", "kv", "report age", "note"

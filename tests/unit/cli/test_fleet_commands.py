@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from pointsman.cli import fleet_commands, router_call
 from pointsman.common.io.auth import bearer
+from pointsman.router.v1 import fleet_pb2, placement_pb2
 
 COMMANDS = (
     ["instances"],
@@ -80,3 +81,37 @@ def test_who_has_an_observer_s_token_alone_shows_that(
     for role in variables:
         monkeypatch.setenv(f"POINTSMAN_{role}_TOKEN", f"{role} of the environment")
     assert router_call.credentials() == bearer(shown)
+
+
+def decided(reason: str, *steps: tuple[str, str], **fields: object) -> fleet_pb2.Decision:
+    decision = fleet_pb2.Decision(decision_id="r-1", reason=reason, **fields)  # type: ignore[arg-type]
+    for number, (instance_id, step_reason) in enumerate(steps):
+        decision.steps.add(
+            index=number, reason=step_reason, kind=placement_pb2.STEP_KIND_SERVE
+        ).instance.instance_id = instance_id
+    return decision
+
+
+def test_explain_says_first_where_it_went_and_why_in_plain_words(capsys: pytest.CaptureFixture[str]) -> None:
+    light = fleet_pb2.ROUTE_CLASS_LIGHT
+    decision = decided("session_affinity", ("a", "session_affinity"), input_tokens=14, route_class=light)
+    fleet_commands._print_decision(decision)
+    first, _, tokens, *_ = lines = capsys.readouterr().out.splitlines()
+    assert first == "r-1  a  session_affinity: kept on its session's instance"
+    assert "-> LIGHT (under 5,000 new tokens, or over 50% of the prompt cached)" in tokens
+    assert "step 0: SERVE on a (session_affinity)" in lines
+
+
+def test_explain_says_why_a_plan_has_its_form_and_how_its_instance_was_found(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fleet_commands._print_decision(decided("decode_idle", ("a", "least_load_x_work")))
+    out = capsys.readouterr().out
+    assert out.startswith(
+        "r-1  a  decode_idle: no offload, since no decode runs there that a prefill would slow down\n"
+    )
+    assert "(least_load_x_work: lowest load x work (open requests x tokens to compute))" in out
+    fleet_commands._print_decision(decided("held"))
+    assert capsys.readouterr().out.startswith("r-1  held  held: waits until")
+    fleet_commands._print_decision(decided("of_a_later_version", ("p", ""), ("d", ""), ("d", "")))
+    assert capsys.readouterr().out.startswith("r-1  p -> d  of_a_later_version\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import random
 from dataclasses import fields
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pointsman.router.core.policy.base import NO_KV_TRANSFER, Policy, decide
+from pointsman.router.core.policy.reasons import REASONS
 from pointsman.router.core.policy.registry import POLICIES, make_policy
 from pointsman.router.core.policy.unified import Unified
 from pointsman.router.core.prefill_curve import PrefillCurve, PrefillSums, PrefillWork
@@ -26,6 +26,7 @@ from pointsman.router.core.types import (
     PrefixSource,
     StepKind,
 )
+from tests.support.policies import documented_reasons
 from tests.support.router_values import request
 
 # A busy machine is no finding.
@@ -141,8 +142,8 @@ def test_every_policy_decides_soundly(
     eligible = {candidate.instance_id for candidate in seen.eligible()}
     result = decision.result
 
-    documented = inspect.getdoc(POLICIES[name]) or ""
-    assert f"`{result.reason}`" in documented.partition("\nReasons: ")[2].partition("\nSource: ")[0]
+    assert result.reason in documented_reasons(POLICIES[name])
+    assert {result.reason, *(step.reason for step in result.steps)} <= REASONS.keys()
     available = {candidate.instance_id for candidate in seen.available()}
     assert {step.instance_id for step in result.steps} <= available
     assert {step.instance_id for step in result.steps if step.kind is StepKind.SERVE} <= eligible

@@ -1,0 +1,57 @@
+"""Every reason has its sentence, the same wherever a human reads it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from pointsman.router.core.policy.base import NO_KV_TRANSFER
+from pointsman.router.core.policy.reasons import REASONS, ROUTE_CLASSES, explained
+from pointsman.router.core.policy.registry import POLICIES
+from pointsman.router.core.requests.placed_requests import SERVED_ALONE
+from pointsman.router.core.types import route_class
+from tests.support.policies import documented_reasons
+from tests.support.repository import REPOSITORY
+
+# Given whatever the policy: plans that cannot be carried out as they are, and the step of a plan that is an offload.
+OF_ALL = {NO_KV_TRANSFER, SERVED_ALONE, "offload"}
+
+
+def test_every_reason_that_a_policy_names_has_a_sentence_and_no_other_code_has_one() -> None:
+    named = set().union(*map(documented_reasons, POLICIES.values()))
+    assert len(named) > 30
+    assert named | OF_ALL == REASONS.keys()
+
+
+def test_a_sentence_is_one_clause_without_codes() -> None:
+    for reason, sentence in REASONS.items():
+        assert sentence == sentence.strip().rstrip("."), reason
+        assert len(sentence) <= 90, reason
+        assert "_" not in sentence, reason
+
+
+def test_an_unknown_reason_stands_for_itself() -> None:
+    assert explained("session_affinity") == "session_affinity: kept on its session's instance"
+    assert explained("of_a_later_version") == "of_a_later_version"
+
+
+def test_the_page_on_policies_has_the_same_sentences() -> None:
+    page = (REPOSITORY / "docs/policies.md").read_text()
+    table = page.partition("| reason | what it means |")[2].partition("\n\n")[0]
+    assert dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.MULTILINE)) == REASONS
+
+
+@pytest.mark.parametrize(
+    ("new", "cached", "expected", "because"),
+    [
+        (14, 0, "LIGHT", "under 5,000 new tokens"),
+        (4_999, 0, "LIGHT", "under 5,000 new tokens"),
+        (19_999, 20_000, "LIGHT", "over 50% of the prompt cached"),
+        (5_000, 5_000, "MEDIUM", "5,000 new tokens or more, and at most 50% of the prompt cached"),
+        (20_000, 100_000, "HEAVY", "20,000 new tokens or more"),
+    ],
+)
+def test_a_class_is_explained_by_its_own_bounds(new: int, cached: int, expected: str, because: str) -> None:
+    assert route_class(new, new + cached) == expected
+    assert because in ROUTE_CLASSES[expected]
