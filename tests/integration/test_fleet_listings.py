@@ -19,8 +19,10 @@ from prometheus_client import generate_latest
 from pointsman.common.core.block_keys import KEY_SCHEME
 from pointsman.common.core.enum_words import word
 from pointsman.router.core import events_and_effects as ev
+from pointsman.router.core.policy.reasons import REASONS, ROUTE_CLASSES
 from pointsman.router.core.policy.registry import POLICIES
 from pointsman.router.core.types import InstanceInfo, PlacementRequest
+from pointsman.router.io.runtime import VERSION
 from pointsman.router.io.store import redis_scripts
 from pointsman.router.v1 import fleet_pb2, placement_pb2
 from tests.support.processes.redis import redis_server
@@ -61,6 +63,33 @@ async def test_sessions_are_listed_by_their_last_use_and_filtered() -> None:
         assert (answer.total, answer.time_to_live.seconds) == (4, 3_600)
 
 
+async def test_sessions_are_listed_with_what_the_log_tells_of_their_turns() -> None:
+    async with running(policy="sticky", decision_log_size=4) as (_, client):
+        await Report(client).join("a")
+        gateway = Session(client)
+        await gateway.hello()
+        started = time.time()
+        for turn, (session, tokens) in enumerate([("gone", 16), ("s", 100), ("s", 300), ("other", 16), ("s", 320)]):
+            await gateway.place(f"r{turn}", session_id=session, tokens=tokens)
+            await gateway.finish(f"r{turn}", cached_tokens=turn * 32)
+
+        async def sessions() -> list[tuple[str, int, int, int, int]]:
+            answer = await client.fleet.ListSessions(fleet_pb2.ListSessionsRequest())
+            assert started <= answer.counted_since.ToNanoseconds() / 1e9 <= time.time()
+            return [
+                (one.session_id, one.turns, one.input_tokens, one.cached_tokens, one.last_input_tokens)
+                for one in answer.sessions
+            ]
+
+        # Of its first turn the log has nothing any more.
+        expected = [("s", 3, 720, 32 + 64 + 128, 320), ("other", 1, 16, 16, 16), ("gone", 0, 0, 0, 0)]
+
+        async def counted() -> bool:
+            return await sessions() == expected
+
+        await eventually(counted, "the ends of five requests")
+
+
 async def test_decisions_are_summed_up_by_how_they_ended() -> None:
     async with running() as (_, client):
         await Report(client).join("a")
@@ -85,6 +114,9 @@ async def test_decisions_are_summed_up_by_how_they_ended() -> None:
         assert (group.route_class, group.mode) == (fleet_pb2.ROUTE_CLASS_LIGHT, fleet_pb2.PLACEMENT_MODE_COLOCATED)
         assert (group.input_tokens, group.reported, group.reported_cached_tokens) == (480, 1, 32)
         assert group.ttft_p50.ToMilliseconds() == group.ttft_p95.ToMilliseconds() == 250
+        total = answer.total
+        assert (total.route_class, total.reason, total.decided, total.input_tokens) == (0, "", 3, 480)
+        assert (ends(total), total.ttft_p95.ToMilliseconds()) == (ends(group), 250)
         assert (await summed(last=2)).decided == 2
         assert ends((await summed(filter=fleet_pb2.DecisionFilter(session_id="s1"))).groups[0]) == {"FAILED": 1}
         with pytest.raises(grpc.aio.AioRpcError) as error:
@@ -96,6 +128,7 @@ async def test_policies_are_listed_with_what_may_be_set() -> None:
     async with running() as (_, client):
         answer = await client.fleet.ListPolicies(fleet_pb2.ListPoliciesRequest())
         assert [one.name for one in answer.policies] == list(POLICIES)
+        assert (dict(answer.reasons), dict(answer.route_classes)) == (REASONS, ROUTE_CLASSES)
         in_force = (await client.fleet.ListInstances(fleet_pb2.ListInstancesRequest())).policy
         described = next(one for one in answer.policies if one.name == in_force.name)
         defaults = {one.name: one.default_value.number_value for one in described.settings}
@@ -115,7 +148,11 @@ async def test_a_router_by_itself_tells_its_own_health() -> None:
         ]
         (pool,) = answer.pools
         assert (pool.model, pool.owner.router_id, pool.owner.address, pool.instances) == ("m", "one", address, 1)
+        (replica,) = answer.replicas
+        assert (replica.version, replica.open_requests, replica.held_requests, replica.gateways) == (VERSION, 1, 0, 1)
+        assert abs(replica.start_time.ToNanoseconds() / 1e9 - time.time()) < 60
         own = answer.this_replica
+        assert own.version == VERSION
         assert (own.router_id, own.store, own.ready, own.degraded) == ("one", "memory", True, False)
         assert (own.gateways, own.agent_streams, own.open_requests, own.sessions, own.decisions) == (1, 1, 1, 1, 1)
         assert not own.HasField("store_answer_age")

@@ -6,7 +6,8 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from importlib import metadata
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import structlog
@@ -55,13 +56,21 @@ SWEEP_PAUSE_S = 0.02
 LEAST_TIMER_S = 0.001
 # A router that starts takes all orders at once.
 MAX_LOGGED_CHANGES = 100
+VERSION = metadata.version("pointsman")
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
-class ReplicaInfo(msgspec.Struct):
-    """What a replica tells the others of itself: the policy that it places by, and where its console is ("": nowhere)."""
+class ReplicaInfo(msgspec.Struct, omit_defaults=True):
+    """What a replica tells the others of itself with each heartbeat: the policy that it places by, where its console is ("":
+    nowhere), its version, when it started (unix s), and its load. None and "": it did not say."""
 
     policy: tuple[str, dict[str, float | bool | str]] | None = None
     console_url: str = ""
+    version: str = ""
+    started_at: Annotated[float, msgspec.Meta(ge=0, lt=1e11)] | None = None
+    open_requests: _Count | None = None
+    held_requests: _Count | None = None
+    gateways: _Count | None = None
 
     @classmethod
     def read(cls, text: str) -> ReplicaInfo:
@@ -180,6 +189,7 @@ class Router:
         self.store.replica_info = self._replica_info
         self.store.on_operator_config = self._take_operator_config
         self.console_url = ""
+        self.started_at = time.time()
         self.telemetry.registry.register(StateCollector(self.state, lambda: self._ready))
         self.telemetry.lost_replicas.set_function(lambda: len(self.store.lost_replicas()))
         self.telemetry.accounted_keys.set_function(lambda: len(self.usage_accounts))
@@ -493,7 +503,16 @@ class Router:
 
     def _replica_info(self) -> str:
         ref = self.state.policy.ref()
-        return msgspec.json.encode(ReplicaInfo((ref.name, dict(ref.settings)), self.console_url)).decode()
+        info = ReplicaInfo(
+            (ref.name, dict(ref.settings)),
+            self.console_url,
+            VERSION,
+            self.started_at,
+            len(self.state.reservations),
+            len(self.state.held_requests.queue),
+            len(self.gateways),
+        )
+        return msgspec.json.encode(info).decode()
 
     def _take_operator_config(self, text: str) -> None:
         try:

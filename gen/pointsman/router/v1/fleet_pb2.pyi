@@ -1779,6 +1779,7 @@ class SummarizeDecisionsResponse(_message.Message):
     DECIDED_FIELD_NUMBER: _builtins.int
     OLDEST_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
     decided: _builtins.int
     """decided is how many were counted."""
     @_builtins.property
@@ -1789,16 +1790,21 @@ class SummarizeDecisionsResponse(_message.Message):
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___SummarizeDecisionsResponse.Group]:
         """groups by class, mode and reason, the biggest first."""
 
+    @_builtins.property
+    def total(self) -> Global___SummarizeDecisionsResponse.Group:
+        """total is over all groups, without a class, mode and reason; absent when there are none."""
+
     def __init__(
         self,
         *,
         decided: _builtins.int = ...,
         oldest: _timestamp_pb2.Timestamp | None = ...,
         groups: _abc.Iterable[Global___SummarizeDecisionsResponse.Group] | None = ...,
+        total: Global___SummarizeDecisionsResponse.Group | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["oldest", b"oldest"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["oldest", b"oldest", "total", b"total"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decided", b"decided", "groups", b"groups", "oldest", b"oldest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decided", b"decided", "groups", b"groups", "oldest", b"oldest", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1815,6 +1821,10 @@ class SessionStatus(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     IDLE_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
+    INPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    LAST_INPUT_TOKENS_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     """tenant that the session belongs to; a tenant's name ends at the first slash."""
     session_id: _builtins.str
@@ -1823,6 +1833,14 @@ class SessionStatus(_message.Message):
     """model (the pool)."""
     instance_id: _builtins.str
     """instance_id of the owner."""
+    turns: _builtins.int
+    """turns are its requests in the replica's log of decisions, retries left out; 0 where that has none of them (any more)."""
+    input_tokens: _builtins.int
+    """input_tokens of those, added up."""
+    cached_tokens: _builtins.int
+    """cached_tokens of those: as engines told it at the end, else as predicted when they were placed."""
+    last_input_tokens: _builtins.int
+    """last_input_tokens of the newest of them."""
     @_builtins.property
     def idle(self) -> _duration_pb2.Duration:
         """idle since its last placement."""
@@ -1835,10 +1853,14 @@ class SessionStatus(_message.Message):
         model: _builtins.str = ...,
         instance_id: _builtins.str = ...,
         idle: _duration_pb2.Duration | None = ...,
+        turns: _builtins.int = ...,
+        input_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        last_input_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["idle", b"idle"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle", b"idle", "instance_id", b"instance_id", "model", b"model", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "idle", b"idle", "input_tokens", b"input_tokens", "instance_id", b"instance_id", "last_input_tokens", b"last_input_tokens", "model", b"model", "session_id", b"session_id", "tenant", b"tenant", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1892,6 +1914,7 @@ class ListSessionsResponse(_message.Message):
     TOTAL_FIELD_NUMBER: _builtins.int
     TIME_TO_LIVE_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    COUNTED_SINCE_FIELD_NUMBER: _builtins.int
     total: _builtins.int
     """total is how many sessions have an owner, whatever the filter."""
     next_page_token: _builtins.str
@@ -1904,6 +1927,10 @@ class ListSessionsResponse(_message.Message):
     def time_to_live(self) -> _duration_pb2.Duration:
         """time_to_live: an owner is forgotten so long after the session's last placement."""
 
+    @_builtins.property
+    def counted_since(self) -> _timestamp_pb2.Timestamp:
+        """counted_since is when the oldest decision in the replica's log was made: turns before it are not counted. Absent without any."""
+
     def __init__(
         self,
         *,
@@ -1911,10 +1938,11 @@ class ListSessionsResponse(_message.Message):
         total: _builtins.int = ...,
         time_to_live: _duration_pb2.Duration | None = ...,
         next_page_token: _builtins.str = ...,
+        counted_since: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["time_to_live", b"time_to_live"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["counted_since", b"counted_since", "time_to_live", b"time_to_live"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "sessions", b"sessions", "time_to_live", b"time_to_live", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counted_since", b"counted_since", "next_page_token", b"next_page_token", "sessions", b"sessions", "time_to_live", b"time_to_live", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1943,19 +1971,71 @@ class ListPoliciesResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class ReasonsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class RouteClassesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     POLICIES_FIELD_NUMBER: _builtins.int
+    REASONS_FIELD_NUMBER: _builtins.int
+    ROUTE_CLASSES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def policies(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyDescription]:
         """policies, ours first."""
+
+    @_builtins.property
+    def reasons(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """reasons that decisions and their steps may have, each with what it means in a clause."""
+
+    @_builtins.property
+    def route_classes(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """route_classes as LIGHT, MEDIUM and HEAVY, each with what it means in a clause."""
 
     def __init__(
         self,
         *,
         policies: _abc.Iterable[Global___PolicyDescription] | None = ...,
+        reasons: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        route_classes: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policies", b"policies"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policies", b"policies", "reasons", b"reasons", "route_classes", b"route_classes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2099,12 +2179,25 @@ class Replica(_message.Message):
     HEARTBEAT_AGE_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     CONSOLE_URL_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    OPEN_REQUESTS_FIELD_NUMBER: _builtins.int
+    HELD_REQUESTS_FIELD_NUMBER: _builtins.int
+    GATEWAYS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """router_id of the replica."""
     address: _builtins.str
     """address that gateways dial, as HOST:PORT."""
     console_url: _builtins.str
     """console_url is the address of its console; empty when it has none."""
+    version: _builtins.str
+    """version of Pointsman that it runs, as of that heartbeat, like all that follows; empty when it did not say."""
+    open_requests: _builtins.int
+    """open_requests placed by it and not finished; absent when it did not say."""
+    held_requests: _builtins.int
+    """held_requests wait in it for a placement; absent when it did not say."""
+    gateways: _builtins.int
+    """gateways whose streams are open there; absent when it did not say."""
     @_builtins.property
     def heartbeat_age(self) -> _duration_pb2.Duration:
         """heartbeat_age since its last heartbeat in the shared store; absent where nothing is shared."""
@@ -2112,6 +2205,10 @@ class Replica(_message.Message):
     @_builtins.property
     def policy(self) -> Global___Policy:
         """policy that it places by, as of that heartbeat; absent when it did not say."""
+
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """start_time of its process; absent when it did not say."""
 
     def __init__(
         self,
@@ -2121,12 +2218,28 @@ class Replica(_message.Message):
         heartbeat_age: _duration_pb2.Duration | None = ...,
         policy: Global___Policy | None = ...,
         console_url: _builtins.str = ...,
+        version: _builtins.str = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        open_requests: _builtins.int | None = ...,
+        held_requests: _builtins.int | None = ...,
+        gateways: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat_age", b"heartbeat_age", "policy", b"policy"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gateways", b"_gateways", "_held_requests", b"_held_requests", "_open_requests", b"_open_requests", "gateways", b"gateways", "heartbeat_age", b"heartbeat_age", "held_requests", b"held_requests", "open_requests", b"open_requests", "policy", b"policy", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "console_url", b"console_url", "heartbeat_age", b"heartbeat_age", "policy", b"policy", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gateways", b"_gateways", "_held_requests", b"_held_requests", "_open_requests", b"_open_requests", "address", b"address", "console_url", b"console_url", "gateways", b"gateways", "heartbeat_age", b"heartbeat_age", "held_requests", b"held_requests", "open_requests", b"open_requests", "policy", b"policy", "router_id", b"router_id", "start_time", b"start_time", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__gateways: _TypeAlias = _typing.Literal["gateways"]  # noqa: Y015
+    _WhichOneofArgType__gateways: _TypeAlias = _typing.Literal["_gateways", b"_gateways"]  # noqa: Y015
+    _WhichOneofReturnType__held_requests: _TypeAlias = _typing.Literal["held_requests"]  # noqa: Y015
+    _WhichOneofArgType__held_requests: _TypeAlias = _typing.Literal["_held_requests", b"_held_requests"]  # noqa: Y015
+    _WhichOneofReturnType__open_requests: _TypeAlias = _typing.Literal["open_requests"]  # noqa: Y015
+    _WhichOneofArgType__open_requests: _TypeAlias = _typing.Literal["_open_requests", b"_open_requests"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gateways) -> _WhichOneofReturnType__gateways | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__held_requests) -> _WhichOneofReturnType__held_requests | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__open_requests) -> _WhichOneofReturnType__open_requests | None: ...
 
 Global___Replica: _TypeAlias = Replica  # noqa: Y015
 
@@ -2185,6 +2298,7 @@ class RouterStatus(_message.Message):
     SESSIONS_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     DECISIONS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """router_id of the replica."""
     ready: _builtins.bool
@@ -2207,6 +2321,8 @@ class RouterStatus(_message.Message):
     """keys in the index, each 16 tokens."""
     decisions: _builtins.int
     """decisions in the log."""
+    version: _builtins.str
+    """version of Pointsman that it runs."""
     @_builtins.property
     def uptime(self) -> _duration_pb2.Duration:
         """uptime of its process."""
@@ -2231,10 +2347,11 @@ class RouterStatus(_message.Message):
         sessions: _builtins.int = ...,
         keys: _builtins.int = ...,
         decisions: _builtins.int = ...,
+        version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["store_answer_age", b"store_answer_age", "uptime", b"uptime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_streams", b"agent_streams", "decisions", b"decisions", "degraded", b"degraded", "gateways", b"gateways", "held_requests", b"held_requests", "keys", b"keys", "open_requests", b"open_requests", "ready", b"ready", "router_id", b"router_id", "sessions", b"sessions", "store", b"store", "store_answer_age", b"store_answer_age", "uptime", b"uptime"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_streams", b"agent_streams", "decisions", b"decisions", "degraded", b"degraded", "gateways", b"gateways", "held_requests", b"held_requests", "keys", b"keys", "open_requests", b"open_requests", "ready", b"ready", "router_id", b"router_id", "sessions", b"sessions", "store", b"store", "store_answer_age", b"store_answer_age", "uptime", b"uptime", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -58,6 +58,7 @@ class OutcomeStats:
 
     def __init__(self) -> None:
         self._groups: dict[tuple[str, str, str], OutcomeGroup] = {}
+        self.total = OutcomeGroup("", "", "")  # of all groups
 
     def add(self, decision: Decision, outcome: str, finished: Finished | None) -> None:
         """Count a decision in, with how it ended (None: not yet). Mutates."""
@@ -65,6 +66,7 @@ class OutcomeStats:
         if (group := self._groups.get(key)) is None:
             group = self._groups[key] = OutcomeGroup(*key)
         group.add(decision, outcome, finished)
+        self.total.add(decision, outcome, finished)
 
     def groups(self) -> list[OutcomeGroup]:
         """The groups, the biggest first."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -87,33 +86,30 @@ def what_if_to_wire(comparison: PolicyComparison) -> fleet_pb2.WhatIfResponse:
     )
 
 
-def groups_to_wire(groups: Sequence[OutcomeGroup]) -> list[fleet_pb2.SummarizeDecisionsResponse.Group]:
-    """How decisions ended."""
-    wires = []
-    for group in groups:
-        wire = fleet_pb2.SummarizeDecisionsResponse.Group(
-            route_class=_CLASSES[group.route_class],
-            mode=_MODES[group.mode],
-            reason=group.reason,
-            decided=group.decided,
-            outcomes=[
-                fleet_pb2.SummarizeDecisionsResponse.OutcomeCount(outcome=_OUTCOMES[name], decided=decided)
-                for name, decided in group.outcomes.items()
-            ],
-            fell_back=group.fell_back,
-            held=group.held,
-            input_tokens=group.input_tokens,
-            reported=group.reported,
-            reported_input_tokens=group.reported_input_tokens,
-            predicted_cached_tokens=group.predicted_cached_tokens,
-            reported_cached_tokens=group.reported_cached_tokens,
-        )
-        if (half := quantile(group.first_tokens_s, 0.5)) is not None:
-            wire.ttft_p50.CopyFrom(duration(half))
-        if (most := quantile(group.first_tokens_s, 0.95)) is not None:
-            wire.ttft_p95.CopyFrom(duration(most))
-        wires.append(wire)
-    return wires
+def group_to_wire(group: OutcomeGroup) -> fleet_pb2.SummarizeDecisionsResponse.Group:
+    """How the decisions of a group ended, or all."""
+    wire = fleet_pb2.SummarizeDecisionsResponse.Group(
+        route_class=_CLASSES[group.route_class],
+        mode=_MODES[group.mode],
+        reason=group.reason,
+        decided=group.decided,
+        outcomes=[
+            fleet_pb2.SummarizeDecisionsResponse.OutcomeCount(outcome=_OUTCOMES[name], decided=decided)
+            for name, decided in group.outcomes.items()
+        ],
+        fell_back=group.fell_back,
+        held=group.held,
+        input_tokens=group.input_tokens,
+        reported=group.reported,
+        reported_input_tokens=group.reported_input_tokens,
+        predicted_cached_tokens=group.predicted_cached_tokens,
+        reported_cached_tokens=group.reported_cached_tokens,
+    )
+    if (half := quantile(group.first_tokens_s, 0.5)) is not None:
+        wire.ttft_p50.CopyFrom(duration(half))
+    if (most := quantile(group.first_tokens_s, 0.95)) is not None:
+        wire.ttft_p95.CopyFrom(duration(most))
+    return wire
 
 
 def policy_description(kind: type[Policy]) -> fleet_pb2.PolicyDescription:

@@ -15,6 +15,7 @@ from pointsman.common.core.enum_words import word
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.analysis.outcome_stats import OutcomeStats
 from pointsman.router.core.analysis.policy_comparison import PolicyComparison
+from pointsman.router.core.analysis.session_turns import SessionTurns
 from pointsman.router.core.instances.instance_orders import (
     MAX_ORDERS,
     NO_ORDER,
@@ -24,6 +25,7 @@ from pointsman.router.core.instances.instance_orders import (
 )
 from pointsman.router.core.instances.instance_registry import InstanceRecord
 from pointsman.router.core.policy.base import Policy, SettingError
+from pointsman.router.core.policy.reasons import REASONS, ROUTE_CLASSES
 from pointsman.router.core.policy.registry import POLICIES, make_policy
 from pointsman.router.io.convert import gateway_messages, operator_messages
 from pointsman.router.io.convert.times import duration, timestamp
@@ -66,7 +68,6 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
 
     def __init__(self, router: Router) -> None:
         super().__init__(router)
-        self._started = time.monotonic()
         # A thousand decisions take seconds at a thousand instances: whoever asks meanwhile waits, and not each placement twice.
         self._deciding_again = asyncio.Lock()
 
@@ -232,7 +233,8 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
         return fleet_pb2.SummarizeDecisionsResponse(
             decided=len(found),
             oldest=timestamp(found[-1].unix_s) if found else None,
-            groups=operator_messages.groups_to_wire(outcomes.groups()),
+            groups=map(operator_messages.group_to_wire, outcomes.groups()),
+            total=operator_messages.group_to_wire(outcomes.total) if found else None,
         )
 
     async def ListSessions(  # noqa: N802
@@ -243,6 +245,7 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
         affinity, now = self._router.state.affinity, time.monotonic()
         answer = fleet_pb2.ListSessionsResponse(total=len(affinity), time_to_live=duration(affinity.ttl_s))
         here = last = SessionPosition(math.inf, 0)
+        names: list[tuple[str, str]] = []
         newest = itertools.islice(affinity.newest(now), SESSIONS_LOOKED_AT)
         async for model, session, owner, used_at in in_turns(newest):
             here = SessionPosition(used_at, here.number + 1 if used_at == here.used_at else 1)
@@ -257,19 +260,41 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
                 answer.sessions.add(
                     tenant=tenant, session_id=session_id, model=model, instance_id=owner, idle=duration(now - used_at)
                 )
+                names.append((model, session))
+        await self._count_turns(names, answer)
         return answer
+
+    async def _count_turns(self, names: list[tuple[str, str]], answer: fleet_pb2.ListSessionsResponse) -> None:
+        """Add what the log tells of the answer's sessions, whose pools and names these are."""
+        logged = list(self._router.decisions.newest(lambda _: True))
+        if not logged:
+            return
+        answer.counted_since.CopyFrom(timestamp(logged[-1].unix_s))
+        if not names:
+            return
+        counted = SessionTurns(names)
+        async for one in in_turns(logged):
+            counted.add(one.decision, one.finished)
+        for wire, name in zip(answer.sessions, names, strict=True):
+            turns = counted.of(*name)
+            wire.turns, wire.input_tokens = turns.turns, turns.input_tokens
+            wire.cached_tokens, wire.last_input_tokens = turns.cached_tokens, turns.last_input_tokens
 
     async def ListPolicies(  # noqa: N802
         self, request: fleet_pb2.ListPoliciesRequest, context: Any
     ) -> fleet_pb2.ListPoliciesResponse:
-        """All policies with their settings."""
-        return fleet_pb2.ListPoliciesResponse(policies=map(operator_messages.policy_description, POLICIES.values()))
+        """All policies with their settings, and what reasons and classes mean."""
+        return fleet_pb2.ListPoliciesResponse(
+            policies=map(operator_messages.policy_description, POLICIES.values()),
+            reasons=REASONS,
+            route_classes=ROUTE_CLASSES,
+        )
 
     async def ListReplicas(  # noqa: N802
         self, request: fleet_pb2.ListReplicasRequest, context: Any
     ) -> fleet_pb2.ListReplicasResponse:
         """The live routers, the pools' owners, and this replica's own health."""
-        return replicas_to_wire(self._router, time.monotonic() - self._started)
+        return replicas_to_wire(self._router)
 
     def _status(self, record: InstanceRecord) -> fleet_pb2.InstanceStatus:
         return operator_messages.instance_status(self._router.state, record, time.monotonic())

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from pointsman.router.core.types import PolicyRef
 from pointsman.router.io.convert import gateway_messages, operator_messages
-from pointsman.router.io.convert.times import duration
-from pointsman.router.io.runtime import ReplicaInfo, Router
+from pointsman.router.io.convert.times import duration, timestamp
+from pointsman.router.io.runtime import VERSION, ReplicaInfo, Router
 from pointsman.router.v1 import fleet_pb2
 
 
-def replicas_to_wire(router: Router, uptime_s: float) -> fleet_pb2.ListReplicasResponse:
-    """The control plane as `router` sees it, which has run for `uptime_s`."""
+def replicas_to_wire(router: Router) -> fleet_pb2.ListReplicasResponse:
+    """The control plane as `router` sees it."""
     state, store, now = router.state, router.store, asyncio.get_running_loop().time()
-    answer = fleet_pb2.ListReplicasResponse(this_replica=_router_status(router, uptime_s))
+    answer = fleet_pb2.ListReplicasResponse(this_replica=_router_status(router))
     for one in store.replicas():
         heartbeat_age = None if one.seen_at is None else duration(now - one.seen_at)
         replica_info = ReplicaInfo.read(one.replica_info)
@@ -24,6 +25,11 @@ def replicas_to_wire(router: Router, uptime_s: float) -> fleet_pb2.ListReplicasR
             heartbeat_age=heartbeat_age,
             policy=operator_messages.policy_to_wire(PolicyRef(*replica_info.policy)) if replica_info.policy else None,
             console_url=replica_info.console_url,
+            version=replica_info.version,
+            start_time=None if replica_info.started_at is None else timestamp(replica_info.started_at),
+            open_requests=replica_info.open_requests,
+            held_requests=replica_info.held_requests,
+            gateways=replica_info.gateways,
         )
     for one in store.lost_replicas():
         age = None if one.seen_at is None else duration(now - one.seen_at)
@@ -38,12 +44,13 @@ def replicas_to_wire(router: Router, uptime_s: float) -> fleet_pb2.ListReplicasR
     return answer
 
 
-def _router_status(router: Router, uptime_s: float) -> fleet_pb2.RouterStatus:
+def _router_status(router: Router) -> fleet_pb2.RouterStatus:
     state, answered_at = router.state, router.store.answered_at
     silent_s = None if answered_at is None else asyncio.get_running_loop().time() - answered_at
     return fleet_pb2.RouterStatus(
         router_id=router.settings.router_id,
-        uptime=duration(uptime_s),
+        uptime=duration(time.monotonic() - router.history.since),
+        version=VERSION,
         ready=router.ready,
         store=router.store.kind,
         degraded=state.degraded,

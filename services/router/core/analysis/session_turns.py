@@ -1,0 +1,52 @@
+"""What recent decisions tell of sessions: turns, tokens, and how much of them was cached. Pure.
+
+A million sessions have an owner, so nothing is counted for each: who asks about some has them counted from the decisions in the
+log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pointsman.router.core.events_and_effects import Finished
+from pointsman.router.core.types import Decision, StepKind
+
+
+@dataclass(slots=True)
+class Turns:
+    """A session's requests: how many, input tokens of all and of the newest, and how many of all were cached."""
+
+    turns: int = 0
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    last_input_tokens: int = 0
+
+
+class SessionTurns:
+    """The turns of chosen sessions, named by pool and session, counted from decisions that come newest first."""
+
+    def __init__(self, chosen: Iterable[tuple[str, str]]) -> None:
+        self._turns = {one: Turns() for one in chosen}
+
+    def of(self, pool: str, session: str) -> Turns:
+        """What was counted for one of the chosen sessions."""
+        return self._turns[pool, session]
+
+    def add(self, decision: Decision, finished: Finished | None) -> None:
+        """Count one decision in, with what its gateway told at the end (None: not yet). Mutates.
+
+        A request counts once: by the first part of its plan, and not by what was placed anew after a failure. Its cached tokens
+        are the engine's figure where one instance computed and answered it all; of an offload or of slices that figure has what
+        the plan itself put there, so the prediction stands.
+        """
+        request = decision.request
+        if decision.previous_id or request.exclude or not (turns := self._turns.get((decision.pool, request.session))):
+            return
+        whole = decision.mode == "COLOCATED" and decision.result.steps[-1].kind is StepKind.SERVE
+        told = finished.cached_tokens if finished is not None and whole else None
+        turns.turns += 1
+        turns.input_tokens += request.input_tokens
+        turns.cached_tokens += decision.cached_tokens if told is None else min(told, request.input_tokens)
+        if turns.turns == 1:
+            turns.last_input_tokens = request.input_tokens
