@@ -84,7 +84,7 @@ def instances(router: RouterFlag = DEFAULT_ROUTER, model: str = "", as_json: Jso
         typer.echo(json_format.MessageToJson(answer, preserving_proto_field_name=True, sort_keys=True))
         return
     table = _table("instance", "model", "state", "requests", "pending", "decode", "running", "waiting", "kv", "keys",
-                   "hit", "sessions", "report", "incarnation")  # fmt: skip
+                   "hit", "sessions", "report", "process")  # fmt: skip
     for one in answer.instances:
         load = one.load
         table.add_row(

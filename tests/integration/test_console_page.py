@@ -8,6 +8,7 @@ import pytest
 from playwright.async_api import Route, expect
 
 from pointsman.router.core.instances.instance_orders import OrderChange
+from pointsman.router.core.policy.reasons import REASONS, ROUTE_CLASSES, explained
 from tests.support.console_page import CONTRAST, EVIL, browser
 from tests.support.router_past import give_past
 
@@ -34,6 +35,97 @@ async def test_every_view_is_readable_and_asks_nobody_else(scheme: str) -> None:
         await expect(shown.page.locator("#others tbody tr").nth(10)).to_be_visible()
         assert await shown.page.evaluate(CONTRAST) == []
         assert "owned" not in await shown.page.title()
+        assert shown.wrongs == []
+
+
+# What is wider than its place: tables, and the page itself.
+OVERFLOW = """() => [...document.querySelectorAll(".scroll, html")].filter((one) => one.scrollWidth > one.clientWidth)
+    .map((one) => `${one.getAttribute("aria-label") ?? "the page"}: ${one.scrollWidth} in ${one.clientWidth} px`)"""
+SMALL_SCREENS = (1400, 1280)
+MANY = 8_888_888
+GROUP = {
+    "routeClass": "ROUTE_CLASS_MEDIUM",
+    "mode": "PLACEMENT_MODE_OFFLOAD",
+    "reason": "prefill_idle_decode_busy",
+    "decided": 10_000,  # the most that are counted
+    "outcomes": [
+        {"outcome": f"DECISION_OUTCOME_{name}", "decided": 8_888}
+        for name in ("OK", "CANCELLED", "REJECTED", "FAILED", "OPEN", "UNKNOWN")
+    ],
+    **dict.fromkeys(("fellBack", "held"), 8_888),
+    **dict.fromkeys(("reportedInputTokens", "predictedCachedTokens", "reportedCachedTokens", "inputTokens"), str(MANY)),
+    **dict.fromkeys(("ttftP50", "ttftP95"), "0.888s"),
+}
+
+
+async def as_if_busy(route: Route) -> None:
+    """The fleet with large figures, and everything told of its instances that there may be."""
+    answer = await (await route.fetch()).json()
+    for number, one in enumerate(answer["instances"]):
+        one |= dict.fromkeys(("pendingPrefillTokens", "ongoingDecodeTokens", "keys"), str(MANY))
+        one |= {"numRequests": 8_888, "sessions": 8_888, "stale": True, "weight": 0.25}
+        one |= {"state": "INSTANCE_STATE_CORDONED", "underlyingState": "INSTANCE_STATE_UNHEALTHY"}
+        one["instance"] |= {"model": f"organisation/Model-480B-A35B-Instruct-FP8-{number}"}
+        one["load"] |= {"running": 8_888, "waiting": 8_888, "kvUsage": 1}
+    await route.fulfill(json=answer)
+
+
+async def test_no_view_is_wider_than_a_small_screen() -> None:
+    async with browser() as shown:
+        page = shown.page
+        give_past(shown.server.router)
+        why = f"decisions/{next(shown.server.router.decisions.newest(lambda _: True)).decision.decision_id}"
+        for width in SMALL_SCREENS:
+            await page.set_viewport_size({"width": width, "height": 900})
+            for view in (*VIEWS, "fleet/10.0.0.0:8000", why):
+                await shown.open(view)
+                await expect(page.locator("tbody tr").first).to_be_visible()
+                assert await page.evaluate(OVERFLOW) == [], (view, width)
+        await page.route("**/api/ListInstances", as_if_busy)
+        await page.route(
+            "**/api/SummarizeDecisions", lambda route: route.fulfill(json={"groups": [GROUP], "total": GROUP})
+        )
+        for width in SMALL_SCREENS:
+            await page.set_viewport_size({"width": width, "height": 900})
+            for view, column in (("fleet", "Model"), ("outcomes", "Fell back")):
+                await shown.open(view)
+                await expect(page.get_by_role("columnheader", name=column)).to_be_visible()
+                assert await page.evaluate(OVERFLOW) == [], (view, width)
+        await expect(page.get_by_role("heading", name="Offloads")).to_be_visible()
+        assert shown.wrongs == []
+
+
+async def test_what_an_operator_asks_first_is_there_and_reasons_in_plain_words() -> None:
+    async with browser() as shown:
+        page = shown.page
+        await shown.open("fleet")
+        name = page.get_by_role("rowheader").filter(has_text="10.0.0.0:8000")
+        await expect(name).to_have_attribute("title", "m, engine process life-0")
+        await expect(page.get_by_role("columnheader", name="Incarnation")).to_have_count(0)
+        await shown.open("sessions")
+        cells = page.get_by_role("row").filter(has_text="s1").get_by_role("cell")
+        await expect(cells.nth(1)).to_have_text("1")
+        assert (await cells.all_inner_texts())[1:4] == ["1", "30,000", "30,000"]
+        await shown.open("outcomes")
+        await expect(page.locator(".tiles dd").first).to_have_text("100.0 %1 of 1 that ended")
+        await expect(page.get_by_role("heading", name="Offloads")).to_have_count(0)
+        # What never happened has no column.
+        await expect(page.get_by_role("columnheader", name="Failed")).to_have_count(0)
+        await expect(page.get_by_role("columnheader", name="Open")).to_have_count(1)
+        await shown.open("replicas")
+        pools = page.get_by_role("table", name="Pools")
+        await expect(pools.get_by_role("row").nth(1)).to_contain_text("3 of 3")
+        told = await page.get_by_role("table", name="Routers").locator("tbody tr > *:visible").all_inner_texts()
+        assert told[1:6] == ["serves this page", "m", "1", "0", "1"]
+        assert {"", "–", "not told", "not shared"}.isdisjoint(told)
+        await shown.open("decisions")
+        row = page.get_by_role("row").filter(has_text="s1")
+        reason = row.get_by_role("cell", name="least_load_x_work")
+        await expect(reason).to_have_attribute("title", REASONS["least_load_x_work"])
+        await row.get_by_role("link").first.click()
+        await expect(page.locator(".verdict")).to_contain_text(f"chose it: {REASONS['least_load_x_work']}")
+        await expect(page.get_by_text(explained("least_load_x_work")).first).to_be_visible()
+        await expect(page.get_by_text(f"heavy: {ROUTE_CLASSES['HEAVY']}")).to_be_visible()
         assert shown.wrongs == []
 
 
@@ -224,7 +316,7 @@ async def test_a_page_says_what_only_another_router_knows() -> None:
         assert await shown.page.evaluate(CONTRAST) == []
         await elsewhere.get_by_role("link", name="See Replicas").click()
         await expect(shown.page.get_by_role("table", name="Routers")).to_contain_text("lmetric")
-        lost = shown.page.get_by_role("table", name="Routers").get_by_role("row").filter(has_text="three")
+        lost = shown.page.get_by_role("table", name="Lost replicas").get_by_role("row").filter(has_text="three")
         await expect(lost).to_contain_text("lost")
         # Of a decision that another one made, and of an address that was cut short.
         for gone in ("two-1", "cut%2"):

@@ -110,7 +110,7 @@ def test_explain_says_why_a_plan_has_its_form_and_how_its_instance_was_found(
     assert out.startswith(
         "r-1  a  decode_idle: no offload, since no decode runs there that a prefill would slow down\n"
     )
-    assert "(least_load_x_work: lowest load x work (open requests x tokens to compute))" in out
+    assert "(least_load_x_work: lowest load x work, that is open requests x tokens to compute)" in out
     fleet_commands._print_decision(decided("held"))
     assert capsys.readouterr().out.startswith("r-1  held  held: waits until")
     fleet_commands._print_decision(decided("of_a_later_version", ("p", ""), ("d", ""), ("d", "")))

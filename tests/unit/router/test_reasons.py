@@ -9,13 +9,14 @@ import pytest
 from pointsman.router.core.policy.base import NO_KV_TRANSFER
 from pointsman.router.core.policy.reasons import REASONS, ROUTE_CLASSES, explained
 from pointsman.router.core.policy.registry import POLICIES
-from pointsman.router.core.requests.placed_requests import SERVED_ALONE
+from pointsman.router.core.requests.placed_requests import COLOCATED_AFTER_FAILURE, SERVED_ALONE
+from pointsman.router.core.requests.recovered_placement import REASON as RECOVERED
 from pointsman.router.core.types import route_class
 from tests.support.policies import documented_reasons
 from tests.support.repository import REPOSITORY
 
-# Given whatever the policy: plans that cannot be carried out as they are, and the step of a plan that is an offload.
-OF_ALL = {NO_KV_TRANSFER, SERVED_ALONE, "offload"}
+# Given whatever the policy: of plans that cannot be carried out as they are or that another router made, and an offload's step.
+OF_ALL = {NO_KV_TRANSFER, SERVED_ALONE, COLOCATED_AFTER_FAILURE, RECOVERED, "offload"}
 
 
 def test_every_reason_that_a_policy_names_has_a_sentence_and_no_other_code_has_one() -> None:

@@ -8,7 +8,7 @@ from pointsman.router.core.types import HEAVY_NEW_TOKENS, LIGHT_CACHE_RATIO, LIG
 REASONS = {
     # The session or the load
     "session_affinity": "kept on its session's instance",
-    "least_load_x_work": "lowest load x work (open requests x tokens to compute)",
+    "least_load_x_work": "lowest load x work, that is open requests x tokens to compute",
     "ceiling_changed_choice": "lowest load x work of the instances that are not far busier than the others",
     "best_cache_hit": "the instance that has most of the prompt cached",
     "least_requests": "fewest open requests",
@@ -42,6 +42,8 @@ REASONS = {
     "slice": "first token soonest there; a slice of the prompt goes first",
     "last_part": "first token soonest there; all that is left of the prompt goes",
     "next_step_came_too_late": "one instance does all that was left, since the next step came too late",
+    "colocated_after_failure": "one instance does it all, since a step of the plan failed",
+    "recovered": "placed by an earlier router, from which this one took over",
     # Other routers' scores
     "kv_cost": "lowest cost in KV blocks, to prefill and in decode",
     "kv_softmax": "drawn at random, low costs in KV blocks more often",

@@ -13,6 +13,7 @@ import { outcomesView } from "./view_outcomes.js";
 import { replicasView } from "./view_replicas.js";
 import { sessionsView } from "./view_sessions.js";
 import { whyView } from "./view_why.js";
+import { learnWords } from "./words.js";
 
 const at = (id) => document.getElementById(id);
 const main = at("main");
@@ -70,8 +71,10 @@ async function identify() {
   setText(at("account"), role ? `Sign out (${role})` : "Sign in");
   at("account").hidden = open;
   at("policy").disabled = !app.who.operate;
-  if (read) app.feed.start();
-  else app.feed.stop();
+  if (read) {
+    app.feed.start();
+    await learnWords(app).catch(lost);
+  } else app.feed.stop();
   show(true);
 }
 

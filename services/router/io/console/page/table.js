@@ -2,9 +2,14 @@
 
 import { el, setText } from "./dom.js";
 
+// What a column may be, besides figures (`num`): long text that is broken into lines (`wrap`), and where there is no room an `address`
+// or a `name` that is broken anywhere, or `words` between which it is broken; `short` ends in dots, and its note has it whole.
+const FORMS = ["num", "wrap", "address", "name", "words", "short"];
+
 /**
- * Columns: {id, title, unit, hint, num, wrap, pill, value(row), text(row), href(row), share(row) 0 to 1, tone(row), note(row)}.
- * `value` is what is sorted by; `text` what is shown (the value where it is left out).
+ * Columns: {id, title, unit, hint, any of FORMS, pill, value(row), text(row), href(row), share(row) 0 to 1, tone(row), note(row),
+ * shown(rows)}. `value` is what is sorted by; `text` what is shown (the value where it is left out). A column that is not `shown` for
+ * these rows is left out.
  */
 export class Table {
   constructor({ label, columns, key, sort = null, pageSize = 100, empty = "Nothing yet.", tone, narrow = false }) {
@@ -100,16 +105,26 @@ export class Table {
     if (focused && document.activeElement !== focused) (focused.isConnected ? focused : this.scroll).focus({ preventScroll: true });
     setText(this.empty, this.all.length ? "Nothing matches the filter." : this.emptyText);
     this.empty.hidden = visible.length > 0;
+    this.#showColumns();
     this.pager.hidden = pages === 1;
     this.before.disabled = this.page === 0;
     this.after.disabled = this.page === pages - 1;
     setText(this.range, `${from + 1}–${from + visible.length} of ${this.shown.length}`);
   }
 
+  #showColumns() {
+    this.columns.forEach(({ shown }, index) => {
+      if (!shown) return;
+      const hidden = !shown(this.all);
+      this.heads[index].hidden = hidden;
+      for (const { cells } of this.rows.values()) cells[index].cell.hidden = hidden;
+    });
+  }
+
   #line() {
     const cells = this.columns.map((column, index) => {
       const inner = column.href ? el("a", { className: "id" }) : column.pill ? el("span", { className: "pill" }) : column.share ? el("span", { className: "share" }) : null;
-      const cell = el(index === 0 ? "th" : "td", { className: column.num ? "num" : column.wrap ? "wrap" : "", scope: index === 0 ? "row" : undefined });
+      const cell = el(index === 0 ? "th" : "td", { className: FORMS.filter((form) => column[form]).join(" "), scope: index === 0 ? "row" : undefined });
       if (inner) cell.append(inner);
       return { cell, inner: inner ?? cell };
     });
@@ -143,6 +158,9 @@ export class Table {
     target.focus();
   }
 }
+
+/** Whether rows differ in this: a column that says the same in each is not worth its room. */
+export const varied = (get) => (rows) => rows.some((row) => get(row) !== get(rows[0]));
 
 /** A filter box for tables: calls `changed` with its text shortly after the last key. */
 export function filterBox(placeholder, changed) {

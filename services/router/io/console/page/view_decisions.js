@@ -3,6 +3,7 @@
 import { el, setText } from "./dom.js";
 import { classOf, clock, count, modeOf, num, orNone, outcomeOf, seconds, span } from "./format.js";
 import { Table } from "./table.js";
+import { classText, meaningOf } from "./words.js";
 
 export const whyHref = (id) => `#/decisions/${encodeURIComponent(id)}`;
 export const OUTCOME_TONES = { OK: "good", FAILED: "bad", REJECTED: "wait", CANCELLED: "wait", UNKNOWN: "wait", OPEN: "" };
@@ -20,11 +21,11 @@ const reported = (decision) => decision.finished?.cachedTokens;
 
 export const DECISION_COLUMNS = [
   { id: "time", title: "Time", value: (d) => d.time, text: (d) => clock(d.time), href: (d) => whyHref(d.decisionId), note: (d) => `Why? Decision ${d.decisionId} on request ${d.requestId}` },
-  { id: "session", title: "Session", value: (d) => orNone(d.sessionId), note: (d) => (d.tenant ? `tenant ${d.tenant}` : "") },
-  { id: "class", title: "Class", value: classOf, text: (d) => classOf(d).toLowerCase() },
-  { id: "to", title: "Placed on", value: route, note: plan },
+  { id: "session", title: "Session", short: true, value: (d) => orNone(d.sessionId), note: (d) => [d.sessionId, d.tenant && `tenant ${d.tenant}`].filter(Boolean).join(", ") },
+  { id: "class", title: "Class", value: classOf, text: (d) => classOf(d).toLowerCase(), note: (d) => classText(classOf(d)) },
+  { id: "to", title: "Placed on", address: true, value: route, note: plan },
   { id: "mode", title: "Mode", value: modeOf, text: (d) => modeOf(d).toLowerCase() },
-  { id: "reason", title: "Reason", value: (d) => d.reason, note: (d) => (d.notes ?? []).join("; ") },
+  { id: "reason", title: "Reason", value: (d) => d.reason, note: (d) => [meaningOf(d.reason), ...(d.notes ?? [])].filter(Boolean).join("; ") },
   { id: "input", title: "Input", unit: "tok", num: true, value: (d) => num(d.inputTokens), text: (d) => count(d.inputTokens) },
   { id: "cached", title: "Predicted cached", unit: "tok", num: true, value: (d) => num(d.cachedTokens), text: (d) => count(d.cachedTokens) },
   { id: "reported", title: "Reported", unit: "tok", num: true, hint: "Cached tokens as the engine told them at the end", value: reported, text: (d) => (reported(d) === undefined ? "–" : count(reported(d))) },

@@ -3,7 +3,8 @@
 import { el, setText } from "./dom.js";
 import { age, bare, count, num, orNone, percent, seconds } from "./format.js";
 import { askLift } from "./operate.js";
-import { filterBox, Table } from "./table.js";
+import { filterBox, Table, varied } from "./table.js";
+import { Tiles } from "./tiles.js";
 
 export const stateOf = (status) => bare(status.state, "INSTANCE_STATE_");
 /** What an instance is besides being cordoned or drained, in lower case: "unhealthy"; "" where that is ready. */
@@ -60,13 +61,12 @@ const loaded = (get) => (status) => (status.load ? num(get(status.load)) : undef
 const ifLoaded = (get, show) => (status) => (status.load ? show(get(status.load)) : "–");
 
 const COLUMNS = [
-  { id: "instance", title: "Instance", value: (s) => s.instance.instanceId, href: (s) => instanceHref(s.instance.instanceId) },
+  { id: "instance", title: "Instance", address: true, value: (s) => s.instance.instanceId, href: (s) => instanceHref(s.instance.instanceId), note: (s) => [s.instance.model, s.instance.node && `node ${s.instance.node}`, `engine process ${orNone(s.instance.incarnation)}`].filter(Boolean).join(", ") },
   {
-    id: "state", title: "State", pill: true, value: stateOf, text: (s) => [stateOf(s).toLowerCase(), besidesOf(s), weightOf(s), s.circuitOpen ? "failing" : ""].filter(Boolean).join(", "),
+    id: "state", title: "State", pill: true, words: true, value: stateOf, text: (s) => [stateOf(s).toLowerCase(), besidesOf(s), weightOf(s), s.circuitOpen ? "failing" : ""].filter(Boolean).join(", "),
     tone: (s) => (s.circuitOpen ? "bad" : STATE_TONES[besidesOf(s).toUpperCase()] ?? STATE_TONES[stateOf(s)]),
     note: (s) => (s.circuitOpen ? "It failed requests one after another and gets none, or one on trial, until it answers." : [s.cordonReason, s.weightReason].filter(Boolean).join("; ")),
   },
-  { id: "age", title: "Report", unit: "ago", num: true, hint: "Since the agent last said anything", value: (s) => seconds(s.reportAge), text: (s) => age(seconds(s.reportAge)) + (s.stale ? " stale" : ""), tone: aged },
   { id: "open", title: "Open", unit: "req", num: true, hint: "Requests placed and not finished", value: (s) => num(s.numRequests), text: (s) => count(s.numRequests) },
   { id: "pending", title: "To prefill", unit: "tok", num: true, hint: "Prompt tokens placed and not computed yet", value: (s) => num(s.pendingPrefillTokens), text: (s) => count(s.pendingPrefillTokens) },
   { id: "decode", title: "Decoding", unit: "tok", num: true, hint: "Context of the streams past their first token", value: (s) => num(s.ongoingDecodeTokens), text: (s) => count(s.ongoingDecodeTokens) },
@@ -78,8 +78,8 @@ const COLUMNS = [
   { id: "keys", title: "Keys", unit: "× 16 tok", num: true, hint: "Block keys in the router's index, all tiers; approximate ones where there are no events", value: keysOf, text: (s) => count(keysOf(s)) },
   { id: "source", title: "Prefix from", value: sourceOf, tone: (s) => (sourceOf(s) === "events" ? "" : "wait"), pill: true, note: (s) => s.prefixReason ?? "" },
   { id: "sessions", title: "Sessions", num: true, value: (s) => num(s.sessions), text: (s) => count(s.sessions) },
-  { id: "incarnation", title: "Incarnation", value: (s) => orNone(s.instance.incarnation) },
-  { id: "model", title: "Model", value: (s) => s.instance.model },
+  { id: "age", title: "Report", unit: "ago", num: true, hint: "Since the agent last said anything", value: (s) => seconds(s.reportAge), words: true, text: (s) => age(seconds(s.reportAge)).replace(" ", "\u00a0") + (s.stale ? " stale" : ""), tone: aged },
+  { id: "model", title: "Model", name: true, shown: varied((s) => s.instance.model), value: (s) => s.instance.model },
 ];
 
 function keysOf(status) {
@@ -154,28 +154,6 @@ class OrdersForNobody {
     const title = this.app.who.operate ? "" : "Needs an operator's token";
     const lift = el("button", { type: "button", disabled: !this.app.who.operate, title, onclick: () => askLift(this.app, order, lifted) }, "Lift");
     return el("li", {}, el("span", { className: "id" }, order.instanceId), ` ${orderedOf(order)} `, lift);
-  }
-}
-
-class Tiles {
-  constructor() {
-    this.element = el("dl", { className: "tiles" });
-    this.parts = new Map();
-  }
-
-  update(pairs) {
-    for (const [name, value, note = "", tone = "", filter = ""] of pairs) {
-      let part = this.parts.get(name);
-      if (!part) {
-        part = { value: el("span", {}), note: el("small", {}) };
-        this.parts.set(name, part);
-        const title = filter ? el("a", { href: `#/fleet?filter=${filter}`, title: "Show them" }, name) : name;
-        this.element.append(el("div", {}, el("dt", {}, title), el("dd", {}, part.value, part.note)));
-      }
-      setText(part.value, value);
-      setText(part.note, note);
-      part.value.dataset.tone = tone;
-    }
   }
 }
 

@@ -1,7 +1,7 @@
 // One instance: all that the router knows of it, its latest decisions and sessions.
 
 import { el, facts, link, pill } from "./dom.js";
-import { age, bare, count, num, percent, seconds } from "./format.js";
+import { age, bare, count, num, orNone, percent, seconds } from "./format.js";
 import { askCordon, askDrain, askWeight } from "./operate.js";
 import { Table } from "./table.js";
 import { DECISION_COLUMNS } from "./view_decisions.js";
@@ -10,7 +10,7 @@ import { SESSION_COLUMNS } from "./view_sessions.js";
 
 export function instanceView(app, id) {
   const decisions = new Table({ label: "Decisions for it", columns: DECISION_COLUMNS, key: (one) => one.decisionId, pageSize: 25, empty: "No decision in the log names it." });
-  const sessions = new Table({ label: "Sessions it owns", narrow: true, columns: SESSION_COLUMNS, key: (one) => `${one.tenant}/${one.sessionId}/${one.model}`, pageSize: 25, empty: "It owns no session." });
+  const sessions = new Table({ label: "Sessions it owns", narrow: true, columns: SESSION_COLUMNS.filter(({ id }) => id !== "owner"), key: (one) => `${one.tenant}/${one.sessionId}/${one.model}`, pageSize: 25, empty: "It owns no session." });
   const about = el("div", {});
   const button = (text, ask) => el("button", { type: "button", disabled: true, onclick: () => status && ask(app, status) }, text);
   const drain = button("Drain", askDrain);
@@ -79,12 +79,12 @@ function described(status) {
       ["Keys", `${count(status.keys)} × 16 tok`],
       ["Approximate keys", count(status.approximateKeys)],
       ["Provisional keys", count(status.provisionalKeys)],
-      ["Prediction audit failed", num(status.predictionAuditFailures) ? `${count(status.predictionAuditFailures)} times in this incarnation` : "never"],
+      ["Prediction audit failed", num(status.predictionAuditFailures) ? `${count(status.predictionAuditFailures)} times since the engine's start` : "never"],
     ])),
     el("div", {}, el("h2", {}, "Engine"), facts([
       ["Model", instance.model],
       ["Also answers to", [...(instance.servedNames ?? []).filter((name) => name !== instance.model), ...(instance.loraNames ?? [])].join(", ")],
-      ["Incarnation", instance.incarnation],
+      ["Process", el("span", { title: "One lifetime of the engine: a restart has another" }, orNone(instance.incarnation))],
       ["Address", instance.url],
       ["Data-parallel rank", instance.dataParallelRank === undefined ? "" : String(instance.dataParallelRank)],
       ["Node", instance.node],

@@ -1,29 +1,51 @@
-// The control plane itself: the live routers, who owns which pool, and how the one that serves this page is.
+// The control plane itself: the live routers, those that were lost, who owns which pool, and how the one that serves this page is.
 
-import { el, facts, pill, policyText } from "./dom.js";
+import { consoleOf, el, facts, pill, policyText } from "./dom.js";
 import { age, count, num, orNone, seconds, span } from "./format.js";
 import { Table } from "./table.js";
+import { stateOf } from "./view_fleet.js";
 
 // Replicas send a heartbeat four times in a lease, 1 s by default; the store forgets those silent for a lease.
 const QUIET_S = 1;
+const told = (value, show = count) => (value === undefined ? "not told" : show(value));
 
 export function replicasView(app) {
   let pools = [];
   let thisReplica = {};
   let ours = null;
   const owned = (replica) => pools.filter((pool) => pool.owner?.routerId === replica.routerId).map((pool) => pool.model);
+  const isThis = (one) => one.routerId === thisReplica.routerId;
+  const members = (pool) => (app.fleet?.instances ?? []).filter((one) => one.instance.model === pool.model);
+  const sum = (pool, get) => members(pool).reduce((total, one) => total + num(get(one)), 0);
+  const isOurs = (pool) => pool.owner?.routerId === thisReplica.routerId;
+  // What is placed and held in a pool only its owner knows.
+  const here = (id, title, unit, hint, get) => ({ id, title, unit, hint, num: true, value: (p) => (isOurs(p) ? get(p) : undefined), text: (p) => (isOurs(p) ? count(get(p)) : "–"), note: (p) => (isOurs(p) ? "" : "Its owner knows"), shown: (rows) => rows.some(isOurs) });
   const routers = new Table({
     label: "Routers",
-    narrow: true,
     key: (one) => one.routerId,
-    tone: (one) => (one.routerId === thisReplica.routerId ? "chosen" : ""),
+    tone: (one) => (isThis(one) ? "chosen" : ""),
     columns: [
       { id: "router", title: "Router", value: (r) => r.routerId },
-      { id: "here", title: "", pill: true, value: (r) => (r.lost ? "lost" : r.routerId === thisReplica.routerId ? "serves this page" : ""), tone: (r) => (r.lost ? "bad" : r.routerId === thisReplica.routerId ? "wait" : "none"), hint: "Lost: it ended without notice in the last day, and no other router has joined in its place", sortable: false },
-      { id: "address", title: "Address", value: (r) => r.address ?? "" },
-      { id: "policy", title: "Policy", value: (r) => r.policy?.name ?? "not told", hint: "Red where it is not that of the router that serves this page", text: (r) => (r.policy ? r.policy.name : "not told"), pill: true, tone: (r) => (r.policy && ours && policyText(r.policy) !== policyText(ours) ? "bad" : "none") },
-      { id: "pools", title: "Owns", value: (r) => orNone(owned(r).join(", ")) },
-      { id: "heartbeat", title: "Heartbeat", unit: "ago", num: true, value: (r) => seconds(r.heartbeatAge), text: (r) => (r.heartbeatAge === undefined ? "not shared" : age(seconds(r.heartbeatAge))), tone: (r) => (seconds(r.heartbeatAge) > QUIET_S ? "old" : "") },
+      { id: "state", title: "State", pill: true, value: (r) => (isThis(r) ? "serves this page" : seconds(r.heartbeatAge) > QUIET_S ? "quiet" : "alive"), tone: (r) => (seconds(r.heartbeatAge) > QUIET_S ? "bad" : "good") },
+      { id: "pools", title: "Places for", wrap: true, hint: "The pools that it owns", value: (r) => owned(r).join(", ") || "no pool" },
+      { id: "open", title: "Open", unit: "req", num: true, hint: "Placed by it and not finished", value: (r) => r.openRequests, text: (r) => told(r.openRequests) },
+      { id: "held", title: "Held", unit: "req", num: true, hint: "They wait in it for a placement", value: (r) => r.heldRequests, text: (r) => told(r.heldRequests) },
+      { id: "gateways", title: "Gateways", num: true, hint: "Connected to it", value: (r) => r.gateways, text: (r) => told(r.gateways) },
+      { id: "policy", title: "Policy", pill: true, value: (r) => r.policy?.name ?? "not told", hint: "Red where it is not that of the router that serves this page", note: (r) => (r.policy ? policyText(r.policy) : ""), tone: (r) => (r.policy && ours && policyText(r.policy) !== policyText(ours) ? "bad" : "none") },
+      { id: "version", title: "Version", value: (r) => r.version || "not told" },
+      { id: "started", title: "Up for", num: true, value: (r) => (r.startTime ? upFor(r) : undefined), text: (r) => told(r.startTime, () => span(upFor(r))) },
+      { id: "heartbeat", title: "Heartbeat", unit: "ago", num: true, hint: "In the store that the routers share", shown: (rows) => rows.some((r) => r.heartbeatAge !== undefined), value: (r) => seconds(r.heartbeatAge), text: (r) => (r.heartbeatAge === undefined ? "not shared" : age(seconds(r.heartbeatAge))), tone: (r) => (seconds(r.heartbeatAge) > QUIET_S ? "old" : "") },
+      { id: "address", title: "Address", address: true, value: (r) => r.address ?? "" },
+    ],
+  });
+  const lost = new Table({
+    label: "Lost replicas",
+    narrow: true,
+    key: (one) => one.routerId,
+    columns: [
+      { id: "router", title: "Router", value: (r) => r.routerId },
+      { id: "state", title: "State", pill: true, value: () => "lost", tone: () => "bad" },
+      { id: "heartbeat", title: "Last heartbeat", unit: "ago", num: true, value: (r) => seconds(r.heartbeatAge), text: (r) => age(seconds(r.heartbeatAge)) },
     ],
   });
   const owners = new Table({
@@ -34,41 +56,70 @@ export function replicasView(app) {
     columns: [
       { id: "model", title: "Model", value: (p) => p.model },
       { id: "owner", title: "Owner", value: (p) => p.owner?.routerId ?? "nobody", tone: (p) => (p.owner ? "none" : "bad"), pill: true },
-      { id: "epoch", title: "Epoch", num: true, hint: "Grows with each change of hands", value: (p) => num(p.owner?.epoch), text: (p) => count(p.owner?.epoch) },
-      { id: "instances", title: "Instances", num: true, value: (p) => num(p.instances), text: (p) => count(p.instances) },
-      { id: "held", title: "Held here", unit: "req", num: true, value: (p) => num(p.heldRequests), text: (p) => count(p.heldRequests) },
+      { id: "instances", title: "Instances", unit: "ready", num: true, value: (p) => num(p.instances), text: (p) => `${count(members(p).filter((one) => stateOf(one) === "READY").length)} of ${count(p.instances)}` },
+      here("open", "Open", "req", "Placed and not finished", (p) => sum(p, (one) => one.numRequests)),
+      here("held", "Held", "req", "They wait for a placement", (p) => num(p.heldRequests)),
+      here("pending", "To prefill", "tok", "Prompt tokens placed and not computed yet", (p) => sum(p, (one) => one.pendingPrefillTokens)),
+      here("sessions", "Sessions", "", "With an owner", (p) => sum(p, (one) => one.sessions)),
+      { id: "epoch", title: "Epoch", num: true, hint: "Grows with each change of hands", value: (p) => p.owner?.epoch, text: (p) => (p.owner ? count(p.owner.epoch) : "none") },
     ],
   });
+  const missing = el("section", { hidden: true }, el("h2", {}, "Lost ", el("span", { className: "muted" }, "ended without notice in the last day, and no other router has joined in their place")), lost.element);
+  const consoles = el("p", { className: "muted", hidden: true });
   const own = el("div", {});
-  const element = el("section", {}, el("div", { className: "head" }, el("h1", { tabIndex: -1 }, "Replicas")), routers.element, el("h2", {}, "Pools"), owners.element, el("h2", {}, "This router"), own);
+  const element = el("section", {}, el("div", { className: "head" }, el("h1", { tabIndex: -1 }, "Replicas")), missing, routers.element, consoles, el("h2", {}, "Pools"), owners.element, own);
   const refresh = async () => {
     // Asked for with the fleet.
     const answer = app.replicas;
     if (!answer) return;
+    const replicas = answer.replicas ?? [];
     pools = answer.pools ?? [];
     thisReplica = answer.thisReplica ?? {};
-    ours = (answer.replicas ?? []).find((one) => one.routerId === thisReplica.routerId)?.policy;
-    routers.update([...(answer.replicas ?? []), ...(answer.lostReplicas ?? []).map((one) => ({ ...one, lost: true }))]);
+    ours = replicas.find(isThis)?.policy;
+    routers.update(replicas);
     owners.update(pools);
+    lost.update(answer.lostReplicas ?? []);
+    missing.hidden = !answer.lostReplicas?.length;
+    showConsoles(consoles, replicas.filter((one) => !isThis(one)), replicas);
     own.replaceChildren(health(thisReplica));
   };
   return { element, title: "Replicas", refresh };
 }
 
+const upFor = (replica) => Math.max(Date.now() - new Date(replica.startTime).getTime(), 0) / 1000;
+
+/** Links to the other routers' consoles, where this browser may reach any. */
+function showConsoles(line, others, replicas) {
+  const links = others.map((one) => consoleOf({ routerId: one.routerId, address: one.address ?? "" }, replicas)).filter((one) => typeof one !== "string");
+  const whole = links.map((one) => one.outerHTML).join();
+  line.hidden = !links.length;
+  if (line.dataset.told === whole) return;
+  line.dataset.told = whole;
+  line.replaceChildren("Their consoles: ", ...links.flatMap((one, number) => (number ? [", ", one] : [one])));
+}
+
 function health(router) {
   const shared = router.store === "redis";
   const store = !shared ? "this process's memory; nothing is shared" : router.degraded ? "Redis is away: placing on its own view" : `Redis, answered ${span(seconds(router.storeAnswerAge))} ago`;
-  return facts([
-    ["Router", router.routerId],
-    ["Up for", span(seconds(router.uptime))],
-    ["Placing", pill(router.ready ? "ready" : "starting", router.ready ? "good" : "wait")],
-    ["Store", router.degraded ? pill(store, "bad") : store],
-    ["Gateways connected", count(router.gateways)],
-    ["Agents' streams", `${count(router.agentStreams)}, one for each instance`],
-    ["Open requests", count(router.openRequests)],
-    ["Held requests", count(router.heldRequests)],
-    ["Sessions", count(router.sessions)],
-    ["Keys in the index", `${count(router.keys)} × 16 tok`],
-    ["Decisions in the log", count(router.decisions)],
-  ]);
+  const part = (title, pairs) => el("div", {}, el("h2", {}, title), facts(pairs));
+  return el(
+    "div", { className: "columns" },
+    part(`This router, ${router.routerId}`, [
+      ["Placing", pill(router.ready ? "ready" : "starting", router.ready ? "good" : "wait")],
+      ["Store", router.degraded ? pill(store, "bad") : store],
+      ["Up for", span(seconds(router.uptime))],
+      ["Version", orNone(router.version)],
+    ]),
+    part("Connected to it", [
+      ["Gateways", count(router.gateways)],
+      ["Agents' streams", `${count(router.agentStreams)}, one for each instance`],
+      ["Open requests", count(router.openRequests)],
+      ["Held requests", count(router.heldRequests)],
+    ]),
+    part("What it knows", [
+      ["Sessions", count(router.sessions)],
+      ["Keys in the index", `${count(router.keys)} × 16 tok`],
+      ["Decisions in the log", count(router.decisions)],
+    ]),
+  );
 }

@@ -5,8 +5,7 @@ import { age, bare, classOf, count, figure, modeOf, moment, num, outcomeOf, perc
 import { Table } from "./table.js";
 import { OUTCOME_TONES, route } from "./view_decisions.js";
 import { instanceHref, sourceOf, STATE_TONES } from "./view_fleet.js";
-
-const CLASSES = { HEAVY: "heavy: 20,000 new tokens or more", LIGHT: "light: mostly cached, or few new tokens", MEDIUM: "medium" };
+import { classText, meaningOf, reasonText } from "./words.js";
 
 export function whyView(app, id) {
   const body = el("div", {});
@@ -55,7 +54,8 @@ function verdict(decision, candidates, last) {
   const chosen = candidates.find((one) => one.instanceId === last);
   const prefiller = candidates.find((one) => one.instanceId === decision.steps?.[0]?.instance?.instanceId) ?? chosen;
   const parts = [`${count(prefiller?.newTokens)} of ${count(decision.inputTokens)} input tokens were new there. `];
-  parts.push(`Policy ${decision.policy?.name} chose it, reason ${decision.reason}`);
+  const meaning = meaningOf(decision.reason);
+  parts.push(`Policy ${decision.policy?.name} chose it: ${meaning ? `${meaning} (${decision.reason})` : decision.reason}`);
   if (decision.runnerUp && decision.margin !== undefined) parts.push(`; the runner-up, ${decision.runnerUp}, scored ${decision.margin === 0 ? "the same" : `${figure(Math.abs(decision.margin))} ${decision.margin > 0 ? "worse" : "better"}`}`);
   else if (decision.runnerUp) parts.push(`; next by score was ${decision.runnerUp}`);
   else if (candidates.length === 1) parts.push("; there was no other instance");
@@ -88,9 +88,9 @@ function decided(decision) {
   return el("div", {}, el("h2", {}, "Decision"), facts([
     ["Made", moment(decision.time)],
     ["Took", span(seconds(decision.decideTime))],
-    ["Class", CLASSES[classOf(decision)] ?? classOf(decision)],
+    ["Class", classText(classOf(decision))],
     ["Mode", modeOf(decision).toLowerCase()],
-    ["Reason", decision.reason],
+    ["Reason", reasonText(decision.reason)],
     ["Predicted cached", `${count(decision.cachedTokens)} tok`],
     ["Owner before", decision.sessionOwner],
     ["Owner after", decision.nextOwner],
@@ -140,7 +140,7 @@ function steps(decision) {
     const prefill = step.kind === "STEP_KIND_PREFILL";
     const what = prefill ? `Prefill ${count(step.prefixTokens)} tokens on ` : "Serve on ";
     const source = step.kvSource ? ` from the KV of ${step.kvSource.instanceId}` : "";
-    return el("li", {}, what, link(instanceHref(step.instance?.instanceId), step.instance?.instanceId ?? "?"), `${source}: ${step.reason || decision.reason}`);
+    return el("li", {}, what, link(instanceHref(step.instance?.instanceId), step.instance?.instanceId ?? "?"), `${source}: ${reasonText(step.reason || decision.reason)}`);
   });
   return listed.length ? el("ol", { className: "steps" }, ...listed) : el("p", {}, "None: the request would have been held.");
 }
@@ -162,8 +162,8 @@ function candidateTable(decision, candidates, last) {
     tone: (one) => roles.get(one.instanceId) === "chosen" ? "chosen" : one.excluded ? "old" : "",
     empty: "The view is not kept: an earlier owner of the pool decided.",
     columns: [
-      { id: "instance", title: "Instance", value: (c) => c.instanceId, href: (c) => instanceHref(c.instanceId) },
-      { id: "role", title: "", pill: true, value: (c) => roles.get(c.instanceId) ?? (c.excluded ? "excluded" : ""), text: (c) => roles.get(c.instanceId) ?? (c.excluded ? c.excluded.replaceAll("_", " ") : ""), tone: (c) => (roles.get(c.instanceId) === "chosen" ? "good" : roles.has(c.instanceId) ? "wait" : c.excluded ? "bad" : "none") },
+      { id: "instance", title: "Instance", address: true, value: (c) => c.instanceId, href: (c) => instanceHref(c.instanceId), note: (c) => `engine process ${c.incarnation}` },
+      { id: "role", title: "Role", pill: true, value: (c) => roles.get(c.instanceId) ?? (c.excluded ? "excluded" : ""), text: (c) => roles.get(c.instanceId) ?? (c.excluded ? c.excluded.replaceAll("_", " ") : ""), tone: (c) => (roles.get(c.instanceId) === "chosen" ? "good" : roles.has(c.instanceId) ? "wait" : c.excluded ? "bad" : "none") },
       { id: "score", title: "Score", num: true, hint: "By the policy; the lowest wins", value: (c) => c.score, text: (c) => figure(c.score) },
       { id: "behind", title: "Behind", num: true, hint: "Its score less the chosen one's", value: (c) => c.score, text: (c) => (c.score === undefined || best === undefined ? "–" : figure(c.score - best)) },
       amount("cachedTokens", "Cached", "tok", "Tokens of this prompt on it"),
@@ -174,10 +174,9 @@ function candidateTable(decision, candidates, last) {
       { ...amount("running", "Running", "req"), tone: old },
       { ...amount("waiting", "Waiting", "req"), tone: old },
       { id: "kv", title: "KV used", unit: "%", num: true, value: (c) => num(c.kvUsage), text: (c) => percent(num(c.kvUsage)), share: (c) => num(c.kvUsage), tone: old },
-      { id: "age", title: "Report", unit: "ago", num: true, value: (c) => seconds(c.reportAge), text: (c) => age(seconds(c.reportAge)) + (c.stale ? " stale" : ""), tone: old },
+      { id: "age", title: "Report", unit: "ago", num: true, value: (c) => seconds(c.reportAge), words: true, text: (c) => age(seconds(c.reportAge)).replace(" ", "\u00a0") + (c.stale ? " stale" : ""), tone: old },
       { id: "source", title: "Prefix from", value: sourceOf, note: (c) => (num(c.provisionalTokens) ? `${count(c.provisionalTokens)} tokens provisional, not confirmed by events` : "") },
-      { id: "state", title: "State", pill: true, value: (c) => bare(c.state, "INSTANCE_STATE_"), text: (c) => bare(c.state, "INSTANCE_STATE_").toLowerCase(), tone: (c) => STATE_TONES[bare(c.state, "INSTANCE_STATE_")] },
-      { id: "incarnation", title: "Incarnation", value: (c) => c.incarnation },
+      { id: "state", title: "State", pill: true, shown: (rows) => rows.some((c) => c.state !== "INSTANCE_STATE_READY"), value: (c) => bare(c.state, "INSTANCE_STATE_"), text: (c) => bare(c.state, "INSTANCE_STATE_").toLowerCase(), tone: (c) => STATE_TONES[bare(c.state, "INSTANCE_STATE_")] },
     ],
   });
   table.update(ordered);
@@ -193,10 +192,10 @@ function otherPolicies(app, decision, closed) {
     columns: [
       { id: "policy", title: "Policy", value: (row) => row.name, note: (row) => row.summary },
       { id: "verdict", title: "Plan", pill: true, value: (row) => row.verdict, tone: (row) => ({ differs: "wait", same: "good" })[row.verdict] },
-      { id: "to", title: "It would have gone to", value: (row) => row.to },
+      { id: "to", title: "It would have gone to", address: true, value: (row) => row.to },
       { id: "mode", title: "Mode", value: (row) => row.mode },
-      { id: "reason", title: "Reason", value: (row) => row.reason },
-      { id: "cached", title: "Cached", unit: "tok, against the recorded", num: true, value: (row) => row.cached, text: (row) => (row.cached === undefined ? "–" : signed(row.cached)) },
+      { id: "reason", title: "Reason", value: (row) => row.reason, note: (row) => meaningOf(row.reason) },
+      { id: "cached", title: "Cached", unit: "tok, change", hint: "Against the recorded decision", num: true, value: (row) => row.cached, text: (row) => (row.cached === undefined ? "–" : signed(row.cached)) },
       { id: "summary", title: "What it does", value: (row) => row.summary, sortable: false, wrap: true },
     ],
   });

@@ -1,0 +1,15 @@
+// What the router's codes mean: the reasons of decisions and the classes of requests, as the router itself says.
+
+let told = {};
+
+/** Ask the router what its words mean, once. Throws CallError. */
+export async function learnWords(app) {
+  if (!told.policies) told = await app.call("ListPolicies");
+}
+
+/** "kept on its session's instance"; "" for a reason of which the router says nothing. */
+export const meaningOf = (reason) => told.reasons?.[reason] ?? "";
+/** "session_affinity: kept on its session's instance". */
+export const reasonText = (reason) => [reason, meaningOf(reason)].filter(Boolean).join(": ");
+/** "light: under 5,000 new tokens, or over 50% of the prompt cached"; `name` is LIGHT. */
+export const classText = (name) => [name.toLowerCase(), told.routeClasses?.[name]].filter(Boolean).join(": ");
