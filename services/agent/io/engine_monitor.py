@@ -151,7 +151,7 @@ class EngineMonitor:
         if self.ambiguous_address:
             return
         if self._failures >= UNHEALTHY_AFTER:
-            self._log.info("engine_answers_again", failures=self._failures)
+            self._log.info("the engine answers again", failures=self._failures)
         self._failures = 0
         self._last_answer = taken_at
         self.healthy = True
@@ -172,7 +172,7 @@ class EngineMonitor:
                 "the address answers for several processes (a load balancer?): give each engine's own address"
             )
             if not self.ambiguous_address:
-                self._log.error("engine_address_ambiguous", reason=self.problem)
+                self._log.error("the engine's address is ambiguous", reason=self.problem)
                 await self._stop(self.problem)
             self.ambiguous_address, self.healthy = True, False
             return
@@ -257,7 +257,11 @@ class EngineMonitor:
             self._describe_kv_transfer(after, scrape, scrape.ranks[rank])
             if after == before:
                 continue
-            self._log.info("engine_changed", lora_names=models.lora_names, passes_kv_on=after.HasField("kv_transfer"))
+            self._log.info(
+                "the engine's description has changed",
+                lora_names=models.lora_names,
+                passes_kv_on=after.HasField("kv_transfer"),
+            )
             instance.describe(after)
 
     def _describe_kv_transfer(self, instance: pb.Instance, scrape: Scrape, sample: Sample) -> None:
@@ -276,7 +280,7 @@ class EngineMonitor:
         self._failures += 1
         self._identity.unreachable()
         if self._failures == UNHEALTHY_AFTER:
-            self._log.warning("engine_unreachable", reason=reason)
+            self._log.warning("the engine does not answer", reason=reason)
         self.problem = reason
         if self._failures < UNHEALTHY_AFTER:
             return

@@ -134,7 +134,7 @@ class InstanceMonitor:
             if self.subscriber is not None:
                 self.subscriber.close()
         if goodbye:
-            self._log.info("instance_gone", incarnation=self.instance.incarnation, reason=goodbye)
+            self._log.info("the instance is gone", incarnation=self.instance.incarnation, reason=goodbye)
 
     def report_load(self, load: pb.Load, taken_at: float) -> None:
         """A new load sample, as of `taken_at`."""
@@ -166,7 +166,9 @@ class InstanceMonitor:
             applied_digest=state.applied_digest if state is not None else 0,
         )
         if not await self.subscriber.start():
-            self._log.warning("state_of_another_lifetime", incarnation=self.instance.incarnation)
+            self._log.warning(
+                "the saved state is another process's; beginning anew", incarnation=self.instance.incarnation
+            )
             self.subscriber.close()
             self.instance.incarnation = new_incarnation(self._process)
             seq = self.cached_blocks.latest_seq + 1
@@ -189,7 +191,7 @@ class InstanceMonitor:
             # From here on routers may hear more than the file knows.
             self._file.save(replace(state, clean=False))
         except (msgspec.MsgspecError, OSError) as error:
-            self._log.warning("state_unusable", path=str(self._file.path), reason=str(error))
+            self._log.warning("the saved state cannot be used", path=str(self._file.path), reason=str(error))
             return None
         return state
 
@@ -197,7 +199,7 @@ class InstanceMonitor:
         if self.cached_blocks.unusable_reason and self.instance.prefix_mode != pb.PREFIX_MODE_NONE:
             self.instance.prefix_mode = pb.PREFIX_MODE_NONE
             self.instance.prefix_reason = self.cached_blocks.unusable_reason
-            self._log.warning("prefix_unknown", reason=self.cached_blocks.unusable_reason)
+            self._log.warning("the instance's prefixes cannot be known", reason=self.cached_blocks.unusable_reason)
             for reporter in self.reporters:
                 reporter.describe(self.instance)
         for reporter in self.reporters:
@@ -211,7 +213,7 @@ class InstanceMonitor:
     def _task_done(self, task: asyncio.Task[None]) -> None:
         if task.cancelled() or (error := task.exception()) is None:
             return
-        self._log.error("instance_task_failed", task=task.get_name(), exc_info=error)
+        self._log.error("a fault in a task of the instance", task=task.get_name(), exc_info=error)
         self.end_reason = f"{type(error).__name__} in its agent"
         self.ended.set()
 
@@ -235,7 +237,7 @@ class InstanceMonitor:
         try:
             self._file.save(state)
         except OSError as error:
-            self._log.error("state_not_saved", path=str(self._file.path), reason=str(error))
+            self._log.error("the state cannot be saved", path=str(self._file.path), reason=str(error))
             return False
         return True
 

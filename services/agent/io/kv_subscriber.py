@@ -150,13 +150,13 @@ class KvSubscriber:
         verdict = self._sequence.on_live(seq)
         if verdict is BatchAction.GAP:
             self.counts.gaps += 1
-            self._log.info("kv_events_gap", wanted=self.applied + 1, got=seq)
+            self._log.info("KV events are missing; asking for them again", wanted=self.applied + 1, got=seq)
             try:
                 if self._source.replay and not await self._catch_up():
                     return False
             except ReplayFailed as failed:
                 self.counts.replay_failures += 1
-                self._log.warning("kv_events_replay_failed", reason=str(failed))
+                self._log.warning("missing KV events cannot be replayed", reason=str(failed))
             verdict = self._sequence.on_live(seq)
             if verdict is BatchAction.GAP:
                 self._lose(seq)
@@ -173,7 +173,7 @@ class KvSubscriber:
         except ReplayFailed as failed:
             # An engine that is gone or busy: the scrapes say which, and the next check asks again.
             self.counts.replay_failures += 1
-            self._log.debug("kv_events_replay_failed", reason=str(failed))
+            self._log.debug("missing KV events cannot be replayed", reason=str(failed))
             return True
 
     async def _catch_up(self) -> bool:
@@ -251,7 +251,9 @@ class KvSubscriber:
 
     def _drop(self, reason: str) -> None:
         if self._cached_blocks.key_count:
-            self._log.warning("kv_knowledge_dropped", reason=reason, keys=self._cached_blocks.key_count)
+            self._log.warning(
+                "what was known of the engine's cache is dropped", reason=reason, keys=self._cached_blocks.key_count
+            )
         if self._cached_blocks.clear():
             self._on_change()
 

@@ -48,7 +48,7 @@ async def serve(settings: AgentSettings, stop: asyncio.Event) -> None:
     """Watch and report until `stop` is set, then save what the instances know and leave. Shared with tests and `up`."""
     async with AsyncExitStack() as resources:
         await _serve(settings, stop, resources)
-    log.info("agent_stopped")
+    log.info("the agent has stopped")
 
 
 async def _serve(settings: AgentSettings, stop: asyncio.Event, resources: AsyncExitStack) -> None:

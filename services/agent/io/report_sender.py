@@ -131,10 +131,10 @@ class Reporter:
                 await self._stream(call)
                 retry_s = FIRST_RETRY_S if self.connected else slower_s
             except ProtocolError as error:
-                self._log.error("report_protocol_error", reason=str(error))
+                self._log.error("a router breaks the report protocol", reason=str(error))
                 retry_s = REFUSED_RETRY_S
             except TimeoutError:
-                self._log.warning("report_not_welcomed", waited_s=WELCOME_S)
+                self._log.warning("a router does not answer the report", waited_s=WELCOME_S)
                 retry_s = slower_s
             except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
                 retry_s = await self._after_failure(call, slower_s)
@@ -150,11 +150,11 @@ class Reporter:
         code, details = await call.code(), await call.details()
         if code is grpc.StatusCode.UNAUTHENTICATED and self.connected:
             # The token was good when the stream began, and another may be in the file by now.
-            self._log.warning("report_stream_ended", code=code.name, reason=details)
+            self._log.warning("the report to a router has ended", code=code.name, reason=details)
             return FIRST_RETRY_S
         if (refused_s := _REFUSED_FOR.get(code)) is not None:
             if details != self.refusal:
-                self._log.error("report_refused", code=code.name, reason=details)
+                self._log.error("a router refuses the report", code=code.name, reason=details)
             self.refusal = details or code.name
             return refused_s
         level = self._log.warning if self.connected else self._log.debug
@@ -214,10 +214,12 @@ class Reporter:
                 if response.HasField("welcome"):
                     self.connected = True
                     self.refusal = ""
-                    self._log.info("report_welcomed", router_id=response.welcome.router_id, snapshots=machine.snapshots)
+                    self._log.info(
+                        "a router takes the report", router_id=response.welcome.router_id, snapshots=machine.snapshots
+                    )
                 else:
                     self.counts.resyncs += 1
-                    self._log.warning("report_resync", reason=response.resync.reason)
+                    self._log.warning("a router asks for a snapshot", reason=response.resync.reason)
                 self._wake.set()
         finally:
             self._wake.set()

@@ -30,7 +30,7 @@ async def receive_step_loads(context: zmq.asyncio.Context, address: str, monitor
             try:
                 load = decoder.decode(message)
             except msgspec.MsgspecError as error:
-                log.warning("load_not_understood", reason=str(error))
+                log.warning("a load message cannot be read", reason=str(error))
                 continue
             sources = [monitor for monitor in monitors if monitor.is_from_this_engine(load)]
             if len(sources) > 1:
