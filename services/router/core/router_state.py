@@ -1,4 +1,4 @@
-"""The router's whole mind: events in, effects out. Pure: no I/O, no clock, no global randomness.
+"""All state of the router: events in, effects out. Pure: no I/O, no clock, no global randomness.
 
 `RouterState.handle` is the only mutator. Picking an instance and reserving it are one synchronous call, so two big prompts that
 arrive together cannot both see the same free instance. `explain` and `what_if` run the same decision code and change nothing.
@@ -40,8 +40,8 @@ from pointsman.router.core.requests.unfinished_work import Steps, UnfinishedWork
 from pointsman.router.core.startup_gate import StartupGate
 from pointsman.router.core.types import Decision, PlacementRequest
 
-# After these no held request is nearer to its placement; or (PoolTaken) none may be placed before the gateways return; or
-# (RetryDue) they have been tried.
+# After these no held request is nearer to its placement; or (KeysReported) the next load report or tick retries them; or
+# (PoolTaken) none may be placed before the gateways return; or (RetryDue) they have been tried.
 EVENTS_WITHOUT_RETRY = (
     ev.PlaceRequested,
     ev.KeysReported,

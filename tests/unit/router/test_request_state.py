@@ -155,7 +155,7 @@ def test_a_stream_that_a_gateway_announces_reopens_a_request_that_had_ended() ->
 # What changes an index of requests, by the attribute that holds the index.
 TELLS = {
     "reservations": ("put", "release", "prefilled", "lease", "first_token"),
-    "queue": ("offer", "update", "remove"),
+    "queue": ("offer", "update", "remove", "make_room", "answered"),
     "prefill_observer": ("opened", "done", "gone"),
     "prefix_knowledge": ("opened", "first_token", "step_done", "finished", "closed"),
 }

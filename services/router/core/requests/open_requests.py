@@ -1,8 +1,9 @@
 """All requests that are held or placed, and the last ones that ended: the one place where a request changes. Pure.
 
 Each transition changes the request's RequestState and tells every index of it: the reservations and their sums, the queue of held
-requests, the watched prompts, the prefill observer, the instances' circuits. Nobody else writes to these about a request, so none
-of them can keep one that has moved or ended.
+requests, the watched prompts, the prefill observer, which request is on trial in an instance's circuit. Nobody else tells them of
+a request, so that none of them can keep one that has moved or ended. (What an answer says of its instance, Plans tells its
+circuit.)
 """
 
 from __future__ import annotations
@@ -109,6 +110,17 @@ class OpenRequests:
         self.queue.update(held)
         self._open[held.request.request_id].held = held
 
+    def make_room(self, held: HeldRequest) -> HeldRequest | None:
+        """Let the request that has to give up its place to `held` leave the queue, and return it; None where there is room, or no
+        such request. Mutates."""
+        if (displaced := self.queue.make_room(held)) is not None:
+            self.leave_queue(displaced.request.request_id)
+        return displaced
+
+    def served(self, request_id: str, new_tokens: int) -> None:
+        """A waiting request was placed: it leaves the queue, and its tenant has been served so much prefill. Mutates."""
+        self.queue.answered(request_id, new_tokens)
+
     def leave_queue(self, request_id: str) -> None:
         """A request waits no more, if it did: it has its answer, or nobody waits for one. Mutates."""
         self.queue.remove(request_id)
@@ -121,7 +133,7 @@ class OpenRequests:
 
     def place(self, reservation: Reservation, keys: Sequence[int], tokens: int, now: float) -> None:
         """A step is reserved; `keys` are the prompt's, of which `tokens` are to be on the instance when it is done. The request
-        waits no longer; its entry in the queue stays until leave_queue, or until the queue counts it as answered. Mutates."""
+        waits no longer; its entry in the queue stays until leave_queue, or served. Mutates."""
         state = self._known(reservation.request_id)
         state.require(PLACE)
         state.happened(PLACE, now, reservation.instance_id)

@@ -67,9 +67,10 @@ class _Trial:
 class HeldRequests:
     """The waiting requests of a RouterState, and when and how they are answered: `decider` decides, `plans` carries out.
 
-    Requests that wait for the same are a line. A trial asks, in order, for those whose line something was freed for, until too
-    many stay held; what it leaves, the next ones go on with, while others come before. So whoever waits for one instance waits
-    behind those alone that wait for the same. When the fleet or the time has changed, all lines are gone through.
+    Requests with the same model that wait for the same instance (or for any) form a line. A trial decides, in order, on the
+    requests of those lines for which something was freed, until too many stay held; the next trials go on with the lines that it
+    has not come to. So a request waits only behind those of its own line. When the fleet or the time has changed, all lines are
+    tried.
 
     Of the instances that `reservations` call eased, because they have less to do, it forgets those whose lines it has tried.
     """
@@ -135,7 +136,7 @@ class HeldRequests:
             return self._plans.commit(verdict, gateway_id, now)
         held = self._held(request, gateway_id, verdict, now, previous_id)
         effects: list[ev.Effect] = []
-        if (displaced := self.queue.make_room(held)) is not None:
+        if (displaced := self._requests.make_room(held)) is not None:
             why = "the queue is full and this request's class goes last"
             effects = self._end(displaced, now, "queue_full", why)
         why_not = self._requests.hold(held, now)
@@ -333,7 +334,7 @@ class HeldRequests:
                 trial.changes.append(partial(self._requests.leave_queue, request_id))
                 trial.effects.append(late)
             elif isinstance(verdict, Decision) and verdict.result.steps:
-                trial.changes.append(partial(self.queue.answered, request_id, _computed(verdict)))
+                trial.changes.append(partial(self._requests.served, request_id, _computed(verdict)))
                 going_on = replace(verdict, previous_id=held.previous_id)
                 trial.effects += self._plans.commit(going_on, held.gateway_id, now)
                 trial.room.clear()
