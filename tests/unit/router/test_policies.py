@@ -178,3 +178,5 @@ def test_equal_inputs_have_equal_digests() -> None:
     assert len(digests) == 1
     other = decide(make_policy("unified"), request(tokens=101), "m", seen, random.Random(0), "d")
     assert inputs_digest(other) not in digests
+    sliceable = request(tokens=100, sliceable_tokens=64)
+    assert inputs_digest(decide(make_policy("unified"), sliceable, "m", seen, random.Random(0), "d")) not in digests

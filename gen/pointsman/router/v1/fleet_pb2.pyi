@@ -1091,7 +1091,7 @@ class Decision(_message.Message):
     margin: _builtins.float
     """margin is the runner-up's score less the chosen one's; absent when scores did not decide."""
     inputs_digest: _builtins.int
-    """inputs_digest is equal for equal inputs."""
+    """inputs_digest is equal for equal inputs, ids left out."""
     degraded: _builtins.bool
     """degraded: made while the shared store was away."""
     outcome: Global___DecisionOutcome.ValueType

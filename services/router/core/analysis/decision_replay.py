@@ -20,9 +20,10 @@ COMPARED = ("result", "route_class", "mode", "cached_tokens", "runner_up", "marg
 
 
 def inputs_digest(decision: Decision) -> int:
-    """Equal for decisions on equal inputs. Made when it is asked for: it costs as much as deciding."""
+    """Equal for decisions on equal inputs, ids left out: what is drawn at random follows from the decision's id, and the parts of
+    one prompt have one request id. Made when it is asked for: it costs as much as deciding."""
     ref, request = decision.policy, decision.request
-    # The cached tokens in the view stand for the keys; request and decision ids do not change a decision.
+    # The cached tokens in the view stand for the keys.
     inputs = (
         ref.name,
         sorted(ref.settings.items()),
@@ -32,6 +33,7 @@ def inputs_digest(decision: Decision) -> int:
         request.max_output_tokens,
         request.exclude,
         request.age_s,
+        request.sliceable_tokens,
         decision.view,
     )
     return xxh3_64_intdigest(msgspec.msgpack.encode(inputs))
