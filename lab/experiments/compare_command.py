@@ -45,21 +45,26 @@ class CompareSettings(RunSettings):
     config: Path | None = Field(None, description="TOML file of these settings under the same names; flags win over it")
     policies: list[str] = Field(
         ["round_robin", "lmetric", "unified", FLOOR],
-        description="NAME or NAME:SETTING=VALUE,...; floor is the bound that no policy can pass, pooled what one "
-        "cache as large as all would come to",
+        description="NAME or NAME:SETTING=VALUE,...; repeat the flag for each. floor: lower bound without queues, every block "
+        "cached on every instance; pooled: one shared cache as large as all of them",
     )
     baseline: str = Field(
-        "", description="what the others are compared to (as in policies; default: unified, or the first)"
+        "",
+        description="policy that the others are compared to, written as in policies; without it, unified or the first",
     )
-    vary: list[str] = Field([], description="FIELD=VALUE,...: a field of the run and what it takes, e.g. rate=0.5,1,2")
+    vary: list[str] = Field(
+        [], description="FIELD=VALUE,...: a setting of the run and the values that it takes, e.g. rate=0.5,1,2"
+    )
     sweep: bool = Field(
         False, description="raise the rate by steps of sqrt(2), from `rate` on, until every policy is saturated"
     )
-    seeds: int = Field(5, ge=1, description="trials of each cell; fewer than 5 prove little")
-    first_seed: int = Field(0, ge=0, description="the first trial's seed")
+    seeds: int = Field(
+        5, ge=1, description="runs per policy and variation, each with another seed; fewer than 5 prove little"
+    )
+    first_seed: int = Field(0, ge=0, description="seed of the first run")
     starts: Starts = Field("jitter", description=RunSettings.model_fields["starts"].description)
-    processes: int = Field(0, ge=0, description="processes to run trials on; 0 is one for each core")
-    bundles: bool = Field(False, description="write a bundle of every trial, too")
+    processes: int = Field(0, ge=0, description="number of processes; 0: one for each core")
+    bundles: bool = Field(False, description="also write a bundle of every run")
     out: Path = Field(Path("runs/compare"), description="folder of results.json and table.txt")
 
     @classmethod

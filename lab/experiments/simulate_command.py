@@ -37,53 +37,67 @@ class RunSettings(BaseSettings):
 
     trace: Path = Field(
         TINY_TRACE,
-        description="trace file (jsonl, jsonl.gz), or agentic or small: made-up sessions, others for each seed",
+        description="trace file (jsonl, jsonl.gz), or agentic or small: generated sessions, others for each seed",
     )
-    sessions: int = Field(0, ge=0, description="only the trace's first so many sessions; 0 is all")
+    sessions: int = Field(0, ge=0, description="number of sessions used, from the first one of the trace on; 0: all")
     starts: Starts = Field(
         "trace",
-        description="when sessions start: as in the trace, each moved by up to jitter_s, or dealt anew over the trace's span",
+        description="starts of sessions: as in the trace; jitter: each moved by up to jitter_s; resample: drawn anew over "
+        "the trace's span",
     )
-    jitter_s: float = Field(30.0, ge=0, description="how far a session's start may be moved, to either side")
-    rate: float = Field(1.0, gt=0, description="sessions start so many times as fast; turns keep their distances")
-    max_sessions: int = Field(0, ge=0, description="sessions in flight; 0 is no cap")
-    timing: Literal["trace", "think"] = Field("trace", description="as in replay")
-    time_scale: float = Field(1.0, gt=0, description="factor on the trace's times, those within sessions included")
+    jitter_s: float = Field(30.0, ge=0, description="maximum shift of a session's start, in s, to either side")
+    rate: float = Field(1.0, gt=0, description="factor on the rate of session starts; the times between turns stay")
+    max_sessions: int = Field(0, ge=0, description="maximum sessions in flight; 0: unlimited")
+    timing: Literal["trace", "think"] = Field(
+        "trace", description="time of a turn: as in the trace, or think: its pause after the last answer"
+    )
+    time_scale: float = Field(1.0, gt=0, description="factor on the trace's times, those between turns included")
     instances: int = Field(8, ge=1, le=1024, description="modelled instances")
-    profile: Path | None = Field(None, description="JSON file of what an engine's steps cost; without, the reference's")
+    profile: Path | None = Field(
+        None, description="JSON file of what an engine's steps cost; without it, the built-in profile"
+    )
     kv_blocks: int = Field(20_000, ge=1, description="KV blocks of 16 tokens for each instance")
     max_model_len: int = Field(200_000, ge=2, description="prompt and answer together, in tokens")
     max_num_batched_tokens: int = Field(8_192, ge=1, description="tokens per engine step")
     long_prefill_token_threshold: int = Field(
-        0, ge=0, description="prefill tokens per step of one request; 0 is no limit"
+        0, ge=0, description="maximum prefill tokens of one request per engine step; 0: unlimited"
     )
     max_requests_per_instance: int = Field(
-        _ROUTER.limits.max_requests, ge=0, description="as the router's setting of that name"
+        _ROUTER.limits.max_requests, ge=0, description="maximum open requests per instance; 0: unlimited"
     )
     max_kv_usage: float = Field(
-        _ROUTER.limits.max_kv_usage, ge=0, le=1, description="as the router's setting of that name"
+        _ROUTER.limits.max_kv_usage,
+        ge=0,
+        le=1,
+        description="KV usage from which an instance with waiting requests gets no more; 0: unlimited",
     )
-    queue_size: int = Field(_ROUTER.queue.size, ge=0, description="as the router's setting of that name")
-    queue_timeout_s: float = Field(_ROUTER.queue.timeout_s, gt=0, description="as the router's setting of that name")
-    retries: int = Field(10, ge=0, description="times that a client refused for the moment asks again")
+    queue_size: int = Field(_ROUTER.queue.size, ge=0, description="maximum requests held per model; 0: none")
+    queue_timeout_s: float = Field(
+        _ROUTER.queue.timeout_s, gt=0, description="maximum time that a request is held, in s"
+    )
+    retries: int = Field(
+        10, ge=0, description="times that a client sends a request again that was refused with Retry-After"
+    )
     layerwise: bool = Field(False, description="KV is pushed layer by layer while it is computed")
     tokenise_us_per_token: float = Field(0.0, ge=0, description="time to tokenise a prompt, in us per token")
     placement_ms: float = Field(0.0, ge=0, description="mean time of asking the router, both ways, in ms")
     api_ms: float = Field(
         0.0, ge=0, description="mean time until what is sent to an engine is with its scheduler, in ms"
     )
-    report_delay_s: float = Field(0.0, ge=0, description="agents' reports come so much later")
-    report_loss: float = Field(0.0, ge=0, lt=1, description="share of agents' reports that never come")
-    pools: int = Field(1, ge=1, description="models that instances and sessions are dealt to")
+    report_delay_s: float = Field(0.0, ge=0, description="delay of agents' reports, in s")
+    report_loss: float = Field(0.0, ge=0, lt=1, description="share of agents' reports that are lost")
+    pools: int = Field(1, ge=1, description="number of models; instances and sessions are assigned to them in turn")
     routers: int = Field(1, ge=1, description="replicas of the router, of which one owns each pool")
     owner_dies_at_s: float | None = Field(
-        None, ge=0, description="the owner of the first pool dies then; default: never"
+        None, ge=0, description="when the owner of the first pool dies, in s; without it, never"
     )
-    takeover_s: float = Field(1.5, ge=0, description="a dead owner's pools are taken over so much later")
+    takeover_s: float = Field(1.5, ge=0, description="time until a dead owner's pools are taken over, in s")
     owner_back_after_s: float | None = Field(
-        None, ge=0, description="the dead replica is there again so much later; default: never"
+        None, ge=0, description="time until the dead replica is back, in s; without it, never"
     )
-    hand_over_at_s: float | None = Field(None, ge=0, description="the first pool is handed to another replica then")
+    hand_over_at_s: float | None = Field(
+        None, ge=0, description="when the first pool is handed to another replica, in s; without it, never"
+    )
 
 
 class SimulateSettings(RunSettings):
@@ -92,10 +106,11 @@ class SimulateSettings(RunSettings):
     model_config = SettingsConfigDict(env_prefix="POINTSMAN_SIMULATE_")
 
     policy: str = Field(
-        "unified", description="placement policy, or floor: nothing waits and every block is everywhere"
+        "unified",
+        description="placement policy; or floor, a lower bound: no queues, and every block is cached on every instance",
     )
     policy_settings: str = Field("{}", description="JSON object of the policy's settings that differ from its defaults")
-    seed: int = Field(0, ge=0, description="of all that is drawn")
+    seed: int = Field(0, ge=0, description="seed of all random numbers")
     out: Path = Field(Path("runs/simulate"), description="folder of the run's bundle")
 
 

@@ -187,7 +187,7 @@ def decisions(
 
 
 def explain(
-    decision_id: Annotated[str, typer.Argument(help="a decision or request id; empty with --prompt")] = "",
+    decision_id: Annotated[str, typer.Argument(help="decision id or request id; omit it with --prompt")] = "",
     router: RouterFlag = DEFAULT_ROUTER,
     gateway: GatewayFlag = GATEWAY,
     prompt: Annotated[Path | None, typer.Option(help="file with a prompt: where would it go now?")] = None,
@@ -209,13 +209,21 @@ def explain(
         _print_decision(decision)
 
 
-def policies() -> None:
-    """All policies with their settings, bounds and sources."""
-    for name, kind in POLICIES.items():
+def policies(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="only these policies")] = None,
+) -> None:
+    """Print policies with their formulas, reasons, sources, and settings with bounds."""
+    if unknown := sorted(set(names or ()) - POLICIES.keys()):
+        fail(f"no policy is called {', '.join(unknown)}; there are {', '.join(POLICIES)}")
+    for name in names or POLICIES:
+        kind = POLICIES[name]
         console.print(f"[bold]{name}[/bold]")
         console.print(textwrap.indent(inspect.cleandoc(kind.__doc__ or ""), "  "), highlight=False, markup=False)
-        for one in dataclasses.fields(kind):
-            console.print(f"  {one.name} = {one.default} ({bounds(one)}): {one.metadata['doc']}", highlight=False)
+        if settings := dataclasses.fields(kind):
+            console.print("  Settings:")
+        for one in settings:
+            console.print(f"    {one.name} = {one.default} ({bounds(one)}): {one.metadata['doc']}", highlight=False)
+        console.print()
 
 
 def doctor(

@@ -54,7 +54,9 @@ def verify(
 
 def what_if(
     policy: Annotated[str, typer.Option(help="policy to decide by (pointsman policies)")],
-    decision_id: Annotated[str, typer.Argument(help="a decision or request id; empty for the newest, see --last")] = "",
+    decision_id: Annotated[
+        str, typer.Argument(help="decision id or request id; omit it for the newest, see --last")
+    ] = "",
     last: Annotated[int, typer.Option(min=1, max=1000, help="decide the newest N again")] = 1,
     settings: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE of a policy setting")] = None,
     router: Annotated[str, typer.Option(envvar="POINTSMAN_ROUTER", help="HOST:PORT of a router")] = DEFAULT_ROUTER,

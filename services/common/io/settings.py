@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 from urllib.parse import urlsplit
 
 import typer
@@ -129,6 +129,9 @@ def by_name(pairs: list[str]) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in pairs)
 
 
+_METAVARS = {int: "INT", float: "FLOAT", Path: "PATH"}
+
+
 def add_settings_command(
     app: typer.Typer, name: str, settings: type[S], run: Callable[[S], None], *, help_: str
 ) -> None:
@@ -168,8 +171,9 @@ def _invalid(settings: type[BaseSettings], error: ErrorDetails) -> str:
 
 
 def _flag_type(field: FieldInfo) -> Any:
-    default = "" if field.is_required() else str(field.get_default(call_default_factory=True))
-    text = _as_it_is(f"{field.description} (default: {default})" if default else field.description or "")
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
+    told = default not in (None, "", [])
+    text = _as_it_is(f"{field.description} (default: {default})" if told else field.description or "")
     kind: Any = str | None
     if field.json_schema_extra == ARGUMENT:
         return Annotated[kind, typer.Argument(help=text, show_default=False)]
@@ -177,7 +181,18 @@ def _flag_type(field: FieldInfo) -> Any:
         kind = bool | None
     elif str(field.annotation).startswith("list"):
         kind = list[str] | None
-    return Annotated[kind, typer.Option(help=text, show_default=False)]
+    metavar = None if kind == bool | None else _metavar(field.annotation)
+    return Annotated[kind, typer.Option(help=text, show_default=False, metavar=metavar)]
+
+
+def _metavar(annotation: Any) -> str:
+    """What a flag takes, in help: the choices where there are some, else the kind of value."""
+    inner = [one for one in get_args(annotation) if one is not type(None)]
+    if get_origin(annotation) is Literal:
+        return "|".join(map(str, inner))
+    if inner:
+        return _metavar(inner[0])
+    return _METAVARS.get(annotation, "TEXT")
 
 
 def _as_it_is(text: str) -> str:

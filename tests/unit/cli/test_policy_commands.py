@@ -17,8 +17,17 @@ def test_it_lists_every_policy_with_its_settings_and_their_bounds(capsys: pytest
     for name, kind in POLICIES.items():
         assert name in told
         for one in fields(kind):
-            assert any(line.startswith(f"  {one.name} = {one.default} ({bounds(one)}): ") for line in told)
-    assert "  decider = cost (cost or heuristic): what decides on an offload" in told
-    assert "  rotate_affinity = False (true or false): the session belongs to the target afterwards" in told
+            assert any(line.startswith(f"    {one.name} = {one.default} ({bounds(one)}): ") for line in told)
+    assert "    decider = cost (cost or heuristic): what decides on an offload" in told
+    assert "    rotate_affinity = False (true or false): the session belongs to the target afterwards" in told
     # What looks like markup is text.
     assert any("[D is decoding]" in line for line in told)
+
+
+def test_it_lists_those_that_are_named_and_says_so_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    policies(["unified"])
+    told = capsys.readouterr().out.splitlines()
+    assert [line for line in told if line in POLICIES] == ["unified"]
+    with pytest.raises(SystemExit):
+        policies(["unifid"])
+    assert "no policy is called unifid; there are unified, " in capsys.readouterr().err

@@ -37,8 +37,10 @@ class Unified(Policy):
     overload_factor: float = setting(1.3, 0.0, 1e6, "owner keeps its session up to this multiple of the mean requests")
     decode_weight: float = setting(0.01, 0.0, 1e6, "weight of a running decode's context token against a prefill token")
     affinity_ratio: float = setting(0.5, 0.0, 1.0, "share of the input that the owner must have cached")
-    ceiling_factor: float = setting(2.0, 1.0, 1e6, "passed over beyond this multiple of the others' mean requests ...")
-    ceiling_min: float = setting(16.0, 0.0, 1e6, "... and beyond this many requests")
+    ceiling_factor: float = setting(
+        2.0, 1.0, 1e6, "an instance is passed over beyond this multiple of the others' mean requests"
+    )
+    ceiling_min: float = setting(16.0, 0.0, 1e6, "an instance is passed over only beyond this many requests")
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         eligible = view.eligible()
