@@ -22,7 +22,9 @@ from tests.support.repository import REPOSITORY
 DOCS = REPOSITORY / "docs"
 RULES = REPOSITORY / "deploy/telemetry/rules"
 ids = [str(page.relative_to(REPOSITORY)) for page in PAGES]
-TRACKED = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout.split()
+# What is new counts before it is added, too.
+LISTED = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+TRACKED = subprocess.run(LISTED, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout.split()
 NAMING_FILES = [name for name in TRACKED if Path(name).name == "README.md" or re.fullmatch(r"docs/[^/]+\.md", name)]
 marked = [block for block in BLOCKS if block.marks]
 
