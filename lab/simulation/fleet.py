@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pointsman.common.core.block_keys import KEY_SCHEME
 from pointsman.lab.engine.model import EngineModel
 from pointsman.lab.report.instance_samples import InstanceSample
+from pointsman.lab.simulation.agent import REPORT_INTERVAL_S, ReportTo
 from pointsman.lab.simulation.config import SimulationConfig
 from pointsman.lab.simulation.event_queue import EventQueue
 from pointsman.lab.simulation.instance import OnEngineEvent, SimulatedInstance
@@ -18,8 +19,8 @@ from pointsman.router.core.types import InstanceInfo, KvTransfer
 
 
 class SimulatedFleet:
-    """All instances by name, those at the beginning dealt to `pools` in turn; `deliver` hears all agents, `on_engine_event` all
-    engines."""
+    """All instances by name, those at the beginning dealt to `pools` in turn; `deliver` hears all engines' figures, `report_to`
+    what an agent tells one router of its keys, `on_engine_event` all engines."""
 
     def __init__(
         self,
@@ -27,11 +28,13 @@ class SimulatedFleet:
         pools: Sequence[str],
         event_queue: EventQueue,
         deliver: Deliver,
+        report_to: ReportTo,
         on_engine_event: OnEngineEvent,
     ) -> None:
         self._config = config
         self._event_queue = event_queue
         self._deliver = deliver
+        self._report_to = report_to
         self._on_engine_event = on_engine_event
         self.instances: dict[str, SimulatedInstance] = {}
         self.pool_of: dict[str, str] = {}
@@ -46,7 +49,16 @@ class SimulatedFleet:
         assert name not in self.instances, name
         stream_id = len(self._by_stream) + 1
         model = EngineModel(self._config.engine, self._config.profile)
-        instance = SimulatedInstance(name, stream_id, model, self._event_queue, self._deliver, self._on_engine_event)
+        instance = SimulatedInstance(
+            name,
+            stream_id,
+            model,
+            self._event_queue,
+            self._deliver,
+            self._report_to,
+            self._on_engine_event,
+            checks=self._config.report_loss > 0,
+        )
         self._by_stream.append(instance)
         self._incarnations[name] += 1
         self.instances[name] = instance
@@ -74,9 +86,9 @@ class SimulatedFleet:
 
     def hello(self, name: str) -> ev.AgentHello:
         """What the agent of an instance says first."""
-        config = self._config.engine
+        config, instance = self._config.engine, self.instances[name]
         return ev.AgentHello(
-            self.instances[name].stream_id,
+            instance.stream_id,
             InstanceInfo(
                 instance_id=name,
                 incarnation=self.incarnation(name),
@@ -89,8 +101,9 @@ class SimulatedFleet:
                 long_prefill_token_threshold=config.long_prefill_token_threshold,
             ),
             KEY_SCHEME,
-            1,
-            0,
+            instance.agent.keys.oldest_seq,
+            instance.agent.keys.latest_seq,
+            REPORT_INTERVAL_S,
         )
 
     def hellos(self) -> list[ev.AgentHello]:
@@ -102,10 +115,10 @@ class SimulatedFleet:
         for instance in self.instances.values():
             instance.report_load(now)
 
-    def report_bookmarks(self, now: float) -> None:
-        """All agents tell what the routers must have by now."""
+    def report_due(self, now: float) -> None:
+        """All agents tell what is due even if no keys have changed: what the routers must have by now."""
         for instance in self.instances.values():
-            instance.report_bookmark(now)
+            instance.agent.tell(now)
 
     def samples(self, owners: dict[str, RouterState], now: float) -> list[InstanceSample]:
         """What each instance and the owner of its pool (`owners`, by pool; none while there is none) think of it at `now`."""

@@ -1,38 +1,25 @@
-"""One instance of a simulation: an engine model in virtual time, and what its agent reports. Pure."""
+"""One instance of a simulation: an engine model in virtual time, and its agent. Pure."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 
 from msgspec import structs
 
-from pointsman.common.core.block_keys import digest_of
-from pointsman.lab.engine.block_cache import BlocksRemoved, BlocksStored
 from pointsman.lab.engine.interface import (
     DecodeSteps,
     EngineRequest,
     Event,
     Finished,
     FirstToken,
-    Preempted,
     WaitingForRemoteKv,
 )
 from pointsman.lab.engine.model import EngineModel
+from pointsman.lab.simulation.agent import ReportTo, SimulatedAgent
 from pointsman.lab.simulation.event_queue import EventQueue
 from pointsman.lab.simulation.report_channel import Deliver
 from pointsman.router.core import events_and_effects as ev
-from pointsman.router.core.instances.report_sync import (
-    TIER_DEVICE,
-    ConsistencyCheck,
-    Delta,
-    KeyMessage,
-    SnapshotBegin,
-    SnapshotChunk,
-    SnapshotEnd,
-)
 from pointsman.router.core.types import Load
 
 # (event, now): a request awaits KV, has its first token, or its end.
@@ -45,7 +32,8 @@ EVICTING_S = 0.25
 
 
 class SimulatedInstance:
-    """Steps `model` whenever it has work; `deliver` hears the agent's reports, `on_engine_event` the answers.
+    """Steps `model` whenever it has work; `deliver` hears the engine's figures, `report_to` what the agent tells one
+    router of its keys, `on_engine_event` the answers.
 
     While all requests only decode, many steps are taken as one (DecodeSteps), cut short when a request arrives; the blocks that
     they fill, which nobody can ask for before the answer's end, are reported at its end.
@@ -58,11 +46,16 @@ class SimulatedInstance:
         model: EngineModel,
         event_queue: EventQueue,
         deliver: Deliver,
+        report_to: ReportTo,
         on_engine_event: OnEngineEvent,
+        *,
+        checks: bool,
     ) -> None:
+        """With `checks` the agent tells now and then what the routers must have."""
         self.name = name
         self.stream_id = stream_id
         self.model = model
+        self.agent = SimulatedAgent(name, stream_id, model.cache, report_to, checks=checks)
         # Seconds spent in steps.
         self.busy_s = 0.0
         self._event_queue = event_queue
@@ -73,11 +66,8 @@ class SimulatedInstance:
         self._decode: DecodeSteps | None = None
         self._decode_started_at = 0.0
         self._decode_number = 0
-        self._seq = 0
         # Requests that end with the step under way.
         self._aborted: set[str] = set()
-        # Of the step under way; they are seen at its end.
-        self._events_of_step: Sequence[Event] = ()
 
     def submit(self, request: EngineRequest, now: float) -> None:
         """Give the engine a request. Raises ValueError when it refuses it. Mutates."""
@@ -136,24 +126,7 @@ class SimulatedInstance:
     @property
     def num_keys(self) -> int:
         """How many keys were reported and hold."""
-        came = sum([len(_new_hashes(event)) for event in self._events_of_step if isinstance(event, BlocksStored)])
-        went = sum([len(_evicted_hashes(event)) for event in self._events_of_step if isinstance(event, BlocksRemoved)])
-        return len(self.model.cache) - came + went
-
-    def all_keys(self) -> list[ev.KeysReported]:
-        """A snapshot, as at the beginning and whenever a router asks for one."""
-        keys = self._reported_keys()
-        messages: tuple[KeyMessage, ...] = (
-            SnapshotBegin(self._seq),
-            SnapshotChunk(TIER_DEVICE, keys),
-            SnapshotEnd(self._seq, len(keys), digest_of(TIER_DEVICE, keys)),
-        )
-        return [ev.KeysReported(self.stream_id, self.name, message) for message in messages]
-
-    def report_bookmark(self, now: float) -> None:
-        """Tell what the router must have by now, so that a lost report is noticed."""
-        keys = self._reported_keys()
-        self._send(ConsistencyCheck(self._seq, len(keys), digest_of(TIER_DEVICE, keys)), now)
+        return self.agent.keys.key_count
 
     def _step(self, now: float) -> None:
         self._busy = True
@@ -165,7 +138,7 @@ class SimulatedInstance:
         for awaited in result.awaited:
             self._on_engine_event(awaited, now)
         self.busy_s += result.duration_s
-        self._events_of_step = result.events
+        self.agent.keys.begin(result.events)
         self._event_queue.schedule(now + result.duration_s, partial(self._stepped, result.events))
 
     def _schedule_decode_end(self, steps: int, decode: DecodeSteps) -> None:
@@ -186,8 +159,7 @@ class SimulatedInstance:
     def _stepped(self, events: Sequence[Event], now: float) -> None:
         self.model.finish_step()
         self._busy = False
-        self._events_of_step = ()
-        self._report_keys(events, now)
+        self.agent.step_ended(events, now)
         for event in events:
             if isinstance(event, ANSWERS) and event.request_id not in self._aborted:
                 self._on_engine_event(event, now)
@@ -196,61 +168,3 @@ class SimulatedInstance:
         # A request that arrived at this very moment may have started the next step already.
         if self.model.has_work and not self._busy:
             self._step(now)
-
-    def _report_keys(self, events: Sequence[Event], now: float) -> None:
-        """The agent's part: report keys that came or went."""
-        added: list[Sequence[int]] = []
-        removed: list[Sequence[int]] = []
-        preempted = False
-        for event in events:
-            if isinstance(event, BlocksStored):
-                added.append(_new_hashes(event))
-            elif isinstance(event, Preempted):
-                preempted = True
-            elif isinstance(event, BlocksRemoved):
-                if preempted and not all(set(event.hashes).isdisjoint(keys) for keys in added):
-                    # A delta's removals come before its additions.
-                    self._report(added, removed, now)
-                    added, removed = [], []
-                removed.append(_evicted_hashes(event))
-        if any(added) or any(removed):
-            self._report(added, removed, now)
-
-    def _reported_keys(self) -> set[int]:
-        """The keys that were reported: the engine's, but for what the step under way changes."""
-        keys = set(self.model.cache.cached_hashes())
-        for event in reversed(self._events_of_step):
-            if isinstance(event, BlocksStored):
-                keys.difference_update(_new_hashes(event))
-            elif isinstance(event, BlocksRemoved):
-                keys.update(_evicted_hashes(event))
-        return keys
-
-    def _report(self, added: Sequence[Sequence[int]], removed: Sequence[Sequence[int]], now: float) -> None:
-        self._seq += 1
-        self._send(Delta(self._seq, TIER_DEVICE, _concatenated(added), _concatenated(removed)), now)
-
-    def _send(self, message: KeyMessage, now: float) -> None:
-        self._deliver(ev.KeysReported(self.stream_id, self.name, message), now)
-
-
-def _new_hashes(stored: BlocksStored) -> Sequence[int]:
-    """What was not there before."""
-    return (
-        [value for value in stored.hashes if value not in stored.already_cached]
-        if stored.already_cached
-        else stored.hashes
-    )
-
-
-def _evicted_hashes(removed: BlocksRemoved) -> Sequence[int]:
-    """What is not there any more."""
-    if not removed.still_cached:
-        return removed.hashes
-    # Of two blocks of one hash that go together the second is the last.
-    return list((Counter(removed.hashes) - Counter(removed.still_cached)).elements())
-
-
-def _concatenated(parts: Sequence[Sequence[int]]) -> Sequence[int]:
-    """All parts as one; mostly there is one, of hundreds of keys, which is not copied."""
-    return parts[0] if len(parts) == 1 else list(chain.from_iterable(parts))

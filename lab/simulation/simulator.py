@@ -16,6 +16,7 @@ from pointsman.common.core.block_keys import KEY_TOKENS
 from pointsman.lab.engine.interface import Finished, FirstToken, WaitingForRemoteKv
 from pointsman.lab.report.instance_samples import InstanceSample
 from pointsman.lab.report.request_record import RequestRecord
+from pointsman.lab.simulation.agent import CONSISTENCY_CHECK_INTERVAL_S, REPORT_INTERVAL_S
 from pointsman.lab.simulation.clients import Clients, Turn
 from pointsman.lab.simulation.config import SimulationConfig
 from pointsman.lab.simulation.event_queue import Action, EventQueue
@@ -34,9 +35,7 @@ from pointsman.router.core.router_state import RouterState
 from pointsman.router.core.types import PlacementRequest
 
 MODEL = "simulated"
-# As the agent and the router do.
-LOAD_EVERY_S = 1.0
-BOOKMARK_EVERY_S = 5.0
+# As the router does.
 TICK_EVERY_S = 0.5
 # How much of a trace has names that are remembered, as a multiple of what all caches hold.
 NAMED_CACHES = 4
@@ -78,7 +77,14 @@ class Simulator:
         )
         sessions = trace if isinstance(trace, Iterator) else iter(_in_order(trace))
         self._clients = Clients(sessions, config, self._pools, self._event_queue, self._arrive)
-        self._fleet = SimulatedFleet(config, self._pools, self._event_queue, self.routers.report, self._on_engine_event)
+        self._fleet = SimulatedFleet(
+            config,
+            self._pools,
+            self._event_queue,
+            self.routers.report,
+            self.routers.report_to,
+            self._on_engine_event,
+        )
         self._gateway = SimulatedGateway(
             config,
             self._event_queue,
@@ -119,11 +125,11 @@ class Simulator:
             self._open_streams(name, 0.0)
         self._fleet.report_loads(0.0)
         self._every(TICK_EVERY_S, partial(self.routers.deliver_to_all, ev.Tick()))
-        self._every(LOAD_EVERY_S, self._fleet.report_loads)
+        self._every(REPORT_INTERVAL_S, self._fleet.report_loads)
         if self._on_sample is not None:
-            self._every(LOAD_EVERY_S, partial(self._sample, self._on_sample))
+            self._every(REPORT_INTERVAL_S, partial(self._sample, self._on_sample))
         if self._config.report_loss:
-            self._every(BOOKMARK_EVERY_S, self._fleet.report_bookmarks)
+            self._every(CONSISTENCY_CHECK_INTERVAL_S, self._fleet.report_due)
         self._owner_changes.begin()
 
     @property
@@ -197,9 +203,10 @@ class Simulator:
         """Do what a router wants done, for whichever request or instance."""
         if isinstance(effect, ev.Placed | ev.Refused):
             self._gateway.hear(effect, now)
-        elif isinstance(effect, ev.Resync) or (isinstance(effect, ev.Welcome) and effect.snapshot):
-            for event in self._fleet.of_stream(effect.stream_id).all_keys():
-                self.routers.report_to(router, event, now)
+        elif isinstance(effect, ev.Welcome):
+            self._fleet.of_stream(effect.stream_id).agent.welcomed(router, effect, now)
+        elif isinstance(effect, ev.Resync):
+            self._fleet.of_stream(effect.stream_id).agent.resync(router, now)
 
     def _open_streams(self, router: str, now: float) -> None:
         """The gateway and all agents open a stream to a router."""

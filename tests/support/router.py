@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc.aio
 
-from pointsman.agent.core.report_protocol import CHUNK_KEYS
+from pointsman.agent.core.key_stream import CHUNK_KEYS
 from pointsman.agent.v1 import agent_pb2, agent_pb2_grpc
 from pointsman.common.core.block_keys import KEY_SCHEME, digest_of
 from pointsman.common.io.auth import bearer

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from pointsman.agent.core import report_protocol
+from pointsman.agent.core import key_stream, report_protocol
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core import router_state
 from pointsman.router.core.first_choice import MANY
@@ -117,7 +117,7 @@ class Charges:
                 stack.enter_context(mock.patch.object(exact_index, "_SHARD", shards - 1))
             smaller(affinity, "CHUNK", self.sessions)
             smaller(affinity, "DROPPED_AT_ONCE", self.sessions)
-            smaller(report_protocol, "CHUNK_KEYS", self.keys_of_one)
+            smaller(key_stream, "CHUNK_KEYS", self.keys_of_one)
             replace(Views, "view", self._view)
             replace(Views, "has_room", self._has_room)
             replace(router_state.RouterState, "what_if", self._what_if)

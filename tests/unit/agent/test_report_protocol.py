@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pointsman.agent.core.cached_blocks import CachedBlocks, Tier
+from pointsman.agent.core.key_stream import CHUNK_KEYS
 from pointsman.agent.core.kv_events import BlockRemoved
-from pointsman.agent.core.report_protocol import CHUNK_KEYS, ProtocolError, ReportProtocol
+from pointsman.agent.core.report_protocol import ProtocolError, ReportProtocol
 from pointsman.agent.v1 import agent_pb2 as pb
 from pointsman.common.core.block_keys import KEY_SCHEME, digest_of
 from tests.support.kv_events import hash_of, pairs_of, store
