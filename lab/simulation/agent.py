@@ -1,8 +1,8 @@
 """The agent of one simulated instance: the agent's own streams to routers, over what an engine model has cached. Pure.
 
 Of the real one it lacks the counting of blocks by vLLM's events (CachedBlocks): an engine model's blocks have the routers' keys
-as their hashes, and it knows which copy of a block is the first and which the last. To count them again, as fast as Python can
-do it, took a quarter of a simulation's time more.
+as their hashes, and it knows which copy of a block is the first and which the last. A simulation that counted them again took
+some 30 % longer than one without streams; with streams alone it takes some 10 % longer.
 """
 
 from __future__ import annotations
