@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -12,7 +13,7 @@ from pointsman.router import core as router_core
 from pointsman.router.core import events_and_effects as ev
 from pointsman.router.core.instances.saturation import SaturationLimits
 from pointsman.router.core.load.reservations import Reservation
-from pointsman.router.core.policy.base import Policy, hold
+from pointsman.router.core.policy.base import Policy, hold, serve, slice_of
 from pointsman.router.core.policy.registry import make_policy
 from pointsman.router.core.requests.hold_queue import QueueSettings
 from pointsman.router.core.requests.request_state import (
@@ -29,9 +30,10 @@ from pointsman.router.core.requests.request_state import (
     Stage,
     Transition,
 )
+from pointsman.router.core.requests.unfinished_work import PART
 from pointsman.router.core.router_state import RouterState
 from pointsman.router.core.types import FleetView, Phase, PlacementRequest, PolicyResult
-from tests.support.router_values import join, place, request, set_policy, state
+from tests.support.router_values import finish, join, place, request, set_policy, state
 
 
 class HoldsAll(Policy):
@@ -172,3 +174,64 @@ def test_nothing_but_open_requests_tells_an_index_of_a_request() -> None:
     }
     assert {name for name, _ in found} == {"open_requests.py"}, found
     assert len(found) == sum(map(len, TELLS.values()))
+
+
+def test_a_hello_in_parts_passes_over_requests_that_ended_meanwhile() -> None:
+    router = state(gateway_lease_s=15.0)
+    join(router, "a", 1)
+    names = [f"r{number}" for number in range(2 * PART)]
+    for name in names:
+        place(router, request(name, tokens=10), 0.0, "g")
+    router.handle(ev.GatewayLost("g"), 0.0)
+    router.handle(ev.GatewayHello("g", (), frozenset(names)), 14.9)
+    router.handle(ev.Tick(), 15.1)
+    finish(router, 15.2)
+    assert 0 < len(router.requests) < 2 * PART
+    assert {one.lease_until for one in router.reservations} == {None}
+    router.check_invariants()
+
+
+@dataclass(frozen=True)
+class SlicesThenWaits(Policy):
+    """A first slice at once, the rest when nothing is to be prefilled there."""
+
+    name: ClassVar[str] = "slices_then_waits"
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: object) -> PolicyResult:
+        [only] = view.eligible()
+        if not request.sliceable_tokens:
+            return serve(only, "other")
+        if only.prefill_backlog.queue:
+            return hold("busy")
+        return slice_of(only, 256, "slice") if only.cached_tokens < 256 else serve(only, "rest")
+
+
+def test_a_gateway_that_is_back_keeps_what_waits_between_two_steps() -> None:
+    router = state(gateway_lease_s=2.0)
+    set_policy(router, SlicesThenWaits())
+    join(router, "a", 0)
+    prompt = request("r", tokens=1_030, keys=tuple(range(1, 65)), sliceable_tokens=1_030)
+    place(router, prompt, 0.0, "g")
+    place(router, request("other", tokens=5_000), 0.0, "h")
+    router.handle(ev.GatewayLost("g"), 0.1)
+    router.handle(ev.GatewayTold("g", ev.StepDone("r", 0, ok=True)), 0.2)
+    assert known(router).stage is Stage.BETWEEN_STEPS
+    router.handle(ev.GatewayHello("g", (ev.OpenStream(prompt, "a", Phase.PREFILL, 0),)), 0.3)
+    router.handle(ev.Tick(), 3.0)
+    assert known(router).stage is Stage.BETWEEN_STEPS
+    effects = [*router.handle(ev.FirstToken("other"), 3.1), *router.handle(ev.Tick(), 4.0)]
+    assert [(one.request_id, one.step_index) for one in effects if isinstance(one, ev.Placed)] == [("r", 1)]
+
+
+def test_the_decision_of_another_pool_does_not_stay_with_an_id_that_comes_again() -> None:
+    router = state(owns_all=False)
+    for number, pool in enumerate("mn"):
+        router.handle(ev.PoolTaken(pool), 0.0)
+        join(router, f"i{pool}", number, model=pool, served_names=())
+    place(router, request("r", tokens=10), 0.0, "g")
+    end(router, "r", 0.1)
+    stream = ev.OpenStream(request("r", tokens=10, model="n"), "in", Phase.DECODE, 0)
+    router.handle(ev.StreamOpened("g", stream), 0.2)
+    router.handle(ev.PoolLost("m"), 0.3)
+    finish(router, 0.3)
+    router.check_invariants()

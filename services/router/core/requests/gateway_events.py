@@ -60,10 +60,13 @@ class GatewayEvents:
             else:
                 yield self.plans.cancelled(reservation.request_id, "no gateway claims it", now)
         for request_id, stream in announced.items():
-            if request_id in between:
-                continue
             if self.is_anothers(request_id, hello.gateway_id):
                 yield [ev.ReportIgnored(request_id, hello.gateway_id)]
+                continue
+            if request_id in between:
+                # Its gateway waits for the next step, and is there again.
+                self.requests.keep(request_id)
+                yield []
                 continue
             known = _reservation(self.requests.placed(request_id))
             done = known.prefilled_tokens if known and known.instance_id == stream.instance_id else 0

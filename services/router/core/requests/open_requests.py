@@ -153,6 +153,8 @@ class OpenRequests:
         self._ended.pop(state.request_id, None)
         self.leave_queue(state.request_id)
         state.happened(ANNOUNCE, now, reservation.instance_id)
+        if state.decision is not None and state.decision.pool != reservation.pool:
+            state.decision = None  # of another request that had this id
         self._put(state, reservation, now)
         if state.prompt is None or state.prompt.instance_id != reservation.instance_id:
             if state.prompt is not None:
@@ -205,8 +207,9 @@ class OpenRequests:
     # ---- leases ----
 
     def keep(self, request_id: str) -> None:
-        """Let a placed request live until it ends. Mutates."""
-        self._lease(self._open[request_id], None)
+        """Let a request, if it is placed, live until it ends. Mutates."""
+        if (state := self.placed(request_id)) is not None:
+            self._lease(state, None)
 
     def lease(self, gateway_id: str, until: float) -> None:
         """Let all placed requests of a gateway end at `until` (s) unless it claims them. Mutates."""
