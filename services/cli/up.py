@@ -67,6 +67,8 @@ def run_up(settings: UpSettings) -> None:
     except KeyboardInterrupt:
         typer.echo("stopping")
     finally:
+        # A second one, as `timeout` sends it, would end this before the children have ended.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         children.stop()
 
 
