@@ -171,9 +171,8 @@ class OpenRequests:
     def first_token(self, state: RequestState, now: float) -> Reservation:
         """An answer began; returns the reservation as it is now. Mutates."""
         state.require(FIRST_TOKEN)
-        reservation = self._prefilled(state, now)
-        assert state.prompt is not None
-        self._prefix_knowledge.first_token(state.prompt, now)
+        reservation, prompt = self._prefilled(state, now)
+        self._prefix_knowledge.first_token(prompt, now)
         state.happened(FIRST_TOKEN, now)
         moved = state.reservation = self._reservations.first_token(reservation.request_id)
         assert moved is not None
@@ -183,9 +182,8 @@ class OpenRequests:
         """A step has computed its part: the request keeps its place there, with nothing left to compute, until the next step is
         placed. Mutates."""
         state.require(COMPUTE)
-        reservation = self._prefilled(state, now)
-        assert state.prompt is not None
-        self._prefix_knowledge.step_done(state.prompt, now)
+        reservation, prompt = self._prefilled(state, now)
+        self._prefix_knowledge.step_done(prompt, now)
         state.happened(COMPUTE, now)
         self.progress(state.request_id, reservation.new_tokens)
 
@@ -305,10 +303,11 @@ class OpenRequests:
         if (record := self._instances.get(reservation.instance_id)) is not None:
             record.circuit.left(reservation.request_id)
 
-    def _prefilled(self, state: RequestState, now: float) -> Reservation:
+    def _prefilled(self, state: RequestState, now: float) -> tuple[Reservation, OpenPrompt]:
+        """A prefill ended; what it took, as it was before, and its prompt."""
         reservation, prompt = state.reservation, state.prompt
         assert reservation is not None
+        assert prompt is not None
         record = self._instances.get(reservation.instance_id)
-        doubtful = prompt is None or prompt.evicted
-        self._prefill_observer.done(reservation, record.info if record else None, now, doubtful=doubtful)
-        return reservation
+        self._prefill_observer.done(reservation, record.info if record else None, now, doubtful=prompt.evicted)
+        return reservation, prompt
