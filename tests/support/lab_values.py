@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pointsman.lab.engine.cost_profile import Profile
+from pointsman.lab.report.request_record import RequestRecord
+from pointsman.lab.simulation.config import SimulationConfig
+from pointsman.lab.simulation.simulator import Simulator
 from pointsman.lab.workload.traces import TraceRequest
-from pointsman.router.core.policy.base import Policy, hold, serve
+from pointsman.router.core.policy.base import Policy, hold, offload, serve
 from pointsman.router.core.types import FleetView, PlacementRequest, PolicyResult
 
 # A step takes 1 s, and 0.01 s more for each token of a prompt; nothing else costs anything.
@@ -30,6 +33,33 @@ def ask(
         block_size=64,
         think_ms=think_s * 1e3,
     )
+
+
+def ask_once(session: str, at_s: float, length: int, output: int = 1) -> TraceRequest:
+    """The only turn of a session, whose prompt nobody shares."""
+    return ask(session, 1, at_s, (), length, output)
+
+
+def simulated(requests: list[TraceRequest], asked: SimulationConfig) -> tuple[Simulator, dict[str, RequestRecord]]:
+    """A simulation that answers every request once and leaves nothing open, and its records by session."""
+    simulator = Simulator(requests, asked)
+    records = simulator.run()
+    assert sorted((one.session, one.turn) for one in records) == sorted((one.session, one.turn) for one in requests)
+    for state in simulator.routers.states.values():
+        state.check_invariants()
+        assert len(state.reservations) == 0
+    return simulator, {one.session: one for one in records}
+
+
+@dataclass(frozen=True)
+class Passed(Policy):
+    """Prefill on the first instance, decode on the second."""
+
+    name: ClassVar[str] = "passed"
+
+    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
+        first, second = view.eligible()
+        return offload(request, first, second, "offload", "always")
 
 
 @dataclass(frozen=True)

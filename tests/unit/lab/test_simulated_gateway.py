@@ -16,26 +16,16 @@ from pointsman.lab.simulation.config import SimulationConfig
 from pointsman.lab.simulation.simulator import Simulator
 from pointsman.lab.workload.traces import TraceRequest
 from pointsman.router.core.instances.saturation import SaturationLimits
-from pointsman.router.core.policy.base import Policy, offload, serve
+from pointsman.router.core.policy.base import Policy, serve
 from pointsman.router.core.requests.hold_queue import QueueSettings
 from pointsman.router.core.router_state import StateSettings
 from pointsman.router.core.types import FleetView, PlacementRequest, PolicyResult
-from tests.support import lab_values
-from tests.support.lab_values import PLAIN
-
-
-def ask(session: str, at_s: float, length: int, output: int = 1) -> TraceRequest:
-    return lab_values.ask(session, 1, at_s, (), length, output)
+from tests.support.lab_values import PLAIN, Passed, simulated
+from tests.support.lab_values import ask_once as ask
 
 
 def simulate(requests: list[TraceRequest], **asked: Any) -> tuple[Simulator, dict[str, RequestRecord]]:
-    simulator = Simulator(requests, SimulationConfig(**asked))
-    records = simulator.run()
-    assert len(records) == len(requests)
-    for state in simulator.routers.states.values():
-        state.check_invariants()
-        assert len(state.reservations) == 0
-    return simulator, {one.session: one for one in records}
+    return simulated(requests, SimulationConfig(**asked))
 
 
 @dataclass(frozen=True)
@@ -46,17 +36,6 @@ class First(Policy):
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         return serve(view.eligible()[0], "first")
-
-
-@dataclass(frozen=True)
-class Passed(Policy):
-    """Prefill on the first instance, decode on the second."""
-
-    name: ClassVar[str] = "passed"
-
-    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
-        first, second = view.eligible()
-        return offload(request, first, second, "offload", "always")
 
 
 def test_without_an_owner_for_long_the_gateway_places_by_its_own_counts() -> None:

@@ -22,22 +22,10 @@ from pointsman.router.core.router_state import StateSettings
 from pointsman.router.core.types import FleetView, PlacementRequest, PolicyResult, Step, StepKind
 from tests.support import lab_values
 from tests.support.lab_values import PLAIN, OneAtATime
+from tests.support.lab_values import ask_once as ask
+from tests.support.lab_values import simulated as simulate
 
 TWO = SimulationConfig(instances=1, profile=PLAIN, routers=2, takeover_s=3.0)
-
-
-def ask(session: str, at_s: float, length: int, output: int = 1) -> TraceRequest:
-    return lab_values.ask(session, 1, at_s, (), length, output)
-
-
-def simulate(requests: list[TraceRequest], asked: SimulationConfig) -> tuple[Simulator, dict[str, RequestRecord]]:
-    simulator = Simulator(requests, asked)
-    records = simulator.run()
-    assert sorted((one.session, one.turn) for one in records) == sorted((one.session, one.turn) for one in requests)
-    for state in simulator.routers.states.values():
-        state.check_invariants()
-        assert len(state.reservations) == 0
-    return simulator, {one.session: one for one in records}
 
 
 @dataclass(frozen=True)

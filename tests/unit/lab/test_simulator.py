@@ -27,11 +27,11 @@ from pointsman.lab.workload.synthetic_trace import generate
 from pointsman.lab.workload.trace_files import save_trace
 from pointsman.lab.workload.traces import TraceRequest, shared_prefix
 from pointsman.router.core.instances.saturation import SaturationLimits
-from pointsman.router.core.policy.base import Policy, SettingError, offload
+from pointsman.router.core.policy.base import Policy, SettingError
 from pointsman.router.core.requests.hold_queue import QueueSettings
 from pointsman.router.core.router_state import StateSettings
 from pointsman.router.core.types import FleetView, PlacementRequest, PolicyResult, Step, StepKind
-from tests.support.lab_values import PLAIN, OneAtATime, ask
+from tests.support.lab_values import PLAIN, OneAtATime, Passed, ask
 
 
 def simulate(requests: list[TraceRequest], **asked: Any) -> list[RequestRecord]:
@@ -222,17 +222,6 @@ class Sliced(Policy):
         if request.input_tokens <= 64:
             return PolicyResult((serve,), "small")
         return PolicyResult((Step(StepKind.PREFILL, first, "slice", prefix_tokens=64), serve), "sliced")
-
-
-@dataclass(frozen=True)
-class Passed(Policy):
-    """Prefill on the first instance, decode on the second."""
-
-    name: ClassVar[str] = "passed"
-
-    def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
-        first, second = view.eligible()
-        return offload(request, first, second, "offload", "always")
 
 
 def test_a_slice_waits_for_the_one_before_and_finds_its_work() -> None:
