@@ -19,6 +19,7 @@ from tests.support.engines.offloading import (
 )
 from tests.support.engines.servers import NIXL, Engine, EngineSpec, running_engines
 from tests.support.processes.control_plane import ControlPlane
+from tests.support.waiting import WITHIN_S, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -33,9 +34,19 @@ def pair(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="module")
 def nixl_plane(pair: list[Engine], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    """A control plane that offloads."""
+    """A control plane that offloads, when each engine has fetched KV from the other: vLLM waits 5 s for the answer to an engine's
+    first request to another one, which may take longer on a busy machine."""
     with offloading(pair, tmp_path_factory.mktemp("nixl-plane")).running() as plane:
+        for engine in pair:
+            until(lambda engine=engine: fetches(engine, plane), within_s=WITHIN_S, what=f"KV at {engine.spec.name}")  # type: ignore[misc]
         yield plane
+
+
+def fetches(engine: Engine, plane: ControlPlane) -> bool:
+    """Whether an answer of the engine, with KV of another one, comes without a failed step."""
+    with plane.client() as client:
+        answer = complete(client, with_cache_on(engine, plane) + fresh_words(40), max_tokens=1)
+    return not decided(plane, answer.decision_id).notes
 
 
 @pytest.mark.parametrize("number", [33, 500, 3_500])

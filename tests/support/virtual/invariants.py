@@ -23,8 +23,9 @@ LATE_S = 0.3
 OWNED_WITHIN_S = 10.0
 # So much later than it is due may a tick be, in s.
 TICK_SLACK_S = 0.25
-# So many s a new owner may read its pools' sessions at the most: a million of them, in pages of 128 with pauses for others.
-PAGED_S = 90
+# How long owners may take to read or rewrite their pools' sessions, s: a million of them, in pages of 128 with pauses for others,
+# takes up to 90 s, and two owners may do it one after the other (a router that returns gets its pools handed over).
+PAGED_S = 240
 
 
 class InvariantViolation(AssertionError):
