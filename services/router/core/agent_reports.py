@@ -14,7 +14,8 @@ from pointsman.router.core.requests.placed_requests import Plans
 
 
 class Reports:
-    """Agents' streams. `stale_report_s`: figures count for so long; `lost_instance_s`: an instance outlives its stream."""
+    """Applies the events of agents' streams. `stale_report_s`: age up to which a load report is used, s. `lost_instance_s`: how
+    long an instance without a stream is kept, s."""
 
     def __init__(
         self,
@@ -38,7 +39,7 @@ class Reports:
         self._lost_instance_s = lost_instance_s
 
     def hello(self, hello: ev.AgentHello, now: float) -> list[ev.Effect]:
-        """An agent opened a stream: welcome or refuse it. Mutates."""
+        """Welcome or refuse an agent that opened a stream. Mutates."""
         info = hello.info
         if hello.key_scheme != KEY_SCHEME:
             return [
@@ -67,7 +68,7 @@ class Reports:
         return [*effects, ev.FleetChanged()]
 
     def keys(self, event: ev.KeysReported, now: float) -> list[ev.Effect]:
-        """A message about an instance's keys. Mutates."""
+        """Apply a message about an instance's keys. Mutates."""
         record = self._reporter(event.stream_id, event.instance_id)
         if record is None:
             return []
@@ -84,7 +85,7 @@ class Reports:
         return effects
 
     def load(self, event: ev.LoadReported, now: float) -> list[ev.Effect]:
-        """A load sample. Mutates."""
+        """Record a load sample; cancel stale reservations if the engine has been idle long enough. Mutates."""
         record = self._reporter(event.stream_id, event.instance_id)
         if record is None:
             return []
@@ -99,7 +100,7 @@ class Reports:
         return effects
 
     def gone(self, event: ev.AgentGoodbye | ev.AgentLost, now: float) -> list[ev.Effect]:
-        """A stream ended, with or without a word. Mutates."""
+        """Handle the end of a stream: remove the instance after a goodbye, else mark it as lost. Mutates."""
         record = self._reporter(event.stream_id, event.instance_id)
         if record is None:
             return []
@@ -111,7 +112,8 @@ class Reports:
         return [ev.FleetChanged()]
 
     def tick(self, now: float) -> list[ev.Effect]:
-        """Time has passed: forget lost instances, and ask those for a snapshot that the index has room for again. Mutates."""
+        """Remove instances lost for `lost_instance_s`; request a new snapshot of each instance that did not fit into the index
+        and does now. Mutates."""
         effects: list[ev.Effect] = []
         for record in self._instances.records():
             if record.lost_at is not None and record.lost_at + self._lost_instance_s <= now:
@@ -125,12 +127,12 @@ class Reports:
         return effects
 
     def _reporter(self, stream_id: int, instance_id: str) -> InstanceRecord | None:
-        """The instance, if that stream is the one that reports it."""
+        """Return the instance's record, or None if another stream reports the instance."""
         record = self._instances.get(instance_id)
         return record if record is not None and record.stream_id == stream_id else None
 
     def _heard(self, record: InstanceRecord, now: float) -> list[ev.Effect]:
-        """Its agent has something to say. Mutates."""
+        """Note that the instance's agent sent a message; return the effects of the prediction audit. Mutates."""
         effects = self._prefix_knowledge.heard(record, now)
         record.heard_at = now
         record.forget_snapshot()

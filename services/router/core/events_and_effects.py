@@ -1,4 +1,4 @@
-"""What can happen to the router (events), and what it wants done about it (effects). Immutable values. Pure."""
+"""The events that RouterState handles and the effects that it returns. Immutable values. Pure."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pointsman.router.core.policy.base import Policy
 from pointsman.router.core.prefill_curve import MeanWork
 from pointsman.router.core.types import Decision, InstanceInfo, Load, Phase, PlacementRequest, Step
 
-# The outcome of a request that has ended nobody knows how.
+# The outcome of a request whose end is known, but not how it ended.
 UNKNOWN = "UNKNOWN"
 
 # ---- events: agents ----
 
 
 class AgentHello(msgspec.Struct, frozen=True, gc=False):
-    """An agent opened `stream_id` for an instance and has deltas oldest..latest. It speaks every `report_interval_s` at least (0:
-    not told)."""
+    """An agent opened `stream_id` for an instance and keeps the deltas `oldest_seq` to `latest_seq`. `report_interval_s`: maximum
+    interval between two of its messages, s (0: unknown)."""
 
     stream_id: int
     info: InstanceInfo
@@ -48,7 +48,7 @@ class LoadReported(msgspec.Struct, frozen=True, gc=False):
 
 
 class AgentGoodbye(msgspec.Struct, frozen=True, gc=False):
-    """The incarnation is over."""
+    """The agent reports that the incarnation has ended."""
 
     stream_id: int
     instance_id: str
@@ -65,7 +65,7 @@ class AgentLost(msgspec.Struct, frozen=True, gc=False):
 
 
 class OpenStream(msgspec.Struct, frozen=True, gc=False):
-    """A running request that a gateway announces."""
+    """A running request that a gateway reports."""
 
     request: PlacementRequest
     instance_id: str
@@ -74,9 +74,9 @@ class OpenStream(msgspec.Struct, frozen=True, gc=False):
 
 
 class GatewayHello(msgspec.Struct, frozen=True, gc=False):
-    """A gateway (re)connected, or learned what this replica owns; its reservations that it does not list are over.
+    """A gateway (re)connected, or was told that this replica owns other pools. Its reservations that it does not list have ended.
 
-    `waiting` are request ids that it waits for an answer to, `known` the ids of the instances that it was last told of.
+    `waiting`: ids of the requests for which it waits for an answer. `known`: ids of the instances that it was last sent.
     """
 
     gateway_id: str
@@ -86,23 +86,23 @@ class GatewayHello(msgspec.Struct, frozen=True, gc=False):
 
 
 class GatewayLost(msgspec.Struct, frozen=True, gc=False):
-    """A gateway's stream ended; its reservations live on for the lease, its held requests are forgotten: it asks again."""
+    """A gateway's stream ended. Its reservations are kept for the lease. Its held requests are dropped, since it asks again."""
 
     gateway_id: str
 
 
 class PlaceRequested(msgspec.Struct, frozen=True, gc=False):
-    """A request wants its first step, at once or, when it is held, in time. `gateway_id` is empty for the unary form, whose
-    reservation has a lease."""
+    """A gateway asks for a request's first step. The answer comes at once, or later if the request is held. `gateway_id` is empty
+    for the unary form, whose reservation has a lease."""
 
     request: PlacementRequest
     gateway_id: str = ""
 
 
 class StepDone(msgspec.Struct, frozen=True, gc=False):
-    """A PREFILL step ended, or a SERVE step did not get the KV it was to answer from. `error` says how it failed;
-    `instance_failed`: its instance is to blame. `deadline_s`: how much longer the gateway waits for the next step; None: nobody
-    knows."""
+    """A PREFILL step ended, or a SERVE step did not get the KV that it needs. `error`: how the step failed. `instance_failed`:
+    the step's instance caused the failure. `deadline_s`: how much longer the gateway waits for the next step, s (None:
+    unknown)."""
 
     request_id: str
     step_index: int
@@ -113,24 +113,26 @@ class StepDone(msgspec.Struct, frozen=True, gc=False):
 
 
 class StreamOpened(msgspec.Struct, frozen=True, gc=False):
-    """A gateway waited in vain for a request's next step, and went on alone."""
+    """A gateway got no next step of a request in time and continued without the router."""
 
     gateway_id: str
     stream: OpenStream
 
 
 class FirstToken(msgspec.Struct, frozen=True, gc=False):
-    """An answer began. `refused_by`: the instances that answered 5xx before."""
+    """An answer began. `refused_by`: the instances that answered this request with 5xx before."""
 
     request_id: str
     refused_by: tuple[str, ...] = ()
 
 
 class Finished(msgspec.Struct, frozen=True, gc=False):
-    """A request ended, however it did. `outcome`: OK, CANCELLED, REJECTED, FAILED, or UNKNOWN, which says nothing of its
-    instance. Token counts are the engine's own, None where it did not say. `refused`: its instance answered 5xx. `refused_by`:
-    as in FirstToken, of a request that ended without one. `finish_reason`: STOP, LENGTH, ..., "" where nobody said.
-    `cached_by_tier`: tier (agent.v1.Tier) -> tokens, as far as that is known."""
+    """A request ended. `outcome`: OK, CANCELLED, REJECTED, FAILED, or UNKNOWN (no evidence for or against its instance).
+
+    Token counts are the engine's own, None if the engine did not report them. `refused`: the request's instance answered 5xx.
+    `refused_by`: as in FirstToken, for a request that ended without a first token. `finish_reason`: STOP, LENGTH, ..., "" if
+    unknown. `cached_by_tier`: tier (agent.v1.Tier) -> tokens, as far as known.
+    """
 
     request_id: str
     outcome: str
@@ -147,9 +149,11 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
 
 
 class GatewayTold(msgspec.Struct, frozen=True, gc=False):
-    """What became of a request, as `gateway_id` tells (empty: whoever calls the unary form). It may tell of its own, of those of
-    the unary form, and of those of a gateway without a stream, whose reservations have a lease. The same holds for what it asks
-    (PlaceRequested), and for what it says to run (StreamOpened, GatewayHello)."""
+    """A report of `gateway_id` (empty: a caller of the unary form) on one request.
+
+    A gateway may report on its own requests, on those of the unary form, and on those of a gateway without a stream (their
+    reservations have a lease). The same rule holds for PlaceRequested, StreamOpened and GatewayHello.
+    """
 
     gateway_id: str
     told: StepDone | FirstToken | Finished
@@ -159,33 +163,33 @@ class GatewayTold(msgspec.Struct, frozen=True, gc=False):
 
 
 class DrainsChanged(msgspec.Struct, frozen=True, gc=False):
-    """From now on these instances, each in the incarnation given, get nothing new by operators' configuration, and all others
-    may."""
+    """The operator config drains exactly these instances from now on: instance id -> the incarnation that is drained."""
 
     incarnations: Mapping[str, str]
 
 
 class OrdersChanged(msgspec.Struct, frozen=True, gc=False):
-    """From now on these are operators' orders by instance id, of instances known or not, whatever their incarnation."""
+    """The operator config has exactly these orders from now on, by instance id. An order holds for every incarnation, and may
+    name an instance that is not known yet."""
 
     orders: Mapping[str, InstanceOrder]
 
 
 class PolicySet(msgspec.Struct, frozen=True, gc=False):
-    """From now on this policy decides, on held requests, too. Decisions that were made stay."""
+    """This policy is in force from now on, also for held requests. Earlier decisions stay."""
 
     policy: Policy
 
 
 class StoreState(msgspec.Struct, frozen=True, gc=False):
-    """The shared store went away (degraded) or came back."""
+    """The shared store became unreachable (`degraded`) or is reachable again."""
 
     degraded: bool
 
 
 class PoolTaken(msgspec.Struct, frozen=True, gc=False):
-    """This replica owns `pool` from now on. The open reservations and the mean work that the shared store knew replace what was
-    known; its sessions follow."""
+    """This replica owns `pool` from now on. The shared store's open reservations and mean work replace this replica's. The pool's
+    sessions follow (SessionsRead)."""
 
     pool: str
     reservations: tuple[Reservation, ...] = ()
@@ -193,29 +197,29 @@ class PoolTaken(msgspec.Struct, frozen=True, gc=False):
 
 
 class SessionsRead(msgspec.Struct, frozen=True, gc=False):
-    """Some owners of sessions that the shared store knows of a pool that this replica has taken. What is known since counts
-    more."""
+    """Session owners (session -> instance id) that were read from the shared store for a pool that this replica took over. An
+    owner that was set since the takeover is kept instead."""
 
     pool: str
     sessions: Mapping[str, str]
 
 
 class PoolLost(msgspec.Struct, frozen=True, gc=False):
-    """Another replica owns `pool` now, or is about to: nothing known of its requests counts any more."""
+    """Another replica owns `pool` now, or will soon: this replica drops the pool's requests."""
 
     pool: str
 
 
 class GoOn(msgspec.Struct, frozen=True, gc=False):
-    """There is time for the next part of what is unfinished (RouterState.unfinished)."""
+    """Apply the next part of the unfinished work (RouterState.unfinished)."""
 
 
 class RetryDue(msgspec.Struct, frozen=True, gc=False):
-    """The moment has come that RouterState.retry_at told: what was gathered is tried."""
+    """The time RouterState.retry_at has been reached: retry held requests for what was freed since the last trial."""
 
 
 class Tick(msgspec.Struct, frozen=True, gc=False):
-    """Time has passed."""
+    """Time has passed: end what has expired, and retry held requests."""
 
 
 Event = (
@@ -256,7 +260,7 @@ class Welcome(msgspec.Struct, frozen=True, gc=False):
 
 
 class Resync(msgspec.Struct, frozen=True, gc=False):
-    """Ask an agent for a new snapshot."""
+    """Request a new snapshot from an agent."""
 
     stream_id: int
     instance_id: str
@@ -264,7 +268,7 @@ class Resync(msgspec.Struct, frozen=True, gc=False):
 
 
 class PredictionAuditFailed(msgspec.Struct, frozen=True, gc=False):
-    """An instance's answers fall short of what is predicted for it, persistently; `reason` tells how far."""
+    """An instance's engine persistently reports fewer cached tokens than predicted; `reason` says by how much."""
 
     instance_id: str
     reason: str
@@ -279,7 +283,7 @@ class RefuseReport(msgspec.Struct, frozen=True, gc=False):
 
 
 class Placed(msgspec.Struct, frozen=True, gc=False):
-    """A request's next step, for the gateway that asked (empty: for the unary form). It may come long after the question."""
+    """A request's next step, for the gateway that asked (empty: the unary form). It may come long after the question."""
 
     request_id: str
     decision: Decision
@@ -292,8 +296,8 @@ class Placed(msgspec.Struct, frozen=True, gc=False):
 class Refused(msgspec.Struct, frozen=True, gc=False):
     """A request cannot be placed; `code` is the gRPC status name. Nothing is reserved.
 
-    `not_serving`: only because another replica owns the `pool`, or this one has just started. `asked_model`: not
-    empty, only who asks for that model under this id is refused (INVALID_ARGUMENT): the request that has the id is another one.
+    `not_serving`: the only cause is that another replica owns the `pool`, or that this replica has just started. `asked_model`:
+    if not empty, the refusal (INVALID_ARGUMENT) is only for the call that named this model, since another request has the id.
     """
 
     request_id: str
@@ -313,7 +317,7 @@ class DecisionMade(msgspec.Struct, frozen=True, gc=False):
 
 
 class DecisionNoted(msgspec.Struct, frozen=True, gc=False):
-    """Something that became of a decision's plan before its request ended."""
+    """A note on a decision's plan, before its request has ended."""
 
     decision_id: str
     note: str
@@ -327,7 +331,7 @@ class DecisionClosed(msgspec.Struct, frozen=True, gc=False):
 
 
 class ReportIgnored(msgspec.Struct, frozen=True, gc=False):
-    """A gateway told something of a request that another one has open, or waits for."""
+    """A gateway's report was ignored: another gateway has the request open, or waits for its answer."""
 
     request_id: str
     gateway_id: str
@@ -338,13 +342,13 @@ class FleetChanged(msgspec.Struct, frozen=True, gc=False):
 
 
 class PoolForgotten(msgspec.Struct, frozen=True, gc=False):
-    """A pool has had no instance for long, and nothing of it is open."""
+    """A pool without open requests has had no instance for long, and was removed."""
 
     pool: str
 
 
 class Reserved(msgspec.Struct, frozen=True, gc=False):
-    """For the shared store: a reservation opened or moved on."""
+    """For the shared store: a reservation was opened or changed."""
 
     reservation: Reservation
 

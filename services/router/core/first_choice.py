@@ -1,7 +1,7 @@
-"""Which instances of a large pool a decision looks at: those with most of its prompt, and those with the least to do. Pure.
+"""Selects the instances of a large pool that a decision considers: the best cached and the least loaded ones. Pure.
 
-Looking at 1,000 instances costs a decision two milliseconds, and 300 KB of log. Of instances that have equally much of a prompt
-the least loaded is the best one, whatever the policy's formula, so few of them need to be scored. The others are told in sums.
+A decision that considers 1,000 instances takes two milliseconds and 300 KB of log. Of several instances that have equally much of
+a prompt, the least loaded is the best by any policy's formula, so few instances need a score. Policies get the others in sums.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from pointsman.router.core.load.reservations import Reservations
 from pointsman.router.core.prefix.exact_index import PrefixIndex
 from pointsman.router.core.types import Unseen
 
-# A pool of so many instances is looked at in full.
+# Maximum number of instances of a pool that is considered in full.
 MANY = 64
-# How many that have most of the prompt, and how many of the least loaded in each order, are looked at in a larger one.
+# Number of instances with most of the prompt, per index, that are considered in a larger pool.
 MOST_CACHED = 24
+# Number of least loaded instances, per order, that are considered in a larger pool.
 LEAST_LOADED = 16
-# A token in decode weighs as in `unified`.
+# Weight of a token in decode against a token to prefill, as in `unified`.
 DECODE_WEIGHT = 0.01
-# Of all that is kept for lists of instances: their lengths, 260 bytes for each place; and changes that all need not follow yet.
+# Maximum total length of the lists of instances that are kept (260 bytes per entry).
 MAX_PLACES = 100_000
+# Maximum number of recent changes that are kept for lists that have not applied them yet.
 MAX_CHANGES = 4_096
 
 
@@ -34,8 +36,8 @@ _Order: TypeAlias = list[_Place]
 
 
 class _Load(NamedTuple):
-    """What the open requests of an instance come to: their number, the tokens to compute for them, whether a prompt is being
-    computed, and their input tokens."""
+    """The load of an instance's open requests: their number, the tokens to compute (those in decode weighted), whether any of
+    them is in prefill, and their input tokens."""
 
     requests: int
     work: float
@@ -44,8 +46,8 @@ class _Load(NamedTuple):
 
 
 class PoolLoads:
-    """The instances of a pool that answer to the same names, in two orders: by open requests and then work, and by work and then
-    requests. `members` must have ids in ascending order. It is right once it has followed all changes."""
+    """The instances of a pool that answer to the same names, in two orders: by open requests, then work; and by work, then open
+    requests. `members` must be in ascending order of ids. The orders are correct once `follow` was called for all changes."""
 
     def __init__(self, members: Sequence[InstanceRecord], reservations: Reservations) -> None:
         self.members = members
@@ -60,7 +62,8 @@ class PoolLoads:
         self._masks: dict[PrefixIndex, tuple[int, int]] = {}
 
     def follow(self, instance_ids: Iterable[str] | None) -> None:
-        """The open requests of these instances, of this pool or another, have changed; None: of any. Mutates."""
+        """Update the orders after the open requests of these instances have changed (None: possibly of all). Ids of instances of
+        other pools are ignored. Mutates."""
         for name in self._records if instance_ids is None else self._records.keys() & set(instance_ids):
             was, now = self._loads[name], self._load(name)
             if was != now:
@@ -79,9 +82,11 @@ class PoolLoads:
         turn: int,
         eligible: Callable[[InstanceRecord], bool],
     ) -> list[InstanceRecord]:
-        """The instances to look at, by id: those that are `named`, and of those that are `eligible` the ones that hold most of
-        `keys` in each index and the least loaded. Of equally loaded ones `turn` (the pool's decisions so far) says which. Empty
-        when none is eligible."""
+        """Return the instances to consider, in ascending order of ids; empty if none is eligible.
+
+        They are those that are `named`, and of the `eligible` ones those that hold most of `keys` in each index and the least
+        loaded. Among equally loaded ones, `turn` (the number of the pool's decisions so far) decides.
+        """
         found: dict[str, InstanceRecord] = {}
         for order in (self._by_requests, self._by_work):
             room = LEAST_LOADED
@@ -99,7 +104,7 @@ class PoolLoads:
         return [found[name] for name in sorted(found)]
 
     def unseen(self, seen: Sequence[InstanceRecord]) -> Unseen:
-        """The sums over all the others."""
+        """Return the sums over all instances that are not in `seen`."""
         loads = [self._loads[record.info.instance_id] for record in seen]
         return Unseen(
             instances=len(self._loads) - len(loads),
@@ -109,7 +114,7 @@ class PoolLoads:
         )
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when the orders are not those of the loads."""
+        """Raise AssertionError if the orders or the sums differ from the instances' current loads."""
         assert self._loads == {name: self._load(name) for name in self._records}
         assert self._by_requests == sorted((load.requests, load.work, name) for name, load in self._loads.items())
         assert self._by_work == sorted((load.work, load.requests, name) for name, load in self._loads.items())
@@ -128,7 +133,7 @@ class PoolLoads:
     ) -> Iterator[tuple[str, InstanceRecord]]:
         room = MOST_CACHED
         for _, mask in index.runs(keys, self._mask(index)):
-            # Of many that hold equally much, those with the least to do come first.
+            # If more instances than are needed hold equally much, those with the least work come first.
             alike = index.owners(mask) if mask.bit_count() <= room else self._holding(mask, index)
             for name in alike:
                 if eligible(record := self._records[name]):
@@ -149,25 +154,27 @@ class PoolLoads:
 
 
 class KeptLoads:
-    """The PoolLoads of the lists of instances that were lately asked for: one for all names that the same instances answer to, of
-    at most MAX_PLACES instances together. One follows changes when it is asked for, so that a placement by one name of hundreds
-    does not pay for the others."""
+    """A cache of PoolLoads by list of instances, least recently used first out, of at most MAX_PLACES instances in total.
+
+    All names that the same instances answer to share one PoolLoads. A PoolLoads applies changes when it is requested, so a
+    placement by one of hundreds of names does not pay for the others.
+    """
 
     def __init__(self, reservations: Reservations) -> None:
         self._reservations = reservations
-        # By pool and the id() of the list, the one asked for last at the end; each with how many changes it has followed.
+        # (pool, id() of the list of instances) -> PoolLoads and the number of changes it has applied; most recently used last.
         self._kept: OrderedDict[tuple[str, int], tuple[PoolLoads, int]] = OrderedDict()
         self._places = 0
-        # By pool: what holds its lists.
+        # Pool -> the object that holds the pool's lists of instances.
         self._lists: dict[str, object] = {}
-        # The instances that changed last, and how many did before them.
+        # The instances that changed last, and the number of earlier changes that are no longer kept.
         self._changes: list[str] = []
         self._dropped = 0
 
     def changed(self, instance_ids: Iterable[str]) -> None:
-        """The open requests of these instances have changed. Mutates; O(instances) in the mean."""
+        """Record that the open requests of these instances have changed. Mutates; amortised O(instances)."""
         self._changes.extend(instance_ids)
-        # Nothing follows those of small pools.
+        # Without any PoolLoads (all pools are small) no change is needed later.
         most = MAX_CHANGES if self._kept else 0
         if len(self._changes) > 2 * most:
             drop = len(self._changes) - most
@@ -175,8 +182,8 @@ class KeptLoads:
             self._dropped += drop
 
     def of(self, pool: str, lists: object, members: Sequence[InstanceRecord]) -> PoolLoads:
-        """Those of `members`, one of the `lists` of a pool (InstanceRegistry); lists that the pool had before are forgotten.
-        Mutates; O(changes since it was asked for last)."""
+        """Return the PoolLoads of `members`, one of the `lists` of a pool (InstanceRegistry). If the pool had other `lists`
+        before, their PoolLoads are dropped. Mutates; O(changes since the last call for `members`)."""
         if self._lists.get(pool) is not lists:
             self.forget_pool(pool)
             self._lists[pool] = lists
@@ -193,13 +200,13 @@ class KeptLoads:
         return loads
 
     def forget_pool(self, pool: str) -> None:
-        """The pool is gone, or its instances are others. Mutates; O(lists that are kept)."""
+        """Drop what is kept of a pool that is gone, or whose instances have changed. Mutates; O(lists that are kept)."""
         self._lists.pop(pool, None)
         for key in [key for key in self._kept if key[0] == pool]:
             self._places -= len(self._kept.pop(key)[0].members)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when the orders are not those of the loads once changes are followed."""
+        """Raise AssertionError if the bookkeeping, or a PoolLoads that has applied all changes, is inconsistent."""
         assert self._places == sum(len(loads.members) for loads, _ in self._kept.values())
         assert self._places <= MAX_PLACES or len(self._kept) == 1
         assert {pool for pool, _ in self._kept} <= self._lists.keys()
@@ -217,8 +224,8 @@ def _move(order: _Order, was: _Place, now: _Place) -> None:
 
 
 def _from_turn(order: _Order, turn: int) -> Iterator[_Place]:
-    """In order, but of those that are first and equal the ones whose turn it is first: an idle fleet is used in full. Policies
-    take turns among those that they are shown, so these stay the same for LEAST_LOADED turns."""
+    """Yield the order's entries, with the equal ones at its start rotated by `turn`, so that all instances of an idle fleet are
+    used. The rotation stays the same for LEAST_LOADED turns, since policies themselves rotate among the instances they see."""
     first = order[0][:2]
     equal = bisect_right(order, first, key=lambda one: one[:2])
     start = turn - turn % LEAST_LOADED

@@ -1,6 +1,6 @@
-"""Whose a gateway's id is: who opened a session under it first, for as long as that has something to lose. Pure.
+"""Protects gateway ids: an id belongs to the gateway that first opened a session under it, until its lease ends. Pure.
 
-All gateways may show one token, so an id is proven by a secret that its gateway makes up and tells routers alone.
+All gateways may share one token, so a gateway proves its id by a secret that it generates and sends to routers only.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class _Claim:
-    """`until` is on the monotonic clock; infinite while a session is open."""
+    """The secret of a gateway id, and when the claim ends (s on the monotonic clock; infinite while a session is open)."""
 
     secret: bytes
     until: float
 
 
 class GatewayClaims:
-    """The ids that gateways have, each until `lease_s` after its last session, as long as its reservations live on."""
+    """The claimed gateway ids. A claim ends `lease_s` after the id's last session, when the gateway's reservations end, too."""
 
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
@@ -29,7 +29,7 @@ class GatewayClaims:
         return len(self._claims)
 
     def claim(self, gateway_id: str, secret: bytes, now: float) -> bool:
-        """Whether a session may be opened under `gateway_id` by who shows `secret`; if so the id is its own. Mutates."""
+        """Claim or renew `gateway_id` for the caller that has `secret`; return whether the id may be used. Mutates."""
         known = self._claims.get(gateway_id)
         if known is None or known.until <= now:
             self._claims[gateway_id] = _Claim(secret, now + self._lease_s)
@@ -40,16 +40,17 @@ class GatewayClaims:
         return True
 
     def opened(self, gateway_id: str, secret: bytes, now: float) -> bool:
-        """A session under a claimed id is open, unless its opening took so long that another one has the id by now. Mutates."""
+        """Record that a session under a claimed id is open. Return False if opening took so long that another gateway has the id
+        now. Mutates."""
         if not self.claim(gateway_id, secret, now):
             return False
         self._claims[gateway_id].until = math.inf
         return True
 
     def closed(self, gateway_id: str, now: float) -> None:
-        """The last session under an id has ended. Mutates."""
+        """Record that the last session under an id has ended. Mutates."""
         self._claims[gateway_id].until = now + self._lease_s
 
     def expire(self, now: float) -> None:
-        """Forget ids that are free again. Mutates."""
+        """Remove claims that have ended. Mutates."""
         self._claims = {name: one for name, one in self._claims.items() if one.until > now}

@@ -1,4 +1,4 @@
-"""Which replica owns which pool: who should take a free one, and what this replica owns. Pure."""
+"""Ownership of pools: which replica should take a free pool, and which pools this replica owns. Pure."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Owner:
 
 
 def preferred(pool: str, router_ids: Iterable[str]) -> str:
-    """The replica that should take `pool`: the highest of xxh3(replica, pool); "" when there is none.
+    """Return the replica that should own `pool`: the one with the highest xxh3(replica, pool); "" if there is no replica.
 
-    Rendezvous hashing (Thaler and Ravishankar, 1998): all replicas agree without talking, and one that comes or goes moves
-    only its own pools.
+    This is rendezvous hashing (Thaler and Ravishankar, 1998): all replicas agree without communication, and a replica that joins
+    or leaves changes the preferred owner of its own pools only.
     """
     return max(
         router_ids, key=lambda router_id: (xxh3_64_intdigest(f"{router_id}\0{pool}".encode()), router_id), default=""
@@ -29,7 +29,8 @@ def preferred(pool: str, router_ids: Iterable[str]) -> str:
 
 
 class SettledReplicas:
-    """Which other replicas have been alive for `settle_s`, in s: long enough to know the fleet, and not about to go again."""
+    """The live replicas, and since when each is alive. A replica is settled after `settle_s` (s): it then knows the fleet, and is
+    unlikely to stop again soon."""
 
     def __init__(self, settle_s: float) -> None:
         self._settle_s = settle_s
@@ -37,43 +38,45 @@ class SettledReplicas:
         self._offered: dict[str, set[str]] = {}
 
     def seen(self, live: Iterable[str], now: float) -> None:
-        """These replicas are alive at `now`; one that was not for a moment begins anew. Mutates."""
+        """Record which replicas are alive at `now`. The time of a replica that was absent starts again. Mutates."""
         self._since = {router_id: self._since.get(router_id, now) for router_id in live}
         self._offered = {router_id: pools for router_id, pools in self._offered.items() if router_id in self._since}
 
     def successor(self, pool: str, own_id: str, now: float) -> str:
-        """The replica that `own_id` should hand `pool` over to: the preferred one, once settled; "" when there is none, or it
-        has been offered the pool before and not kept it."""
+        """Return the replica that `own_id` should hand `pool` over to: the preferred one, once it has settled.
+
+        Return "" if this is `own_id` itself or no replica, or if that replica was offered the pool before and did not keep it.
+        """
         one = preferred(pool, self._since)
         if one in ("", own_id) or now - self._since[one] < self._settle_s or pool in self._offered.get(one, ()):
             return ""
         return one
 
     def offered(self, pool: str, router_id: str) -> None:
-        """The pool was handed over. Mutates."""
+        """Record that the pool was handed over to `router_id`. Mutates."""
         self._offered.setdefault(router_id, set()).add(pool)
 
 
 class OwnedPools:
-    """The pools whose requests this replica places: all of them (without a shared store), or those it has taken."""
+    """The pools whose requests this replica places: all pools (without a shared store), or those it owns."""
 
     def __init__(self, *, everything: bool) -> None:
         self._everything = everything
         self._taken: set[str] = set()
 
     def owns(self, pool: str) -> bool:
-        """Whether this replica places the pool's requests."""
+        """Return whether this replica places the pool's requests."""
         return self._everything or pool in self._taken
 
     @property
     def any(self) -> bool:
-        """Whether it places any pool's requests, now or as soon as there are instances."""
+        """Whether this replica places the requests of any pool, now or as soon as instances exist."""
         return self._everything or bool(self._taken)
 
     def take(self, pool: str) -> None:
-        """Mutates."""
+        """Add an owned pool. Mutates."""
         self._taken.add(pool)
 
     def lose(self, pool: str) -> None:
-        """Mutates."""
+        """Remove an owned pool, if present. Mutates."""
         self._taken.discard(pool)

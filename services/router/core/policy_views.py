@@ -1,8 +1,7 @@
-"""What a policy gets to see: the fleet as it is for one request, at one moment. Pure.
+"""Builds the FleetView that a policy decides on: the fleet as one request sees it at one moment. Pure.
 
-Most of what is seen of an instance does not depend on the request, and does not change between one decision and the next. It is
-kept (InstanceRecord.candidate_snapshot) until an event concerns the instance or until a moment comes at which time alone changes
-it.
+Most of what a view says of an instance does not depend on the request, and does not change between two decisions. This part is
+kept (InstanceRecord.candidate_snapshot) until an event concerns the instance, or until a time at which time alone changes it.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ FAILED_BEFORE = "failed_before"
 
 
 class Views:
-    """Makes FleetViews. Changes nothing but what the records keep for the next one. `stale_report_s`: engines' own figures are
-    not used when older."""
+    """Builds FleetViews. Changes nothing but cached data. `stale_report_s`: age up to which engines' own figures are used, s."""
 
     def __init__(
         self,
@@ -70,8 +68,8 @@ class Views:
     def view(
         self, request: PlacementRequest, pool: str, decision_number: int, now: float, *, few: bool = False
     ) -> FleetView:
-        """All instances of `pool` that answer to the request's model; with `few` the first choice of them, if they are many.
-        O(instances looked at + look-ups of the prompt's keys)."""
+        """Return a view of all instances of `pool` that answer to the request's model; with `few`, and more than MANY instances,
+        of a first choice of them. O(instances considered + look-ups of the prompt's keys)."""
         self._follow_reservations()
         owner = self._affinity.owner(pool, request.session, now) if request.session_id else ""
         members, unseen = self._instances.members(pool, request.model), NOTHING_UNSEEN
@@ -96,7 +94,7 @@ class Views:
             else:
                 candidate = structs.replace(candidate, new_tokens=tokens)
             candidates.append(candidate)
-        # What few requests need: instances that failed this one, and tokens that are provisional.
+        # Needed by few requests only: instances that failed this request before, and provisional tokens.
         for number, candidate in enumerate(candidates if provisional or request.exclude else ()):
             instance_id = candidate.instance_id
             if instance_id in request.exclude and candidate.excluded in ("", SATURATED, CIRCUIT_OPEN):
@@ -114,7 +112,7 @@ class Views:
         if all(candidate.produces_only for candidate in candidates):
             candidates = [structs.replace(one, produces_only=False) for one in candidates]
         if not any(_may_serve(candidate) for candidate in candidates):
-            # Better an instance that may fail than none.
+            # An instance that may fail is better than none.
             candidates = [
                 structs.replace(one, excluded="") if one.excluded == CIRCUIT_OPEN else one for one in candidates
             ]
@@ -129,28 +127,28 @@ class Views:
         return FleetView(tuple(candidates), owner, decision_number, now, curves, mean_work, unseen)
 
     def has_room(self, pool: str, model: str, now: float) -> bool:
-        """Whether any instance of `pool` that answers to `model`, one of its names, may be placed on."""
+        """Return whether a request for `model`, one of the names of `pool`, can be placed on any instance."""
         excluded = self._excluded(pool, model, now)
         return "" in excluded or (SATURATED not in excluded and CIRCUIT_OPEN in excluded)
 
     def saturated(self, pool: str, model: str, now: float) -> bool:
-        """Whether `model` is a name of `pool`, and saturation alone keeps all instances that answer to it from more."""
+        """Return whether `model` is a name of `pool` that no instance has room for, and at least one of them is saturated."""
         if self._instances.pool_of(model) != pool or self.has_room(pool, model, now):
             return False
         return SATURATED in self._excluded(pool, model, now)
 
     def _excluded(self, pool: str, model: str, now: float) -> set[str]:
-        """Why instances of `pool` that answer to `model` may not be placed on; "" of those that may."""
+        """Return the reasons for which instances of `pool` that answer to `model` are excluded; "" stands for a placeable one."""
         self._follow_reservations()
         seen = [one.candidate for one in self._snapshots(self._instances.members(pool, model), now)]
         return {one.excluded for one in seen if not one.produces_only} or {one.excluded for one in seen}
 
     def forget_pool(self, pool: str) -> None:
-        """The pool has been gone for long. Mutates."""
+        """Drop what is kept of a pool that was removed. Mutates."""
         self._loads.forget_pool(pool)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when what is kept of an instance is not what would be seen anew."""
+        """Raise AssertionError if a kept snapshot differs from one that is built anew."""
         for record in self._instances.records():
             kept = record.candidate_snapshot
             if kept is not None and record.info.instance_id not in self._reservations.touched:
@@ -159,7 +157,7 @@ class Views:
         self._loads.check_invariants()
 
     def _follow_reservations(self) -> None:
-        """Forget what is kept of the instances whose open requests have changed."""
+        """Drop the snapshots of instances whose open requests have changed."""
         touched = self._reservations.touched
         for instance_id in touched:
             if (record := self._instances.get(instance_id)) is not None:
@@ -176,7 +174,7 @@ class Views:
         decision_number: int,
         now: float,
     ) -> list[InstanceRecord]:
-        """The instances of a large pool to look at: those that are named, and the best of those that the request may go to."""
+        """Return the instances of a large pool to consider: those that are `named`, and the best of those that are eligible."""
 
         def chosen(eligible: Callable[[InstanceRecord], bool]) -> list[InstanceRecord]:
             return loads.chosen(request.keys, self._prefix_knowledge.indexes(), named, decision_number, eligible)
@@ -202,7 +200,7 @@ class Views:
         return self._refresh(record, now)
 
     def _snapshots(self, members: Sequence[InstanceRecord], now: float) -> list[CandidateSnapshot]:
-        # As _seen: a call for each of them costs more than the rest.
+        # The body of _seen, inlined: a call for each instance would cost more than the rest.
         return [
             snapshot
             if (snapshot := record.candidate_snapshot) is not None and snapshot.since <= now < snapshot.until
@@ -275,7 +273,8 @@ class Views:
 
 
 def _kv_kind(info: InstanceInfo, side: KvRole) -> str:
-    """How KV goes out of an instance (`side` PRODUCER) or comes in; empty when it does not."""
+    """Return the kind of KV that an instance can send (`side` PRODUCER) or receive (CONSUMER); empty if it cannot. KV can go
+    between instances with equal kinds."""
     kv = info.kv_transfer
     if kv is None or kv.role not in (KvRole.BOTH, side):
         return ""
@@ -283,7 +282,8 @@ def _kv_kind(info: InstanceInfo, side: KvRole) -> str:
 
 
 def _with_own_remainder(candidate: Candidate, own: Reservation) -> Candidate:
-    """An instance where a part of the request's own prompt is computed: what is to follow it is one of the remainders listed."""
+    """Return `candidate`, where a slice of the request's own prompt is computed, with the rest of this prompt listed among its
+    remainders instead of included in the sums."""
     backlog, others = candidate.prefill_backlog, candidate.prefill_backlog.unlisted_remainders
     if not others.prefills or own.remainder in backlog.remainders:
         return candidate
@@ -301,5 +301,5 @@ def _with_own_remainder(candidate: Candidate, own: Reservation) -> Candidate:
 
 
 def _may_serve(candidate: Candidate) -> bool:
-    """Whether a request goes there now, or once it is less busy."""
+    """Return whether a request can be placed there now, or once the instance is less busy."""
     return candidate.excluded in ("", SATURATED) and not candidate.produces_only

@@ -1,4 +1,4 @@
-"""What a prefill costs in seconds, as a curve, and how the curve is learned from prefills that were watched. Pure."""
+"""The cost of a prefill in seconds, as a curve that is learned from observed prefills. Pure."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from typing import ClassVar
 
 import msgspec
 
-# A coder model of 30B parameters on a data-centre GPU; until something is seen, only the ratio of the last two counts.
+# Costs of a coder model of 30B parameters on a data-centre GPU. Until a prefill is observed, only the ratio of the last two
+# matters.
 _BASE_S, _TOKEN_S, _PAIR_S = 0.005, 4.7e-5, 2.8e-9
 
 
 class PrefillWork(msgspec.Struct, frozen=True, gc=False):
-    """What there is to compute: tokens, and pairs of a token with each one that it looks back at (each counted twice)."""
+    """Work of prefills: tokens to compute, and pairs of such a token with each token it attends to (each pair counted twice)."""
 
     tokens: float = 0.0
     pairs: float = 0.0
 
 
 class PrefillSums(msgspec.Struct, frozen=True, gc=False):
-    """Several prefills in sums: how many they are, and the tokens and pairs of PrefillWork that they have left together."""
+    """The sums of several prefills: their number, and the tokens and pairs (see PrefillWork) that are left of all together."""
 
     prefills: int = 0
     tokens: float = 0.0
     pairs: float = 0.0
 
     def mean(self) -> tuple[float, float]:
-        """(new, cached) tokens such that as many prefills of these have the same sums; there must be some."""
+        """Return (new, cached) tokens such that `prefills` prefills with these have the same sums. `prefills` must not be 0."""
         new = self.tokens / self.prefills
         return new, max(self.pairs / self.tokens - new, 0.0) / 2.0
 
@@ -38,8 +39,8 @@ NO_PREFILLS = PrefillSums()
 class PrefillCurve(msgspec.Struct, frozen=True, gc=False):
     """Seconds of a prefill of n new tokens after c cached ones: base_s + token_s * n + pair_s * n * (2c + n).
 
-    The last term is attention's: each new token looks back at all before it. Without it a long prompt's cost is off by a
-    factor of several (the reference's 64k tokens take 26 times as long as its 8k).
+    The last term is the cost of attention: each new token attends to all tokens before it. Without this term, a long prompt's
+    cost is wrong by a factor of several (in the reference system 64k tokens take 26 times as long as 8k).
     """
 
     base_s: float = _BASE_S
@@ -47,13 +48,13 @@ class PrefillCurve(msgspec.Struct, frozen=True, gc=False):
     pair_s: float = _PAIR_S
 
     def cost_s(self, new: float, cached: float) -> float:
-        """Seconds for `new` tokens after `cached` ones; 0 for none."""
+        """Return the seconds for `new` tokens after `cached` ones; 0 if `new` is 0 or less."""
         if new <= 0:
             return 0.0
         return self.base_s + new * (self.token_s + self.pair_s * (2.0 * cached + new))
 
     def total_s(self, prefills: Iterable[tuple[int, int]]) -> float:
-        """Seconds for several: (new, cached) of each, new tokens above 0."""
+        """Return the seconds for several prefills, each (new, cached) with new > 0."""
         base, token, pair = self.base_s, self.token_s, self.pair_s
         total = 0.0
         for new, cached in prefills:
@@ -61,15 +62,15 @@ class PrefillCurve(msgspec.Struct, frozen=True, gc=False):
         return total
 
     def sums_s(self, sums: PrefillSums) -> float:
-        """Seconds for several of which the sums are known."""
+        """Return the seconds for several prefills, from their sums."""
         return self.base_s * sums.prefills + self.token_s * sums.tokens + self.pair_s * sums.pairs
 
     def work_s(self, work: PrefillWork) -> float:
-        """Seconds for so much work."""
+        """Return the seconds for one prefill with this work."""
         return self.base_s + self.token_s * work.tokens + self.pair_s * work.pairs
 
     def tokens_in(self, seconds: float, cached: float) -> float:
-        """How many tokens after `cached` ones take so long; 0 when none do. The inverse of `cost_s`."""
+        """Return how many new tokens after `cached` ones take `seconds`; 0 if even one takes longer. The inverse of `cost_s`."""
         left = seconds - self.base_s
         if left <= 0:
             return 0.0
@@ -82,27 +83,31 @@ class PrefillCurve(msgspec.Struct, frozen=True, gc=False):
 DEFAULT_CURVE = PrefillCurve()
 
 
-# Of each of the three terms, the other two.
+# For each of the three terms, the indexes of the other two.
 OTHERS = ((1, 2), (0, 2), (0, 1))
 
 
 class PrefillCurveFit:
-    """Recursive least squares of the three coefficients, of errors relative to what was predicted.
+    """Fits the curve's three coefficients by recursive least squares of the errors relative to the prediction.
 
-    Old samples fade (`KEEP` at each new one), so the fit follows an engine that changes, and its memory is bounded: 3x3 sums.
-    A prior of the default curve's shape at the scale seen so far stands in for the directions that samples say nothing about,
-    for as long as they do not; so nothing grows without bounds while all prompts are alike. Coefficients stay within a factor
-    `RANGE` of the prior, and what is seen within a factor `CLIP` of what was predicted: one stalled engine is no new curve.
+    Each new sample multiplies the weight of older ones by `KEEP`, so the fit follows an engine that changes, and takes constant
+    memory (3x3 sums). A prior has the default curve's shape at the scale seen so far. It determines the coefficients that samples
+    say nothing about, so that none grows without bounds while all prompts are alike. Coefficients stay within a factor `RANGE` of
+    the prior. Samples are clipped to a factor `CLIP` of the prediction, so that one stalled engine does not change the curve.
     """
 
     KEEP = 0.98
+    # Minimum weight of the newest sample in the mean scale.
     SCALE_RATE = 0.05
+    # Weight of the prior against the samples.
     PRIOR = 0.2
     RANGE = 20.0
     CLIP = 3.0
+    # Number of samples from which on the learned curve is the prediction.
     TRUSTED_AFTER = 4
-    # What is outside is no prefill: seconds, tokens.
+    # Range of a valid sample, s. Samples outside are ignored.
     SECONDS = (1e-5, 1e5)
+    # Maximum number of new or cached tokens of a valid sample.
     TOKENS = 10**8
 
     def __init__(self) -> None:
@@ -113,7 +118,7 @@ class PrefillCurveFit:
         self._sums = [0.0] * 3
 
     def learn(self, new: int, cached: int, seconds: float) -> None:
-        """A prefill of `new` tokens after `cached` ones took so long. Mutates."""
+        """Add a sample: a prefill of `new` tokens after `cached` ones took `seconds`. Mutates."""
         low, high = self.SECONDS
         if not (0 < new <= self.TOKENS and 0 <= cached <= self.TOKENS and low <= seconds <= high):
             return
@@ -122,7 +127,7 @@ class PrefillCurveFit:
             expected = self.curve.cost_s(new, cached)
             seconds = min(max(seconds, expected / self.CLIP), expected * self.CLIP)
         self.samples += 1
-        # In multiples of the default curve's terms, so that all three are of one size.
+        # In multiples of the default curve's terms, so that all three are of similar size.
         terms = (_BASE_S / expected, _TOKEN_S * new / expected, _PAIR_S * new * (2 * cached + new) / expected)
         target = seconds / expected
         rate = max(1.0 / self.samples, self.SCALE_RATE)
@@ -135,7 +140,7 @@ class PrefillCurveFit:
         self.curve = PrefillCurve(base * _BASE_S, token * _TOKEN_S, pair * _PAIR_S)
 
     def _solved(self) -> list[float]:
-        """The bounded minimum, by coordinate descent: the sum is convex, and three coordinates settle quickly."""
+        """Return the bounded minimum, by coordinate descent: the sum is convex, and three coordinates converge quickly."""
         scale = math.exp(self._log_scale)
         ridge = self.PRIOR / scale**2
         low, high = scale / self.RANGE, scale * self.RANGE
@@ -146,7 +151,7 @@ class PrefillCurveFit:
         ]
         for _ in range(30):
             moved = 0.0
-            # Not of generators: each first token of a prompt comes by here.
+            # No generators, for speed: this runs at each first token.
             for row, one, other, with_one, with_other, total, square in rows:
                 best = (total - (with_one * found[one] + with_other * found[other])) / square
                 best = low if best < low else high if best > high else best
@@ -158,19 +163,20 @@ class PrefillCurveFit:
 
 
 class MeanWork(msgspec.Struct, frozen=True, gc=False):
-    """A moving average of the work that `requests` requests brought. Kept as work, not as seconds, so that it is right under any
-    curve."""
+    """Moving average of the prefill work of `requests` requests. Kept as work, not as seconds, so that it holds for any curve."""
 
+    # Minimum weight of the newest request in the mean.
     RATE: ClassVar[float] = 0.01
-    # A mean of as many times the requests, or that has moved by such a share, is news.
+    # Factor by which the number of requests must grow for the mean to be stored again.
     CHANGED_REQUESTS: ClassVar[float] = 2.0
+    # Relative change of tokens or pairs above which the mean is stored again.
     CHANGED_SHARE: ClassVar[float] = 0.1
 
     work: PrefillWork = PrefillWork()
     requests: int = 0
 
     def after(self, new: int, cached: int) -> MeanWork:
-        """As it is once a request has come with so many new tokens after cached ones where it was placed."""
+        """Return the mean with one more request, of `new` tokens after `cached` ones on the instance where it was placed."""
         requests = self.requests + 1
         rate = max(1.0 / requests, self.RATE)
         tokens, pairs = self.work.tokens, self.work.pairs
@@ -178,7 +184,7 @@ class MeanWork(msgspec.Struct, frozen=True, gc=False):
         return MeanWork(work, requests)
 
     def differs_from(self, before: MeanWork) -> bool:
-        """Whether it differs enough from `before`, which was stored last, to be stored."""
+        """Return whether this mean differs enough from `before`, the one stored last, to be stored."""
         if self.requests >= self.CHANGED_REQUESTS * before.requests and before.requests < 1.0 / self.RATE:
             return True
         return (

@@ -1,4 +1,4 @@
-"""How urgent requests are to an operator: the classes that API keys give them. Pure."""
+"""Priority classes of requests, which are assigned by API key. Pure."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from enum import StrEnum
 
 
 class Priority(StrEnum):
-    """The class of a request, by the API key that came with it, lowest first. It counts where requests wait for an instance
-    (core/requests/fair_order.py), and nowhere else. STANDARD is also what a request without a known class has."""
+    """The priority class of a request's API key, lowest first. It matters only while requests are held
+    (core/requests/fair_order.py). A request without a known class is STANDARD."""
 
     BATCH = "BATCH"
     STANDARD = "STANDARD"
@@ -15,7 +15,7 @@ class Priority(StrEnum):
 
     @property
     def level(self) -> int:
-        """Its place among the classes, from 0 for the lowest."""
+        """The rank of the class; 0 is the lowest."""
         return _LEVELS[self]
 
 

@@ -1,7 +1,8 @@
-"""All state of the router: events in, effects out. Pure: no I/O, no clock, no global randomness.
+"""The whole state of the router: it takes events and returns effects. Pure: no I/O, no clock, no global randomness.
 
-`RouterState.handle` is the only mutator. Picking an instance and reserving it are one synchronous call, so two big prompts that
-arrive together cannot both see the same free instance. `explain` and `what_if` run the same decision code and change nothing.
+`RouterState.handle` is the only mutator. Choosing an instance and reserving it are one synchronous call, so two large prompts
+that arrive together cannot both see the same free instance. `explain` and `what_if` run the same decision code and change
+nothing.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from pointsman.router.core.requests.unfinished_work import Steps, UnfinishedWork
 from pointsman.router.core.startup_gate import StartupGate
 from pointsman.router.core.types import Decision, PlacementRequest
 
-# After these no held request is nearer to its placement; or (KeysReported) the next load report or tick retries them; or
-# (PoolTaken) none may be placed before the gateways return; or (RetryDue) they have been tried.
+# Events after which held requests are not retried. Most of them free nothing. After KeysReported the next load report or tick
+# retries; after PoolTaken no request may be placed before the gateways reconnect; RetryDue itself is a retry.
 EVENTS_WITHOUT_RETRY = (
     ev.PlaceRequested,
     ev.KeysReported,
@@ -56,8 +57,8 @@ EVENTS_WITHOUT_RETRY = (
 
 @dataclass(frozen=True, slots=True)
 class StateSettings:
-    """Times in s. `max_keys` bounds the index. Reported figures count for `stale_report_s`, keys for `stale_keys_s` after the
-    agent's last word."""
+    """Settings of a RouterState; times in s. `max_keys`: capacity of the exact index. `stale_report_s`: age up to which load
+    reports are used. `stale_keys_s`: time since an agent's last message up to which its instance's keys are used."""
 
     affinity_ttl_s: float = 3_600.0
     gateway_lease_s: float = 15.0
@@ -74,12 +75,14 @@ class StateSettings:
     circuit: CircuitSettings = field(default_factory=CircuitSettings)
 
 
-# Reservations whose lease is over that end in one tick: some 20 us each. Another one is due soon where there are more.
+# Maximum number of reservations with an expired lease that one tick ends (about 20 us each). Another tick follows soon for the
+# others.
 ENDS_AT_ONCE = 500
 
 
 class RouterState:
-    """Instances, keys, reservations, affinity and the policy in force. Times (`now`) are in s on one monotonic clock."""
+    """Instances, keys, requests, reservations, affinity and the policy in force. Times (`now`) are in s on one monotonic
+    clock."""
 
     def __init__(
         self,
@@ -168,35 +171,35 @@ class RouterState:
 
     @property
     def policy(self) -> Policy:
-        """The policy in force; ev.PolicySet puts another one in force."""
+        """The policy in force; ev.PolicySet changes it."""
         return self._decider.policy
 
     @property
     def degraded(self) -> bool:
-        """Whether the shared store is away."""
+        """Whether the shared store is unreachable."""
         return self._decider.degraded
 
     @property
     def retry_at(self) -> float | None:
-        """When to handle RetryDue, in s: what frees something for held requests is gathered for some ms. None: not, as things
-        are. May be another after each event."""
+        """When to send RetryDue, in s; None: not needed. Events that free something for held requests are handled together, some
+        ms later. May change with each event."""
         return self.held_requests.retry_at
 
     @property
     def unfinished(self) -> bool:
-        """Whether a part of what was handled is still to be applied: GoOn has to follow, again and again, until none is."""
+        """Whether parts of earlier events are still to be applied. The caller must then send GoOn until this is False."""
         return bool(self._work)
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Effect]:
-        """Apply one event and return what is to be done about it. The only mutator. Never raises for what a peer may send.
+        """Apply one event and return its effects. The only mutator. Never raises for anything that a peer may send.
 
-        An event that may have freed something also answers held requests. Of a long one the first part is applied; what depends
-        on it waits (unfinished_work).
+        An event that may have freed something also answers held requests. Of an event that takes long only the first part is
+        applied, and later events that depend on it wait (unfinished_work.py).
         """
         self._startup_gate.begin(now)
         effects: list[ev.Effect] = []
         if isinstance(event, ev.PoolLost):
-            # Once this returns nothing more is placed in the pool, though its requests are forgotten in parts.
+            # Ownership ends at once, so that nothing more is placed in the pool; its requests are removed in parts, later.
             self._work.drop_taking(event.pool)
             effects = self._stop_owning(event.pool)
         if self._work.defers(event):
@@ -220,7 +223,7 @@ class RouterState:
         return effects
 
     def _try_held(self, event: ev.Event, effects: Sequence[ev.Effect], now: float) -> list[ev.Effect]:
-        """Answer the held requests that the event may have freed something for."""
+        """Retry the held requests for which the event may have freed something."""
         if isinstance(event, ev.Tick):
             return self.held_requests.tick(now)
         if isinstance(event, ev.PolicySet) or any(isinstance(effect, ev.FleetChanged) for effect in effects):
@@ -288,9 +291,9 @@ class RouterState:
                 return self._tick(now)
 
     def explain(self, request: PlacementRequest, now: float, policy: Policy | None = None) -> Decision | ev.Refused:
-        """What would be decided on `request` now, under `policy` (default: the one in force). Changes nothing.
+        """Return what would be decided on `request` now under `policy` (None: the one in force). Changes nothing.
 
-        Only the pool's owner can tell: the others know nothing of its open requests and sessions.
+        Return a refusal if another replica owns the pool, since only the owner knows its open requests and sessions.
         """
         if (refused := self._gateways.not_owned(request)) is not None:
             return refused
@@ -305,11 +308,11 @@ class RouterState:
         return replace(verdict, decision_id="dry-run") if isinstance(verdict, Decision) else verdict
 
     def what_if(self, decision: Decision, policy: Policy) -> Decision:
-        """A recorded decision made again on its recorded view under `policy`. Changes nothing."""
+        """Return a recorded decision, made again on its recorded view under `policy`. Changes nothing."""
         return redecide(decision, policy)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when anything in here contradicts itself. For tests: costs a pass over everything."""
+        """Raise AssertionError if any part of the state is inconsistent. For tests: visits the whole state."""
         self.index.check_invariants()
         self.instances.check_invariants()
         self.reservations.check_invariants()
@@ -329,7 +332,7 @@ class RouterState:
             assert self.owned.owns(decision.pool), decision
 
     def starting(self, now: float, pool: str = "") -> bool:
-        """Whether placements of `pool` (empty: of the whole fleet) wait for the first reports after the start."""
+        """Return whether placements of `pool` (empty: of the whole fleet) wait for the first reports after the start."""
         return self._startup_gate.starting(pool, self.instances, now)
 
     # ---- operators, the store and time ----
@@ -346,10 +349,10 @@ class RouterState:
         for reservation in event.reservations:
             if not self.owned.owns(event.pool):
                 return
-            # Its gateway has not spoken to this replica yet: it gets the lease to do so.
+            # The reservation's gateway has not connected to this replica yet; the lease gives it time to.
             lease_s = self.settings.gateway_lease_s if reservation.gateway_id else self.settings.place_lease_s
             reservation = replace(reservation, lease_until=now + lease_s, pool=event.pool)
-            # What is known here of a request of that id was decided in another pool.
+            # A request known under the same id was decided in another pool.
             ended = self._plans.cancelled(reservation.request_id, "another router has placed it", now)
             if (known := self.requests.get(reservation.request_id)) is not None:
                 self.requests.forget(known, now)
@@ -357,7 +360,7 @@ class RouterState:
             yield ended
 
     def _pool_of_event(self, event: ev.Event) -> str | None:
-        """The pool of a request that an event is about; None where nothing is known of the request."""
+        """Return the pool of the request that an event is about; None if the event is about no request, or an unknown one."""
         asked: PlacementRequest | None = None
         match event:
             case ev.PlaceRequested():
@@ -394,7 +397,7 @@ class RouterState:
     def _forget_requests(self, pool: str, now: float) -> Steps:
         remaining = self.reservations.of_pool(pool)
         while remaining:
-            # As it is by now: its lease may have ended meanwhile.
+            # Looked up again, since its lease may have ended between two parts.
             known = self.requests.placed(remaining.pop().request_id)
             if known is not None and known.pool == pool:
                 self.requests.forget(known, now)
@@ -403,7 +406,8 @@ class RouterState:
             yield []
 
     def _close_circuits(self, pool: str) -> None:
-        """Another router knows by now, or will, how the pool's instances do. Mutates; the sessions are forgotten, too."""
+        """Reset the circuits, recent migrations and sessions of a pool whose owner changes. The new owner learns its own.
+        Mutates."""
         self.affinity.forget_pool(pool)
         for record in self.instances.members(pool, pool):
             self.migrations.drop(record.info.instance_id)

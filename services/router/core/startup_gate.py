@@ -1,8 +1,8 @@
-"""When a router that has just started knows enough to place. Pure; `now` is in s on the router's clock.
+"""Decides when a router that has just started knows enough of the fleet to place. Pure; `now` is in s on the router's clock.
 
-Right after a start agents come back one by one. Placing on the first of them would send every request to it, and asking for a
-model whose agents are not there yet would look like asking for one that does not exist. Gateways remember the fleet that an
-earlier router told them: whom they name is waited for.
+After a start, agents reconnect one by one. Placing at once would send every request to the first instance, and a model whose
+agents are not connected yet would seem not to exist. Gateways remember the fleet that an earlier router sent them, so the router
+also waits for the instances that gateways name.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pointsman.router.core.types import InstanceState
 
 
 class StartupGate:
-    """A pool is starting until its instances have synced, one is ready, and all that gateways remember are known; at most
-    `limit_s` after the first event."""
+    """Says which pools are starting: until a pool's instances have synced, one of them is ready, and all instances that gateways
+    remember have synced, too; at most `limit_s` after the first event."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -29,12 +29,12 @@ class StartupGate:
             self._until = now + self._limit_s
 
     def over(self, now: float) -> bool:
-        """Whether the time is up: from then on nothing is starting."""
+        """Return whether the time limit is reached; no pool is starting any more then."""
         return self._until is not None and now >= self._until
 
     def expect(self, instance_ids: Iterable[str], instances: InstanceRegistry, now: float) -> bool:
-        """Wait for these instances, too, as far as they are not in step yet: what had started may be starting again. Whether any
-        is new. Mutates."""
+        """Also wait for those of these instances that have not synced yet. All pools are then checked again, so one that had
+        started may be starting again. Return whether any instance is newly waited for. Mutates."""
         missing = {one for one in instance_ids if _missing(instances, one)} - self._expected
         if self.over(now) or not missing:
             return False
@@ -43,7 +43,8 @@ class StartupGate:
         return True
 
     def starting(self, pool: str, instances: InstanceRegistry, now: float) -> bool:
-        """Whether `pool` ("": all of them) must wait. Once started, it stays so unless more is expected. Mutates."""
+        """Return whether placements of `pool` ("": the whole fleet) must wait. A pool that has started stays so unless `expect`
+        adds instances. Mutates."""
         if self.over(now) or pool in self._started:
             return False
         self._expected = {one for one in self._expected if _missing(instances, one)}

@@ -1,4 +1,4 @@
-"""What the router thinks in: instances, requests, views, plans and decisions. Immutable values, no behaviour. Pure."""
+"""The router's domain values: instances, requests, views, plans and decisions. Immutable, without behaviour. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pointsman.router.core.priority import Priority
 LIGHT_CACHE_RATIO = 0.5
 LIGHT_NEW_TOKENS = 5_000
 HEAVY_NEW_TOKENS = 20_000
-# So many of an instance's open prefills are told one by one, and as many remainders of prompts; a policy that holds requests lets
-# few come to be open. What a decision costs, and what its record holds, does not grow with those beyond.
+# Maximum number of open prefills, and of remainders of prompts, that a PrefillBacklog lists one by one. Any others are in sums,
+# so that a decision's cost and the size of its record stay bounded. Under a policy that holds requests, few are open anyway.
 LISTED_PREFILLS = 16
 
 
@@ -30,8 +30,8 @@ class InstanceState(StrEnum):
 
 
 class PrefixSource(StrEnum):
-    """Where an instance's cached tokens are known from: its own EVENTS, the router's own placements (APPROXIMATE), or NONE: its
-    cache counts as empty."""
+    """The source of an instance's cached tokens: its own KV EVENTS, the router's own placements (APPROXIMATE), or NONE (its cache
+    counts as empty)."""
 
     EVENTS = "EVENTS"
     APPROXIMATE = "APPROXIMATE"
@@ -39,14 +39,14 @@ class PrefixSource(StrEnum):
 
 
 class StepKind(StrEnum):
-    """What an instance is asked to do."""
+    """What an instance does in a step."""
 
     PREFILL = "PREFILL"
     SERVE = "SERVE"
 
 
 class Phase(StrEnum):
-    """How far a running request is: before or after its first token."""
+    """The phase of a running request: before (PREFILL) or after its first token (DECODE)."""
 
     PREFILL = "PREFILL"
     DECODE = "DECODE"
@@ -61,8 +61,9 @@ class KvRole(StrEnum):
 
 
 class KvTransfer(msgspec.Struct, frozen=True, gc=False):
-    """How an engine passes KV on: the protocol of its connector (MOONCAKE, NIXL), its bootstrap server's base URL, and the sides
-    that it can be. KV goes between equal `cache_dtype` only. `layerwise`: it wants both requests of a transfer at once."""
+    """How an engine transfers KV: the protocol of its connector (MOONCAKE, NIXL), the base URL of its bootstrap server, and the
+    sides of a transfer it can be. KV goes between engines of equal `cache_dtype` only. `layerwise`: the engine needs both
+    requests of a transfer at once."""
 
     protocol: str
     bootstrap_url: str = ""
@@ -74,9 +75,8 @@ class KvTransfer(msgspec.Struct, frozen=True, gc=False):
 class InstanceInfo(msgspec.Struct, frozen=True, gc=False):
     """One engine (one data-parallel rank of it) during one incarnation, as its agent described it.
 
-    `block_size`, `kv_capacity_tokens` and `max_model_len` are in tokens; the latter two are 0 when unknown. `hardware` is one
-    word for all instances that compute equally fast. `long_prefill_token_threshold` is the engine's own limit, in
-    tokens; 0: none is known.
+    `block_size`, `kv_capacity_tokens` and `max_model_len` are in tokens; the latter two are 0 if unknown. `hardware`: a name that
+    all equally fast instances share. `long_prefill_token_threshold`: vLLM's setting of that name, in tokens; 0: none or unknown.
     """
 
     instance_id: str
@@ -109,7 +109,8 @@ class Gpu(msgspec.Struct, frozen=True, gc=False):
 
 
 class Load(msgspec.Struct, frozen=True, gc=False):
-    """The engine's own figures. `sampled_at` is on the router's clock, in s; counters run from the engine's start."""
+    """One load sample with the engine's own figures. `sampled_at` is in s on the router's clock; counters start with the
+    engine."""
 
     sampled_at: float
     running: int = 0
@@ -126,12 +127,12 @@ class Load(msgspec.Struct, frozen=True, gc=False):
 
 
 class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
-    """What a placement is decided on. `keys` name the prompt's full 16-token blocks (pointsman.common.core.block_keys).
+    """A request to be placed. `keys`: the block keys of the prompt's full 16-token blocks (pointsman.common.core.block_keys).
 
-    `age_s`: how long it has waited for its first step already (or, between two steps, since it came). `deadline_s`: how much
-    longer its gateway waits. `sliceable_tokens`: of how many tokens at most its gateway can have a prefix of its prompt computed.
-    `single_instance`: no other instance may prefill for the one that answers. `priority` and `weight`: the class that its
-    client's key has, and its tenant's share of the class. `ttft_deadline_s`: how soon its client needs the first token.
+    `age_s`: how long the request has waited for its first step (between two steps: time since it came), s. `deadline_s`: how much
+    longer its gateway waits, s. `sliceable_tokens`: length of the longest prefix of its prompt that its gateway can have computed
+    alone. `single_instance`: the instance that answers must also prefill. `priority`: the class of its client's key. `weight`:
+    its tenant's share of the class. `ttft_deadline_s`: how soon its client needs the first token, s.
     """
 
     request_id: str
@@ -152,20 +153,20 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def session(self) -> str:
-        """The session's name across tenants; empty when it has none."""
+        """The session's name, unique across tenants; empty for a request without a session."""
         return f"{self.tenant}/{self.session_id}" if self.session_id else ""
 
 
 class PrefillBacklog(msgspec.Struct, frozen=True, gc=False):
-    """What an instance has to compute before a new prompt's turn comes.
+    """The prefill work of an instance that a new prompt has to wait for.
 
-    `queue` are its open prefills in the order of their coming, LISTED_PREFILLS at most: (tokens left, tokens of the prompt that
-    are there). The first moved on for the last time at `advanced_at` (s on the view's clock). `remainders` are what is still to
-    be placed, here as far as anybody knows, of prompts of which a part is computed: (request id, tokens left, tokens that will
-    be there before them); of more than LISTED_PREFILLS those that came last, and that of the request that is decided on.
-    `unlisted` and `unlisted_remainders` are the sums of the others. `requests` have no first token yet, paused ones included.
-    `chunk_limit`: the engine computes no more tokens of one prompt in a step (long_prefill_token_threshold), so that others go on
-    beside it; 0: no such limit is known.
+    `queue`: the open prefills in order of arrival, LISTED_PREFILLS at most, each (tokens left, tokens of the prompt that are
+    there). `advanced_at`: when progress of the first one was last seen, s on the view's clock. `remainders`: the parts still to
+    be placed of prompts of which slices are computed here, each (request id, tokens left, tokens that will be there before
+    these). They are expected to be placed here, too. Of more than LISTED_PREFILLS the newest are listed, and always that of the
+    request that is decided on. `unlisted` and `unlisted_remainders`: the sums of all others. `requests`: number of requests
+    without a first token, paused ones included. `chunk_limit`: maximum number of tokens of one prompt that the engine computes in
+    a step (long_prefill_token_threshold), so that other prompts progress beside it; 0: none or unknown.
     """
 
     queue: tuple[tuple[int, int], ...] = ()
@@ -185,13 +186,14 @@ NO_BACKLOG = PrefillBacklog()
 class Candidate(msgspec.Struct, frozen=True, gc=False):
     """One instance as one decision saw it: its load, and how much of this prompt it has cached, in tokens.
 
-    `excluded` says why it must not be chosen; empty when it may. `reported_at` (s on the view's clock) is when the
-    reported figures (running, waiting, kv_usage) were sampled, None before the first report; `stale`: too old to be used.
-    `provisional_tokens` of the cached ones rest on an answer just given, which no event has confirmed yet.
-    `recent_migrations` counts the OFFLOAD decisions whose answer was given to it within StateSettings.migration_window_s: a
-    request that still prefills elsewhere is in no other counter of it. `kv_capacity_tokens` is 0 when unknown. KV can go from one
-    candidate to another where `kv_gives` of the one is `kv_takes` of the other; empty: it cannot. `produces_only`: its engine
-    computes KV for others, and answers nobody.
+    `excluded`: why the instance must not be chosen; empty if it may. `reported_at`: when the reported figures (running, waiting,
+    kv_usage) were sampled, s on the view's clock; None before the first report. `stale`: these figures are too old to be used.
+    `provisional_tokens`: the part of the cached tokens that an answer just computed, and that no event has confirmed yet.
+    `recent_migrations`: number of OFFLOAD decisions within StateSettings.migration_window_s by which this instance answers. While
+    such a request prefills elsewhere, no other counter of this instance includes it. `kv_capacity_tokens` is 0 if unknown.
+    `kv_gives`, `kv_takes`: the kinds of KV that the instance can send and receive (empty: none). KV can go from one candidate to
+    another if the former's `kv_gives` equals the latter's `kv_takes`. `produces_only`: the engine computes KV for other engines
+    and answers no requests.
     """
 
     instance_id: str
@@ -220,17 +222,17 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def exact(self) -> bool:
-        """Whether its cached tokens are what its own events tell."""
+        """Whether the cached tokens come from the instance's own KV events."""
         return self.prefix_source is PrefixSource.EVENTS
 
     def can_give_kv_to(self, other: Candidate) -> bool:
-        """Whether `other` can answer from KV that is computed here."""
+        """Return whether `other`, a different instance, can answer from KV that is computed here."""
         return self.kv_gives == other.kv_takes != "" and self.instance_id != other.instance_id
 
 
 class Unseen(msgspec.Struct, frozen=True, gc=False):
-    """The sums over the instances of a large pool that are no candidates of a decision: how many they are, their open requests,
-    how many of them compute a prompt, and the input tokens of their open requests."""
+    """Sums over the instances of a large pool that are no candidates of a decision: their number, their open requests, how many
+    of them compute a prompt, and the input tokens of their open requests."""
 
     instances: int = 0
     num_requests: int = 0
@@ -242,12 +244,13 @@ NOTHING_UNSEEN = Unseen()
 
 
 class FleetView(msgspec.Struct, frozen=True, gc=False):
-    """All that a policy may know. `decision_number` counts the pool's decisions, for round-robin tie-breaks; `now` in s.
+    """Everything that a policy may use, besides the request. `decision_number` counts the pool's decisions, for round-robin
+    tie-breaks; `now` is in s.
 
-    `candidates` are all instances of the pool; for a policy that `looks_at_few`, of a large pool those that one of its kind may
-    choose (first_choice.py), and `unseen` the sums over the others.
+    `candidates` are all instances of the pool. A policy with `looks_at_few` gets a first choice (first_choice.py) of a large
+    pool, and in `unseen` the sums over the other instances.
 
-    `curves` tells what prefills cost on each kind of hardware among the candidates, `mean_work` the work of the mean request.
+    `curves`: the prefill curve of each kind of hardware among the candidates. `mean_work`: mean prefill work of a request.
     """
 
     candidates: tuple[Candidate, ...]
@@ -259,36 +262,37 @@ class FleetView(msgspec.Struct, frozen=True, gc=False):
     unseen: Unseen = NOTHING_UNSEEN
 
     def find(self, instance_id: str) -> Candidate | None:
-        """The candidate of that name."""
+        """Return the candidate with this id, or None."""
         for candidate in self.candidates:
             if candidate.instance_id == instance_id:
                 return candidate
         return None
 
     def eligible(self) -> tuple[Candidate, ...]:
-        """The candidates that may be chosen to answer."""
-        # Not of a generator, which takes twice the time: this is asked several times for each decision.
+        """Return the candidates that may be chosen to answer."""
+        # A list, since a generator takes twice the time: a decision calls this several times.
         return tuple([one for one in self.candidates if not one.excluded and not one.produces_only])
 
     def available(self) -> tuple[Candidate, ...]:
-        """The candidates that may be chosen to answer or to prefill."""
+        """Return the candidates that may be chosen to answer or to prefill."""
         return tuple([one for one in self.candidates if not one.excluded])
 
     def sources_of(self, decode: Candidate) -> tuple[Candidate, ...]:
-        """The candidates that may be chosen to prefill for `decode`."""
+        """Return the candidates that may be chosen to prefill for `decode`."""
         return tuple([one for one in self.candidates if not one.excluded and one.can_give_kv_to(decode)])
 
     def targets_of(self, prefill: Candidate) -> tuple[Candidate, ...]:
-        """The candidates that may be chosen to answer from what `prefill` computes."""
+        """Return the candidates that may be chosen to answer from KV that `prefill` computes."""
         return tuple([one for one in self.candidates if not one.excluded and prefill.can_give_kv_to(one)])
 
     def report_age_s(self, candidate: Candidate) -> float | None:
-        """How old the figures reported by one of the candidates were; None when there were none."""
+        """Return the age of a candidate's reported figures, s; None before the first report."""
         return None if candidate.reported_at is None else self.now - candidate.reported_at
 
 
 class Step(msgspec.Struct, frozen=True, gc=False):
-    """One part of a plan: what `instance_id` does, why, and for how many tokens of the prompt (PREFILL only)."""
+    """One part of a plan: what `instance_id` does, and why. `prefix_tokens`: length of the prefix that is computed (PREFILL
+    only). `kv_source`: the instance whose KV is used; empty: none."""
 
     kind: StepKind
     instance_id: str
@@ -298,17 +302,18 @@ class Step(msgspec.Struct, frozen=True, gc=False):
 
 
 class PolicyResult(msgspec.Struct, frozen=True, gc=False):
-    """A policy's answer: the plan, the reason in a word, and the scores it compared (lower is better; finite).
+    """A policy's answer: the plan, the reason in one word, and the scores that were compared (lower is better; finite).
 
-    A policy that may offload gives as `reason` why it did or did not (prefill_idle_decode_busy, decode_idle, ...); its steps then
-    say by which rule the instance was found (session_affinity, least_load_x_work, offload, migrate). `figures` are what else it
-    compared, by name with the unit at the end (`gain_s`). `owner` becomes the session's owner; empty: the last step's instance.
+    If a policy may offload, `reason` says why it did or did not (prefill_idle_decode_busy, decode_idle, ...), and the reason of
+    each step is the rule that found the instance (session_affinity, least_load_x_work, offload, migrate). `figures`: other values
+    that were compared, by name with the unit at the end (`gain_s`). `owner`: the session's new owner; empty: the last step's
+    instance.
 
-    Without steps it means: hold the request, for `max_hold_s` at most after it first came (0: as long as the router allows). Of
-    the requests that are held, the one with the least `queue_penalty_s` less its age is tried first. It is tried again when
-    something frees at the instance `waits_for` (empty: at any).
+    A result without steps holds the request, for at most `max_hold_s` after it first came (0: as long as the router allows). Of
+    the held requests, the one with the lowest `queue_penalty_s` minus its age is tried first. The request is tried again when
+    something frees at the instance `waits_for` (empty: at any instance).
 
-    Steps that end with a PREFILL are the beginning of a plan: when they are done the policy is asked again.
+    Steps that end with a PREFILL are the beginning of a plan: after the last of them the policy is asked again.
     """
 
     steps: tuple[Step, ...]
@@ -322,17 +327,17 @@ class PolicyResult(msgspec.Struct, frozen=True, gc=False):
 
 
 class PolicyRef(msgspec.Struct, frozen=True, gc=False):
-    """A policy's name with all its settings, as a decision records it."""
+    """A policy's name and all its settings, as a decision records them."""
 
     name: str
     settings: Mapping[str, float | int | str | bool]
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
-    """A placement with everything it was decided on; deciding again on `request` and `view` gives the same result.
+    """A placement with everything it was decided on; deciding again on `request` and `view` has the same result.
 
-    `notes` are words on what else shaped it: `owner_draining`, `hold_expired`, ... `previous_id` is the decision on the part of
-    the request's prompt that was computed before this one.
+    `notes`: other influences on the placement, as words (`owner_draining`, `hold_expired`, ...). `previous_id`: the id of the
+    decision on the previous part of the request's prompt; empty for the first.
     """
 
     decision_id: str
@@ -353,12 +358,12 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def instance_id(self) -> str:
-        """Where the answer comes from: the instance of the last step; empty for a decision to hold."""
+        """The instance that answers, which is that of the last step; empty for a decision to hold."""
         return self.result.steps[-1].instance_id if self.result.steps else ""
 
     @property
     def held_s(self) -> float:
-        """How long the request had waited when this was decided."""
+        """How long the request had waited at the time of this decision, s."""
         return self.request.age_s
 
     @property
@@ -368,8 +373,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
 
 def route_class(new_tokens: int, input_tokens: int) -> str:
-    """HEAVY, LIGHT or MEDIUM, tested in that order: HEAVY from 20,000 new tokens; LIGHT above a cache ratio of 50 % or
-    below 5,000 new tokens. Source: the reference system's classes, on the cached tokens of the instance that prefills."""
+    """Return HEAVY, LIGHT or MEDIUM, tested in this order: HEAVY from 20,000 new tokens; LIGHT above a cache ratio of 50 % or
+    below 5,000 new tokens. Source: the reference system's classes, by the cached tokens of the instance that prefills."""
     if new_tokens >= HEAVY_NEW_TOKENS:
         return "HEAVY"
     cached = input_tokens - new_tokens

@@ -1,9 +1,10 @@
-"""Accounts of what API keys use at all gateways: a bucket for each limit, of which gateways get leases.
+"""Usage of API keys at all gateways: a token bucket for each limit, of which gateways get leases.
 
-What no gateway holds of a limit is its level. It fills by the minute's rate as far as the limit, less what gateways hold, so that
-all of them together never admit more than a minute's worth at once and the rate after it. A gateway that asks gets an equal part
-of the level, one part for each gateway that holds some and one that is kept for the next. A lease ends by itself: what has not
-been given back then counts as used. Nothing is stored: after a takeover gateways tell what they hold and what the level was.
+A bucket's level is the part of the limit that no gateway holds. It fills at the limit's rate per minute, up to the limit minus
+what gateways hold. So all gateways together admit at most one minute's worth at once, and the rate after that. A gateway that
+asks gets an equal part of the level: one part for each gateway with a lease, and one that is kept for the next gateway. A lease
+that is not renewed expires, and whatever was not returned by then counts as used. Nothing is stored: after a takeover, gateways
+report what they hold and what the level was.
 """
 
 from __future__ import annotations
@@ -14,21 +15,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 MINUTE_S = 60.0
-# A lease that nothing is heard of ends; gateways use theirs for half as long.
+# Time without a report of its key after which a gateway's lease expires, s. Gateways use a lease for half as long.
 LEASE_S = 10.0
-# What a process had in flight is over when it has not reported for so long; gateways report every few seconds.
+# Time without a report after which a process's requests in flight count as ended, s. Gateways report every few seconds.
 SILENT_S = 15.0
-# An account that is younger takes the level that gateways tell of: another router may have kept it before.
+# Age of an account up to which it adopts the level that gateways report, s: another router may have kept the account before.
 TAKEOVER_S = 10.0
-# An account that is not mentioned for so long, and has all of its limits again, is forgotten.
+# Time without a report after which an account without debt or requests in flight is removed, s.
 IDLE_S = 60.0
 MAX_ACCOUNTS = 200_000
+# Maximum number of idle accounts that are checked for removal with each key of a report.
 _SWEPT_WITH_A_REPORT = 4
 
 
 @dataclass(frozen=True, slots=True)
 class KeyReport:
-    """What a gateway process tells of one key. Limits: 0 for none. See KeyReport in placement.proto."""
+    """A gateway process's report on one key. Limits: 0 for none. See KeyReport in placement.proto."""
 
     key: bytes
     requests_per_minute: int = 0
@@ -51,7 +53,7 @@ class KeyReport:
 
 @dataclass(frozen=True, slots=True)
 class KeyGrant:
-    """What a gateway's lease of a key grows by, and what no gateway holds now."""
+    """How much is added to a gateway's lease of a key, and the levels (what no gateway holds) after that."""
 
     key: bytes
     requests: float
@@ -64,7 +66,8 @@ class KeyGrant:
 
 @dataclass(frozen=True, slots=True)
 class UsageAnswer:
-    """The answer to a report: the number of gateways that report, and whether the process is to tell all it has in flight."""
+    """The answer to a report: the number of gateways that report, the grants, and whether the process must send a full report of
+    its requests in flight (`tell_all`)."""
 
     gateways: int
     tell_all: bool
@@ -83,19 +86,20 @@ class _Lease:
 
 @dataclass(slots=True)
 class _Level:
-    """What no gateway holds of a limit by the minute; negative for a debt."""
+    """The part of a limit per minute that no gateway holds; negative: a debt. `at`: when it was last filled, s."""
 
     per_minute: int
     level: float
     at: float
 
     def fill(self, held: float, now: float) -> None:
-        """Mutates."""
+        """Fill the level up to `now`, when gateways hold `held`. Mutates."""
         filled = self.level + max(0.0, now - self.at) * self.per_minute / MINUTE_S
         self.level, self.at = min(filled, max(0.0, self.per_minute - held)), now
 
     def settle(self, lease: float, used: float, returned: float) -> float:
-        """What is left of a lease after so much was used and given back; what was used beyond it is drawn from here. Mutates."""
+        """Return what is left of a lease after `used` and `returned`. Returned units are added to the level; usage beyond the
+        lease is subtracted from it. Mutates."""
         lease -= used
         if lease < 0:
             self.level += lease
@@ -105,7 +109,7 @@ class _Level:
         return lease - back
 
     def grant(self, parts: int) -> int:
-        """One of so many parts of what is here, at least 1 where that is there. Mutates."""
+        """Take one of `parts` equal parts from the level and return it: at least 1 if the level allows, else 0. Mutates."""
         given = max(math.floor(self.level / parts), 1) if self.level >= 1 else 0
         self.level -= given
         return given
@@ -113,7 +117,7 @@ class _Level:
 
 @dataclass(slots=True)
 class _Account:
-    """One key."""
+    """Usage and leases of one key."""
 
     requests: _Level
     tokens: _Level
@@ -131,26 +135,26 @@ class _Process:
 
 
 class UsageAccounts:
-    """All accounts of one router. `now`: s of a clock that does not go back."""
+    """All accounts of one router. `now`: s on a monotonic clock."""
 
     def __init__(self) -> None:
-        self._accounts: OrderedDict[bytes, _Account] = OrderedDict()  # the one that was mentioned last is last
-        self._processes: OrderedDict[str, _Process] = OrderedDict()  # likewise
-        self._gateways: Counter[str] = Counter()  # how many processes each has
+        self._accounts: OrderedDict[bytes, _Account] = OrderedDict()  # least recently reported first
+        self._processes: OrderedDict[str, _Process] = OrderedDict()  # least recently reported first
+        self._gateways: Counter[str] = Counter()  # number of processes by gateway
 
     def __len__(self) -> int:
         return len(self._accounts)
 
     @property
     def gateways(self) -> int:
-        """How many gateways have reported lately."""
+        """Number of gateways that have reported within SILENT_S, as of the last report."""
         return len(self._gateways)
 
     def report(
         self, process: str, gateway: str, reports: Iterable[KeyReport], now: float, *, full: bool = False
     ) -> UsageAnswer:
-        """Take a report of a process of `gateway`, and grant what is wanted. `full`: the process has nothing else in flight.
-        Mutates."""
+        """Apply a report of a process of `gateway`, and grant what it wants. `full`: the process has no other requests in flight
+        than the report lists. Mutates."""
         self._forget_silent(now)
         known = self._processes.pop(process, None)
         if known is None:
@@ -186,10 +190,10 @@ class UsageAccounts:
             if now - account.began_at <= TAKEOVER_S:
                 self._take_over(account, lease, one)
         if one.lease_ended:
-            # What was granted counts as used: whoever holds nothing must not keep it from the others.
+            # What was granted counts as used, so that it is not withheld from other gateways.
             lease.requests, lease.tokens, lease.slots = 0.0, 0.0, 0
         elif full:
-            # Grants of the stream before may have been lost on their way.
+            # Grants on the previous stream may not have reached the gateway.
             lease.requests, lease.tokens = min(lease.requests, one.held_requests), min(lease.tokens, one.held_tokens)
         lease.heard_at = now
         account.requests.per_minute, account.tokens.per_minute = one.requests_per_minute, one.tokens_per_minute
@@ -202,7 +206,7 @@ class UsageAccounts:
         if full or one.lease_ended:
             lease.slots = min(one.held_slots, one.max_in_flight)
         else:
-            # A request that began took a slot of the lease, one that ended gave it back to the lease.
+            # A request that began used a slot of the lease; one that ended returned its slot to the lease.
             begun = one.in_flight - account.in_flight.get(process, 0)
             lease.slots = max(0, min(lease.slots - begun, one.max_in_flight) - one.returned_slots)
         account.in_flight.pop(process, None)
@@ -244,7 +248,7 @@ class UsageAccounts:
                     account.in_flight.pop(process, None)
 
     def _forget_idle(self, now: float) -> None:
-        """A few of those that were not mentioned for long. What has requests in flight, or a debt, is looked at again later."""
+        """Remove a few idle accounts. One with requests in flight or a debt is kept, and checked again after IDLE_S."""
         for _ in range(_SWEPT_WITH_A_REPORT):
             key, account = next(iter(self._accounts.items()), (b"", None))
             if account is None or now - account.heard_at <= IDLE_S:

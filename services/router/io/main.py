@@ -1,4 +1,4 @@
-"""The router process: gRPC services, health, reflection and metrics around one Router."""
+"""The router process: one Router with its gRPC services, health service, reflection, metrics and console."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ log = structlog.get_logger()
 PLACEMENT_SERVICE = placement_pb2.DESCRIPTOR.services_by_name["PlacementService"].full_name
 FLEET_SERVICE = fleet_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name
 
-# Reports and sessions never end by themselves; unary calls take milliseconds.
+# How long open calls may still run at shutdown, s. Unary calls take milliseconds; streams never end by themselves.
 SHUTDOWN_GRACE_S = 0.3
 
 
 class RouterServer:
-    """A router that listens. `port` is known after `start`."""
+    """A router and its listening servers. `port` is the port of the gRPC server; it is 0 before `start`."""
 
     def __init__(self, settings: RouterSettings, tokens: Tokens) -> None:
         self.settings = settings
@@ -84,7 +84,7 @@ class RouterServer:
         self.port = 0
 
     async def start(self) -> None:
-        """Listen. OSError or RuntimeError when the address is taken."""
+        """Start all servers and the router's background work. Raises OSError or RuntimeError if an address is in use."""
         if self._credentials is None:
             self.port = self._server.add_insecure_port(self.settings.listen)
         else:
@@ -103,15 +103,15 @@ class RouterServer:
             scheme, _, listens = self.console.address.partition("://")
             host, _, port = listens.rpartition(":")
             self.router.console_url = self.settings.console_advertise or f"{scheme}://{_reachable(host)}:{port}"
-            log.info("the console listens", address=self.console.address)
-        log.info("router listens", address=self.settings.listen, router_id=self.settings.router_id)
+            log.info("console is listening", address=self.console.address)
+        log.info("router is listening", address=self.settings.listen, router_id=self.settings.router_id)
 
     async def wait(self) -> None:
-        """Until the background work ends, which it only does by failing."""
+        """Wait until the background work ends, and raise its error. It ends only by failing."""
         await asyncio.gather(*self._tasks)
 
     async def stop(self) -> None:
-        """Give the pools back, let the gateways go, end the open calls, close the log."""
+        """Release the pools, end the gateways' and agents' streams, end the open calls, stop the servers and close the log."""
         await self._health.enter_graceful_shutdown()
         for task in self._tasks:
             task.cancel()
@@ -128,7 +128,7 @@ class RouterServer:
             await self.router.tracer.close()
 
     def _serve_placements(self, ready: bool) -> None:
-        # The router as a whole is there to place; that it can be asked and reported to is said of these services alone.
+        # Only the overall status ("") and PlacementService depend on `ready`: FleetService and AgentService always serve.
         status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", PLACEMENT_SERVICE):
             task = asyncio.ensure_future(self._health.set(service, status))
@@ -156,7 +156,7 @@ def _reachable(host: str) -> str:
 
 
 def run(settings: RouterSettings) -> None:
-    """Run a router until SIGTERM or SIGINT. Exits with 1 and the reason when it cannot start."""
+    """Run a router until SIGTERM or SIGINT. Exits with status 1 and the reason if it cannot start."""
     configure_logs("router", settings.log_level)
     try:
         event_loop.run(_run(settings))

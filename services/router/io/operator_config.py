@@ -1,9 +1,9 @@
-"""What operators have told the fleet, as the shared store keeps it for all replicas: one JSON text.
+"""The operator config: what operators have set for all replicas, one JSON text in the shared store.
 
-Replicas change it apart while the store is away, and merge afterwards: each part of it (the policy, an instance's drain, its
-cordon, its weight) has the time when it was set, and the latest counts. So no order is lost, whichever replica was asked, also
-where the store comes back without its data. What is undone stays with its time, as far as the bounds go, to win over what it
-undid.
+While the store does not answer, each replica changes its own copy; the copies are merged afterwards. Each part (the policy, an
+instance's drain, its cordon, its weight) has the time when it was set, and the latest one wins. So no order is lost, whichever
+replica received it, even if the store loses its data. A part that is undone stays in the config with its time, so that it wins
+over an older copy of what it undid. The number of such parts is limited.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pointsman.router.core.instances.instance_orders import (
     merged_orders,
 )
 
-# An instance that went for good stays on the list of those that drain; of too many the oldest go.
+# Maximum number of drains in the config; beyond that the oldest are removed. The drain of an instance that never returns stays.
 MAX_DRAINS = 1_000
 
 # A policy's name and its settings.
@@ -31,15 +31,15 @@ NamedPolicy: TypeAlias = tuple[str, dict[str, float | bool | str]]
 
 
 class Drain(msgspec.Struct, frozen=True, gc=False, order=True):
-    """When an instance was drained last, in s since 1970, and in which incarnation; "" when that was undone."""
+    """The last drain of an instance: when it was set or undone (unix s), and the drained incarnation ("" if undone)."""
 
     set_at: float
     incarnation: str
 
 
 class Change(NamedTuple):
-    """One part of what operators have told, as it is after a change: of which instance ("": of the fleet), what it is now and was
-    before, why, and when it was set, in s since 1970."""
+    """A change of one part of the operator config: the instance ("" for the policy), the kind of the part, its values now and
+    before, the operator's reason, and when the part was set (unix s)."""
 
     instance_id: str
     kind: str
@@ -50,8 +50,8 @@ class Change(NamedTuple):
 
 
 class OperatorConfig(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The policy to place by (None: each replica's own), and by instance id drains and orders. Drains are of an incarnation,
-    orders outlast it."""
+    """The policy (None: each replica uses its own), and the drains and orders by instance id. A drain ends with the incarnation;
+    an order outlasts it."""
 
     policy: NamedPolicy | None = None
     policy_set_at: float = 0.0
@@ -60,39 +60,39 @@ class OperatorConfig(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def read(cls, text: str) -> OperatorConfig:
-        """The configuration as the store keeps it. Raises msgspec.MsgspecError."""
+        """Parse the stored text ("" for an empty config). Raises msgspec.MsgspecError if it cannot be read."""
         return msgspec.json.decode(text or "{}", type=cls)
 
     def written(self) -> str:
-        """As the store keeps it."""
+        """Return the text for the store."""
         return msgspec.json.encode(self).decode()
 
     @property
     def drained(self) -> dict[str, str]:
-        """The incarnations that drain, by instance id."""
+        """The drained incarnations by instance id, without drains that were undone."""
         return {name: drain.incarnation for name, drain in self.drains.items() if drain.incarnation}
 
     @property
     def orders_in_force(self) -> dict[str, InstanceOrder]:
-        """The orders that are other than none, by instance id."""
+        """The orders that have an effect, by instance id: without orders that were lifted."""
         return {name: order for name, order in self.orders.items() if order.in_force}
 
     def with_policy(self, policy: NamedPolicy, now: float) -> OperatorConfig:
-        """The same with this policy set at `now`, in s since 1970."""
+        """Return a copy with this policy, set at `now`, unix s."""
         return replace(self, policy=policy, policy_set_at=later(now, self.policy_set_at))
 
     def with_drain(self, instance_id: str, incarnation: str, now: float) -> OperatorConfig:
-        """The same with the instance drained in this incarnation ("": in none) at `now`, in s since 1970."""
+        """Return a copy with this incarnation of the instance drained at `now`, unix s; "" undoes the instance's drain."""
         before = self.drains.get(instance_id)
         drain = Drain(later(now, before.set_at if before else 0.0), incarnation)
         return replace(self, drains=_bounded({**self.drains, instance_id: drain}))
 
     def with_order(self, change: OrderChange) -> OperatorConfig:
-        """The same with one instance's order changed. Raises TooManyOrders."""
+        """Return a copy with one instance's order changed. Raises TooManyOrders."""
         return replace(self, orders=changed_orders(self.orders, change))
 
     def merged(self, other: OperatorConfig) -> OperatorConfig:
-        """Of each part what was set last in either. The same whichever comes first, and however often."""
+        """Return a config with the latest version of each part of both. Commutative and idempotent."""
         policy = max(self, other, key=_policy_order)
         drains = dict(self.drains)
         for name, drain in other.drains.items():
@@ -102,7 +102,7 @@ class OperatorConfig(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
     def changes(self, before: OperatorConfig) -> Iterator[Change]:
-        """What was set that `before` does not have."""
+        """Yield the parts that were set in this config and differ from `before`."""
         if self.policy_set_at != before.policy_set_at:
             yield Change("", "policy", self.policy, before.policy, "", self.policy_set_at)
         for name, drain in self.drains.items():
@@ -118,7 +118,8 @@ class OperatorConfig(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def contradictions(before: OperatorConfig, one: OperatorConfig, other: OperatorConfig) -> list[tuple[Change, Change]]:
-    """The changes since `before` that do not agree, made apart from each other: the one that counts, and the earlier one."""
+    """Return the conflicts between two configs that were changed independently since `before`: pairs of the change that wins,
+    which is the later one, and the other change."""
     made = {(change.instance_id, change.kind): change for change in one.changes(before)}
     return [
         (change, against) if change.set_at > against.set_at else (against, change)

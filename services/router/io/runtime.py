@@ -1,4 +1,4 @@
-"""The one place where the router's pure state meets the clock, the log, the store and the open streams."""
+"""Connects the router's pure state with the clock, the decision log, the store and the open streams."""
 
 from __future__ import annotations
 
@@ -49,20 +49,22 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+# Interval between two ticks, s.
 TICK_S = 0.5
-# Between two parts of a sweep of the index, which take about a tenth of that.
+# Pause between two parts of a sweep of the index, s. A part takes about a tenth of that.
 SWEEP_PAUSE_S = 0.02
-# A timer may fire some part of a millisecond early; set anew for less than this it would spin.
+# Minimum delay of a timer for held requests, s. A timer may fire a part of a millisecond early; with a shorter delay, setting it
+# again would busy-wait.
 LEAST_TIMER_S = 0.001
-# A router that starts takes all orders at once.
+# Maximum number of order changes that are logged one by one. A router that starts receives all orders at once.
 MAX_LOGGED_CHANGES = 100
 VERSION = metadata.version("pointsman")
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class ReplicaInfo(msgspec.Struct, omit_defaults=True):
-    """What a replica tells the others of itself with each heartbeat: the policy that it places by, where its console is ("":
-    nowhere), its version, when it started (unix s), and its load. None and "": it did not say."""
+    """What a replica reports to the others with each heartbeat: its policy, its console's URL ("": no console), its version, its
+    start time (unix s) and its load. None and "" also mean: not reported."""
 
     policy: tuple[str, dict[str, float | bool | str]] | None = None
     console_url: str = ""
@@ -74,7 +76,7 @@ class ReplicaInfo(msgspec.Struct, omit_defaults=True):
 
     @classmethod
     def read(cls, text: str) -> ReplicaInfo:
-        """What another replica has told, as far as it can be understood."""
+        """Parse another replica's report. Return an empty one if it cannot be read."""
         try:
             return msgspec.json.decode(text or "{}", type=cls)
         except msgspec.MsgspecError:
@@ -82,7 +84,7 @@ class ReplicaInfo(msgspec.Struct, omit_defaults=True):
 
 
 class PolicyChanged(Exception):
-    """Another policy is in force than the one to be replaced; `etag` stands for it."""
+    """The policy in force, identified by `etag`, is not the one that the caller wants to replace."""
 
     def __init__(self, etag: str) -> None:
         super().__init__(etag)
@@ -90,8 +92,8 @@ class PolicyChanged(Exception):
 
 
 class AgentStream:
-    """What the router still has to say on one agent's stream. A refusal ends it, and so does None: the router stops. It reports
-    `instance_id`, which is empty before its hello."""
+    """The queue of replies on one agent's stream. The stream ends after a refusal, or after None, which means that the router
+    stops. `instance_id` is the instance that the stream reports; it is empty before the hello."""
 
     def __init__(self) -> None:
         self.instance_id = ""
@@ -99,18 +101,19 @@ class AgentStream:
 
 
 class GatewayStream:
-    """What the router still has to say on one gateway's stream."""
+    """The queue of messages to one gateway."""
 
     def __init__(self) -> None:
         self.batch_queue: BatchQueue[placement_pb2.SessionResponse] = BatchQueue()
 
     def send(self, **kind: object) -> None:
-        """Queue a SessionResponse made of its one field."""
+        """Queue a SessionResponse with this one field."""
         self.batch_queue.put(placement_pb2.SessionResponse(**kind))  # type: ignore[arg-type]
 
 
 class Router:
-    """State, log, store and streams of one router process. All methods belong to one event loop."""
+    """The state, the decision log, the store and the streams of one router process. All methods must be called on its event
+    loop."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self.settings = settings
@@ -159,17 +162,17 @@ class Router:
         self.gateways: dict[str, GatewayStream] = {}
         self.gateway_claims = GatewayClaims(settings.gateway_lease_s)
         self.usage_accounts = UsageAccounts()
-        # By request id: who waits for the answer, and for which model.
+        # Request id -> callers of `placed` that wait for the answer -> the model that each asked for.
         self._callers: dict[str, dict[asyncio.Future[ev.Placed | ev.Refused], str]] = {}
         self.store: Store
         self._ready_watchers: list[Callable[[bool], None]] = []
         self._ready = False
-        self._goes_on = False  # the next turn applies a part of what is unfinished
-        self._retry_at = math.inf  # when the next timer for held requests is due, by the monotonic clock
+        self._goes_on = False  # the next turn of the event loop is scheduled to apply unfinished work
+        self._retry_at = math.inf  # when the next timer for held requests fires, monotonic s
         self._told_fleet = ToldFleet(settings.ownerless_timeout_s)
-        self._fleet_untold = False  # the fleet has changed in this turn, and nobody has been told
+        self._fleet_untold = False  # the fleet has changed, and _tell_fleet has not run since
         self._told_shared_names: dict[str, list[str]] = {}
-        self._operator_config = OperatorConfig()  # as it was last taken
+        self._operator_config = OperatorConfig()  # as last received from the store
         if url:
             self.store = RedisStore(
                 url,
@@ -196,21 +199,22 @@ class Router:
 
     @property
     def ready(self) -> bool:
-        """Whether this replica knows the fleet well enough to place, or has waited long enough to."""
+        """Whether this replica places requests: the known instances have reported, or the start-up wait has passed."""
         return self._ready
 
     def on_ready(self, watcher: Callable[[bool], None]) -> None:
-        """Call `watcher` with False or True now and when that changes."""
+        """Call `watcher` with the value of `ready` now, and whenever the value changes."""
         self._ready_watchers.append(watcher)
         watcher(self._ready)
 
     def owner_elsewhere(self, refused: ev.Refused) -> Owner | None:
-        """The other replica that a refused request is to be sent to, as far as known."""
+        """Return the other replica that a refused request should be sent to; None if there is none, or none is known."""
         owner = self.store.owner(refused.pool) if refused.not_serving else None
         return owner if owner is None or owner.router_id != self.settings.router_id else None
 
     def place(self, event: ev.PlaceRequested, traceparent: str) -> None:
-        """Submit a placement request, unless this replica's lease of the pool has run out while it slept."""
+        """Submit a placement request. Refuse it if this replica's lease of the pool has expired, as it does while the process is
+        suspended."""
         if self.spans is not None:
             self.spans.asked(event.request.request_id, event.gateway_id, traceparent)
         pool = self.state.instances.pool_of(event.request.model)
@@ -220,27 +224,27 @@ class Router:
             self.submit(event)
 
     def refuse(self, refused: ev.Refused) -> None:
-        """Answer a gateway's question that cannot be; a request that has the id already is not touched."""
+        """Refuse an invalid placement request of a gateway. An open request with the same id is not affected."""
         self.telemetry.refused(refused.code)
         self._tell_gateway(refused)
 
     def end_reports(self) -> None:
-        """Let the agents go: the router stops."""
+        """End all agents' streams, since the router stops."""
         for agent in self.agents.values():
             agent.replies.put_nowait(None)
 
     def end_sessions(self) -> None:
-        """Let all gateways go."""
+        """End all gateways' streams."""
         for gateway in self.gateways.values():
             gateway.batch_queue.end()
 
     async def set_policy(self, policy: Policy, etag: str) -> bool:
-        """Place by `policy` from now on, here and at all replicas. False when those get it only once the shared store is back.
-        Raises PolicyChanged unless `etag` is empty or stands for the policy that this one replaces."""
+        """Set the policy of all replicas. Return False if the others receive it only once the shared store answers again.
+        Raises PolicyChanged unless `etag` is empty or identifies the policy that is replaced."""
         ref = policy.ref()
 
         def change(config: OperatorConfig) -> OperatorConfig:
-            # What the shared store has, which another replica may have changed by now.
+            # `config` is the shared store's, which another replica may have changed.
             if etag and (found := policy_etag(self._policy_of(config).ref())) != etag:
                 raise PolicyChanged(found)
             return config.with_policy((ref.name, dict(ref.settings)), time.time())
@@ -248,19 +252,20 @@ class Router:
         return await self._change_config(change)
 
     def _policy_of(self, config: OperatorConfig) -> Policy:
-        """The policy that this replica places by under a configuration: its own where that says none, or one unknown here."""
+        """Return the policy that this replica uses under `config`: its current one if `config` has none or an unknown one."""
         try:
             return make_policy(*config.policy) if config.policy else self.state.policy
         except SettingError:
             return self.state.policy
 
     async def drain(self, info: InstanceInfo, resume: bool) -> bool:
-        """Let the instance get nothing new from any replica while its incarnation lasts, or again. False as for set_policy."""
+        """Stop all replicas from placing on the instance until its incarnation ends, or undo that. Returns as set_policy does."""
         incarnation = "" if resume else info.incarnation
         return await self._change_config(lambda config: config.with_drain(info.instance_id, incarnation, time.time()))
 
     async def set_instance_order(self, change: OrderChange) -> bool:
-        """Change the order for an instance, known or not, at all replicas. False as for set_policy. Raises TooManyOrders."""
+        """Change the order for an instance, which need not be known, at all replicas. Returns as set_policy does. Raises
+        TooManyOrders."""
         return await self._change_config(lambda config: config.with_order(change))
 
     async def _change_config(self, change: Callable[[OperatorConfig], OperatorConfig]) -> bool:
@@ -268,20 +273,20 @@ class Router:
             try:
                 config = OperatorConfig.read(text)
             except msgspec.MsgspecError:
-                config = OperatorConfig()  # of a replica in another version, and said so in the log when it came
+                config = OperatorConfig()  # written by another version; logged when it was received
             return change(config).written()
 
         return await self.store.change_operator_config(changed)
 
     async def run(self) -> None:
-        """Keep the store and the clock going until cancelled."""
+        """Run the store, the ticks and the history until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.store.run())
             tasks.create_task(self._ticks())
             tasks.create_task(keep_history(self.state, lambda: self.history))
 
     def submit(self, event: ev.Event) -> list[ev.Effect]:
-        """Apply an event and carry out its effects."""
+        """Apply an event to the state, carry out its effects, and return them."""
         now, started = time.monotonic(), time.perf_counter()
         effects = self.state.handle(event, now)
         elapsed = time.perf_counter() - started
@@ -314,14 +319,18 @@ class Router:
                     self._reply_to_agent(effect)
                 case ev.PredictionAuditFailed(instance_id, reason):
                     log.warning(
-                        "an instance's predictions failed the audit; its prefix keys are dropped",
+                        "an instance failed the prediction audit; its block keys are dropped",
                         instance=instance_id,
                         reason=reason,
                     )
                 case ev.ReportIgnored(request_id, gateway_id):
                     ignored = True
                     self.telemetry.ignored_reports.inc()
-                    log.warning("a gateway tells of another's request", request_id=request_id, gateway_id=gateway_id)
+                    log.warning(
+                        "ignored a gateway's report about another gateway's request",
+                        request_id=request_id,
+                        gateway_id=gateway_id,
+                    )
                 case ev.FleetChanged():
                     fleet_changed = True
                 case ev.PoolForgotten(pool):
@@ -331,13 +340,13 @@ class Router:
         if isinstance(ended := event.told if isinstance(event, ev.GatewayTold) else event, ev.Finished) and not ignored:
             if self.spans is not None:
                 self.spans.ended(ended.request_id)
-            # Whoever still waits for its placement would wait for ever: a hold ends without a word.
+            # Callers that still wait for the placement would wait for ever: a held request that ends has no other answer.
             self._answer_callers(ev.Refused(ended.request_id, "ABORTED", "the request ended while it was held"))
         self.store.record(kept)
         for answer in answers:
             self._answer(answer)
         if fleet_changed and not self._fleet_untold:
-            # All changes of a turn at once: an engine of a thousand costs what all of them do.
+            # Send all changes of a turn of the event loop together: an update costs the same for one instance as for a thousand.
             self._fleet_untold = True
             asyncio.get_running_loop().call_soon(self._tell_fleet)
         if (retry_at := self.state.retry_at) is not None and retry_at < self._retry_at:
@@ -350,7 +359,7 @@ class Router:
         return effects
 
     def _tell_fleet(self) -> None:
-        """Let everybody know what has changed of the fleet."""
+        """Apply and send changes of the fleet, if any: shared names, the pools to compete for, readiness, gateways."""
         if self._fleet_untold:
             self._fleet_untold = False
             self._tell_shared_names()
@@ -359,17 +368,17 @@ class Router:
             self._tell_gateways()
 
     def _go_on(self) -> None:
-        """The next turn of the loop."""
+        """Apply the next part of the state's unfinished work, in a new turn of the event loop."""
         self._goes_on = False
         self.submit(ev.GoOn())
 
     def _finish(self) -> None:
-        """Apply at once what is unfinished."""
+        """Apply all unfinished work of the state now."""
         while self.state.unfinished:
             self.submit(ev.GoOn())
 
     def _retry_held(self, retry_at: float) -> None:
-        if retry_at == self._retry_at:  # otherwise an earlier moment has come between
+        if retry_at == self._retry_at:  # otherwise an earlier timer has replaced this one
             self._retry_at = math.inf
             self.submit(ev.RetryDue())
 
@@ -377,22 +386,24 @@ class Router:
         shared = self.state.instances.shared_names
         for name, pools in shared.items():
             if self._told_shared_names.get(name) != pools:
-                log.warning("several models answer to a name; requests for it go to the first", name=name, models=pools)
+                log.warning(
+                    "several pools share a model name; requests for it go to the first", name=name, models=pools
+                )
         self._told_shared_names = shared
 
     def opened(self, hello: ev.GatewayHello, stream: GatewayStream) -> None:
-        """A gateway opened a stream under an id that it has claimed: it is told the fleet, from now on its answers go there, and
-        an older stream of it is done with."""
+        """Register the stream that a gateway opened under an id that it has claimed, and send it the fleet. The gateway's answers
+        go to this stream from now on. An older stream of the gateway ends."""
         if (before := self.gateways.get(hello.gateway_id)) is not None:
             before.batch_queue.end()
-        # What the others do not know yet goes to them first: the newcomer begins with what all have been told.
+        # Send pending changes to the other gateways first: the new stream begins with the fleet as it was last sent to all.
         self._tell_gateways()
         stream.send(fleet=self._told_fleet.whole())
         self.gateways[hello.gateway_id] = stream
         self.submit(hello)
 
     def closed(self, gateway_id: str, stream: GatewayStream) -> None:
-        """A gateway's stream ended. What a newer one of it announced is not touched."""
+        """Handle the end of a gateway's stream. Does nothing if a newer stream of the gateway has replaced it."""
         if self.gateways.get(gateway_id) is stream:
             del self.gateways[gateway_id]
             self.gateway_claims.closed(gateway_id, time.monotonic())
@@ -401,7 +412,7 @@ class Router:
             self.submit(ev.GatewayLost(gateway_id))
 
     def account(self, gateway_id: str, report: placement_pb2.UsageReport) -> None:
-        """Take a gateway process's report of what keys have used, and answer it."""
+        """Apply a gateway process's report on API keys' usage, and answer it on the gateway's stream."""
         reports = usage_messages.usage_reports(report)
         if len(reports) < len(report.keys):
             self.telemetry.bad_usage.inc(len(report.keys) - len(reports))
@@ -414,9 +425,9 @@ class Router:
     async def placed(
         self, request: PlacementRequest, within_s: float | None, traceparent: str
     ) -> ev.Placed | ev.Refused:
-        """The answer to a request outside any stream, however late it comes; None: without a limit of the caller's own.
+        """Place a request outside any stream and return the answer. `within_s`: how long the caller waits, s; None: no limit.
 
-        Cancelled, it ends the request, which its caller cannot know to be placed.
+        If this call is cancelled, the request ends, since its caller does not learn whether it was placed.
         """
         answer: asyncio.Future[ev.Placed | ev.Refused] = asyncio.get_running_loop().create_future()
         callers = self._callers.setdefault(request.request_id, {})
@@ -438,7 +449,8 @@ class Router:
                 self._callers.pop(request.request_id, None)
 
     def _answer(self, effect: ev.Placed | ev.Refused) -> None:
-        """Tell a refusal at once, a placement when it is kept: whoever takes the pool over knows all that was ever told."""
+        """Send a refusal at once, and a placement once the store has it. So a new owner of the pool knows every placement that
+        was ever sent."""
         if isinstance(effect, ev.Refused):
             self._deliver(effect)
             return
@@ -452,16 +464,16 @@ class Router:
     def _deliver(self, effect: ev.Placed | ev.Refused) -> None:
         if self.spans is not None:
             self.spans.answered(effect)
-        # Callers of the unary form hear the answer even when a gateway has asked for the same request since.
+        # Unary callers receive the answer even if a gateway has asked for the same request since.
         self._answer_callers(effect)
         if effect.gateway_id:
             self._tell_gateway(effect)
 
     def _tell_gateway(self, effect: ev.Placed | ev.Refused) -> None:
         if (stream := self.gateways.get(effect.gateway_id)) is None:
-            log.warning("an answer to a gateway that left", request_id=effect.request_id)
+            log.warning("dropped an answer to a gateway without a stream", request_id=effect.request_id)
         elif isinstance(effect, ev.Placed):
-            # It may be on an instance of which the gateway does not know yet.
+            # The placement may be on an instance that was not sent to the gateway yet.
             self._tell_fleet()
             stream.send(placement=gateway_messages.placement_to_wire(self.state, effect))
         else:
@@ -474,7 +486,7 @@ class Router:
                 waiting.set_result(answer)
 
     def _tell_gateways(self) -> None:
-        """Tell all gateways what has changed of the fleet since they were told."""
+        """Send all gateways what has changed of the fleet since the last update."""
         pools = self.state.instances.pools()
         update = self._told_fleet.update(pools, self.store.owner, starting=not self._ready)
         if update is None:
@@ -495,10 +507,10 @@ class Router:
                 stream.replies.put_nowait(agent_pb2.ReportResponse(welcome=welcome))
             case ev.Resync():
                 self.telemetry.resyncs.inc()
-                log.warning("asking for a snapshot", instance=effect.instance_id, reason=effect.reason)
+                log.warning("requested a snapshot from an agent", instance=effect.instance_id, reason=effect.reason)
                 stream.replies.put_nowait(agent_pb2.ReportResponse(resync=agent_pb2.Resync(reason=effect.reason)))
             case ev.RefuseReport():
-                log.warning("refusing an agent's report", reason=effect.reason)
+                log.warning("refused an agent's report", reason=effect.reason)
                 stream.replies.put_nowait(effect)
 
     def _replica_info(self) -> str:
@@ -522,17 +534,17 @@ class Router:
             self.submit(ev.OrdersChanged(config.orders_in_force))
             policy = make_policy(*config.policy) if config.policy else self.state.policy
         except (msgspec.MsgspecError, SettingError) as error:
-            # Of a replica in another version: better two policies than none.
-            log.error("the operators' configuration cannot be applied in full", config=text, error=str(error))
+            # Written by a replica of another version. Replicas with different policies are better than none that places.
+            log.error("the operator config cannot be applied in full", config=text, error=str(error))
             return
         if policy.ref() != self.state.policy.ref():
-            log.info("the fleet's policy is applied", policy=policy.ref().name)
+            log.info("applied the fleet's policy", policy=policy.ref().name)
             self.submit(ev.PolicySet(policy))
 
     def _log_changes(self, config: OperatorConfig) -> None:
-        """Tell of drains and orders, on the router that was asked and on all that take them over."""
+        """Log changes of drains and orders. All replicas log them, not only the one that received the order."""
         before, self._operator_config = self._operator_config, config
-        # What was not in force and is not now is not told: a router that starts takes orders that were lifted, too.
+        # Not logged: orders that were lifted before this router received them, as a router that starts does.
         changes = [
             one for one in config.changes(before) if one.kind != "policy" and (one.now != one.before or one.reason)
         ]
@@ -557,8 +569,8 @@ class Router:
             self._tell_gateways()
 
     def _snapshot(self, pool: str) -> Iterator[StoreEffect | None]:
-        """All that is known of a pool, each as it is when it is its turn: events may come meanwhile. The first None comes after
-        the reservations, others where others may have a turn."""
+        """Yield all that is known of a pool, for the store. Events may change the state between two items; each item is current
+        when it is yielded. The first None follows the reservations; each further None is a point where the caller may pause."""
         self._finish()
         if mean_work := self.state.prefill_observer.mean_work_record(pool):
             yield ev.MeanWorkSet(mean_work, pool)
@@ -577,7 +589,7 @@ class Router:
             self.gateway_claims.expire(time.monotonic())
             self.telemetry.keep_instances(self.state.instances)
             ends = time.monotonic() + TICK_S
-            # The tick has swept a part already, and ended some of a lost gateway's requests.
+            # The tick did one part of the sweep, and ended some of the requests with an expired lease. Do more in the time left.
             while ends - (now := time.monotonic()) > SWEEP_PAUSE_S:
                 if self.state.reservations.expired(now):
                     await asyncio.sleep(SWEEP_PAUSE_S)
@@ -595,16 +607,16 @@ def _changing(request_id: str, pool: str) -> ev.Refused:
 
 
 def merged_operator_configs(before: str, own: str, stored: str) -> str:
-    """What this router and the store have of operators' configuration together, each made from what the store had `before`: of
-    orders that contradict each other the later one, which is logged. The store's as it is where one cannot be read: that is of a
-    version which understands another."""
+    """Merge this router's operator config (`own`) with the store's (`stored`). Both were changed from `before`, the store's
+    earlier text. If two orders contradict each other, the later one wins, and both are logged. Return `stored` unchanged if one
+    of the texts cannot be read, which means that another version wrote it."""
     try:
         known, ours, theirs = (OperatorConfig.read(text) for text in (before, own, stored))
     except msgspec.MsgspecError:
         return stored
     for counts, earlier in contradictions(known, ours, theirs):
         log.warning(
-            "two orders that were given apart contradict each other; the later one counts",
+            "two replicas received contradicting changes; the later one counts",
             instance=counts.instance_id,
             kind=counts.kind,
             counts=counts.now,

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AgentServiceStub:
-    """AgentService is served by every router replica; agents dial all of them.
+    """The service that agents report to. Every router replica serves it, and each agent connects to all replicas.
     """
 
     def __init__(self, channel):
@@ -43,14 +43,23 @@ class AgentServiceStub:
 
 
 class AgentServiceServicer:
-    """AgentService is served by every router replica; agents dial all of them.
+    """The service that agents report to. Every router replica serves it, and each agent connects to all replicas.
     """
 
     def Report(self, request_iterator, context):
-        """Report carries one instance's state for one incarnation. The agent opens one stream for each instance and router.
-        Order: Hello -> Welcome -> (SnapshotBegin SnapshotChunk* SnapshotEnd)? -> Delta*, with Load and ConsistencyCheck in between.
-        Errors: FAILED_PRECONDITION when the instance cannot be placed at all (another key scheme, a block size that is no
-        multiple of 16, an address that answers for several processes), UNAUTHENTICATED or PERMISSION_DENIED for tokens.
+        """Reports the state of one instance during one incarnation. The agent opens one stream for each instance and router.
+
+        Order of an agent's messages: Hello, then after the router's Welcome: SnapshotBegin, any number of SnapshotChunk and
+        SnapshotEnd (only if the router requested a snapshot), then any number of Delta. Load and ConsistencyCheck may be sent in
+        between. Goodbye is the last message.
+
+        Errors that end the stream:
+        - FAILED_PRECONDITION if the instance cannot be placed: its key scheme is not the router's, its block size is no multiple of
+        16, or its instance_id, incarnation, url or model is empty.
+        - ABORTED if a newer stream reports the same instance.
+        - INVALID_ARGUMENT if the agent violates the protocol.
+        - UNAVAILABLE if the router stops.
+        - UNAUTHENTICATED without a valid token; PERMISSION_DENIED if the token does not permit reports of this instance.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -73,7 +82,7 @@ def add_AgentServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AgentService:
-    """AgentService is served by every router replica; agents dial all of them.
+    """The service that agents report to. Every router replica serves it, and each agent connects to all replicas.
     """
 
     @staticmethod

@@ -26,18 +26,24 @@ if _version_not_supported:
 
 
 class FleetServiceStub:
-    """FleetService is for people, shells and consoles.
+    """The service for operators, shells and consoles.
 
-    Long lists come in pages (https://google.aip.dev/158): page_size bounds a page, which may have fewer entries than there are.
-    The next one is asked for by the same request with next_page_token as its page_token; at the end that is empty.
-    INVALID_ARGUMENT (INVALID_PAGE_TOKEN) for a token of another request, of another replica, or of nobody.
+    Long lists have pages (https://google.aip.dev/158). page_size is the maximum number of entries of a page, which may have fewer
+    although more follow. To get the next page, repeat the request with next_page_token as its page_token. An empty next_page_token
+    means that no page follows. INVALID_ARGUMENT (INVALID_PAGE_TOKEN) for a token that was issued for another request, by another
+    replica, or not at all.
 
-    Errors carry a google.rpc.ErrorInfo of the domain "pointsman" (https://google.aip.dev/193) in the trailer
-    grpc-status-details-bin: branch on its reason, not on the message. Reasons are named in brackets here, behind the code. Besides
-    those of methods there are NOT_FOUND (MODEL_NOT_FOUND), RESOURCE_EXHAUSTED (SATURATED), UNAVAILABLE (NO_INSTANCE, NOT_SERVING,
-    NOT_OWNER), each with a RetryInfo where trying again may help; DEADLINE_EXCEEDED (FIRST_TOKEN_TOO_LATE); INVALID_ARGUMENT (INVALID_POLICY) with a BadRequest that names
-    the field, and (INVALID_FIELD) with the field there and in the metadata. UNAUTHENTICATED, without a valid token, and PERMISSION_DENIED,
-    with another role's, have no details. A token is shown as metadata `authorization: Bearer TOKEN`.
+    Errors have a google.rpc.ErrorInfo of the domain "pointsman" (https://google.aip.dev/193) in the trailer
+    grpc-status-details-bin. Clients should branch on its reason, not on the message. These comments name reasons in parentheses
+    after the code. In addition to the errors of each method:
+    - NOT_FOUND (MODEL_NOT_FOUND), RESOURCE_EXHAUSTED (SATURATED), UNAVAILABLE (NO_INSTANCE, NOT_SERVING, NOT_OWNER): with a
+    RetryInfo if a retry may help.
+    - DEADLINE_EXCEEDED (FIRST_TOKEN_TOO_LATE).
+    - INVALID_ARGUMENT (INVALID_POLICY): with a BadRequest that names the field.
+    - INVALID_ARGUMENT (INVALID_FIELD): with a BadRequest that names the field, which is also in the metadata.
+    - UNAUTHENTICATED without a valid token, PERMISSION_DENIED with a token of another role: without details.
+
+    A token is sent as metadata `authorization: Bearer TOKEN`.
     """
 
     def __init__(self, channel):
@@ -134,153 +140,163 @@ class FleetServiceStub:
 
 
 class FleetServiceServicer:
-    """FleetService is for people, shells and consoles.
+    """The service for operators, shells and consoles.
 
-    Long lists come in pages (https://google.aip.dev/158): page_size bounds a page, which may have fewer entries than there are.
-    The next one is asked for by the same request with next_page_token as its page_token; at the end that is empty.
-    INVALID_ARGUMENT (INVALID_PAGE_TOKEN) for a token of another request, of another replica, or of nobody.
+    Long lists have pages (https://google.aip.dev/158). page_size is the maximum number of entries of a page, which may have fewer
+    although more follow. To get the next page, repeat the request with next_page_token as its page_token. An empty next_page_token
+    means that no page follows. INVALID_ARGUMENT (INVALID_PAGE_TOKEN) for a token that was issued for another request, by another
+    replica, or not at all.
 
-    Errors carry a google.rpc.ErrorInfo of the domain "pointsman" (https://google.aip.dev/193) in the trailer
-    grpc-status-details-bin: branch on its reason, not on the message. Reasons are named in brackets here, behind the code. Besides
-    those of methods there are NOT_FOUND (MODEL_NOT_FOUND), RESOURCE_EXHAUSTED (SATURATED), UNAVAILABLE (NO_INSTANCE, NOT_SERVING,
-    NOT_OWNER), each with a RetryInfo where trying again may help; DEADLINE_EXCEEDED (FIRST_TOKEN_TOO_LATE); INVALID_ARGUMENT (INVALID_POLICY) with a BadRequest that names
-    the field, and (INVALID_FIELD) with the field there and in the metadata. UNAUTHENTICATED, without a valid token, and PERMISSION_DENIED,
-    with another role's, have no details. A token is shown as metadata `authorization: Bearer TOKEN`.
+    Errors have a google.rpc.ErrorInfo of the domain "pointsman" (https://google.aip.dev/193) in the trailer
+    grpc-status-details-bin. Clients should branch on its reason, not on the message. These comments name reasons in parentheses
+    after the code. In addition to the errors of each method:
+    - NOT_FOUND (MODEL_NOT_FOUND), RESOURCE_EXHAUSTED (SATURATED), UNAVAILABLE (NO_INSTANCE, NOT_SERVING, NOT_OWNER): with a
+    RetryInfo if a retry may help.
+    - DEADLINE_EXCEEDED (FIRST_TOKEN_TOO_LATE).
+    - INVALID_ARGUMENT (INVALID_POLICY): with a BadRequest that names the field.
+    - INVALID_ARGUMENT (INVALID_FIELD): with a BadRequest that names the field, which is also in the metadata.
+    - UNAUTHENTICATED without a valid token, PERMISSION_DENIED with a token of another role: without details.
+
+    A token is sent as metadata `authorization: Bearer TOKEN`.
     """
 
     def ListInstances(self, request, context):
-        """ListInstances tells every known instance with its load, by id.
+        """Returns every known instance with its load, ordered by id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetInstance(self, request, context):
-        """GetInstance tells one. NOT_FOUND (INSTANCE_NOT_FOUND) when unknown.
+        """Returns one instance. NOT_FOUND (INSTANCE_NOT_FOUND) if it is unknown.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Drain stops or resumes placing on an instance, while its incarnation lasts. Replicas that share a store all do, those that
-        start later, too. NOT_FOUND (INSTANCE_NOT_FOUND) when unknown.
+        """Stops placements on an instance until its incarnation ends, or resumes them. Applies to all replicas that share a store, also
+        to those that start later. NOT_FOUND (INSTANCE_NOT_FOUND) if the instance is unknown.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetInstanceOrder(self, request, context):
-        """SetInstanceOrder cordons an instance, lets it in again, or gives it another share of new sessions. The order is of the id, which
-        need not be known yet, and lasts until it is changed: beyond restarts of the engine, of its agent and, where replicas share a
-        store, of routers; without one it ends with its router. Replicas that share a store all follow, those that start later, too.
-        Of two changes of one order the last one counts, and each of its fields is one that somebody has set: fields that a request
-        leaves out stay as they are in the store. INVALID_ARGUMENT (INVALID_FIELD); RESOURCE_EXHAUSTED (TOO_MANY_ORDERS) for more than
-        10,000.
+        """Cordons an instance, lifts its cordon, or changes its weight. The order belongs to the instance id, which need not be known
+        yet, and lasts until it is changed. It outlasts restarts of the engine, of its agent and, if replicas share a store, of
+        routers. Without a shared store, it ends with the router. It applies to all replicas that share a store, also to those that
+        start later.
+
+        If two changes of one order conflict, the later one wins, for each field separately: fields that a request leaves out keep
+        their stored values. INVALID_ARGUMENT (INVALID_FIELD) for an invalid field; RESOURCE_EXHAUSTED (TOO_MANY_ORDERS) for more
+        than 10,000 orders.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListInstanceOrders(self, request, context):
-        """ListInstanceOrders tells all orders by instance id, also those for ids that no agent has reported.
+        """Returns all orders ordered by instance id, including those for ids that no agent has reported.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetPolicy(self, request, context):
-        """SetPolicy changes the policy or its settings; reservations and affinity stay. Replicas that share a store all take it, those
-        that start later, too. INVALID_ARGUMENT names the field. ABORTED (POLICY_CHANGED) when another policy than the one that the
-        request's etag stands for is in force, or when this replica has not heard of that one yet, which takes up to a second.
+        """Changes the policy or its settings. Reservations and session owners are kept. Applies to all replicas that share a store,
+        also to those that start later. INVALID_ARGUMENT (INVALID_POLICY) for an invalid policy or setting. ABORTED (POLICY_CHANGED)
+        if the policy in force is not the one that the request's etag identifies, or if this replica has not received that one yet,
+        which takes up to a second.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListDecisions(self, request, context):
-        """ListDecisions tells the newest decisions first.
+        """Returns the decisions in this replica's log that match, newest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchDecisions(self, request, context):
-        """WatchDecisions streams decisions as they are made, until the caller ends it or the router stops. Initial metadata comes at
-        once: what is decided after it is told.
+        """Streams decisions when they are made, until the caller ends the call or the router stops. The initial metadata is sent at
+        once: all decisions after it are sent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetDecision(self, request, context):
-        """GetDecision tells one with all its candidates. NOT_FOUND (DECISION_NOT_FOUND) when it left the log.
+        """Returns one decision with all its candidates. NOT_FOUND (DECISION_NOT_FOUND) if it is not, or no longer, in this replica's
+        log.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Explain decides on a hypothetical request and reserves nothing. At a replica that does not own the pool: UNAVAILABLE with
-        an ErrorInfo NOT_OWNER, as PlacementService.Place.
+        """Decides a hypothetical request, and reserves nothing. UNAVAILABLE (NOT_OWNER) at a replica that does not own the pool, as for
+        PlacementService.Place.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WhatIf(self, request, context):
-        """WhatIf decides a recorded request again, on its recorded view, under another policy or settings.
+        """Decides recorded requests again, on their recorded views, under another policy or other settings. NOT_FOUND
+        (DECISION_NOT_FOUND) if decision_id is not in this replica's log.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SummarizeDecisions(self, request, context):
-        """SummarizeDecisions counts how recent decisions ended, by class, mode and reason.
+        """Counts how recent decisions ended, by route class, mode and reason.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListSessions(self, request, context):
-        """ListSessions tells which instance owns which session, the lately used first.
+        """Returns sessions with their owners, the most recently used first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListPolicies(self, request, context):
-        """ListPolicies tells the policies there are, a dozen, with their settings: all at once.
+        """Returns all policies with their settings, in one response. There are about a dozen.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListReplicas(self, request, context):
-        """ListReplicas tells the fleet's live routers, who owns which pool, and how the replica that answers is: all at once, since
-        they are few.
+        """Returns the fleet's live routers, the owners of the pools, and the health of the replica that answers, in one response.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListPoolHistories(self, request, context):
-        """ListPoolHistories tells the last 15 minutes of pools as series of figures, by model: what this replica has seen itself, from its
-        own memory, which ends with its process.
+        """Returns the last 15 minutes of pools as series of values, ordered by model. A replica returns what it has seen itself; it
+        keeps this history in memory only, and loses it when its process ends.
 
-        Time is cut into steps, from start_time on. Of each series there is one value for each step that is over and of which the replica
-        has seen anything, 180 at most: value i is of the time from start_time + i * step on, for one step. NaN where the figure is not
-        known, which is never told as 0: the replica did not place the pool's requests, no request ended, no report was fresh. Rates are
-        NaN in a step of which the replica has seen a part only. INVALID_ARGUMENT (INVALID_FIELD) for a measure that does not exist.
+        Time is divided into steps, from start_time on. A series has one value for each step that has ended and that the replica has
+        seen at least a part of; at most 180 values. Value i covers one step from start_time + i * step on. NaN means unknown, which
+        is never reported as 0: the replica did not place the pool's requests, no request ended, or no report was fresh. Rates are
+        NaN in a step of which the replica has seen only a part. INVALID_ARGUMENT (INVALID_FIELD) for an unknown measure.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListInstanceHistories(self, request, context):
-        """ListInstanceHistories tells the last 15 minutes of instances in one measure, by id, in steps and with NaN as ListPoolHistories does,
-        with 60 steps at most. Instances that are gone are told until their last value is 15 minutes old; a new incarnation goes on in the
-        row of its id. INVALID_ARGUMENT (INVALID_FIELD) without a measure, or for one that does not exist.
+        """Returns the last 15 minutes of instances in one measure, ordered by id, in steps and with NaN as ListPoolHistories does; at
+        most 60 values. Instances that no longer exist are returned until their last value is 15 minutes old. A new incarnation
+        continues the series of its id. INVALID_ARGUMENT (INVALID_FIELD) without a measure, or for an unknown one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -383,18 +399,24 @@ def add_FleetServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class FleetService:
-    """FleetService is for people, shells and consoles.
+    """The service for operators, shells and consoles.
 
-    Long lists come in pages (https://google.aip.dev/158): page_size bounds a page, which may have fewer entries than there are.
-    The next one is asked for by the same request with next_page_token as its page_token; at the end that is empty.
-    INVALID_ARGUMENT (INVALID_PAGE_TOKEN) for a token of another request, of another replica, or of nobody.
+    Long lists have pages (https://google.aip.dev/158). page_size is the maximum number of entries of a page, which may have fewer
+    although more follow. To get the next page, repeat the request with next_page_token as its page_token. An empty next_page_token
+    means that no page follows. INVALID_ARGUMENT (INVALID_PAGE_TOKEN) for a token that was issued for another request, by another
+    replica, or not at all.
 
-    Errors carry a google.rpc.ErrorInfo of the domain "pointsman" (https://google.aip.dev/193) in the trailer
-    grpc-status-details-bin: branch on its reason, not on the message. Reasons are named in brackets here, behind the code. Besides
-    those of methods there are NOT_FOUND (MODEL_NOT_FOUND), RESOURCE_EXHAUSTED (SATURATED), UNAVAILABLE (NO_INSTANCE, NOT_SERVING,
-    NOT_OWNER), each with a RetryInfo where trying again may help; DEADLINE_EXCEEDED (FIRST_TOKEN_TOO_LATE); INVALID_ARGUMENT (INVALID_POLICY) with a BadRequest that names
-    the field, and (INVALID_FIELD) with the field there and in the metadata. UNAUTHENTICATED, without a valid token, and PERMISSION_DENIED,
-    with another role's, have no details. A token is shown as metadata `authorization: Bearer TOKEN`.
+    Errors have a google.rpc.ErrorInfo of the domain "pointsman" (https://google.aip.dev/193) in the trailer
+    grpc-status-details-bin. Clients should branch on its reason, not on the message. These comments name reasons in parentheses
+    after the code. In addition to the errors of each method:
+    - NOT_FOUND (MODEL_NOT_FOUND), RESOURCE_EXHAUSTED (SATURATED), UNAVAILABLE (NO_INSTANCE, NOT_SERVING, NOT_OWNER): with a
+    RetryInfo if a retry may help.
+    - DEADLINE_EXCEEDED (FIRST_TOKEN_TOO_LATE).
+    - INVALID_ARGUMENT (INVALID_POLICY): with a BadRequest that names the field.
+    - INVALID_ARGUMENT (INVALID_FIELD): with a BadRequest that names the field, which is also in the metadata.
+    - UNAUTHENTICATED without a valid token, PERMISSION_DENIED with a token of another role: without details.
+
+    A token is sent as metadata `authorization: Bearer TOKEN`.
     """
 
     @staticmethod

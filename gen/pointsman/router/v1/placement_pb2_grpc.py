@@ -26,23 +26,27 @@ if _version_not_supported:
 
 
 class PlacementServiceStub:
-    """PlacementService answers where requests go.
+    """Decides which instance serves a request.
 
-    A gateway opens a Session with every router that it knows and says hello on it; the router answers with a welcome and the
-    fleet, and with the fleet again whenever that changes. Then, for each request:
+    A gateway opens a Session with every router that it knows, and sends a hello. The router answers with a welcome and the fleet,
+    and sends updates when the fleet changes. Then, for each request:
 
-    1. The gateway sends place to the owner of the model's pool, and reads a placement or a refusal with the request's id. It
-    comes at once or, where the request is held, by its deadline. From then on the instance counts the request as its load.
-    2. It does the step. SERVE: it sends the client's request to step.instance.url, and the answer to the client. PREFILL: it has
-    the instance compute step.prefix_tokens of the prompt and nothing else, and sends step_done; another placement follows.
-    Where none comes in time the gateway sends the request to the step's instance, and says so by open_stream.
-    A gateway that can do SERVE alone sets single_instance, and leaves sliceable_tokens 0: its placements have last set.
-    3. It sends first_token when the answer's first byte is there, and finished when the request is over, however it ended: until
-    then, or until its session has been gone for the router's gateway_lease_s, the load stays. Where no byte of an answer came
-    it may place the request again, under another id, with the instance in exclude.
+    1. The gateway sends place to the owner of the model's pool. The router answers with a placement or a refusal that has the
+    request's id: at once or, if the request is held, by its deadline. From the placement on, the request counts as load of the
+    instance.
+    2. The gateway carries out the step. SERVE: it sends the client's request to step.instance.url, and the response to the
+    client. PREFILL: it makes the instance compute step.prefix_tokens tokens of the prompt and nothing else, then sends
+    step_done, and receives another placement. If that does not arrive in time, the gateway sends the request to the step's
+    instance, and reports this by open_stream. A gateway that implements only SERVE sets single_instance, and leaves
+    sliceable_tokens 0: all its placements then have last set.
+    3. The gateway sends first_token when it has received the first byte of the response, and finished when the request has ended,
+    however it ended. The request counts as load until then, or until the gateway's session has been closed for the router's
+    gateway_lease_s. If no byte of a response was received, the gateway may place the request again, under another id, with the
+    instance in exclude.
 
-    A gateway whose stream has ended opens another and lists what still runs in its hello. Calls show the metadata
-    `authorization: Bearer TOKEN` with a gateway's token, where the router has tokens. Errors are as in FleetService.
+    A gateway whose stream has ended opens another one, and lists the requests that are still running in its hello. If the router
+    has tokens, calls need the metadata `authorization: Bearer TOKEN` with a gateway's token. Errors have the form that
+    FleetService describes.
     """
 
     def __init__(self, channel):
@@ -69,53 +73,66 @@ class PlacementServiceStub:
 
 
 class PlacementServiceServicer:
-    """PlacementService answers where requests go.
+    """Decides which instance serves a request.
 
-    A gateway opens a Session with every router that it knows and says hello on it; the router answers with a welcome and the
-    fleet, and with the fleet again whenever that changes. Then, for each request:
+    A gateway opens a Session with every router that it knows, and sends a hello. The router answers with a welcome and the fleet,
+    and sends updates when the fleet changes. Then, for each request:
 
-    1. The gateway sends place to the owner of the model's pool, and reads a placement or a refusal with the request's id. It
-    comes at once or, where the request is held, by its deadline. From then on the instance counts the request as its load.
-    2. It does the step. SERVE: it sends the client's request to step.instance.url, and the answer to the client. PREFILL: it has
-    the instance compute step.prefix_tokens of the prompt and nothing else, and sends step_done; another placement follows.
-    Where none comes in time the gateway sends the request to the step's instance, and says so by open_stream.
-    A gateway that can do SERVE alone sets single_instance, and leaves sliceable_tokens 0: its placements have last set.
-    3. It sends first_token when the answer's first byte is there, and finished when the request is over, however it ended: until
-    then, or until its session has been gone for the router's gateway_lease_s, the load stays. Where no byte of an answer came
-    it may place the request again, under another id, with the instance in exclude.
+    1. The gateway sends place to the owner of the model's pool. The router answers with a placement or a refusal that has the
+    request's id: at once or, if the request is held, by its deadline. From the placement on, the request counts as load of the
+    instance.
+    2. The gateway carries out the step. SERVE: it sends the client's request to step.instance.url, and the response to the
+    client. PREFILL: it makes the instance compute step.prefix_tokens tokens of the prompt and nothing else, then sends
+    step_done, and receives another placement. If that does not arrive in time, the gateway sends the request to the step's
+    instance, and reports this by open_stream. A gateway that implements only SERVE sets single_instance, and leaves
+    sliceable_tokens 0: all its placements then have last set.
+    3. The gateway sends first_token when it has received the first byte of the response, and finished when the request has ended,
+    however it ended. The request counts as load until then, or until the gateway's session has been closed for the router's
+    gateway_lease_s. If no byte of a response was received, the gateway may place the request again, under another id, with the
+    instance in exclude.
 
-    A gateway whose stream has ended opens another and lists what still runs in its hello. Calls show the metadata
-    `authorization: Bearer TOKEN` with a gateway's token, where the router has tokens. Errors are as in FleetService.
+    A gateway whose stream has ended opens another one, and lists the requests that are still running in its hello. If the router
+    has tokens, calls need the metadata `authorization: Bearer TOKEN` with a gateway's token. Errors have the form that
+    FleetService describes.
     """
 
     def Session(self, request_iterator, context):
-        """Session carries all of one gateway's requests, their progress and the fleet's changes. Messages of different requests
-        are independent; those of one request are in order. A placement may be held: its answer comes later, within its deadline,
-        and a hold ends with the stream, so that the gateway asks again. Every replica answers; each places for the pools it
-        owns, and names the owner of the others (Pool.owner, Refusal.owner).
+        """Carries all requests of one gateway, their progress, and the changes of the fleet. Messages about different requests are
+        independent; messages about one request are in order. A request may be held: it is then answered later, within its deadline.
+        A hold ends with the stream, and the gateway asks again on a new one. Every replica serves this method. Each places requests
+        of the pools that it owns, and names the owner of the other pools (Pool.owner, Refusal.owner).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Place(self, request, context):
-        """Place is the one-step form for shells and other clients: the whole plan must be one SERVE. The reservation ends with
-        Finish or with the lease. A request that is held is answered within the call's deadline. RESOURCE_EXHAUSTED with
-        RetryInfo when saturated, UNAVAILABLE when no instance is ready, NOT_FOUND for an unknown model, DEADLINE_EXCEEDED
-        (FIRST_TOKEN_TOO_LATE) when no first token can come within the request's ttft_deadline, or its deadline is over; reasons as
-        FleetService has them. INVALID_ARGUMENT (INVALID_FIELD) for an empty request_id, more keys than input_tokens have, or the id of
-        a request for another model. ABORTED (REQUEST_ENDED) when the request is finished, before or while it is held.
-        ALREADY_EXISTS (REQUEST_ID_IN_USE) when a gateway has a request of that id open. At a replica that does not own the pool:
-        UNAVAILABLE (NOT_OWNER), with the owner's router_id and address in the metadata, or (NOT_SERVING) where none is known.
+        """Places one request without a session, for shells and other clients. The plan is always one SERVE step. The reservation ends
+        with Finish, or when the lease expires. A held request is answered within the call's deadline.
+
+        Errors, with the reasons that FleetService describes:
+        - NOT_FOUND (MODEL_NOT_FOUND) if the model is unknown.
+        - RESOURCE_EXHAUSTED (SATURATED) with a RetryInfo if the pool is saturated.
+        - UNAVAILABLE (NO_INSTANCE) if no instance is ready.
+        - UNAVAILABLE (NOT_OWNER) if another replica owns the pool; the metadata have its router_id and address. UNAVAILABLE
+        (NOT_SERVING) if the owner is not known, or this router has just started.
+        - DEADLINE_EXCEEDED (FIRST_TOKEN_TOO_LATE) if no first token is possible within the request's ttft_deadline, or its deadline
+        has passed.
+        - INVALID_ARGUMENT (INVALID_FIELD) if request_id is empty, if there are more keys than input_tokens has full blocks, or if a
+        request for another model has the id.
+        - ABORTED (REQUEST_ENDED) if the request has ended, before the call or while it was held.
+        - ALREADY_EXISTS (REQUEST_ID_IN_USE) if a gateway has an open request with the id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Finish(self, request, context):
-        """Finish releases a reservation that Place made; twice has no effect. Its outcome must be given, because an instance whose
-        requests fail is left alone. INVALID_ARGUMENT (INVALID_FIELD) without a request_id or an outcome; UNAVAILABLE at a replica that
-        does not own the pool.
+        """Ends a request that Place placed, and releases its reservation. A second call has no effect. The outcome is required, because
+        an instance whose requests fail repeatedly receives no more requests.
+
+        INVALID_ARGUMENT (INVALID_FIELD) without a request_id or an outcome. UNAVAILABLE (NOT_OWNER or NOT_SERVING) at a replica that
+        does not know the request and does not own the pool.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -148,23 +165,27 @@ def add_PlacementServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PlacementService:
-    """PlacementService answers where requests go.
+    """Decides which instance serves a request.
 
-    A gateway opens a Session with every router that it knows and says hello on it; the router answers with a welcome and the
-    fleet, and with the fleet again whenever that changes. Then, for each request:
+    A gateway opens a Session with every router that it knows, and sends a hello. The router answers with a welcome and the fleet,
+    and sends updates when the fleet changes. Then, for each request:
 
-    1. The gateway sends place to the owner of the model's pool, and reads a placement or a refusal with the request's id. It
-    comes at once or, where the request is held, by its deadline. From then on the instance counts the request as its load.
-    2. It does the step. SERVE: it sends the client's request to step.instance.url, and the answer to the client. PREFILL: it has
-    the instance compute step.prefix_tokens of the prompt and nothing else, and sends step_done; another placement follows.
-    Where none comes in time the gateway sends the request to the step's instance, and says so by open_stream.
-    A gateway that can do SERVE alone sets single_instance, and leaves sliceable_tokens 0: its placements have last set.
-    3. It sends first_token when the answer's first byte is there, and finished when the request is over, however it ended: until
-    then, or until its session has been gone for the router's gateway_lease_s, the load stays. Where no byte of an answer came
-    it may place the request again, under another id, with the instance in exclude.
+    1. The gateway sends place to the owner of the model's pool. The router answers with a placement or a refusal that has the
+    request's id: at once or, if the request is held, by its deadline. From the placement on, the request counts as load of the
+    instance.
+    2. The gateway carries out the step. SERVE: it sends the client's request to step.instance.url, and the response to the
+    client. PREFILL: it makes the instance compute step.prefix_tokens tokens of the prompt and nothing else, then sends
+    step_done, and receives another placement. If that does not arrive in time, the gateway sends the request to the step's
+    instance, and reports this by open_stream. A gateway that implements only SERVE sets single_instance, and leaves
+    sliceable_tokens 0: all its placements then have last set.
+    3. The gateway sends first_token when it has received the first byte of the response, and finished when the request has ended,
+    however it ended. The request counts as load until then, or until the gateway's session has been closed for the router's
+    gateway_lease_s. If no byte of a response was received, the gateway may place the request again, under another id, with the
+    instance in exclude.
 
-    A gateway whose stream has ended opens another and lists what still runs in its hello. Calls show the metadata
-    `authorization: Bearer TOKEN` with a gateway's token, where the router has tokens. Errors are as in FleetService.
+    A gateway whose stream has ended opens another one, and lists the requests that are still running in its hello. If the router
+    has tokens, calls need the metadata `authorization: Bearer TOKEN` with a gateway's token. Errors have the form that
+    FleetService describes.
     """
 
     @staticmethod

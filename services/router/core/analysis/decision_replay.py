@@ -1,7 +1,7 @@
-"""Past decisions made again. Pure.
+"""Makes recorded decisions again. Pure.
 
-A decision's randomness comes from its id alone, so that id, request, view and policy are all it takes to make it again, in any
-process and any order.
+A decision's randomness follows from its id alone. So any process can make it again from its id, request, view and policy, in any
+order.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from pointsman.router.core.policy.decision_rng import rng_of
 from pointsman.router.core.policy.registry import make_policy
 from pointsman.router.core.types import Decision
 
-# What a decision consists of, beside its inputs.
+# The fields that a decision consists of, besides its inputs.
 COMPARED = ("result", "route_class", "mode", "cached_tokens", "runner_up", "margin")
 
 
 def inputs_digest(decision: Decision) -> int:
-    """Equal for decisions on equal inputs, ids left out: what is drawn at random follows from the decision's id, and the parts of
-    one prompt have one request id. Made when it is asked for: it costs as much as deciding."""
+    """Return a hash that is equal for decisions on equal inputs, and takes as long as deciding.
+
+    Ids are not included: the random numbers follow from the decision's id, and all parts of one prompt share a request id.
+    """
     ref, request = decision.policy, decision.request
-    # The cached tokens in the view stand for the keys.
+    # The keys are represented by the cached tokens in the view.
     inputs = (
         ref.name,
         sorted(ref.settings.items()),
@@ -40,9 +42,9 @@ def inputs_digest(decision: Decision) -> int:
 
 
 def redecide(decision: Decision, policy: Policy | None = None) -> Decision:
-    """`decision` made again on its recorded request and view, under `policy` or the recorded one.
+    """Make `decision` again on its recorded request and view, under `policy` (None: the recorded one), and return the result.
 
-    SettingError when the recorded policy does not exist here, or a setting of it is out of range.
+    Raises SettingError if the recorded policy does not exist in this version, or one of its settings is out of range.
     """
     if policy is None:
         policy = make_policy(decision.policy.name, decision.policy.settings)
@@ -55,12 +57,13 @@ def redecide(decision: Decision, policy: Policy | None = None) -> Decision:
         decision.decision_id,
         degraded=decision.degraded,
     )
-    # The keys are not recorded; what they led to is in the view.
+    # The keys are not recorded; the view has the cached tokens that they led to.
     return replace(again, key_count=decision.key_count)
 
 
 def differences(was: Decision, again: Decision) -> list[str]:
-    """What differs between two outcomes of a decision, as "field: was -> again" lines; empty when they are equal to the bit."""
+    """Return the differences of two outcomes of a decision, as "field: was -> again" lines; empty if they are equal bit for
+    bit."""
     return [
         f"{name}: {getattr(was, name)!r} -> {getattr(again, name)!r}"
         for name in COMPARED

@@ -1,4 +1,4 @@
-"""How decisions ended, summed up by class, mode and reason. Pure."""
+"""Statistics of how decisions ended, by class, mode and reason. Pure."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from dataclasses import dataclass, field
 from pointsman.router.core.events_and_effects import Finished
 from pointsman.router.core.types import Decision
 
-# Notes of plans that began and ended as one SERVE without anybody's KV (plans.py).
+# Prefixes of the notes on plans that failed and ended as one SERVE without another instance's KV (placed_requests.py).
 FAILED_STEPS = ("prefill_failed:", "serve_failed:")
 
 
 @dataclass(slots=True)
 class OutcomeGroup:
-    """The decisions of one class and mode that were made for one reason: counts, tokens, and times in s.
+    """The decisions of one class, mode and reason: counts, tokens, and times in s.
 
-    `outcomes` count by how the requests ended. The `reported` ones ended with the engine's own figure of cached tokens; the
-    predicted and reported cached tokens are theirs. `first_tokens_s` are the times to the first byte of the answers.
+    `outcomes`: number of decisions by how the requests ended. `reported`: number of requests for which the engine reported its
+    cached tokens; the reported input tokens, and the predicted and reported cached tokens, are of these only. `first_tokens_s`:
+    times to the first byte of the answers.
     """
 
     route_class: str
@@ -36,7 +37,7 @@ class OutcomeGroup:
     first_tokens_s: list[float] = field(default_factory=list)
 
     def add(self, decision: Decision, outcome: str, finished: Finished | None) -> None:
-        """Count one decision in. Mutates."""
+        """Count one decision. Mutates."""
         self.decided += 1
         self.outcomes[outcome] += 1
         self.fell_back += any(note.startswith(FAILED_STEPS) for note in decision.notes)
@@ -54,14 +55,14 @@ class OutcomeGroup:
 
 
 class OutcomeStats:
-    """Decisions counted in one by one."""
+    """The OutcomeGroups of all decisions that were added, and their total."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[str, str, str], OutcomeGroup] = {}
         self.total = OutcomeGroup("", "", "")  # of all groups
 
     def add(self, decision: Decision, outcome: str, finished: Finished | None) -> None:
-        """Count a decision in, with how it ended (None: not yet). Mutates."""
+        """Count a decision, and how its request ended (`finished` None: not yet). Mutates."""
         key = (decision.route_class, decision.mode, decision.result.reason)
         if (group := self._groups.get(key)) is None:
             group = self._groups[key] = OutcomeGroup(*key)
@@ -69,12 +70,12 @@ class OutcomeStats:
         self.total.add(decision, outcome, finished)
 
     def groups(self) -> list[OutcomeGroup]:
-        """The groups, the biggest first."""
+        """Return the groups, largest first."""
         return sorted(self._groups.values(), key=lambda one: (-one.decided, one.route_class, one.mode, one.reason))
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """The smallest of `values` that at least `share` (0 to 1] of them do not exceed; None of nothing."""
+    """Return the smallest of `values` that at least `share` (0 to 1] of them do not exceed; None if there are no values."""
     if not values:
         return None
     rank = -(-len(values) * share // 1)

@@ -1,4 +1,4 @@
-"""What recorded decisions would have been under another policy, summed up. Pure."""
+"""Compares recorded decisions with those of another policy on the same views, in sums. Pure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pointsman.router.core.policy.foresight import prefills_ahead
 from pointsman.router.core.prefill_curve import DEFAULT_CURVE
 from pointsman.router.core.types import Decision
 
-# So many decisions that would differ are kept one by one.
+# Maximum number of differing decisions that are kept one by one.
 MAX_CHANGES = 100
 
 
 @dataclass(slots=True)
 class ComparisonGroup:
-    """The decisions of one recorded class that would have been made for one `reason`; as PolicyComparison."""
+    """The sums over the decisions of one recorded class to which the other policy would give the same `reason`. The fields are
+    those of PolicyComparison."""
 
     route_class: str
     reason: str
@@ -28,10 +29,13 @@ class ComparisonGroup:
 
 @dataclass(slots=True)
 class PolicyComparison:
-    """Sums over the decisions that were added. `changed`: of those other instances compute or answer; that one of them computes
-    the prompt in parts is no change. `held` of these would have been held instead of placed. `cached_tokens_change`: would-be
-    less recorded, over all that would have been placed; `ttft_change_s` the same of the expected time to first token, over the
-    `timed` ones. `changes`: the first of the changed, as they were and as they would have been."""
+    """Sums over the decisions that were added; "would" means under the other policy.
+
+    `changed`: number of decisions that would use other instances; a prompt in slices on the same instance is no change. `held`:
+    how many of these would be held instead of placed. `cached_tokens_change`: cached tokens that would be, minus those recorded,
+    over all that would be placed. `ttft_change_s`: the same for the expected TTFT, over the `timed` ones. `changes`: the first
+    changed decisions, each as recorded and as it would be.
+    """
 
     decided: int = 0
     changed: int = 0
@@ -43,7 +47,7 @@ class PolicyComparison:
     _groups: dict[tuple[str, str], ComparisonGroup] = field(default_factory=dict)
 
     def add(self, was: Decision, would: Decision) -> None:
-        """Count a decision as it `was` recorded, and as it `would` have been. Mutates."""
+        """Count a decision as it `was` recorded, and as it `would` be. Mutates."""
         changed = _places(was) != _places(would)
         ttft_s = ttft_change_s(was, would)
         tokens = would.cached_tokens - was.cached_tokens if would.result.steps else 0
@@ -61,13 +65,13 @@ class PolicyComparison:
             self.changes.append((was, would))
 
     def groups(self) -> list[ComparisonGroup]:
-        """Sums by class and would-be reason, the biggest first."""
+        """Return the sums by recorded class and reason under the other policy, largest first."""
         return sorted(self._groups.values(), key=lambda group: (-group.decided, group.route_class, group.reason))
 
 
 def ttft_change_s(was: Decision, would: Decision) -> float | None:
-    """By how much the first token would be expected later (s): what is open before the prompt where it is computed, and its own
-    prefill. None where one of the two was not placed, or no curve was learned for the instance."""
+    """Return by how much the expected TTFT would be longer, s: the wait for prefills before the prompt, and the prompt's own
+    prefill. None if one of the two decisions did not place the request, or no curve was learned for the instance."""
     first, second = _expected_ttft_s(was), _expected_ttft_s(would)
     return None if first is None or second is None else second - first
 

@@ -1,6 +1,6 @@
-"""How long a new request of each pool would wait until its prefill begins, in seconds of prefill per instance. Pure.
+"""Computes the backlog of pools: how long a new request waits until its prefill begins, in seconds of prefill per instance. Pure.
 
-A replica knows this of the pools that it owns: nobody else knows their open requests.
+A replica can compute it only for the pools that it owns, since only the owner knows a pool's open requests.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from pointsman.router.core.prefill_curve import PrefillCurve
 from pointsman.router.core.requests.hold_queue import HoldQueue
 from pointsman.router.core.types import route_class
 
-# Lightest first: the order in which requests leave the router's queue.
+# Lightest first, which is the order in which requests leave the router's queue.
 ROUTE_CLASSES = ("LIGHT", "MEDIUM", "HEAVY")
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """Prefills that are not placed yet, as the three sums that any prefill curve needs: requests, tokens, pairs of tokens."""
+    """Sums over prefills that are not placed yet, from which any prefill curve computes seconds: requests, tokens, token
+    pairs."""
 
     requests: int = 0
     tokens: float = 0.0
@@ -37,7 +38,7 @@ class _Waiting:
             self.pairs += new * (2.0 * cached + new)
 
     def seconds(self, curve: PrefillCurve) -> float:
-        """What they take one after another."""
+        """Return the seconds that these prefills take one after another."""
         return curve.base_s * self.requests + curve.token_s * self.tokens + curve.pair_s * self.pairs
 
 
@@ -57,25 +58,24 @@ class PoolBacklogs:
         self._queue = queue
 
     def at(self, now: float) -> dict[str, Mapping[str, float]]:
-        """Pool -> route class -> seconds until a new request of that class would begin its prefill if the work were spread
+        """Return pool -> route class -> seconds until a new request of that class would begin its prefill if the work were spread
         evenly, at `now` (s on the router's clock). O(placeable instances + held requests + prompts placed in part).
 
         backlog(class) = (placed + held(class)) / max(instances, 1)
         placed      seconds of prefill, by the learned curve of pool and hardware, that are left of the prompts placed on the
-                    pool's placeable instances; of an instance's first one what it has computed since it last moved counts as
-                    done, up to MAX_DONE_SHARE of it
+                    pool's placeable instances; of an instance's first prompt, the time since it last progressed counts as done,
+                    up to MAX_DONE_SHARE of its cost
         held(class) seconds of prefill of the requests in the router's queue, and of those parts of sliced prompts that are not
                     placed yet, of `class` or a lighter one; by the mean of the curves over the instances
-        instances   those that gateways may be told to place on (PoolInfo.instances)
+        instances   the placeable instances that gateways are told of (PoolInfo.instances)
 
-        Engines compute prompts in the order of their coming, so a new request waits for all that is placed, whatever its class.
+        Engines compute prompts in order of arrival, so a new request waits for all that is placed, whatever its class.
         The router's queue is shortest first, so there it waits for its own class and lighter ones. HEAVY is therefore the whole
-        backlog of the pool, and LIGHT <= MEDIUM <= HEAVY. A request has the class that a decision on what is left of it now
-        would have (types.route_class). Not in it: ageing, priorities and tenants in the
-        queue, decodes, and waits for KV memory.
+        backlog of the pool, and LIGHT <= MEDIUM <= HEAVY. A request's class is by what is left of it now (types.route_class).
+        Not included: ageing, priorities and tenants in the queue, decodes, and waits for KV memory.
 
-        Until prefills were seen, curves are the default one, as for policies. Without a placeable instance it is told as if
-        there were one. A pool that has neither instances nor held requests is not in it. Source: a queue's unfinished work
+        Before the first observed prefill the curve is the default one, as for policies. A pool without a placeable instance is
+        computed as if it had one. A pool with neither instances nor held requests is absent. Source: a queue's unfinished work
         (Kleinrock, Queueing Systems, volume 1, 1975) over its servers, in the seconds by which `foresight` places.
         """
         parts = self.in_parts(now)
@@ -87,24 +87,25 @@ class PoolBacklogs:
                 return told
 
     def in_parts(self, now: float) -> Generator[None, None, dict[str, Mapping[str, float]]]:
-        """The same, with a pause for others after each instance: events may come meanwhile."""
+        """As `at`, but yields after each instance, so that the caller can handle events in between; the generator returns the
+        result."""
         waiting = self._held()
         told: dict[str, Mapping[str, float]] = {}
         for pool in self._instances.pools():
             held = waiting.pop(pool.model, {})
             told[pool.model] = yield from self._backlog(pool, held, now)
         for model, held in waiting.items():
-            # Its last instance is gone, and requests wait for another.
+            # A pool whose last instance is gone, and whose requests wait for another.
             told[model] = _by_class(held, self._prefill_observer.curve(model, ""), 0.0, 1)
         return told
 
     def _held(self) -> dict[str, dict[str, _Waiting]]:
-        """Pool -> class -> what is still to be placed."""
+        """Return pool -> class -> the prefills still to be placed."""
         waiting: dict[str, dict[str, _Waiting]] = {}
         for held in self._queue:
             _add(waiting.setdefault(held.pool, {}), held.new_tokens, held.request.input_tokens)
         for one in self._reservations.partial_prefills():
-            # Between two slices its request is in the queue, and counted there.
+            # Between two slices the request is in the queue, and is counted above.
             if self._queue.get(one.request_id) is None:
                 _add(waiting.setdefault(one.pool, {}), one.remainder_tokens, one.input_tokens)
         return waiting
@@ -122,7 +123,7 @@ class PoolBacklogs:
         return _by_class(held, _mean_curve(curves, kinds), placed, max(len(pool.instances), 1))
 
     def _placed_s(self, instance_id: str, curve: PrefillCurve, now: float) -> float:
-        """Seconds that are left of the open prefills of an instance."""
+        """Return the seconds that are left of the open prefills of an instance."""
         first = self._reservations.first_prefill(instance_id)
         if first is None:
             return 0.0
@@ -142,7 +143,7 @@ def _add(waiting: dict[str, _Waiting], new: int, tokens: int) -> None:
 
 
 def _mean_curve(curves: Mapping[str, PrefillCurve], kinds: Mapping[str, int]) -> PrefillCurve:
-    """The mean over all instances: seconds are linear in a curve's coefficients."""
+    """Return the mean curve over all instances; the mean of coefficients is exact, since seconds are linear in them."""
     total = sum(kinds.values())
     return PrefillCurve(
         base_s=sum(curves[kind].base_s * count for kind, count in kinds.items()) / total,

@@ -1,7 +1,7 @@
-"""What recent decisions tell of sessions: turns, tokens, and how much of them was cached. Pure.
+"""Counts turns, tokens and cached tokens of sessions from recent decisions. Pure.
 
-A million sessions have an owner, so nothing is counted for each: who asks about some has them counted from the decisions in the
-log.
+Up to a million sessions have an owner, so nothing is counted for each of them in advance. The sessions that a caller asks about
+are counted from the decisions in the log.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pointsman.router.core.types import Decision, StepKind
 
 @dataclass(slots=True)
 class Turns:
-    """A session's requests: how many, input tokens of all and of the newest, and how many of all were cached."""
+    """Counts of a session's requests: their number, their input and cached tokens, and the input tokens of the newest one."""
 
     turns: int = 0
     input_tokens: int = 0
@@ -30,15 +30,15 @@ class SessionTurns:
         self._turns = {one: Turns() for one in chosen}
 
     def of(self, pool: str, session: str) -> Turns:
-        """What was counted for one of the chosen sessions."""
+        """Return the counts of one of the chosen sessions."""
         return self._turns[pool, session]
 
     def add(self, decision: Decision, finished: Finished | None) -> None:
-        """Count one decision in, with what its gateway told at the end (None: not yet). Mutates.
+        """Count one decision, with its gateway's report of the request's end (None: not yet). Mutates.
 
-        A request counts once: by the first part of its plan, and not by what was placed anew after a failure. Its cached tokens
-        are the engine's figure where one instance computed and answered it all; of an offload or of slices that figure has what
-        the plan itself put there, so the prediction stands.
+        A request counts once, by the first part of its plan; placements after a failure do not count. If one instance computed
+        and answered the whole request, the cached tokens are the engine's figure. Of an offload or of slices this figure includes
+        what the plan itself computed there, so the predicted tokens are counted instead.
         """
         request = decision.request
         if decision.previous_id or request.exclude or not (turns := self._turns.get((decision.pool, request.session))):

@@ -1,6 +1,6 @@
-"""The last 15 minutes of a router's pools and instances, in memory that is bounded. Pure.
+"""The last 15 minutes of a router's pools and instances, in bounded memory. Pure.
 
-A pool takes 10 KB and an instance 2.5 KB, whatever happens to them; pools and instances that are gone leave with the window.
+A pool always takes 10 KB and an instance 2.5 KB. Pools and instances that are gone are removed after the window has passed.
 Quantiles are those of histograms (log_histogram.py), one for each bucket of time.
 """
 
@@ -32,8 +32,8 @@ Row = TypeVar("Row", PoolRow, InstanceRow)
 
 
 class FleetHistory:
-    """The history of one router that looks on since `since`, in s on the clock of all times here. `total` is the sum over the
-    pools that it owns."""
+    """The history of one router, which records since `since` (s; all times here are on one clock). `total`: the sum over the
+    pools that the router owns."""
 
     def __init__(self, since: float) -> None:
         self.since = since
@@ -43,7 +43,7 @@ class FleetHistory:
 
     def decided(self, decision: Decision, now: float) -> None:
         """Count a placement. Mutates."""
-        # Of a plan's later parts what its earlier ones have computed would count as hits.
+        # Later parts of a plan are left out: the tokens that earlier parts computed would count as hits.
         tokens = 0 if decision.previous_id else decision.request.input_tokens
         cached = decision.cached_tokens if tokens else 0
         self.total.placed(tokens, cached, now)
@@ -62,7 +62,7 @@ class FleetHistory:
         """Count a request that ended as `finished` says after `decision`. Mutates."""
         first_ms = (finished.timings_ms or {}).get("first_token")
         ttft_s = first_ms / 1e3 if first_ms else math.nan
-        # An engine counts what another one computed for it as cached, too.
+        # An engine also counts tokens as cached that another engine computed for it.
         alone = not decision.previous_id and len(decision.result.steps) == 1
         tokens = decision.request.input_tokens if alone and finished.cached_tokens is not None else 0
         cached = min(finished.cached_tokens or 0, tokens)
@@ -74,39 +74,39 @@ class FleetHistory:
             instance.ended(ttft_s, now)
 
     def sample_pool(self, model: str, sample: PoolSample, now: float) -> None:
-        """Take up how a pool is. Mutates."""
+        """Record a sample of a pool. Mutates."""
         if (pool := _row(self.pools, model, PoolRow, MAX_POOLS, now)) is not None:
             pool.sample(sample, now)
 
     def sample_instance(self, instance_id: str, sample: InstanceSample, now: float) -> None:
-        """Take up how an instance is. Mutates."""
+        """Record a sample of an instance. Mutates."""
         if (instance := self._instance(instance_id, now)) is not None:
             instance.sample(sample, now)
 
     def forget(self, now: float) -> None:
-        """Let pools and instances go that have not been there for the whole window, or, where there are too many, for two steps.
-        O(rows). Mutates."""
+        """Remove pools and instances without a sample for the whole window; if the maximum number of rows is reached, for two
+        instance steps. O(rows). Mutates."""
         _forget(self.pools, MAX_POOLS, now)
         _forget(self.instances, MAX_INSTANCES, now)
 
     def read_pool(self, row: PoolRow, measure: PoolMeasure, now: float) -> list[float]:
-        """A pool's values of one measure in the buckets of `pool_buckets(now)`; NaN where they are not known. Mutates only what
-        would come of itself."""
+        """Return a pool's values of one measure in the buckets of `pool_buckets(now)`; NaN: unknown. May close the row's open
+        bucket, as any later call would."""
         row.advance(now)
         return row.ring.read(measure, *self.pool_buckets(now))
 
     def read_instance(self, row: InstanceRow, measure: InstanceMeasure, now: float) -> list[float]:
-        """The same of an instance, in the buckets of `instance_buckets(now)`."""
+        """Return an instance's values of one measure in the buckets of `instance_buckets(now)`, as `read_pool` does."""
         row.advance(now)
         return row.ring.read(measure, *self.instance_buckets(now))
 
     def pool_buckets(self, now: float) -> tuple[int, int]:
-        """The first and the last bucket (each POOL_STEP_S long) that are over at `now`, in the window, and of which this router
-        has seen anything; the first one is later than the last one when there is none."""
+        """Return the first and the last bucket (each POOL_STEP_S long) that are in the window, have ended at `now`, and were at
+        least partly recorded; first > last if there is none."""
         return self._buckets(POOL_STEP_S, POOL_BUCKETS, now)
 
     def instance_buckets(self, now: float) -> tuple[int, int]:
-        """The same of instances, in buckets of INSTANCE_STEP_S."""
+        """Return the first and the last bucket for instances, as `pool_buckets` does, in buckets of INSTANCE_STEP_S."""
         return self._buckets(INSTANCE_STEP_S, INSTANCE_BUCKETS, now)
 
     def _buckets(self, step_s: float, kept: int, now: float) -> tuple[int, int]:
@@ -118,10 +118,10 @@ class FleetHistory:
 
 
 def _row(rows: dict[str, Row], name: str, kind: type[Row], most: int, now: float) -> Row | None:
-    """The row of that name, which may be new; None where there are `most` others."""
+    """Return the row called `name`, a new one if necessary; None if there are `most` rows already."""
     if (row := rows.get(name)) is None and len(rows) < most:
         row = rows[name] = kind()
-        # Until its first sample: a row that never gets one leaves, too.
+        # Stands in for the first sample, so that a row that never gets one is removed, too.
         row.sampled_at = now
     return row
 
@@ -133,7 +133,8 @@ def _forget(rows: dict[str, Row], most: int, now: float) -> None:
 
 
 def sorted_rows(rows: dict[str, Row], model: str, after: str | None) -> Iterator[tuple[str, Row]]:
-    """Rows by name, those behind `after` only (None: all); `model`: of this pool only, empty for all."""
+    """Yield (name, row) in ascending order of names, only those greater than `after` (None: all) and of pool `model` (empty:
+    all)."""
     for name in sorted(rows):
         row = rows[name]
         of = row.model if isinstance(row, InstanceRow) else name

@@ -1,5 +1,4 @@
-"""How pools and instances are at one moment, for the history: read from the state in parts, because it takes ms of a large fleet.
-Pure."""
+"""Samples all pools and instances for the history, in parts, because a large fleet takes milliseconds. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from pointsman.router.core.router_state import RouterState
 
 @dataclass(slots=True)
 class _Sums:
-    """Over the instances of one pool, or of several."""
+    """Sums over the instances of one or several pools. The `kv` figures are over the `reports` that are fresh."""
 
     open_requests: int = 0
     pending_tokens: int = 0
@@ -32,8 +31,8 @@ class _Sums:
 
 
 def take_sample(state: RouterState, history: FleetHistory, now: float) -> Iterator[None]:
-    """Have `history` take up how everything is at `now` (s on the state's clock); pauses after each instance, so that others may
-    have a turn. Events may come meanwhile: the parts are then of moments that lie as far apart as the turns."""
+    """Record a sample of all pools and instances in `history`, at `now` (s on the state's clock). Yields after each instance, so
+    that the caller can handle events in between. The parts are then as far apart in time as the caller's pauses."""
     backlogs = yield from PoolBacklogs(
         state.instances, state.reservations, state.prefill_observer, state.held_requests.queue
     ).in_parts(now)
@@ -54,7 +53,7 @@ def take_sample(state: RouterState, history: FleetHistory, now: float) -> Iterat
         queue = state.held_requests.queue
         history.sample_pool(model, _pool(state.owned.owns(model), one, queue.count(model), backlogs.get(model)), now)
         yield
-    # Of several pools the longest wait: a request waits in one of them.
+    # The total's backlog is the longest of the pools, since a request waits in one pool only.
     longest = max(
         (classes for model, classes in backlogs.items() if state.owned.owns(model)),
         key=lambda classes: classes["HEAVY"],
@@ -88,7 +87,7 @@ def _pool(owned: bool, sums: _Sums, held: int, backlog: Mapping[str, float] | No
         held,
         sums.open_requests,
         sums.pending_tokens,
-        # All classes together: what a request of any class waits for at most.
+        # HEAVY is the whole backlog: no request waits longer.
         0.0 if backlog is None else backlog["HEAVY"],
         sums.kv_usage / sums.reports if sums.reports else math.nan,
         sums.kv_max,

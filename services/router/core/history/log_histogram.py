@@ -1,14 +1,14 @@
-"""Times in bins that are equally wide on a logarithmic scale, so that their quantiles take neither a list nor a sort. Pure."""
+"""A histogram of times with bins of equal width on a logarithmic scale: quantiles need neither a list nor a sort. Pure."""
 
 from __future__ import annotations
 
 import math
 from array import array
 
-# s; times beyond count as these.
+# Range of the bins, s. Times outside count in the first or the last bin.
 LOWEST_S, HIGHEST_S = 1e-3, 1e3
 BINS_PER_DECADE = 16
-# A quantile is told as the middle of its bin: it is at most this factor off the sample that it stands for.
+# Maximum ratio of a returned quantile, which is the middle of its bin, to the exact one, or the inverse.
 MAX_ERROR = 10.0 ** (0.5 / BINS_PER_DECADE)
 
 _DECADES = 6
@@ -27,7 +27,7 @@ class LogHistogram:
         self.count = 0
 
     def add(self, seconds: float) -> None:
-        """Count one time, in s; what is no number is left out. Mutates."""
+        """Count one time, s; NaN is ignored. Mutates."""
         if math.isnan(seconds):
             return
         clamped = min(max(seconds, LOWEST_S), HIGHEST_S)
@@ -35,8 +35,8 @@ class LogHistogram:
         self.count += 1
 
     def quantiles(self, *shares: float) -> list[float]:
-        """For each of `shares` (ascending, in (0, 1]), in s: the smallest time that at least such a share of all times do not
-        exceed, as the middle of its bin; NaN of none."""
+        """Return for each of `shares` (ascending, in (0, 1]) the smallest time that at least this share of all times do not
+        exceed, s, rounded to the middle of its bin; NaN if there are no times."""
         if not self.count:
             return [math.nan] * len(shares)
         ranks = [max(math.ceil(self.count * share), 1) for share in shares]
@@ -51,7 +51,7 @@ class LogHistogram:
         return found
 
     def clear(self) -> None:
-        """Forget all times. Mutates."""
+        """Remove all times. Mutates."""
         if self.count:
             self._bins = array("I", bytes(4 * _BINS))
             self.count = 0

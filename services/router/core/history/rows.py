@@ -1,7 +1,7 @@
-"""What is kept of one pool and of one instance: the bucket that is still open, and the values of those before. Pure.
+"""The history of one pool (PoolRow) and of one instance (InstanceRow): an open bucket, and the values of closed ones. Pure.
 
-Each row closes its open bucket when it is next touched, so that no moment has all rows to close at once. Times are in s on the
-router's clock; a bucket is the number of a step of time since that clock's zero.
+Each row closes its open bucket at its next use, so that not all rows are closed at once. Times are in s on the router's clock. A
+bucket is a time step, numbered from that clock's zero.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from enum import IntEnum
 from pointsman.router.core.history.log_histogram import LogHistogram
 from pointsman.router.core.history.series_ring import NONE, SeriesRing
 
+# Length of the history, s.
 WINDOW_S = 900.0
+# Length of a bucket of pools and of instances, s.
 POOL_STEP_S, INSTANCE_STEP_S = 5.0, 15.0
 POOL_BUCKETS, INSTANCE_BUCKETS = int(WINDOW_S / POOL_STEP_S), int(WINDOW_S / INSTANCE_STEP_S)
 
 
 class PoolMeasure(IntEnum):
-    """What is kept of a pool. TTFT and BACKLOG in s; PLACEMENTS and REFUSALS for each s; shares 0 to 1; BACKLOG and KV_USAGE are
-    means, as HELD_REQUESTS, OPEN_REQUESTS and PENDING_PREFILL_TOKENS are."""
+    """The measures of a pool. TTFT and BACKLOG are in s, PLACEMENTS and REFUSALS per s, hits and KV usage shares from 0 to 1.
+    BACKLOG, KV_USAGE, HELD_REQUESTS, OPEN_REQUESTS and PENDING_PREFILL_TOKENS are means over the bucket."""
 
     TTFT_P50 = 0
     TTFT_P90 = 1
@@ -37,7 +39,7 @@ class PoolMeasure(IntEnum):
 
 
 class InstanceMeasure(IntEnum):
-    """What is kept of an instance. TTFT in s; PREFIX_HITS and KV_USAGE are shares, 0 to 1."""
+    """The measures of an instance. TTFT is in s; PREFIX_HITS and KV_USAGE are shares, 0 to 1."""
 
     TTFT_P50 = 0
     TTFT_P90 = 1
@@ -49,8 +51,8 @@ class InstanceMeasure(IntEnum):
 
 @dataclass(slots=True)
 class PoolSample:
-    """A pool at one moment. Without `owned` this router knows nothing of its requests, and only the KV use counts, which is NaN
-    without a fresh report."""
+    """A sample of a pool. Unless `owned`, this router knows nothing of the pool's requests, and only the KV figures count (NaN
+    without a fresh report)."""
 
     owned: bool
     held: int = 0
@@ -63,8 +65,8 @@ class PoolSample:
 
 @dataclass(frozen=True, slots=True)
 class InstanceSample:
-    """An instance at one moment: NaN what is not known. `lookups` and `hits` are its engine's counters of prompt tokens, which
-    run from the start of `incarnation`; None without a fresh report."""
+    """A sample of an instance; NaN: unknown. `lookups` and `hits` are its engine's counters of prompt tokens since the start of
+    `incarnation`; `lookups` is None without a fresh report."""
 
     model: str
     incarnation: str
@@ -76,7 +78,7 @@ class InstanceSample:
 
 
 class _Mean:
-    """The mean of some values that are not NaN."""
+    """The mean of the values that were added; NaN is ignored."""
 
     __slots__ = ("_count", "_sum")
 
@@ -89,15 +91,15 @@ class _Mean:
             self._count += 1
 
     def take(self) -> float:
-        """The mean, NaN of none; begins anew."""
+        """Return the mean (NaN if there are no values), and reset."""
         mean = self._sum / self._count if self._count else math.nan
         self._sum, self._count = 0.0, 0
         return mean
 
 
 class PoolRow:
-    """One pool, or the sum of all that this router owns. `owned_since`: since when it places the pool's requests, None while it
-    does not."""
+    """The history of one pool, or the sum of all pools that this router owns. `owned_since`: since when this router places the
+    pool's requests; None while it does not."""
 
     __slots__ = (
         "_backlog",
@@ -139,11 +141,11 @@ class PoolRow:
         self._reported_input = self._reported = 0
 
     def sample(self, sample: PoolSample, now: float) -> None:
-        """Take up how the pool is at `now`. Mutates."""
+        """Record a sample of the pool at `now`. Mutates."""
         self.advance(now)
         self.sampled_at = now
         self._kv.add(sample.kv_mean)
-        # max() of NaN and a number is whichever comes first.
+        # max() of NaN and a number returns the first of them, so NaN is tested.
         self._kv_max = sample.kv_max if math.isnan(self._kv_max) else max(self._kv_max, sample.kv_max)
         if not sample.owned:
             self.owned_since = None
@@ -157,7 +159,7 @@ class PoolRow:
         self._backlog.add(sample.backlog_s)
 
     def placed(self, input_tokens: int, cached_tokens: int, now: float) -> None:
-        """Count a placement; its tokens, if its hits are to count, else 0. Mutates."""
+        """Count a placement. Both token counts are 0 if it does not count for the hit ratio. Mutates."""
         self.advance(now)
         self._placements += 1
         self._input += input_tokens
@@ -169,20 +171,20 @@ class PoolRow:
         self._refusals += 1
 
     def ended(self, ttft_s: float, input_tokens: int, cached_tokens: int, now: float) -> None:
-        """Count a request that ended: its time to the first token (NaN: none), the tokens of its prompt and those that were
-        cached (0 and 0 where its engine told nothing). Mutates."""
+        """Count a request that ended: its TTFT (NaN: none), its prompt's tokens, and how many of them were cached (both 0 if the
+        engine did not report this). Mutates."""
         self.advance(now)
         self._ttft.add(ttft_s)
         self._reported_input += input_tokens
         self._reported += cached_tokens
 
     def advance(self, now: float) -> None:
-        """Close the open bucket if it is over at `now`. Mutates."""
+        """Close the open bucket if it has ended at `now`. Mutates."""
         bucket = int(now // POOL_STEP_S)
         if bucket <= self.bucket:
             return
         if self.bucket != NONE:
-            # Of a bucket of which a part is not known counts say nothing.
+            # In a bucket during which the pool was not always owned, the counts are incomplete.
             begun = self.bucket * POOL_STEP_S
             whole = self._owned and self.owned_since is not None and self.owned_since <= begun
             rates = (self._placements, self._refusals)
@@ -206,7 +208,7 @@ class PoolRow:
 
 
 class InstanceRow:
-    """One instance, in whatever incarnation. `model` is its pool."""
+    """The history of one instance over all its incarnations. `model` is its pool."""
 
     __slots__ = (
         "_counted",
@@ -233,7 +235,7 @@ class InstanceRow:
         self._counted: tuple[str, int, int] | None = None
 
     def sample(self, sample: InstanceSample, now: float) -> None:
-        """Take up how the instance is at `now`. Mutates."""
+        """Record a sample of the instance at `now`. Mutates."""
         self.advance(now)
         self.sampled_at, self.model = now, sample.model
         self._open.add(sample.open_requests)
@@ -243,21 +245,21 @@ class InstanceRow:
             return
         if self._counted is not None:
             incarnation, lookups, hits = self._counted
-            # Another incarnation counts from 0, and so does an engine whose counters were reset.
+            # The counters of another incarnation, or of an engine that reset them, start from 0.
             if incarnation == sample.incarnation and lookups <= sample.lookups and hits <= sample.hits:
                 self._lookups += sample.lookups - lookups
                 self._hits += sample.hits - hits
         self._counted = (sample.incarnation, sample.lookups, sample.hits)
 
     def ended(self, ttft_s: float, now: float) -> None:
-        """Count a request that it answered, with its time to the first token. Mutates."""
+        """Count a request that the instance answered, with its TTFT. Mutates."""
         self.advance(now)
         if self._ttft is None:
             self._ttft = LogHistogram()
         self._ttft.add(ttft_s)
 
     def advance(self, now: float) -> None:
-        """Close the open bucket if it is over at `now`. Mutates."""
+        """Close the open bucket if it has ended at `now`. Mutates."""
         bucket = int(now // INSTANCE_STEP_S)
         if bucket <= self.bucket:
             return
@@ -277,5 +279,5 @@ def _share(part: int, whole: int) -> float:
 
 
 def _rounded(value: float) -> float:
-    # Four digits are more than a curve shows, and short as text. What no float of 4 bytes holds is no figure.
+    # Four digits are more than a curve shows, and short as text. Values near or beyond the range of a 4-byte float become NaN.
     return float(f"{value:.4g}") if abs(value) < 1e30 else math.nan

@@ -1,4 +1,4 @@
-"""What operators order for an instance by its id: nothing new at all, or only a share of the new sessions. Pure."""
+"""Operators' orders for instances, by id: a cordon, or a weight for new sessions. Pure."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from collections.abc import Mapping
 import msgspec
 from msgspec.structs import replace
 
+# Maximum number of orders in force.
 MAX_ORDERS = 10_000
-# Orders that were lifted and are remembered, so that no router that was away brings them back.
+# Maximum number of lifted orders that are kept, so that a router that was away does not bring them back.
 MAX_LIFTED = 1_000
-# In characters.
+# Maximum lengths, characters.
 MAX_INSTANCE_ID, MAX_REASON = 256, 300
 
 
 class InstanceOrder(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """`cordoned`: nothing new goes to the instance. `weight` (0 to 1): which part of its fair share of new sessions it gets. Each
-    has the operator's reason, and when it was last changed, in s since 1970: of two routers' orders the later one counts. That is
-    why an order that is lifted stays for a while, without effect."""
+    """An operator's order for one instance. `cordoned`: nothing new goes to the instance. `weight` (0 to 1): the part of its fair
+    share of new sessions that it gets. Both have the operator's reason and the time of the last change, in s since 1970. If two
+    routers have different orders, the later change is in force. So a lifted order is kept for a while, without effect."""
 
     cordoned: bool = False
     weight: float = 1.0
@@ -29,12 +30,12 @@ class InstanceOrder(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def in_force(self) -> bool:
-        """Whether it is other than no order."""
+        """Whether the order has an effect."""
         return self.cordoned or self.weight < 1.0
 
     @property
     def set_at(self) -> float:
-        """When it was last changed."""
+        """When the order was last changed, s since 1970."""
         return max(self.cordon_set_at, self.weight_set_at)
 
 
@@ -42,8 +43,8 @@ NO_ORDER = InstanceOrder()
 
 
 class OrderChange(msgspec.Struct, frozen=True, gc=False):
-    """A change of one instance's order at `set_at` (s since 1970). What is None stays as it is. `reason` is that of what is set
-    here, a cordon, a weight or both; it ends with them."""
+    """A change of one instance's order at `set_at` (s since 1970). Fields that are None stay unchanged. `reason`: the reason of
+    the cordon, the weight or both that are set here; it is removed with them."""
 
     instance_id: str
     set_at: float
@@ -53,7 +54,7 @@ class OrderChange(msgspec.Struct, frozen=True, gc=False):
 
 
 class InvalidOrder(ValueError):
-    """A change that no order can have; `field` names what is wrong."""
+    """A change is invalid; `field` names the invalid field."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -61,18 +62,18 @@ class InvalidOrder(ValueError):
 
 
 class TooManyOrders(Exception):
-    """There are MAX_ORDERS already."""
+    """MAX_ORDERS orders are in force already."""
 
 
 def check_change(change: OrderChange) -> None:
-    """Raise InvalidOrder for a change that no order can have."""
+    """Raise InvalidOrder if a change is invalid."""
     if not change.instance_id:
         raise InvalidOrder("instance_id", "must not be empty")
     if len(change.instance_id) > MAX_INSTANCE_ID:
         raise InvalidOrder("instance_id", f"at most {MAX_INSTANCE_ID} characters")
     if change.cordoned is None and change.weight is None:
         raise InvalidOrder("cordoned", "cordoned or weight is needed")
-    # Written so that it is also true of NaN.
+    # Written so that NaN is invalid, too.
     if change.weight is not None and not 0.0 <= change.weight <= 1.0:
         raise InvalidOrder("weight", "must be 0 to 1")
     if len(change.reason or "") > MAX_REASON:
@@ -80,13 +81,13 @@ def check_change(change: OrderChange) -> None:
 
 
 def later(now: float, before: float) -> float:
-    """When a change is made that replaces one of `before`, in s since 1970: later than that, also where another router's clock,
-    which gave `before`, is ahead."""
+    """Return the time to record for a change that replaces one of `before`, in s since 1970: `now`, or just after `before` if
+    that is later, since the clock of the router that set `before` may be ahead."""
     return max(now, math.nextafter(before, math.inf))
 
 
 def changed_orders(orders: Mapping[str, InstanceOrder], change: OrderChange) -> dict[str, InstanceOrder]:
-    """The orders after a change that check_change() lets pass. Raises TooManyOrders."""
+    """Return the orders after a change that check_change() accepts. Raises TooManyOrders if MAX_ORDERS are in force already."""
     before = after = orders.get(change.instance_id, NO_ORDER)
     if change.cordoned is not None:
         reason = before.cordon_reason if change.reason is None else change.reason
@@ -110,8 +111,8 @@ def changed_orders(orders: Mapping[str, InstanceOrder], change: OrderChange) -> 
 
 
 def merged_orders(some: Mapping[str, InstanceOrder], others: Mapping[str, InstanceOrder]) -> dict[str, InstanceOrder]:
-    """Of each instance the cordon and the weight that were set last, each for itself. The same whichever comes first, and however
-    often. There may be more than MAX_ORDERS of them: none that an operator was promised is left out."""
+    """Return for each instance the cordon and the weight that were set last, each by its own time. The merge is commutative and
+    idempotent. The result may have more than MAX_ORDERS orders, since no order that was confirmed to an operator is dropped."""
     merged = dict(some)
     for name, order in others.items():
         if (known := merged.get(name)) is None:
@@ -122,7 +123,7 @@ def merged_orders(some: Mapping[str, InstanceOrder], others: Mapping[str, Instan
 
 
 def bounded_orders(orders: dict[str, InstanceOrder]) -> dict[str, InstanceOrder]:
-    """All that are in force, and of the others the MAX_LIFTED that were changed last."""
+    """Return all orders in force, and the MAX_LIFTED lifted ones that were changed last. Mutates `orders`."""
     lifted = [name for name, order in orders.items() if not order.in_force]
     if len(lifted) > MAX_LIFTED:
         lifted.sort(key=lambda name: (orders[name].set_at, name))
@@ -132,7 +133,7 @@ def bounded_orders(orders: dict[str, InstanceOrder]) -> dict[str, InstanceOrder]
 
 
 def _merged(one: InstanceOrder, other: InstanceOrder) -> InstanceOrder:
-    # Where two were set at once the values decide, so that all routers find the same.
+    # If both were set at the same time, the values decide, so that all routers have the same result.
     cordon = max(one, other, key=lambda order: (order.cordon_set_at, order.cordoned, order.cordon_reason))
     weight = max(one, other, key=lambda order: (order.weight_set_at, -order.weight, order.weight_reason))
     return InstanceOrder(

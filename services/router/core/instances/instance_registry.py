@@ -1,4 +1,4 @@
-"""What the router knows of each instance, and which instances serve a model. Pure."""
+"""The registry of instances: their state, and which of them serve a model. Pure."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from pointsman.router.core.types import Candidate, InstanceInfo, InstanceState, 
 
 
 class CandidateSnapshot(msgspec.Struct, frozen=True, gc=False):
-    """What decisions from `since` until before `until` (s) see of an instance whatever the request: a candidate that has none of
-    its tokens cached, and none to compute."""
+    """The part of a candidate that does not depend on the request, valid for decisions from `since` to before `until` (s). The
+    candidate has no cached and no new tokens."""
 
     candidate: Candidate
     block_size: int
@@ -31,9 +31,9 @@ class CandidateSnapshot(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class InstanceRecord:
-    """One instance: identity, the state of its report, its last load. Times are in s on the router's clock.
+    """One instance: its identity, the state of its reports, and its last load. Times are in s on the router's clock.
 
-    `candidate_snapshot` is kept from the last decision (policy_views.py) until forget_snapshot.
+    `candidate_snapshot`: the cached result of the last decision (policy_views.py), kept until forget_snapshot.
     """
 
     info: InstanceInfo
@@ -51,20 +51,20 @@ class InstanceRecord:
     candidate_snapshot: CandidateSnapshot | None = None
 
     def become(self, other: InstanceRecord) -> None:
-        """Take over all of another incarnation's: lists of instances go on with the record that they have. Mutates."""
+        """Copy all fields of another incarnation's record, so that lists of instances keep this record. Mutates."""
         for field_ in fields(self):
             setattr(self, field_.name, getattr(other, field_.name))
 
     @property
     def state(self) -> InstanceState:
-        """The first of CORDONED, DRAINING, UNHEALTHY, LOST, SYNCING that holds, else READY."""
+        """The first of CORDONED, DRAINING, UNHEALTHY, LOST, SYNCING that applies, else READY."""
         if self.order.cordoned:
             return InstanceState.CORDONED
         return InstanceState.DRAINING if self.draining else self.underlying_state
 
     @property
     def underlying_state(self) -> InstanceState:
-        """The state that it would have if operators had ordered nothing."""
+        """The state without operators' orders and drains."""
         if self.load is not None and not self.load.healthy:
             return InstanceState.UNHEALTHY
         if self.lost_at is not None:
@@ -75,21 +75,21 @@ class InstanceRecord:
 
     @property
     def produces_only(self) -> bool:
-        """Whether its engine computes KV for others, and answers nobody."""
+        """Whether the engine computes KV for other engines and answers no requests."""
         return self.info.kv_transfer is not None and self.info.kv_transfer.role is KvRole.PRODUCER
 
     def forget_snapshot(self) -> None:
-        """Something that decisions see of it has changed. Mutates."""
+        """Drop the candidate snapshot, because something that decisions see of the instance has changed. Mutates."""
         self.candidate_snapshot = None
 
     @property
     def follows_events(self) -> bool:
-        """Whether its keys are those of its events; otherwise the router's own placements tell."""
+        """Whether the instance's keys come from its events; otherwise they are assumed from the router's own placements."""
         return self.info.exact_prefix and not self.prediction_audit.events_rejected and not self.sync.full
 
     @property
     def prefix_reason(self) -> str:
-        """Why its keys are not those of its events, or why they are asked for again; empty when all is well."""
+        """Why the instance's keys do not come from its events, or why a new snapshot of them is requested; empty if neither."""
         if not self.info.exact_prefix:
             return self.info.prefix_reason or "no KV events"
         if self.prediction_audit.reason:
@@ -99,8 +99,8 @@ class InstanceRecord:
 
 @dataclass(frozen=True, slots=True)
 class PoolInfo:
-    """The names that a model's instances answer to, and the placeable ones by id, in no order. `max_model_len` is the smallest, 0
-    when unknown."""
+    """The names that a model's instances answer to, and the placeable instances by id, in no order. `max_model_len`: the smallest
+    of all instances, tokens; 0 if unknown."""
 
     model: str
     served_names: tuple[str, ...]
@@ -111,7 +111,7 @@ class PoolInfo:
 
 
 class _Traits:
-    """What an instance adds to its pool's description, as a key: its hash, of hundreds of names, is taken once."""
+    """The names and limits of an instance as a dict key. The hash is computed once, since there may be hundreds of names."""
 
     __slots__ = ("_hash", "lora_names", "max_model_len", "served_names")
 
@@ -131,33 +131,33 @@ class _Traits:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names, besides its pool's own, that it answers to."""
+        """The names that the instance answers to, besides its pool's name."""
         return frozenset(self.served_names + self.lora_names)
 
 
 class _Pool:
-    """All instances of one model, and what gateways are to know of them, kept up to date instance by instance: with a thousand, a
-    pass over all at each change would hold the event loop."""
+    """All instances of one model, and what gateways are sent about them. Each change updates one instance, since a pass over a
+    thousand instances per change would block the event loop."""
 
     def __init__(self, model: str) -> None:
         self.model = model
         self.records: list[InstanceRecord] = []  # by id
-        # The instances that answer to a name of the pool, by name: one list for all names that the same ones answer to. Emptied
-        # when instances come and go.
+        # _members: name of the pool -> the instances that answer to it. Names with the same instances share one list (`lists`).
+        # Both are cleared when instances are added or removed.
         self._members: dict[str, list[InstanceRecord]] = {}
         self.lists: dict[frozenset[_Traits], list[InstanceRecord]] = {}
-        # By the id() of such a list: the weights of those that are placeable. Emptied when these, weights or the lists change.
+        # id() of such a list -> the weights of its placeable instances. Cleared when these instances, weights or lists change.
         self._shares: dict[int, SessionShares] = {}
-        # Instances by what they add to the description, and by id: most are alike, so that these are few.
+        # Traits -> id -> instance. Most instances are alike, so there are few different traits.
         self._alike: dict[_Traits, dict[str, InstanceRecord]] = {}
-        # By a name besides the pool's own: which of these answer to it.
+        # Name, other than the pool's -> the traits that have it.
         self._answering: dict[str, set[_Traits]] = {}
         self._closed: dict[str, InstanceInfo] = {}
         self._opened: dict[str, InstanceInfo] = {}
         self._info: PoolInfo | None = None
 
     def add(self, record: InstanceRecord) -> None:
-        """Take a new instance in. Mutates."""
+        """Add a new instance. Mutates."""
         insort(self.records, record, key=_id_of)
         traits = _Traits(record.info)
         if traits not in self._alike:
@@ -169,7 +169,7 @@ class _Pool:
         self.refresh(record)
 
     def remove(self, record: InstanceRecord) -> None:
-        """Let an instance go, whose `info` is still that which it came with. Mutates."""
+        """Remove an instance, whose `info` must still be the one with which it was added. Mutates."""
         del self.records[bisect_left(self.records, _id_of(record), key=_id_of)]
         traits = _Traits(record.info)
         del self._alike[traits][_id_of(record)]
@@ -184,7 +184,7 @@ class _Pool:
         self._list_anew()
 
     def members(self, name: str) -> list[InstanceRecord]:
-        """The instances that answer to a name, by id."""
+        """Return the instances that answer to a name, in order of ids."""
         members = self._members.get(name)
         if members is None:
             alike = frozenset(self._alike if name == self.model else self._answering.get(name, ()))
@@ -195,7 +195,7 @@ class _Pool:
         return members
 
     def shares(self, name: str) -> SessionShares:
-        """The weights among them."""
+        """Return the weights of the instances that answer to a name."""
         members = self.members(name)
         shares = self._shares.get(id(members))
         if shares is None:
@@ -203,16 +203,16 @@ class _Pool:
         return shares
 
     def weigh_anew(self) -> None:
-        """Weights have changed. Mutates."""
+        """Drop the cached weights, because weights have changed. Mutates."""
         self._shares = {}
 
     def described(self, record: InstanceRecord) -> None:
-        """Take up what a known instance says of itself, whose names are as before. Mutates."""
+        """Apply a changed `info` of an instance whose traits have not changed. Mutates."""
         self._shares, self._info = {}, None
         self.refresh(record)
 
     def refresh(self, record: InstanceRecord) -> None:
-        """Take up whether an instance is placeable, and whether its circuit is closed. Mutates."""
+        """Apply whether an instance is placeable, and whether its circuit is closed. Mutates."""
         instance_id = record.info.instance_id
         holding = (self._opened if record.circuit.opened else self._closed) if record.state in _PLACEABLE else None
         for infos in (self._closed, self._opened):
@@ -224,11 +224,11 @@ class _Pool:
                 self._shares, self._info = {}, None
 
     def names(self) -> set[str]:
-        """All names besides the pool's own that an instance answers to."""
+        """Return all names that instances answer to, besides the pool's name."""
         return set(self._answering)
 
     def info(self) -> PoolInfo:
-        """What gateways need to know; the same object until that changes."""
+        """Return what gateways are sent about the pool; the same object until it changes."""
         if self._info is None:
             self._info = PoolInfo(
                 model=self.model,
@@ -236,13 +236,13 @@ class _Pool:
                 lora_names=tuple(sorted({name for one in self._alike for name in one.lora_names})),
                 model_root=next((one.info.model_root for one in self.records if one.info.model_root), ""),
                 max_model_len=min((one.max_model_len for one in self._alike if one.max_model_len), default=0),
-                # As for the router itself: where all fail, they are better than none.
+                # If all circuits are open, failing instances are better than none, as in the router's own decisions.
                 instances=dict(self._closed or self._opened),
             )
         return self._info
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when what is kept is not what the records say."""
+        """Raise AssertionError if cached data differs from the records."""
         assert self.records == sorted(self.records, key=_id_of)
         alike: dict[_Traits, dict[str, InstanceRecord]] = {}
         for record in self.records:
@@ -285,10 +285,11 @@ def _id_of(record: InstanceRecord) -> str:
 
 
 class InstanceRegistry:
-    """All instances by id, and the names they can be asked for.
+    """All instances by id, and the model names that they serve.
 
-    `shared_names`: names that several pools answer to, each with these. Requests go to the pool of that name, or to the first by
-    name. `orders`: what operators have ordered by instance id, of instances known or not."""
+    `shared_names`: names that several pools answer to -> these pools. Requests for such a name go to the pool with that name, or
+    to the first pool by name. `orders`: operators' orders by instance id, also for unknown instances.
+    """
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
@@ -303,41 +304,43 @@ class InstanceRegistry:
         self._left: set[str] = set()
 
     def get(self, instance_id: str) -> InstanceRecord | None:
-        """One instance."""
+        """Return the record of an instance, or None."""
         return self._records.get(instance_id)
 
     def records(self) -> list[InstanceRecord]:
-        """All instances, by id."""
+        """Return all instances, in order of ids."""
         return [self._records[instance_id] for instance_id in sorted(self._records)]
 
     def pool_of(self, model: str) -> str:
-        """The pool that a name belongs to (pool, served name or LoRA adapter), or ""."""
+        """Return the pool of a name (pool, served name or LoRA adapter), or ""."""
         return self._pool_of.get(model, "")
 
     def members(self, pool: str, model: str) -> list[InstanceRecord]:
-        """The pool's instances, by id, that answer to `model`, one of its names: an adapter may be loaded on some only. The same
-        list for all names that the same ones answer to, until an instance of the pool comes or goes."""
+        """Return the pool's instances that answer to `model`, one of its names, in order of ids; an adapter may be loaded on some
+        instances only. Names with the same instances get the same list object, until an instance of the pool is added or
+        removed."""
         known = self._pools.get(pool)
         return known.members(model) if known is not None else []
 
     def lists(self, pool: str) -> object:
-        """What holds all lists that `members` gives of a pool: another object once an instance of the pool has come or gone."""
+        """Return an identity of the pool's lists: a new object whenever an instance of the pool is added or removed."""
         known = self._pools.get(pool)
         return known.lists if known is not None else None
 
     def shares(self, pool: str, model: str) -> SessionShares | None:
-        """The weights among the instances of `pool` that answer to `model`, one of its names; None where all have full weight."""
+        """Return the weights of the instances of `pool` that answer to `model`, one of its names; None if all have full
+        weight."""
         if not self._weighted or (known := self._pools.get(pool)) is None:
             return None
         return known.shares(model) or None
 
     def answers(self, instance_id: str, model: str) -> bool:
-        """Whether the instance is known and `model` is one of its names."""
+        """Return whether the instance is known and `model` is one of its names."""
         record = self._records.get(instance_id)
         return record is not None and _answers(record, model)
 
     def leaves_answers_to_others(self, instance_id: str, pool: str, model: str) -> bool:
-        """Whether the instance only produces KV, and another one of `pool` answers requests for `model`."""
+        """Return whether the instance only produces KV, and another instance of `pool` answers requests for `model`."""
         record = self._records.get(instance_id)
         return (
             record is not None
@@ -346,12 +349,14 @@ class InstanceRegistry:
         )
 
     def add(self, info: InstanceInfo, stream_id: int, now: float) -> InstanceRecord:
-        """Make an instance known, or a new incarnation or stream of it. Mutates.
+        """Add an instance, or a new incarnation or stream of a known one; return its record. Mutates.
 
-        A known incarnation keeps its keys, so that its agent may resume; a new one starts empty, and ends a drain; orders stay.
+        A known incarnation keeps its keys, so that its agent may resume. A new incarnation starts without keys, and ends a drain.
+        Orders stay.
         """
         record = self._records.get(info.instance_id)
-        # Its pool's lists are made anew for one that comes, or changes its names, not for each of a thousand that restart.
+        # The pool's lists are rebuilt when an instance is new, or changes its names, but not when an instance restarts: there may
+        # be a thousand restarts.
         stays = record is not None and record.info.model == info.model and _Traits(record.info) == _Traits(info)
         if record is not None and not stays:
             self._leave_pool(record)
@@ -377,17 +382,16 @@ class InstanceRegistry:
         return record
 
     def forget_snapshot(self, instance_id: str) -> None:
-        """Something that decisions see of an instance, known or not, has changed. Mutates."""
+        """Drop the candidate snapshot of an instance; no effect if the instance is unknown. Mutates."""
         if (record := self._records.get(instance_id)) is not None:
             record.forget_snapshot()
 
     def refresh(self, record: InstanceRecord) -> None:
-        """Take up that a known instance's health or circuit has changed, which decides what gateways are told. Mutates."""
+        """Update what gateways are sent after a known instance's health or circuit has changed. Mutates."""
         self._pools[record.info.model].refresh(record)
 
     def drain(self, incarnations: Mapping[str, str]) -> bool:
-        """Let these instances, known or not, each in the incarnation given, be the ones that drain; whether that changes any.
-        Mutates."""
+        """Set the draining instances: instance id -> incarnation, known or not. Return whether any instance changes. Mutates."""
         self._drained = incarnations
         changed = [record for record in self._records.values() if record.draining is not self._drains(record.info)]
         for record in changed:
@@ -397,8 +401,7 @@ class InstanceRegistry:
         return bool(changed)
 
     def order(self, orders: Mapping[str, InstanceOrder]) -> bool:
-        """Let these be the orders, of instances known or not, and whatever their incarnation; whether that changes any that is
-        known. Mutates."""
+        """Set the orders, for every incarnation of instances known or not. Return whether any known instance changes. Mutates."""
         self.orders = orders
         self._weighted = frozenset(name for name, order in orders.items() if order.weight < 1.0)
         changed = [
@@ -415,24 +418,24 @@ class InstanceRegistry:
         return self._drained.get(info.instance_id) == info.incarnation
 
     def remove(self, instance_id: str) -> None:
-        """Forget an instance and its keys. Mutates."""
+        """Remove an instance and its keys. Mutates."""
         record = self._records.pop(instance_id)
         record.sync.reset()
         self._leave_pool(record)
         self._name_pools()
 
     def pools_left(self) -> set[str]:
-        """The pools that have lost their last instance since the last call, back or not. Mutates."""
+        """Return the pools that lost their last instance since the last call, even if they have one again. Mutates."""
         left, self._left = self._left, set()
         return left
 
     def pools(self) -> list[PoolInfo]:
-        """What gateways need to know: pools by name with their placeable instances. A pool of which none of that has changed is
-        the same object as before."""
+        """Return what gateways are sent: the pools in order of names, with their placeable instances. An unchanged pool is the
+        same object as before."""
         return [self._pools[model].info() for model in sorted(self._pools)]
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when pools are not what the records say."""
+        """Raise AssertionError if the pools differ from the records."""
         for model, pool in self._pools.items():
             assert pool.records == [record for record in self.records() if record.info.model == model] != []
             pool.check_invariants()

@@ -1,7 +1,7 @@
-"""Whether what the router predicts for an instance is what its engine then reports. Pure; `now` in s.
+"""Compares the cached tokens that the router predicts for an instance with those that its engine reports. Pure; `now` in s.
 
-One shortfall is chance (a block evicted between placement and prefill); most of the last few are an index that is wrong. Of an
-engine whose agent has fallen silent no shortfall counts: what it evicted meanwhile has not been told yet.
+A single shortfall is chance (a block evicted between placement and prefill). If most of the last answers fell short, the index is
+wrong. Shortfalls of an engine whose agent is silent do not count, since its evictions have not been reported yet.
 """
 
 from __future__ import annotations
@@ -9,19 +9,26 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+# Number of answers that are considered.
 WINDOW = 8
+# Number of shortfalls among them with which an instance fails the audit.
 SHORTFALLS = 5
+# Difference up to which an answer does not fall short, in blocks of the engine.
 SLACK_BLOCKS = 2
+# The same as a share of the prediction. The larger of the two limits applies.
 SLACK_SHARE = 0.1
+# Time within which a second failure rejects the instance's events, s. Also how long the approximate index counts as empty after a
+# failure.
 AGAIN_S = 60.0
 
 
 @dataclass(slots=True)
 class PredictionAudit:
-    """One incarnation's record. `failures` counts; `events_rejected`: events were wrong twice within `AGAIN_S` and are not
-    used again; what was placed before `since` is no evidence, and before `suspended_until` the approximate index counts as empty.
+    """The audit of one incarnation. `failures`: number of failed audits. `events_rejected`: the events were wrong twice within
+    `AGAIN_S` and are not used again. `since`: requests placed before it are no evidence. `suspended_until`: the approximate index
+    counts as empty until then.
 
-    Answers are observed, and judged later: once their instance's agent has spoken again.
+    Answers are observed first and judged later, after the next message of their instance's agent.
     """
 
     failures: int = 0
@@ -34,18 +41,18 @@ class PredictionAudit:
     _failed_at: float | None = None
 
     def observe(self, predicted: int, reported: int, block_size: int) -> None:
-        """Note one answer's cached tokens beside its prediction. Mutates.
+        """Record one answer's predicted and reported cached tokens. Mutates.
 
-        Only predictions that could have fallen short count. A shortfall is more than 2 of the engine's blocks and more than 10 %
-        of the prediction.
+        Predictions too small for a shortfall are ignored. A shortfall is more than 2 of the engine's blocks and more than 10 % of
+        the prediction.
         """
         if predicted > SLACK_BLOCKS * block_size:
             short = predicted - reported > max(SLACK_BLOCKS * block_size, SLACK_SHARE * predicted)
             self._unjudged.append((short, predicted, reported))
 
     def judge(self, now: float) -> bool:
-        """Count what was observed since the last call; whether the instance fails the audit because of it: 5 shortfalls in the
-        last 8 answers are persistent. Mutates."""
+        """Count the answers observed since the last call; return whether the instance fails the audit, with 5 shortfalls in the
+        last 8 answers. Mutates."""
         if not self._unjudged:
             return False
         while self._unjudged and sum(self._short) < SHORTFALLS:
@@ -66,17 +73,17 @@ class PredictionAudit:
         return True
 
     def suspend(self, now: float) -> None:
-        """The approximate index was wrong as well: it starts anew and counts as empty for `AGAIN_S`. Mutates."""
+        """Let the approximate index count as empty for `AGAIN_S`, because it was wrong, too. Mutates."""
         self.suspended_until = now + AGAIN_S
         self.since = now
 
     def ignore_before(self, now: float) -> None:
-        """What was placed before `now` is no evidence, nor what was observed of it. Mutates."""
+        """Exclude requests placed before `now` as evidence, and drop the answers that are not judged yet. Mutates."""
         self.since = now
         self._unjudged.clear()
 
     def reset(self, now: float) -> None:
-        """A new complete snapshot is there: what was placed before `now` is no evidence against it. Mutates."""
+        """Start the audit of a new complete snapshot: requests placed before `now` are no evidence against it. Mutates."""
         self.ignore_before(now)
         self.reason = ""
         self._short.clear()

@@ -1,9 +1,9 @@
 """The router's side of the agent-report protocol, for one instance. Pure.
 
-An agent sends its instance's set of keys as a snapshot and then contiguous deltas, with checks in between. Whatever does
-not fit (a hole, a wrong digest, a delta before any snapshot) empties the copy and asks for a new snapshot: a phantom block is
-worse than a forgotten one. A copy that the bounded index has no room for is given up until there is. Tiers other than the
-device's are checked, but their keys do not count as cached.
+An agent sends its instance's set of keys as a snapshot and then contiguous deltas, with consistency checks in between. Any
+inconsistent message (a gap, a wrong digest, a delta inside a snapshot) empties the copy and makes the router request a new
+snapshot, because a phantom block is worse than a missing one. A copy for which the bounded index has no room is dropped until
+there is room. Keys of tiers other than the device are checked, but do not count as cached.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import msgspec
 from pointsman.common.core.block_keys import digest_of
 from pointsman.router.core.prefix.exact_index import IndexFull, PrefixIndex
 
+# agent.v1.Tier of the engine's device memory.
 TIER_DEVICE = 1
 
 
 class SyncPhase(StrEnum):
-    """WAITING for a snapshot, receiving one (SNAPSHOT), LIVE: equal to the agent's set up to the last delta, or FULL: given
-    up."""
+    """WAITING: no snapshot has begun. SNAPSHOT: one is being received. LIVE: the copy equals the agent's set as of the last
+    delta. FULL: the index has no room for the copy."""
 
     WAITING = "WAITING"
     SNAPSHOT = "SNAPSHOT"
@@ -30,20 +31,20 @@ class SyncPhase(StrEnum):
 
 
 class SnapshotBegin(msgspec.Struct, frozen=True, gc=False):
-    """A full copy as of `seq` follows."""
+    """The beginning of a snapshot: the full set as of `seq` follows."""
 
     seq: int
 
 
 class SnapshotChunk(msgspec.Struct, frozen=True, gc=False):
-    """A part of the copy."""
+    """A part of a snapshot."""
 
     tier: int
     keys: Collection[int]
 
 
 class SnapshotEnd(msgspec.Struct, frozen=True, gc=False):
-    """The copy is complete and must have this count and digest."""
+    """The end of a snapshot. The copy must have this count and digest."""
 
     seq: int
     key_count: int
@@ -51,7 +52,7 @@ class SnapshotEnd(msgspec.Struct, frozen=True, gc=False):
 
 
 class Delta(msgspec.Struct, frozen=True, gc=False):
-    """One change of the set."""
+    """One change of the set. `cleared`: all keys were removed before this change."""
 
     seq: int
     tier: int
@@ -61,7 +62,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 
 
 class ConsistencyCheck(msgspec.Struct, frozen=True, gc=False):
-    """What the set must be after delta `seq`."""
+    """The count and digest that the set must have after delta `seq`."""
 
     seq: int
     key_count: int
@@ -72,7 +73,8 @@ KeyMessage = SnapshotBegin | SnapshotChunk | SnapshotEnd | Delta | ConsistencyCh
 
 
 class ReportSync:
-    """The copy of one incarnation's keys in `index`, and how far it can be trusted."""
+    """The copy of one incarnation's keys in `index`, and its phase. `seq`: the last delta applied. `resyncs`: number of requested
+    new snapshots. `wanted`: number of keys that the copy has, or needs room for."""
 
     def __init__(self, instance_id: str, index: PrefixIndex) -> None:
         self.phase = SyncPhase.WAITING
@@ -91,26 +93,26 @@ class ReportSync:
 
     @property
     def full(self) -> bool:
-        """Whether the index had no room for the copy, which had, or was to have, `wanted` keys."""
+        """Whether the index had no room for the copy, which needs room for `wanted` keys."""
         return self.phase is SyncPhase.FULL
 
     def can_resume(self, oldest_seq: int, latest_seq: int) -> bool:
-        """Whether an agent that still has deltas oldest..latest can go on from this copy without a snapshot."""
+        """Return whether an agent that keeps the deltas oldest..latest can continue from this copy without a snapshot."""
         return self.live and oldest_seq <= self.seq + 1 <= latest_seq + 1
 
     def reset(self) -> None:
-        """Forget the copy and wait for a snapshot. Mutates the index."""
+        """Drop the copy and wait for a snapshot. Mutates the index."""
         self.phase = SyncPhase.WAITING
         self._count = self._digest = self.seq = 0
         self._index.drop(self._instance_id)
 
     def invalidate(self) -> None:
-        """Forget the copy, for what it says is not so; a new snapshot must be asked for. Mutates the index."""
+        """Drop the copy because it is wrong. The caller must request a new snapshot. Mutates the index."""
         self.reset()
         self.resyncs += 1
 
     def handle(self, message: KeyMessage) -> str:
-        """Apply one message; returns why a new snapshot is needed, or "". Mutates the index."""
+        """Apply one message; return why a new snapshot is needed, or "". Mutates the index."""
         if self.phase is SyncPhase.FULL and not isinstance(message, SnapshotBegin):
             if isinstance(message, SnapshotEnd):
                 self.wanted = message.key_count
@@ -152,17 +154,17 @@ class ReportSync:
         if self.phase is not SyncPhase.SNAPSHOT or end.seq != self.seq:
             return self._fail("a snapshot's end without its beginning")
         if (end.key_count, end.digest) != (self._count, self._digest):
-            return self._fail("the snapshot's digest differs")
+            return self._fail("the snapshot's count or digest differs")
         self.phase = SyncPhase.LIVE
         return ""
 
     def _delta(self, delta: Delta) -> str:
         if self.phase is SyncPhase.WAITING:
-            return ""  # The snapshot that was asked for is on its way, and covers this delta.
+            return ""  # The requested snapshot is on its way, and includes this delta.
         if self.phase is SyncPhase.SNAPSHOT:
             return self._fail("a delta inside a snapshot")
         if delta.seq <= self.seq:
-            return ""  # Seen already: an agent may send again what it is not sure of.
+            return ""  # Applied already: an agent may send a delta again if it is unsure whether it arrived.
         if delta.seq != self.seq + 1:
             return self._fail(f"a gap: delta {delta.seq} after {self.seq}")
         if delta.cleared:
@@ -186,7 +188,7 @@ class ReportSync:
         if consistency_check.seq != self.seq:
             return self._fail(f"a gap: check {consistency_check.seq} after delta {self.seq}")
         if (consistency_check.key_count, consistency_check.digest) != (self._count, self._digest):
-            return self._fail("the check's digest differs")
+            return self._fail("the consistency check's count or digest differs")
         return ""
 
     def _fail(self, reason: str) -> str:

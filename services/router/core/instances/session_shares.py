@@ -1,13 +1,14 @@
-"""Which instances a request may go to where some of its pool have a weight below 1. Pure.
+"""Limits the instances that a request may go to if some instances of its pool have a weight below 1. Pure.
 
-A weight is a part of the instance's fair share, which is 1 / n of the new sessions where n instances are placeable: with weight w
-it gets w / n of them. A session's hash falls on one weighted instance, or on none:
+A weight is a part of the instance's fair share, which is 1 / n of the new sessions with n placeable instances. With weight w the
+instance gets w / n of them. A session's hash falls on one weighted instance, or on none:
 
     |-- w1 / n --|-- w2 / n --|------------------- the others -------------------|
     0                                                                            1
 
-Where it falls on one, the session goes there whatever the policy's formula: a formula that prefers the least loaded would give an
-instance with a small weight, which is idle, all that it may have, and one that prefers cached prompts nothing.
+If it falls on an instance, the session goes there whatever the policy's formula says. Otherwise a formula that prefers the least
+loaded instance would give an instance with a small weight, which is idle, all sessions that it may get. A formula that prefers
+cached prompts would give it none.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ from xxhash import xxh3_64_intdigest
 from pointsman.router.core.types import Candidate
 
 CANARY = "canary"
-# Whoever is not drawn by an instance goes to those of full weight; without any to those that take new sessions; without any of
-# these to whatever there is: a weight has no request wait or fail.
+# Minimum weights of the instances for a request that no weighted instance draws, tried in this order: instances of full weight,
+# then those that accept new sessions, then all. So a weight never makes a request wait or fail.
 LEAST_WEIGHTS = (1.0, float_info.min, 0.0)
 
 
 class SessionShares:
-    """The weights among the instances of a pool that answer to one name. `members` are the placeable ones, in an order that all
-    replicas have: id, weight, and whether it only computes KV for others. Those that do have shares of their own."""
+    """The weights of the instances of a pool that answer to one name. `members`: (id, weight, whether it only produces KV) of the
+    placeable instances, in the same order on all replicas. Shares are computed separately for the instances that only produce
+    KV."""
 
     def __init__(self, members: Sequence[tuple[str, float, bool]]) -> None:
         self._weights = {name: weight for name, weight, _ in members if weight < 1.0}
-        # Of each kind: which kind, the weighted instances, and where the share of each ends.
+        # For each kind (produces KV only or not): the kind, its weighted instances, and the ends of their shares.
         self._lines: list[tuple[bool, list[str], list[float]]] = []
         for kind in (False, True):
             alike = [weight for _, weight, produces_only in members if produces_only is kind]
@@ -49,12 +51,12 @@ class SessionShares:
         return bool(self._weights)
 
     def weight(self, instance_id: str) -> float:
-        """The instance's weight, 0 to 1."""
+        """Return the instance's weight, 0 to 1."""
         return self._weights.get(instance_id, 1.0)
 
     def drawn(self, pool: str, session: str) -> tuple[str, ...]:
-        """The weighted instances, at most one of each kind, that `session` goes to if it is a new one. `session` is its name, or
-        that of a request without one. Equal for equal arguments, in any process."""
+        """Return the weighted instances, at most one of each kind, that `session` goes to if it is new. `session`: the session's
+        name, or the id of a request without a session. The result is the same in all processes."""
         found = []
         for kind, names, ends in self._lines:
             point = xxh3_64_intdigest(f"{pool}\n{kind}\n{session}".encode()) / 2**64
@@ -63,8 +65,8 @@ class SessionShares:
         return tuple(found)
 
     def withheld(self, candidates: Iterable[Candidate], drawn: Sequence[str], owner: str) -> set[str]:
-        """Which candidates the request must not go to for their weights. A session that lives on `owner` is not new where that is
-        placeable, and may stay; it goes to no other weighted instance."""
+        """Return the candidates that the request must not go to because of their weights. If the session's `owner` is placeable,
+        the session is not new: it may stay there, and goes to no other weighted instance."""
         placeable = [one for one in candidates if not one.excluded]
         withheld: set[str] = set()
         for kind in (False, True):

@@ -1,4 +1,4 @@
-"""An engine that says it has nothing to do contradicts reservations that nobody claims. Pure; times in s."""
+"""Finds stale reservations: those that no gateway claims, on an instance whose engine reports no work. Pure; times in s."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from dataclasses import dataclass, field
 from pointsman.router.core.load.reservations import Reservation
 from pointsman.router.core.types import Load, Phase
 
+# Number of idle reports in a row after which an engine counts as idle.
 IDLE_REPORTS = 3
+# Minimum age of a stale reservation, s.
 STALE_AFTER_S = 30.0
 
 
 @dataclass(slots=True)
 class IdleReports:
-    """When the last fresh reports were sampled that said running = 0 and waiting = 0, with no other in between."""
+    """The times of the last idle reports in a row: fresh reports of a healthy engine with running = 0 and waiting = 0."""
 
     _idle_at: deque[float] = field(default_factory=lambda: deque(maxlen=IDLE_REPORTS))
     _sampled_at: float = float("-inf")
 
     @property
     def since(self) -> float:
-        """The first of the last `IDLE_REPORTS` idle reports; never before there were so many."""
+        """When the first of the last `IDLE_REPORTS` idle reports was sampled; -inf if there are fewer."""
         return self._idle_at[0] if len(self._idle_at) == IDLE_REPORTS else float("-inf")
 
     def observe(self, load: Load, now: float, fresh_s: float) -> bool:
-        """Take a report in; whether the engine has been idle for long enough to rely on it. Mutates."""
+        """Add a report; return whether the last `IDLE_REPORTS` reports were idle. `fresh_s`: maximum age of a report. Mutates."""
         if not load.healthy or load.running or load.waiting or now - load.sampled_at > fresh_s:
             self._idle_at.clear()
         elif load.sampled_at > self._sampled_at:
@@ -41,8 +43,8 @@ def stale_reservations(
     idle_since: float,
     now: float,
 ) -> list[Reservation]:
-    """Those of an idle instance's reservations that it cannot have: past their first token, of a gateway whose session is gone,
-    open for `STALE_AFTER_S` and since before the first of its idle reports."""
+    """Return the stale reservations of an idle instance: in decode, with a lease because their gateway's session is gone, open
+    for `STALE_AFTER_S`, and opened before the first of the idle reports."""
     return [
         one
         for one in reservations

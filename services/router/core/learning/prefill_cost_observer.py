@@ -1,8 +1,8 @@
-"""When each instance's open prefills began and last moved, and what their ends teach about cost. Pure; times in s on one clock.
+"""Observes open prefills: when they began and last progressed, and what they cost, by their ends. Pure; times in s on one clock.
 
-An engine computes prompts in the order of their coming, one after another, so the time from the end of one prefill (or from its
-own coming, when the instance was idle) to its own first token is what a prefill took. Where that does not hold (it ended out
-of order, or the engine cuts long prompts and so mixes them, or an earlier owner placed it) nothing is learned.
+An engine computes prompts one after another in order of arrival. So a prefill took the time from the end of the previous one, or
+from its own arrival if the instance was idle, to its own first token. Nothing is learned from a prefill for which this may not
+hold: it ended out of order, the engine cuts long prompts and so mixes them, or an earlier owner placed it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ from pointsman.router.core.load.reservations import Reservation, Reservations
 from pointsman.router.core.prefill_curve import DEFAULT_CURVE, MeanWork, PrefillCurve, PrefillCurveFit, PrefillWork
 from pointsman.router.core.types import InstanceInfo
 
-# Ends that come together were computed in one step of the engine: the later ones took no time of their own.
+# Share of the predicted time below which a prefill is ignored. It was computed in one engine step with the previous one, so the
+# time between their ends is not its own.
 _TOGETHER = 0.2
+# Minimum time of a prefill that is learned from, s.
 _LEAST_S = 1e-3
 
 
 @dataclass(slots=True)
 class _Watched:
-    """The prefills of one instance, in the order of their coming: since when each is open, and its number. Those whose numbers
-    are at most `mixed` teach nothing. `advanced_at`: when the first of them last moved."""
+    """The watched prefills of one instance. `opened`: request id -> (time of opening, number), in order of arrival. `mixed`:
+    prefills with numbers up to this one are not learned from. `advanced_at`: when the first prefill last progressed. `freed_at`:
+    when a prefill last ended."""
 
-    # No dict: to ask one for its first key takes a step for each key that was removed.
+    # Not a dict: finding its first key takes a step for each key that was removed before.
     opened: OrderedDict[str, tuple[float, int]] = field(default_factory=OrderedDict)
     number: int = 0
     mixed: int = 0
@@ -33,10 +36,10 @@ class _Watched:
 
 
 class PrefillObserver:
-    """Watches open prefills. Keeps a curve for each pool and kind of hardware, and the mean work of each pool.
+    """Observes open prefills. Keeps a curve for each pool and kind of hardware, and the mean work of each pool.
 
-    A new owner of a pool learns the curves anew: what is decided on them is in multiples of the mean work, so a wrong scale
-    cancels out, and the right one is known after a dozen prefills. The mean work it takes over.
+    A new owner of a pool takes over the mean work, but learns the curves anew. Decisions use a curve in multiples of the mean
+    work, so a wrong scale cancels out, and the right scale is known after a dozen prefills.
     """
 
     def __init__(self, reservations: Reservations) -> None:
@@ -47,32 +50,32 @@ class PrefillObserver:
         self._told: dict[str, MeanWork] = {}
 
     def curve(self, pool: str, hardware: str) -> PrefillCurve:
-        """What prefills cost on such hardware, as far as known."""
+        """Return the curve of a pool on a kind of hardware; the default curve if nothing is learned yet."""
         fit = self._fits.get((pool, hardware))
         return fit.curve if fit else DEFAULT_CURVE
 
     def samples(self, pool: str, hardware: str) -> int:
-        """How many prefills the curve was learned from."""
+        """Return how many prefills the curve was learned from."""
         fit = self._fits.get((pool, hardware))
         return fit.samples if fit else 0
 
     def mean_work(self, pool: str) -> PrefillWork:
-        """The work that a request of the pool brings in the mean."""
+        """Return the mean prefill work of the pool's requests; zero before the first."""
         mean_work = self._means.get(pool)
         return mean_work.work if mean_work else PrefillWork()
 
     def advanced_at(self, instance_id: str) -> float:
-        """When the first of an instance's prefills began or was last seen to move on."""
+        """Return when the first of an instance's prefills began, or last progressed; 0 if unknown."""
         watched = self._watched.get(instance_id)
         return watched.advanced_at if watched else 0.0
 
     def mean_work_record(self, pool: str) -> MeanWork | None:
-        """What a later owner of the pool should know of its mean work; None where nothing is known."""
+        """Return the pool's mean work with its number of requests, for a later owner; None before the first request."""
         return self._means.get(pool)
 
     def count_request(self, pool: str, new: int, cached: int) -> MeanWork | None:
-        """A request was placed where it has so many new tokens after cached ones; the new mean, where it differs enough from the
-        last one. Mutates."""
+        """Count a request that was placed with `new` tokens after `cached` ones. Return the new mean work if it differs enough
+        from the one returned last, else None. Mutates."""
         mean_work = self._means[pool] = self._means.get(pool, MeanWork()).after(new, cached)
         if not mean_work.differs_from(self._told.get(pool, MeanWork())):
             return None
@@ -80,14 +83,14 @@ class PrefillObserver:
         return mean_work
 
     def take_over(self, pool: str, mean_work: MeanWork | None) -> None:
-        """The pool came from another owner, with what it had kept. Mutates."""
+        """Start with the mean work that the pool's previous owner stored. Mutates."""
         self._told.pop(pool, None)
         if mean_work is not None:
             self._means[pool] = self._told[pool] = mean_work
 
     def opened(self, reservation: Reservation, info: InstanceInfo | None, now: float) -> None:
-        """A step was reserved. Mutates; O(1)."""
-        if not reservation.new_tokens or info is None:  # of an instance that is gone nothing is learned
+        """Start to observe the prefill of a step that was reserved. Mutates; O(1)."""
+        if not reservation.new_tokens or info is None:  # info is None: the instance is gone, so nothing is learned
             return
         watched = self._watched.setdefault(reservation.instance_id, _Watched())
         watched.opened.pop(reservation.request_id, None)
@@ -99,13 +102,13 @@ class PrefillObserver:
         watched.opened[reservation.request_id] = now, watched.number
 
     def moved(self, instance_id: str, now: float) -> None:
-        """An instance's events tell that a prefill went on. Mutates."""
+        """Record that a prefill of the instance has progressed, by its events. Mutates."""
         if (watched := self._watched.get(instance_id)) is not None:
             watched.advanced_at = now
 
     def done(self, reservation: Reservation, info: InstanceInfo | None, now: float, *, doubtful: bool) -> None:
-        """A prefill ended by its first token, or by its step's end; the reservation is as it was before. `doubtful`: what was
-        computed is not what was expected. Mutates; O(1)."""
+        """Record that a prefill ended with its first token, or with its step, and learn its cost. `reservation`: as it was before
+        the end. `doubtful`: the tokens computed may differ from those expected. Mutates; O(1)."""
         watched = self._watched.get(reservation.instance_id)
         if watched is None or reservation.request_id not in watched.opened:
             return
@@ -120,23 +123,23 @@ class PrefillObserver:
             self._learn(reservation, info, now - began)
 
     def gone(self, reservation: Reservation, now: float) -> None:
-        """A request ended before its prefill did, or it is over anyway. Mutates."""
+        """Stop observing a request that ended, or moved, before its prefill did; no effect if it is not observed. Mutates."""
         watched = self._watched.get(reservation.instance_id)
         if watched is not None and reservation.request_id in watched.opened:
             self._drop(watched, reservation.request_id, now)
 
     def forget(self, instance_id: str) -> None:
-        """The instance is another one now, or gone. Mutates."""
+        """Drop an instance that is gone, or has a new incarnation. Mutates."""
         self._watched.pop(instance_id, None)
 
     def forget_pool(self, pool: str) -> None:
-        """The pool has been gone for long. Mutates; O(pools and kinds of hardware)."""
+        """Drop what was learned of a pool that has been gone for long. Mutates; O(pools x kinds of hardware)."""
         self._fits = {key: fit for key, fit in self._fits.items() if key[0] != pool}
         self._means.pop(pool, None)
         self._told.pop(pool, None)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when something is watched that is not open."""
+        """Raise AssertionError if a prefill is observed that is not open, or the orders differ."""
         for instance_id, watched in self._watched.items():
             numbers = [number for _, number in watched.opened.values()]
             assert numbers == sorted(numbers), instance_id
@@ -153,14 +156,14 @@ class PrefillObserver:
                 assert reservation.instance_id == instance_id, request_id
 
     def _has_others(self, reservation: Reservation, watched: _Watched) -> bool:
-        """Whether the instance has another prefill to compute than this one, which is not among the watched."""
+        """Return whether the instance has a prefill to compute other than this one, which is not observed yet."""
         pending = self._reservations.counters(reservation.instance_id).pending_prefills
         own = self._reservations.get(reservation.request_id)
         return bool(watched.opened) or pending > (own is not None and own.pending_tokens > 0)
 
     def _first(self, instance_id: str, watched: _Watched) -> str | None:
-        """Of the prefills that the instance has to compute the one that came first. What is computed in full, as events tell, and
-        not told to be done yet, counts still; between two slices nothing does."""
+        """Return the first to arrive of the prefills that the instance has to compute. A prefill that is complete by its events,
+        but whose end is not reported yet, still counts; a request between two slices does not."""
         pending = self._reservations.first_prefill(instance_id)
         opened = next(iter(watched.opened), None)
         if pending is None or opened is None:

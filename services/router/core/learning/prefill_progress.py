@@ -1,9 +1,7 @@
-"""How far the engines are with the prompts placed on them: a prompt's own keys, appearing in its instance's events, are its
-progress. Pure.
+"""Tracks the prefill progress of placed prompts by their keys, which appear in their instances' events. Pure.
 
-Keys are chained and engines compute from the front, so for each prompt only the next key that is to come needs to be watched:
-a report costs one look-up for each of them, and a move one more for each block that it passes. Nothing is watched after the
-first token.
+Keys are chained and engines compute from the front, so for each prompt only the next expected key needs to be watched. A report
+costs one look-up per watched prompt, and progress one more per block computed. Nothing is watched after the first token.
 """
 
 from __future__ import annotations
@@ -21,9 +19,10 @@ NO_KEYS: Sequence[int] = ()
 class OpenPrompt:
     """One open request's prompt on the instance of its step.
 
-    `target_tokens` of it are computed there, `cached_tokens` of those were predicted to be cached; `reached` counts the leading
-    blocks known to be there. `evicted`: a part of the predicted prefix went while the
-    request waited, so what the engine reports says nothing about the index. `learned`: its keys count as cached already.
+    `target_tokens`: tokens of the prompt that are on the instance after the step. `cached_tokens`: how many of them were
+    predicted to be cached. `reached`: number of leading blocks known to be there. `evicted`: a part of the predicted prefix was
+    evicted while the request waited, so the engine's report of cached tokens says nothing about the index. `learned`: the keys
+    already count as cached.
     """
 
     request_id: str
@@ -38,12 +37,12 @@ class OpenPrompt:
 
     @property
     def limit(self) -> int:
-        """The leading blocks that this step computes."""
+        """Number of leading blocks that are on the instance after the step."""
         return min(self.target_tokens // KEY_TOKENS, len(self.keys))
 
     @property
     def prefilled_tokens(self) -> int:
-        """Tokens beyond the cached ones that the engine has computed, once `reached` has moved."""
+        """Number of tokens after the cached ones that the engine has computed; valid once `reached` has grown."""
         return self.reached * KEY_TOKENS - self.cached_tokens
 
 
@@ -58,15 +57,15 @@ class PrefillProgress:
         return sum(map(len, self._waiting.values()))
 
     def watch(self, prompt: OpenPrompt, index: PrefixIndex) -> None:
-        """Follow an open prompt's keys. Those in `index` beyond the cached ones are no progress: the engine computes them again
-        and says nothing. Mutates."""
+        """Start to watch an open prompt. Keys in `index` after the cached ones are no progress, since the engine computes these
+        blocks again and sends no events. Mutates."""
         prompt.reached = prompt.cached_tokens // KEY_TOKENS
         _run_on(prompt, index)
         self._waiting.setdefault(prompt.instance_id, {})[prompt.request_id] = prompt
         self._await_next(prompt)
 
     def unwatch(self, prompt: OpenPrompt) -> None:
-        """Stop following a prompt's keys; no effect when it is not followed. Mutates."""
+        """Stop watching a prompt; no effect if it is not watched. Mutates."""
         waiting = self._waiting.get(prompt.instance_id)
         if waiting is None or waiting.pop(prompt.request_id, None) is None:
             return
@@ -82,22 +81,22 @@ class PrefillProgress:
                 del self._next[prompt.instance_id]
 
     def unwatch_all(self, instance_id: str) -> None:
-        """Stop following the prompts of an instance. Mutates."""
+        """Stop watching all prompts of an instance. Mutates."""
         for prompt in list(self._waiting.get(instance_id, {}).values()):
             self.unwatch(prompt)
 
     def reported(self, instance_id: str, index: PrefixIndex) -> list[OpenPrompt]:
-        """The instance's copy in `index` has grown, or was made anew: the prompts that moved on. O(keys awaited + blocks moved),
-        however many keys came. Mutates."""
+        """Return the prompts that progressed, after the instance's copy in `index` has grown or was replaced. O(expected keys +
+        computed blocks), independent of the number of reported keys. Mutates."""
         by_key = self._next.get(instance_id)
         if by_key is None:
             return []
         return self._move(instance_id, by_key, [key for key in by_key if index.holds(instance_id, key)], index)
 
     def removed(self, instance_id: str, index: PrefixIndex) -> None:
-        """Keys were removed: note which waiting prompts lost a part of their predicted prefix.
+        """Mark the watched prompts that lost a part of their predicted prefix, after keys of the instance were removed.
 
-        Engines evict a prefix from its end, so its last block tells. O(prompts waiting on the instance). Mutates.
+        Engines evict a prefix from its end, so only its last block is checked. O(watched prompts of the instance). Mutates.
         """
         for prompt in self._waiting.get(instance_id, {}).values():
             last = prompt.cached_tokens // KEY_TOKENS - 1
@@ -107,8 +106,8 @@ class PrefillProgress:
     def check_invariants(
         self, index: PrefixIndex, live: Container[str], prompts: Mapping[str, OpenPrompt | None]
     ) -> None:
-        """Raise AssertionError when the watched prompts and the keys awaited contradict each other, those of the open requests
-        (`prompts`, by request id) or, for instances whose copy in `index` is `live`, the index."""
+        """Raise AssertionError if the watched prompts and the expected keys contradict each other, the prompts of the open
+        requests (`prompts`, by request id) or, for instances whose copy in `index` is `live`, the index."""
         awaited = {
             (instance_id, prompt.request_id): key
             for instance_id, by_key in self._next.items()

@@ -1,7 +1,7 @@
-"""What the router makes of reports and answers: how much of a prompt each instance has, and how far it is with it. Pure.
+"""Derives from reports and answers how much of a prompt each instance has cached, and its prefill progress. Pure.
 
-It joins the index of reported keys, the provisional blocks of what was just computed, the approximate index and the prediction
-audit that answers pass or fail. Only RouterState calls it.
+Combines the exact index of reported keys, the provisional blocks that were just computed, the approximate index, and the
+prediction audit that checks answers.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from pointsman.router.core.types import Candidate, Decision, PrefixSource, StepK
 
 
 class PrefixMatches(NamedTuple):
-    """How many leading blocks of a prompt instances have (absent: none), and how many of these are provisional."""
+    """Number of leading blocks of a prompt by instance (absent: none), and how many of them are provisional."""
 
     blocks: Mapping[str, int]
     provisional: Mapping[str, int]
 
 
 _NOTHING = PrefixMatches({}, {})
-# Block keys assumed on an instance without KV events that does not tell its KV capacity.
+# Maximum number of block keys assumed on an instance without KV events whose KV capacity is unknown.
 ASSUMED_CAPACITY_KEYS = 16_384
-# An agent that has said nothing for so many of its report intervals, and so long, is silent.
+# An agent is silent if it sent no message for SILENT_INTERVALS of its report intervals, and for LEAST_SILENCE_S seconds.
 SILENT_INTERVALS, LEAST_SILENCE_S = 2, 2.0
 
 
 @dataclass(slots=True)
 class PrefixKnowledge:
-    """See the module. `stale_keys_s`: the cache of an instance not heard of for so long counts as empty."""
+    """Combines all sources of prefix knowledge. `stale_keys_s`: time since the last message of an instance's agent after which
+    its cache counts as empty, s."""
 
     index: PrefixIndex
     instances: InstanceRegistry
@@ -52,7 +53,7 @@ class PrefixKnowledge:
     # ---- what is known ----
 
     def source(self, record: InstanceRecord, now: float) -> PrefixSource:
-        """Where the instance's cached blocks are known from now; NONE when its cache counts as empty."""
+        """Return the source of the instance's cached blocks at `now`; NONE if its cache counts as empty."""
         if record.lost_at is not None or now > record.heard_at + self.stale_keys_s:
             return PrefixSource.NONE
         if record.sync.live:
@@ -62,16 +63,16 @@ class PrefixKnowledge:
         return PrefixSource.APPROXIMATE
 
     def source_changes_at(self, record: InstanceRecord) -> tuple[float, float]:
-        """The moments at which the source may change by time alone."""
+        """Return the times at which the source may change without an event."""
         return record.heard_at + self.stale_keys_s, record.prediction_audit.suspended_until
 
     def indexes(self) -> tuple[PrefixIndex, ...]:
-        """Where instances' keys are looked up."""
+        """Return the indexes in which instances' keys are looked up."""
         assumed = self.approximate_index.index
         return (self.index, assumed) if len(assumed) else (self.index,)
 
     def match(self, keys: Sequence[int], candidates: Sequence[Candidate]) -> PrefixMatches:
-        """What each of `candidates` has, by its prefix_source, of the prompt with these keys. Changes nothing."""
+        """Return how many leading blocks of the prompt each candidate has, by its prefix_source. Changes nothing."""
         if not keys:
             return _NOTHING
         events = PrefixSource.EVENTS
@@ -91,22 +92,22 @@ class PrefixKnowledge:
     # ---- agents ----
 
     def heard(self, record: InstanceRecord, now: float) -> list[ev.Effect]:
-        """The instance's agent speaks; call it before `heard_at` is set. What answers have said since its last word counts now,
-        unless it was silent too long. Mutates."""
+        """Handle a message of the instance's agent; call before `heard_at` is set. The answers observed since its previous
+        message are judged now, unless it was silent. Return the effects of the prediction audit. Mutates."""
         self.silence_ends(record, now)
         if not record.sync.live or not record.prediction_audit.judge(now):
             return []
         return self._reject_predictions(record, now)
 
     def silence_ends(self, record: InstanceRecord, now: float) -> None:
-        """The instance's agent speaks again. Nobody told what its engine evicted meanwhile: answers to what was placed before the
-        end of a silence are no evidence against the index. Mutates."""
+        """Exclude requests placed before `now` from the audit if the instance's agent was silent or lost. Evictions meanwhile
+        were not reported, so answers to these requests are no evidence against the index. Mutates."""
         silence_s = max(SILENT_INTERVALS * record.report_interval_s, LEAST_SILENCE_S)
         if record.follows_events and (now - record.heard_at > silence_s or record.lost_at is not None):
             record.prediction_audit.ignore_before(now)
 
     def keys_reported(self, record: InstanceRecord, message: KeyMessage, now: float) -> list[OpenPrompt]:
-        """The instance's copy has taken `message` in; returns the prompts whose prefill has moved on. Mutates."""
+        """Apply `message`, which the instance's copy has applied; return the prompts whose prefill has progressed. Mutates."""
         instance_id = record.info.instance_id
         if not record.sync.live:
             self.provisional.drop(instance_id)
@@ -133,7 +134,7 @@ class PrefixKnowledge:
         return moved
 
     def forget(self, instance_id: str) -> None:
-        """The instance is gone, or is another one now. Mutates."""
+        """Drop all knowledge of an instance that is gone, or has a new incarnation. Mutates."""
         self.provisional.drop(instance_id)
         self.approximate_index.drop(instance_id)
         self.prefill_observer.forget(instance_id)
@@ -142,8 +143,8 @@ class PrefixKnowledge:
     # ---- requests ----
 
     def opened(self, reservation: Reservation, keys: Sequence[int], target_tokens: int, now: float) -> OpenPrompt:
-        """A step of a request was reserved; `target_tokens` of its prompt are to be on the instance when it is done. Returns the
-        prompt, whose prefill is followed where events tell of it. Mutates."""
+        """Return the prompt of a step that was reserved, and watch its prefill if the instance's events report it.
+        `target_tokens`: tokens of the prompt that are on the instance after the step. Mutates."""
         prompt = OpenPrompt(
             request_id=reservation.request_id,
             instance_id=reservation.instance_id,
@@ -158,37 +159,37 @@ class PrefixKnowledge:
         return prompt
 
     def first_token(self, prompt: OpenPrompt, now: float) -> None:
-        """A prompt has been computed in full, and its answer has begun. Mutates."""
+        """Record that a prompt is computed in full, and its answer has begun. Mutates."""
         self.step_done(prompt, now)
         if prompt.learned:
             record = self.instances.get(prompt.instance_id)
             if record is None or record.follows_events:
-                # No step follows, and events tell what stays cached: of 130k tokens the keys are 65 kB.
+                # No step follows, and events report what stays cached. The keys of 130k tokens take 65 kB.
                 prompt.keys = NO_KEYS
 
     def step_done(self, prompt: OpenPrompt, now: float) -> None:
-        """A PREFILL step has computed its part. Mutates."""
+        """Record that a PREFILL step is done. Mutates."""
         self.prefill_progress.unwatch(prompt)
         self._learn(prompt, now)
 
     def finished(
         self, prompt: OpenPrompt, finished: ev.Finished, decision: Decision | None, now: float
     ) -> list[ev.Effect]:
-        """A request has ended: learn from its answer. Mutates."""
+        """Learn from the answer of a request that has ended; return the effects of the prediction audit. Mutates."""
         if finished.outcome == "OK":
             self._learn(prompt, now)
         return self._judge(prompt, finished.cached_tokens, decision, now)
 
     def closed(self, prompt: OpenPrompt) -> None:
-        """Its request is open there no longer. Mutates."""
+        """Stop watching a prompt whose request is no longer open on the instance. Mutates."""
         self.prefill_progress.unwatch(prompt)
 
     def expire(self, now: float) -> None:
-        """Time has passed. Mutates."""
+        """Remove expired provisional blocks. Mutates."""
         self.provisional.expire(now)
 
     def check_invariants(self, prompts: Mapping[str, OpenPrompt | None]) -> None:
-        """Raise AssertionError when the open requests' prompts, provisional and approximate blocks contradict each other."""
+        """Raise AssertionError if the open requests' prompts, the provisional or the approximate blocks are inconsistent."""
         for record in self.instances.records():
             assert record.follows_events or not record.sync.live, record.info.instance_id
         live = {record.info.instance_id for record in self.instances.records() if record.sync.live}
@@ -202,7 +203,7 @@ class PrefixKnowledge:
             return
         prompt.learned = True
         per_block = record.info.block_size // KEY_TOKENS
-        # An engine keeps whole blocks of its own size only.
+        # An engine keeps only whole blocks of its own size.
         keys = prompt.keys[: min(prompt.target_tokens // KEY_TOKENS, len(prompt.keys)) // per_block * per_block]
         if self.source(record, now) is PrefixSource.EVENTS:
             held = self.index.leading_blocks(keys, (prompt.instance_id,))[prompt.instance_id]
@@ -214,11 +215,11 @@ class PrefixKnowledge:
     def _judge(
         self, prompt: OpenPrompt, reported: int | None, decision: Decision | None, now: float
     ) -> list[ev.Effect]:
-        """Compare what was predicted on the answering instance with what its engine reported."""
+        """Compare the cached tokens predicted for the answering instance with those that its engine reported."""
         record = self.instances.get(prompt.instance_id)
         if reported is None or decision is None or record is None or prompt.evicted or record.lost_at is not None:
             return []
-        candidate = decision.view.find(prompt.instance_id)  # None: a gateway announced it elsewhere
+        candidate = decision.view.find(prompt.instance_id)  # None: a gateway announced the request on another instance
         last = decision.result.steps[-1]
         if (
             candidate is None
@@ -237,7 +238,8 @@ class PrefixKnowledge:
         elif reported < predicted:
             self.approximate_index.correct(prompt.instance_id, prompt.keys[reported // KEY_TOKENS :])
         record.prediction_audit.observe(predicted, reported, record.info.block_size)
-        # What its engine told of it may be on its way; the approximate index, though, is the router's own.
+        # The engine's events may still be on their way, so judge only after the agent's next message (`heard`). The approximate
+        # index is the router's own and can be judged at once.
         if record.follows_events or not record.prediction_audit.judge(now):
             return []
         return self._reject_predictions(record, now)

@@ -1,8 +1,8 @@
-"""Which instance a session belongs to, for a while. Pure; `now` is in s on any clock that only grows.
+"""Session affinity: which instance owns a session, until a time to live ends. Pure; `now` is in s on any monotonic clock.
 
-A pool may have a million sessions, and no change of one may take long. So they are kept twice in many small dicts: in shards, by
-name, and in chunks, by the time of their last assignment. One dict of a million would be copied as it grows: an OrderedDict takes
-0.08 to 0.2 s for that, in the middle of an insertion.
+A pool may have a million sessions, and no change of a session may take long. So the sessions are kept twice in many small dicts:
+in shards, by name, and in chunks, by the time of their last assignment. A single dict of a million entries would be copied as it
+grows; an OrderedDict takes 0.08 to 0.2 s for that, in the middle of an insertion.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from zlib import crc32
 
 import msgspec
 
+# Maximum number of sessions of all pools.
 MAX_SESSIONS = 1_000_000
-# Of those that are past their time, and of pools that were given up, so many are dropped at once: some milliseconds.
+# Maximum number of expired sessions, and of sessions of forgotten pools, that one expire() drops; takes some milliseconds.
 DROPPED_AT_ONCE = 5_000
-# Sessions assigned one after another that share a dict.
+# Number of sessions, assigned one after another, that share a dict.
 CHUNK = 1_000
 SHARDS = 256
 
 
 class _Session(msgspec.Struct, frozen=True, gc=False):
-    """`came_back`: it had an owner already when it was assigned this one. `chunk`: the number of its chunk."""
+    """A session and its owner. `came_back`: the session had an owner before this assignment. `chunk`: the number of its chunk."""
 
-    # gc=False: a full collection that looks at a million of them takes 0.16 s. Dicts of them are not looked at either.
+    # gc=False, because a full collection that visits a million sessions takes 0.16 s. Dicts of them are not visited either.
 
     name: str
     owner: str
@@ -38,17 +39,17 @@ class _PoolSessions:
 
     def __init__(self) -> None:
         self.shards: dict[int, dict[str, _Session]] = {}
-        # By number; the last is being filled, and none is empty. A dict keeps the order in which sessions were assigned.
+        # Number -> chunk. The last chunk is being filled, and none is empty. A chunk's dict keeps the order of assignment.
         self.chunks: dict[int, dict[str, _Session]] = {}
         self._filled = 0  # the number of the last chunk
-        self._put = 0  # how many were put into it
+        self._put = 0  # how many sessions were added to the last chunk
 
     def get(self, name: str) -> _Session | None:
         shard = self.shards.get(_shard_of(name))
         return None if shard is None else shard.get(name)
 
     def put(self, name: str, owner: str, expires: float, came_back: bool) -> None:
-        """Add a session that is not there."""
+        """Add a session that is not present."""
         if self._put >= CHUNK:
             self._filled += 1
             self._put = 0
@@ -71,11 +72,12 @@ class _PoolSessions:
         return known
 
     def oldest(self) -> _Session:
-        """The one that was assigned first; there must be one."""
+        """Return the session whose assignment is the oldest; there must be a session."""
         return next(iter(next(iter(self.chunks.values())).values()))
 
     def newest(self) -> Iterator[_Session]:
-        """The lately assigned first. Sessions may come and go meanwhile; those that are assigned anew are not told again."""
+        """Yield the sessions, newest assignment first. Sessions may be added and removed during the iteration; a session that is
+        assigned again is not yielded again."""
         for number in reversed(list(self.chunks)):
             for known in reversed(list(self.chunks.get(number, {}).values())):
                 if self.get(known.name) is known:
@@ -83,18 +85,18 @@ class _PoolSessions:
 
 
 class Affinity:
-    """(pool, session) -> owner instance, forgotten `ttl_s` after its last use, bounded to MAX_SESSIONS (oldest go first).
+    """(pool, session) -> owner instance. An entry expires `ttl_s` after its last use. At most MAX_SESSIONS, oldest dropped first.
 
-    A session that speaks to two models has an owner for each.
+    A session that uses two models has an owner for each.
     """
 
     def __init__(self, ttl_s: float) -> None:
         self.ttl_s = ttl_s
         self._pools: dict[str, _PoolSessions] = {}
         self._count = 0
-        # Pool -> instance -> how many sessions it owns.
+        # Pool -> instance -> number of sessions that it owns.
         self._owned: dict[str, dict[str, int]] = {}
-        # The dicts of pools that were given up: dropped all at once, they would be freed in one go.
+        # The dicts of forgotten pools. Their memory is freed in parts, since freeing it all at once would block the event loop.
         self._given_up: list[dict[str, _Session]] = []
 
     def __len__(self) -> int:
@@ -102,18 +104,18 @@ class Affinity:
 
     @property
     def left_to_free(self) -> int:
-        """How many sessions, each counted twice, are still to be freed of pools that were given up."""
+        """Number of sessions of forgotten pools whose memory is still to be freed, each counted twice."""
         return sum(map(len, self._given_up))
 
     def owner(self, pool: str, session: str, now: float) -> str:
-        """The instance of `pool` that owns `session`, or "" when none does any more."""
+        """Return the instance of `pool` that owns `session`, or "" if none does, or not any more."""
         sessions = self._pools.get(pool)
         known = sessions.get(session) if sessions is not None else None
         return known.owner if known is not None and known.expires > now else ""
 
     def assign(self, pool: str, session: str, instance_id: str, now: float) -> bool:
-        """Make `instance_id` the owner until now + ttl; returns whether the session had one already, and so was here before.
-        Mutates."""
+        """Make `instance_id` the owner until now + ttl_s; return whether the session already had an owner, so that it has come
+        back. Mutates."""
         came_back = self._forget(pool, session, now)
         self._put(pool, session, instance_id, now, came_back)
         while self._count > MAX_SESSIONS:
@@ -121,13 +123,13 @@ class Affinity:
         return came_back
 
     def recall(self, pool: str, session: str, instance_id: str, now: float) -> None:
-        """What an earlier router knew, unless the session has been assigned since. Mutates."""
+        """Add an owner that an earlier router assigned, unless the session is known or MAX_SESSIONS is reached. Mutates."""
         sessions = self._pools.get(pool)
         if (sessions is None or sessions.get(session) is None) and self._count < MAX_SESSIONS:
             self._put(pool, session, instance_id, now, came_back=True)
 
     def expire(self, now: float) -> None:
-        """Drop what is past its time, and free what was given up, at most DROPPED_AT_ONCE of each. Mutates."""
+        """Drop expired sessions, and free those of forgotten pools, about DROPPED_AT_ONCE of each at most. Mutates."""
         left = DROPPED_AT_ONCE
         for pool, sessions in list(self._pools.items()):
             while left and sessions.chunks and (known := sessions.oldest()).expires <= now:
@@ -138,12 +140,12 @@ class Affinity:
             left -= len(self._given_up.pop())
 
     def sessions_of(self, instance_id: str) -> int:
-        """How many sessions an instance owns."""
+        """Return how many sessions an instance owns."""
         return sum(owned.get(instance_id, 0) for owned in self._owned.values())
 
     def newest(self, now: float) -> Iterator[tuple[str, str, str, float]]:
-        """(pool, session, owner instance, when it was assigned), the lately assigned first, those past their time left out.
-        Sessions may come and go meanwhile."""
+        """Yield (pool, session, owner instance, time of assignment) of the sessions that are not expired, newest assignment
+        first. Sessions may be added and removed during the iteration."""
 
         def of(pool: str) -> Iterator[tuple[float, str, str, str]]:
             return ((one.expires, pool, one.name, one.owner) for one in self._pools[pool].newest())
@@ -155,8 +157,8 @@ class Affinity:
             yield pool, session, owner, expires - self.ttl_s
 
     def returning(self, pool: str) -> Iterator[tuple[str, str] | None]:
-        """(session, owner) of those that have come back, as each is when it is its turn; sessions may come and go meanwhile. None
-        after each chunk: others may have a turn."""
+        """Yield the current (session, owner) of each session that has come back, and None after each chunk, so that the caller
+        can let other work run. Sessions may be added and removed during the iteration."""
         if (sessions := self._pools.get(pool)) is None:
             return
         for chunk in list(sessions.chunks.values()):
@@ -167,7 +169,7 @@ class Affinity:
             yield None
 
     def forget_pool(self, pool: str) -> None:
-        """Drop the sessions of one pool. Mutates; the memory is freed a part at a time, by expire()."""
+        """Drop the sessions of one pool. Mutates; expire() frees the memory in parts."""
         if (sessions := self._pools.pop(pool, None)) is not None:
             self._count -= sum(map(len, sessions.chunks.values()))
             del self._owned[pool]
@@ -175,7 +177,7 @@ class Affinity:
             self._given_up += sessions.chunks.values()
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when the counts disagree with the sessions, or shards with chunks."""
+        """Raise AssertionError if the counts disagree with the sessions, or the shards with the chunks."""
         counts: dict[str, dict[str, int]] = {}
         count = 0
         for pool, sessions in self._pools.items():
@@ -205,7 +207,7 @@ class Affinity:
         self._count += 1
 
     def _forget(self, pool: str, session: str, now: float) -> bool:
-        """Returns whether it was known and had time left."""
+        """Remove a session; return whether it was known and not expired."""
         sessions = self._pools.get(pool)
         if sessions is None or (known := sessions.pop(session)) is None:
             return False
@@ -224,5 +226,5 @@ class Affinity:
 
 
 def _shard_of(name: str) -> int:
-    # Not hash(), which differs between processes: what a seed in virtual time tells must not.
+    # Not hash(), which differs between processes: a test by seed in virtual time must behave the same in each.
     return crc32(name.encode()) % SHARDS

@@ -1,6 +1,6 @@
-"""The load that placed requests add, from the pick until their stream ends. Pure.
+"""The load that placed requests add to their instances, from the placement until their stream ends. Pure.
 
-These counters are the router's load signal: scraped figures are a second old, these are not.
+These counters are the router's load signal. They are always current, while scraped figures are a second old.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from pointsman.router.core.types import LISTED_PREFILLS, Phase
 
 
 class Reservation(msgspec.Struct, frozen=True, gc=False):
-    """One request's claim on one instance. Tokens: `input_tokens` of the prompt, `new_tokens` of it not cached there,
-    `prefilled_tokens` of these computed meanwhile as far as the instance's events tell, `cached_tokens` before them."""
+    """The load of one request on one instance. `input_tokens`: tokens of the prompt. `new_tokens`: those that the step must
+    compute. `cached_tokens`: those before them, which are cached. `prefilled_tokens`: how many of the new tokens are computed, by
+    the instance's events."""
 
     request_id: str
     gateway_id: str
@@ -37,30 +38,30 @@ class Reservation(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def pending_tokens(self) -> int:
-        """Tokens not computed yet."""
+        """New tokens that are not computed yet; 0 after the first token."""
         return self.new_tokens - self.prefilled_tokens if self.phase is Phase.PREFILL else 0
 
     @property
     def pending_pairs(self) -> int:
-        """Pairs of a token that is not computed yet with each one that it looks back at, each counted twice (PrefillWork)."""
+        """Pairs of a token that is not computed yet with each token it attends to, each pair counted twice (PrefillWork)."""
         pending = self.pending_tokens
         return pending * (2 * (self.cached_tokens + self.prefilled_tokens) + pending)
 
     @property
     def remainder_tokens(self) -> int:
-        """Tokens of the prompt behind those that this step computes."""
+        """Tokens of the prompt after those that this step computes."""
         return self.input_tokens - self.cached_tokens - self.new_tokens
 
     @property
     def remainder(self) -> tuple[str, int, int]:
-        """These, as PrefillBacklog.remainders tells them."""
+        """The remainder as an entry of PrefillBacklog.remainders."""
         return self.request_id, self.remainder_tokens, self.cached_tokens + self.new_tokens
 
 
 @dataclass(slots=True)
 class Counters:
-    """What the open requests of one instance add up to (the terms of the policies' formulas, and of the pool's backlog).
-    `pending_prefills` of them have tokens that are not computed yet."""
+    """The sums over the open requests of one instance (the terms of the policies' formulas, and of the pool's backlog).
+    `pending_prefills`: number of requests with tokens that are not computed yet."""
 
     num_requests: int = 0
     pending_prefill_tokens: int = 0
@@ -70,7 +71,7 @@ class Counters:
     pending_pairs: int = 0
 
     def add(self, reservation: Reservation, sign: int) -> None:
-        """Count a reservation in (sign 1) or out (sign -1). Mutates."""
+        """Add (sign 1) or subtract (sign -1) a reservation. Mutates."""
         self.num_requests += sign
         self.ongoing_tokens += sign * reservation.input_tokens
         if reservation.phase is Phase.DECODE:
@@ -79,7 +80,7 @@ class Counters:
             self.add_pending(reservation, sign)
 
     def add_pending(self, reservation: Reservation, sign: int) -> None:
-        """The same of what a reservation has to compute alone. Mutates."""
+        """Add or subtract only the pending tokens of a reservation. Mutates."""
         if pending := reservation.pending_tokens:
             self.pending_prefills += sign
             self.pending_prefill_tokens += sign * pending
@@ -92,30 +93,30 @@ _Entry = TypeVar("_Entry", tuple[int, int], tuple[str, int, int])
 
 
 class _Prefills(Generic[_Entry]):
-    """Some of an instance's open prefills in the order of their coming, as PrefillBacklog tells them, and their sums. Entries are
-    made once, so that all views of a prefill that does not move share its entry."""
+    """Some of an instance's open prefills in order of arrival, as entries of PrefillBacklog, and their sums. An entry is made
+    once, so that all views share it until the prefill progresses."""
 
     __slots__ = ("entries", "pairs", "tokens")
 
     def __init__(self) -> None:
-        # No dict: to ask one for its first key takes a step for each key that was removed.
+        # Not a dict: finding its first key takes a step for each key that was removed before.
         self.entries: OrderedDict[str, _Entry] = OrderedDict()
         self.tokens = self.pairs = 0
 
     def put(self, request_id: str, entry: _Entry) -> None:
-        """Add a prefill as the last one, or change one at its place. Mutates."""
+        """Add a prefill at the end, or replace its entry in place. Mutates."""
         if (before := self.entries.get(request_id)) is not None:
             self._count(before, -1)
         self.entries[request_id] = entry
         self._count(entry, 1)
 
     def drop(self, request_id: str) -> None:
-        """Remove one, if it is there. Mutates."""
+        """Remove a prefill, if it is present. Mutates."""
         if (entry := self.entries.pop(request_id, None)) is not None:
             self._count(entry, -1)
 
     def listed(self, *, last: bool = False) -> tuple[tuple[_Entry, ...], PrefillSums]:
-        """LISTED_PREFILLS of them, the first or the last that came, and the sums of the others. O(1)."""
+        """Return at most LISTED_PREFILLS entries, the first or the last ones to arrive, and the sums of the others. O(1)."""
         if len(self.entries) <= LISTED_PREFILLS:
             return tuple(self.entries.values()), NO_PREFILLS
         values = self.entries.values()
@@ -127,7 +128,7 @@ class _Prefills(Generic[_Entry]):
         return some[::-1] if last else some, PrefillSums(len(self.entries) - len(some), float(tokens), float(pairs))
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when the sums are not those of the entries."""
+        """Raise AssertionError if the sums are not those of the entries."""
         assert self.entries
         assert self.tokens == sum(entry[-2] for entry in self.entries.values())
         assert self.pairs == sum(map(_pairs, self.entries.values()))
@@ -142,8 +143,10 @@ def _pairs(entry: tuple[int, int] | tuple[str, int, int]) -> int:
 
 
 class Reservations:
-    """All open reservations, one for each request id, and their sums by instance. `touched` names the instances whose sums
-    have changed since whoever reads them last cleared it, and `eased` those that have less to do."""
+    """All open reservations, one per request id, and their sums by instance.
+
+    `touched`: the instances whose sums have changed. `eased`: the instances that have less to do. Their readers clear them.
+    """
 
     def __init__(self) -> None:
         self.touched: set[str] = set()
@@ -151,12 +154,12 @@ class Reservations:
         self._open: dict[str, Reservation] = {}
         self._counters: dict[str, Counters] = {}
         self._of_instance: dict[str, dict[str, None]] = {}
-        # Instance -> the ids of its open prefills, in the order of their coming, each with a number that grows with it.
+        # Instance -> ids of its open prefills in order of arrival, each with its arrival number.
         self._prefilling: dict[str, dict[str, int]] = {}
         self._came = 0
-        # Those of them that have tokens left to compute.
+        # Instance -> its open prefills that have tokens left to compute.
         self._pending: dict[str, _Prefills[tuple[int, int]]] = {}
-        # Those of them whose prompts have a remainder that is to be placed later.
+        # Instance -> its open prefills whose prompts have a remainder that is placed later.
         self._partial: dict[str, _Prefills[tuple[str, int, int]]] = {}
 
     def __len__(self) -> int:
@@ -166,55 +169,57 @@ class Reservations:
         return iter(self._open.values())
 
     def get(self, request_id: str) -> Reservation | None:
-        """The open reservation of a request."""
+        """Return the open reservation of a request, or None."""
         return self._open.get(request_id)
 
     def counters(self, instance_id: str) -> Counters:
-        """The sums of one instance; do not mutate them."""
+        """Return the sums of one instance; do not mutate them."""
         return self._counters.get(instance_id, _NOTHING)
 
     def open_prefills(self, instance_id: str) -> list[Reservation]:
-        """The open reservations of an instance that came with something to compute and have no token yet, in the order of their
-        coming."""
+        """Return the open prefills of an instance in order of arrival: reservations that had tokens to compute when they were
+        opened, and have no first token yet."""
         return [self._open[request_id] for request_id in self._prefilling.get(instance_id, ())]
 
     def first_prefill(self, instance_id: str) -> Reservation | None:
-        """The first of them that has tokens left to compute. O(1)."""
+        """Return the first open prefill of an instance that has tokens left to compute, or None. O(1)."""
         pending = self._pending.get(instance_id)
         return self._open[next(iter(pending.entries))] if pending else None
 
     def queue(self, instance_id: str) -> tuple[tuple[tuple[int, int], ...], PrefillSums]:
-        """`queue` and `unlisted` of its PrefillBacklog. O(1)."""
+        """Return `queue` and `unlisted` of the instance's PrefillBacklog. O(1)."""
         pending = self._pending.get(instance_id)
         return pending.listed() if pending else ((), NO_PREFILLS)
 
     def remainders(self, instance_id: str) -> tuple[tuple[tuple[str, int, int], ...], PrefillSums]:
-        """`remainders` and `unlisted_remainders` of its PrefillBacklog, for a request that has none there. O(1)."""
+        """Return `remainders` and `unlisted_remainders` of the instance's PrefillBacklog, for a request without a remainder
+        there. O(1)."""
         partial = self._partial.get(instance_id)
-        # Who is given an instance's turn has less left than those that are there: of many the last ones count.
+        # A prompt gets its turn on an instance only if it has less left than the prompts already there. So the newest matter
+        # most.
         return partial.listed(last=True) if partial else ((), NO_PREFILLS)
 
     def num_prefills(self, instance_id: str) -> int:
-        """How many open prefills an instance has, those without tokens left to compute included."""
+        """Return how many open prefills an instance has, including those without tokens left to compute."""
         return len(self._prefilling.get(instance_id, ()))
 
     def came_before(self, instance_id: str, one: str, other: str) -> bool:
-        """Of two of them, by their ids, whether `one` came before the `other`. O(1)."""
+        """Return whether request `one` arrived before `other`; both must be open prefills of the instance. O(1)."""
         numbers = self._prefilling[instance_id]
         return numbers[one] < numbers[other]
 
     def partial_prefill(self, request_id: str) -> Reservation | None:
-        """The open reservation of a request, if it is one of those of whose prompts a part is to be placed later."""
+        """Return the open reservation of a request if it is an open prefill with a remainder, else None."""
         reservation = self._open.get(request_id)
         partial = self._partial.get(reservation.instance_id) if reservation is not None else None
         return reservation if partial is not None and request_id in partial.entries else None
 
     def partial_prefills(self) -> list[Reservation]:
-        """Those of all instances of whose prompts a part is to be placed later."""
+        """Return the open prefills with a remainder, of all instances."""
         return [self._open[request_id] for partial in self._partial.values() for request_id in partial.entries]
 
     def prefills(self, instance_id: str) -> bool:
-        """Whether an instance has any of them."""
+        """Return whether an instance has any open prefill."""
         return instance_id in self._prefilling
 
     def put(self, reservation: Reservation) -> None:
@@ -235,15 +240,16 @@ class Reservations:
         self.touched.add(reservation.instance_id)
 
     def of_instance(self, instance_id: str) -> list[Reservation]:
-        """The open reservations of one instance. O(these)."""
+        """Return the open reservations of one instance. O(returned reservations)."""
         return [self._open[request_id] for request_id in self._of_instance.get(instance_id, ())]
 
     def of_pool(self, pool: str) -> list[Reservation]:
-        """The open reservations of one pool."""
+        """Return the open reservations of one pool. O(open reservations)."""
         return [one for one in self._open.values() if one.pool == pool]
 
     def first_token(self, request_id: str) -> Reservation | None:
-        """Move a request from prefill to decode; None (no effect) when unknown or already there. Mutates."""
+        """Move a request from prefill to decode and return its reservation; None (no effect) if it is unknown or in decode.
+        Mutates."""
         reservation = self._open.get(request_id)
         if reservation is None or reservation.phase is Phase.DECODE:
             return None
@@ -252,7 +258,7 @@ class Reservations:
         return moved
 
     def prefilled(self, request_id: str, tokens: int) -> Reservation | None:
-        """The instance has computed `tokens` of a request's new tokens. Returns its reservation as it is now; None when it is not
+        """Record that the instance has computed `tokens` of a request's new tokens; return the reservation, None if it is not
         open. Mutates."""
         reservation = self._open.get(request_id)
         if reservation is not None and reservation.phase is Phase.PREFILL:
@@ -268,12 +274,12 @@ class Reservations:
         return self._open.get(request_id)
 
     def lease(self, request_id: str, until: float | None) -> Reservation:
-        """Let an open reservation end at `until` (s) unless renewed; None: no end. Returns it as it is now. Mutates."""
+        """Set when an open reservation ends unless it is renewed, s; None: no end. Return the reservation. Mutates."""
         leased = self._open[request_id] = replace(self._open[request_id], lease_until=until)
         return leased
 
     def release(self, request_id: str) -> Reservation | None:
-        """End a reservation; None (no effect) when it is not open. Mutates."""
+        """End a reservation and return it; None (no effect) if it is not open. Mutates."""
         reservation = self._open.pop(request_id, None)
         if reservation is not None:
             counters = self._counters[reservation.instance_id]
@@ -299,18 +305,18 @@ class Reservations:
         elif before:
             self._pending[instance_id].put(request_id, _left(reservation))
         elif request_id in self._prefilling.get(instance_id, ()):
-            # It has tokens to compute again, which hardly happens: at its old place.
+            # The prefill has tokens to compute again, which is rare. It keeps its old place in the order.
             pending = self._pending[instance_id] = _Prefills()
             for one in map(self._open.__getitem__, self._prefilling[instance_id]):
                 if one.pending_tokens:
                     pending.put(one.request_id, _left(one))
 
     def expired(self, now: float) -> list[Reservation]:
-        """Reservations whose lease is over at `now` (s)."""
+        """Return the reservations whose lease has ended at `now` (s)."""
         return [one for one in self._open.values() if one.lease_until is not None and one.lease_until <= now]
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when the sums are not those of the open reservations."""
+        """Raise AssertionError if the sums are not those of the open reservations."""
         sums: dict[str, Counters] = {}
         for reservation in self._open.values():
             assert 0 <= reservation.prefilled_tokens <= max(reservation.new_tokens, 0)
@@ -332,7 +338,7 @@ class Reservations:
 
 
 def _left(reservation: Reservation) -> tuple[int, int]:
-    """An open prefill, as PrefillBacklog.queue tells it."""
+    """Return an open prefill as an entry of PrefillBacklog.queue."""
     return reservation.pending_tokens, reservation.cached_tokens + reservation.prefilled_tokens
 
 

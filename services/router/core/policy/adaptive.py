@@ -1,4 +1,4 @@
-"""By route class: `adaptive` (v1, no KV transfer) and `adaptive_offload` (v2, every HEAVY request offloaded). Pure."""
+"""Policies by route class: `adaptive` (v1, no KV transfer) and `adaptive_offload` (v2, offloads every HEAVY request). Pure."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pointsman.router.core.types import HEAVY_NEW_TOKENS, Candidate, FleetView, 
 
 
 def most_cached(candidates: tuple[Candidate, ...], decision_number: int) -> Candidate:
-    """The best cache hit; ties by ongoing tokens, then in turn."""
+    """Return the candidate with the most cached tokens; ties by ongoing tokens, then in turn."""
     return least(candidates, decision_number, lambda one: (-one.cached_tokens, one.ongoing_tokens))
 
 
 @dataclass(frozen=True)
 class Adaptive(Policy):
-    """One rule for HEAVY requests, one for the others; the class is that on the best cache hit.
+    """One rule for HEAVY requests and one for the others; the class is that on the instance with the best cache hit.
 
     Rule, in tokens:
         HEAVY (new >= heavy_new_tokens): argmin ongoing_decode_tokens; ties by num_requests, pending_prefill, in turn
         LIGHT, MEDIUM: argmin new + load_weight * ongoing_tokens; ties in turn
 
     Reasons: `least_decode` (HEAVY), `cache_and_load` (others).
-    Source: the reference system's adaptive v1; it gives no weight of load against cache.
+    Source: the reference system's adaptive v1, which does not state a weight of load against cache.
     """
 
     name: ClassVar[str] = "adaptive"
@@ -46,13 +46,13 @@ class Adaptive(Policy):
 
 @dataclass(frozen=True)
 class AdaptiveOffload(Policy):
-    """Affinity first; HEAVY requests always prefill elsewhere.
+    """Session affinity first; HEAVY requests always prefill on another instance.
 
     Rule, in tokens; scores are the new tokens:
-        1. owner: new < heavy_new_tokens
-        2. D = best cache hit, ties by ongoing_tokens, in turn: serves where new < heavy_new_tokens
-        3. P = argmin ongoing_tokens of those that can give D KV; ties by new tokens, in turn: PREFILL on P, SERVE on D, and D
-            becomes the session's owner; without such a P D does both
+        1. owner, if new < heavy_new_tokens
+        2. else D = best cache hit (ties by ongoing_tokens, then in turn), if new < heavy_new_tokens
+        3. else PREFILL on P, SERVE on D; D becomes the session's owner. P = argmin ongoing_tokens of those that can send KV to D;
+            ties by new tokens, then in turn. If there is no such P, D does both.
 
     Reasons: `session_affinity` (1), `best_cache_hit` (2), `heavy` and `no_other_instance` (3).
     Source: the reference system's adaptive v2, the baseline that `elastic` improves on.

@@ -1,4 +1,4 @@
-"""What every policy has in common: settings with bounds, and one entry point that turns a result into a decision. Pure."""
+"""The base of all policies: settings with bounds, helpers for results, and `decide`, which makes a decision of a result. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NO_KV_TRANSFER = "no_kv_transfer"
 
 
 class SettingError(ValueError):
-    """A policy or setting that does not exist or is out of range; `field` names it."""
+    """Raised for an unknown policy or setting, or a value out of range; `field` names it."""
 
     def __init__(self, field_name: str, message: str) -> None:
         super().__init__(f"{field_name}: {message}")
@@ -37,22 +37,22 @@ class SettingError(ValueError):
 
 
 def setting(default: float, low: float, high: float, doc: str) -> Any:
-    """A numeric setting of a policy with its bounds (inclusive), checked by `make_policy`."""
+    """Declare a numeric setting of a policy with inclusive bounds, checked by `make_policy`. `doc` is its help text."""
     return field(default=float(default), metadata={"low": low, "high": high, "doc": doc})
 
 
 def choice(default: str, options: tuple[str, ...], doc: str) -> Any:
-    """A setting that is one of a few words, checked by `make_policy`."""
+    """Declare a setting that is one of `options`, checked by `make_policy`."""
     return field(default=default, metadata={"options": options, "doc": doc})
 
 
 def switch(default: bool, doc: str) -> Any:
-    """A setting that is true or false, checked by `make_policy`."""
+    """Declare a setting that is true or false, checked by `make_policy`."""
     return field(default=default, metadata={"switch": True, "doc": doc})
 
 
 def bounds(one: Field[Any]) -> str:
-    """What a setting may be, for people: "0 to 1", "cost or heuristic", "true or false"."""
+    """Return a setting's allowed values as text: "0 to 1", "cost or heuristic", "true or false"."""
     if options := one.metadata.get("options"):
         return " or ".join(options)
     if "switch" in one.metadata:
@@ -61,7 +61,7 @@ def bounds(one: Field[Any]) -> str:
 
 
 def summary(kind: type[Policy]) -> str:
-    """The first sentence of a policy's docstring."""
+    """Return the first sentence of a policy's docstring."""
     first, _, _ = inspect.cleandoc(kind.__doc__ or "").replace("\n", " ").partition(". ")
     return first.rstrip(".") + "."
 
@@ -71,21 +71,21 @@ class Policy(ABC):
     """A pure function from request and view to a result; its dataclass fields are its settings."""
 
     name: ClassVar[str]
-    # Whether, of instances that have equally much of the prompt, it chooses one of the least loaded, and asks of the others no
-    # more than FleetView.unseen: of a large pool it is then shown a part.
+    # Whether the policy prefers the less loaded of two equally cached instances, and needs only FleetView.unseen of the instances
+    # that it does not choose. Such a policy gets only a part of a large pool as candidates.
     looks_at_few: ClassVar[bool] = False
 
     @abstractmethod
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
-        """Choose who answers among `view.eligible()`, which is not empty, and who prefills for it among `view.sources_of()`; or
-        `hold`. Must depend on nothing but its arguments."""
+        """Choose the instance that answers from `view.eligible()` (not empty), and optionally another one that prefills for it
+        from `view.sources_of()`; or hold the request. The result must depend on nothing but the arguments."""
 
     def without_holds(self) -> Policy | None:
-        """What places a request that this policy has held for as long as it may; None: the default policy."""
+        """Return the policy that places a request which this policy has held for the maximum time; None: the default policy."""
         return None
 
     def ref(self) -> PolicyRef:
-        """Name and settings, as decisions record them."""
+        """Return name and settings, as decisions record them."""
         return self._ref
 
     @cached_property
@@ -94,7 +94,8 @@ class Policy(ABC):
 
 
 def build(kind: type[Policy], settings: Mapping[str, object]) -> Policy:
-    """An instance of `kind` with `settings` over its defaults. SettingError names what is unknown or out of range."""
+    """Return a policy of class `kind` with `settings` over its defaults. Raises SettingError for an unknown setting or a value
+    out of range."""
     known: dict[str, Field[Any]] = {one.name: one for one in fields(kind)}
     values: dict[str, Any] = {}
     for name, value in settings.items():
@@ -122,7 +123,7 @@ def _checked(one: Field[Any], value: object) -> float | str | bool:
 
 
 def serve(candidate: Candidate, reason: str, scores: Mapping[str, float] | None = None) -> PolicyResult:
-    """The result of one SERVE step on `candidate`."""
+    """Return a result of one SERVE step on `candidate`."""
     return PolicyResult((Step(StepKind.SERVE, candidate.instance_id, reason),), reason, scores or {})
 
 
@@ -137,7 +138,7 @@ def offload(
     figures: Mapping[str, float] | None = None,
     owner: str = "",
 ) -> PolicyResult:
-    """The result of two steps: PREFILL of the whole prompt on `prefill`, then SERVE on `decode` with its KV."""
+    """Return a result of two steps: PREFILL of the whole prompt on `prefill`, then SERVE on `decode` with that KV."""
     steps = (
         Step(StepKind.PREFILL, prefill.instance_id, rule, prefix_tokens=request.input_tokens),
         Step(StepKind.SERVE, decode.instance_id, rule, kv_source=prefill.instance_id),
@@ -148,7 +149,7 @@ def offload(
 def slice_of(
     candidate: Candidate, prefix_tokens: int, reason: str, scores: Mapping[str, float] | None = None
 ) -> PolicyResult:
-    """The result to compute the prompt's first `prefix_tokens` on `candidate`, and then to ask again."""
+    """Return a result that computes the prompt's first `prefix_tokens` on `candidate`; the policy is then asked again."""
     step = Step(StepKind.PREFILL, candidate.instance_id, reason, prefix_tokens=prefix_tokens)
     return PolicyResult((step,), reason, scores or {})
 
@@ -160,18 +161,19 @@ def hold(
     queue_penalty_s: float | None = None,
     waits_for: str = "",
 ) -> PolicyResult:
-    """The result to wait: the router asks again whenever something frees, for `max_hold_s` (0: as long as it lets requests
-    wait) after the request first came. `queue_penalty_s` (None: by new tokens) says behind whom.
+    """Return a result that holds the request: the router asks again when something frees, until `max_hold_s` after the request
+    first came (0: as long as the router holds requests). `queue_penalty_s`: place in the queue (None: by new tokens).
 
-    `waits_for` is the instance that is to have less to do first; empty: any. A router asks for some of those that wait for the
-    same alone when something frees, so that whoever names none may wait behind all others that name none."""
+    `waits_for`: the instance that must have less to do first; empty: any. When something frees, the router retries only some of
+    the requests that wait for the same instance. All requests without `waits_for` form one such line, so each may wait behind all
+    the others."""
     return PolicyResult(
         (), reason, scores or {}, max_hold_s=max_hold_s, queue_penalty_s=queue_penalty_s, waits_for=waits_for
     )
 
 
 def least(candidates: Sequence[Candidate], decision_number: int, key: Callable[[Candidate], Any]) -> Candidate:
-    """argmin of `key` (comparable), ties in turn. `candidates` must not be empty."""
+    """Return the candidate with the least `key` (comparable); ties in turn. `candidates` must not be empty."""
     return min(rotated(candidates, decision_number), key=key)
 
 
@@ -181,20 +183,22 @@ def lowest(
     decision_number: int,
     then: Callable[[Candidate], Any] | None = None,
 ) -> Candidate:
-    """argmin of the scores, by instance id; ties by `then`, then in turn. `candidates` must not be empty."""
+    """Return the candidate with the least score (`scores` by instance id); ties by `then`, then in turn. `candidates` must not be
+    empty."""
     low = min([scores[one.instance_id] for one in candidates])
     equal = [one for one in rotated(candidates, decision_number) if scores[one.instance_id] == low]
     return min(equal, key=then) if then and len(equal) > 1 else equal[0]
 
 
 def mean(values: Iterable[float]) -> float:
-    """Arithmetic mean; 0 of nothing."""
+    """Return the arithmetic mean; 0 if there are no values."""
     listed = list(values)
     return sum(listed) / len(listed) if listed else 0.0
 
 
 def rotated(candidates: Sequence[Candidate], decision_number: int) -> Sequence[Candidate]:
-    """All of them, beginning with the one whose turn it is: the last tie-break, needed because all scores are 0 when cold."""
+    """Return the candidates, rotated by `decision_number`. This is the last tie-break: all scores of an idle, cold fleet are
+    0."""
     start = decision_number % max(len(candidates), 1)
     return (*candidates[start:], *candidates[:start])
 
@@ -209,9 +213,9 @@ def decide(
     *,
     degraded: bool = False,
 ) -> Decision:
-    """Decide on one request. `view` must have at least one eligible candidate. Same arguments, same decision.
+    """Decide on one request. `view` must have at least one eligible candidate. The same arguments lead to the same decision.
 
-    Where the engines of an OFFLOAD plan cannot pass KV on to each other, its last step alone is left (`no_kv_transfer`).
+    If the engines of an OFFLOAD plan cannot transfer KV to each other, only its last step is kept (`no_kv_transfer`).
     A decision to hold has mode HELD and no steps; its class and cached tokens are those of the best cached candidate.
     """
     result = policy.choose(request, view, rng)
@@ -219,7 +223,7 @@ def decide(
         last = result.steps[-1]
         result = replace(result, steps=(Step(StepKind.SERVE, last.instance_id, last.reason),), reason=NO_KV_TRANSFER)
     if steps := result.steps:
-        # The class is that of the prefill's work, wherever the answer then comes from.
+        # The class is by the work of the prefill, whichever instance answers.
         prefills = chosen = _named(view, steps[0].instance_id)
         if len(steps) > 1:
             chosen = _named(view, steps[-1].instance_id)
@@ -247,7 +251,7 @@ def decide(
 
 
 def _kv_can_pass(result: PolicyResult, view: FleetView) -> bool:
-    """Whether every step that answers from another instance's KV can."""
+    """Return whether KV can be transferred for every step that needs another instance's KV."""
     return all(
         _named(view, step.kv_source).can_give_kv_to(_named(view, step.instance_id))
         for step in result.steps
@@ -263,7 +267,8 @@ def _named(view: FleetView, instance_id: str) -> Candidate:
 
 
 def _runner_up(scores: Mapping[str, float], chosen: str) -> tuple[str, float | None]:
-    """The best scored of the others (of equal ones the first by name), and how much worse it is than the chosen one."""
+    """Return the best scored candidate besides `chosen` ("" if there is none; of equal ones the first by name), and by how much
+    its score is worse than the chosen one's (None: unknown)."""
     runner_up, least_score = "", math.inf
     for instance_id, score in scores.items():
         if score <= least_score and instance_id != chosen and (score < least_score or instance_id < runner_up):
@@ -272,7 +277,8 @@ def _runner_up(scores: Mapping[str, float], chosen: str) -> tuple[str, float | N
 
 
 def _owner_note(view: FleetView) -> tuple[str, ...]:
-    """Why a session had to leave its owner, whatever the policy: owner_draining, owner_saturated, ..., owner_gone."""
+    """Return why a session had to leave its owner, independent of the policy: owner_draining, owner_saturated, ..., owner_gone;
+    empty if it did not."""
     owner = view.find(view.session_owner)
     if owner is None:
         return ("owner_gone",)

@@ -1,4 +1,4 @@
-"""The random numbers of a decision: they follow from its id, so that it can be made again. Pure."""
+"""The random numbers of a decision, which follow from its id so that the decision can be made again. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xxhash import xxh3_64_intdigest
 
 
 class _Late:
-    """A random.Random that is made when it is first asked: seeding one costs 13 us, and few policies draw."""
+    """A random.Random that is created at its first use: seeding takes 13 us, and few policies draw."""
 
     def __init__(self, decision_id: str) -> None:
         self._decision_id = decision_id
@@ -24,5 +24,5 @@ class _Late:
 
 
 def rng_of(decision_id: str) -> random.Random:
-    """The random numbers that belong to a decision."""
+    """Return the random number generator of a decision."""
     return cast(random.Random, _Late(decision_id))

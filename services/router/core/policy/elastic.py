@@ -1,4 +1,4 @@
-"""`elastic`: `unified`, and a HEAVY request prefills elsewhere when that pays. Pure."""
+"""`elastic`: as `unified`, but a HEAVY request prefills on another instance if that saves time. Pure."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ NO_OTHER_INSTANCE = "no_other_instance"
 
 @dataclass(frozen=True)
 class Elastic(Unified):
-    """Offload as a preference, decided for each HEAVY request; all others, and those that do not offload, go as `unified` says.
+    """As `unified`, except that each HEAVY request is offloaded if the decider says so.
 
     Terms:
         D = best cache hit under the ceiling; ties by `unified`'s choice, then ongoing_tokens, in turn
-        P = argmin ongoing_tokens (input tokens of open requests) of those under the ceiling that can give D KV; ties by new
+        P = argmin ongoing_tokens (input tokens of open requests) of those under the ceiling that can send KV to D; ties by new
             tokens, num_requests, in turn
         HEAVY: at least heavy_new_tokens are new on D
     An offload is PREFILL on P, then SERVE on D.
@@ -37,13 +37,13 @@ class Elastic(Unified):
         transfer = transfer_base_s + transfer_token_s * D.new
     Decider `heuristic`, in tokens: offload iff D is decoding, P.ongoing_tokens < D.ongoing_tokens, and
         P.ongoing_tokens <= prefill_overload_factor * mean(ongoing_tokens)
-    Both leave out the tokens that are new on P; the decision's figures have them.
+    Neither decider uses the tokens that are new on P; the decision's figures include them.
 
-    Reasons: `prefill_idle_decode_busy` (offloaded), `decode_idle` (no decode on D to spare), `transfer_dominates` (even an idle
-    P would not pay), `prefill_overloaded`, `below_threshold` (not HEAVY), `no_other_instance`. The step's: `offload`, or
-    `unified`'s.
-    Source: the reference system's elastic; its post-hoc transfer of 32k tokens in 0.53 s gives transfer_token_s, its 32k
-    prefill in 4.4 s the throughput.
+    Reasons: `prefill_idle_decode_busy` (offloaded), `decode_idle` (no decode on D that a prefill would slow down),
+    `transfer_dominates` (no gain even if P were idle), `prefill_overloaded`, `below_threshold` (not HEAVY), `no_other_instance`.
+    Reason of the step: `offload`, or one of `unified`'s.
+    Source: the reference system's elastic. transfer_token_s is from its post-hoc transfer of 32k tokens in 0.53 s, throughput
+    from its prefill of 32k tokens in 4.4 s.
     """
 
     name: ClassVar[str] = "elastic"
@@ -52,10 +52,10 @@ class Elastic(Unified):
     decider: str = choice("cost", ("cost", "heuristic"), "what decides on an offload")
     heavy_new_tokens: float = setting(HEAVY_NEW_TOKENS, 1.0, 1e9, "new tokens from which a request is HEAVY")
     throughput: float = setting(7_000.0, 1.0, 1e9, "prefilled tokens per second (cost)")
-    transfer_base_s: float = setting(0.0, 0.0, 60.0, "seconds of a KV transfer, whatever its size (cost)")
+    transfer_base_s: float = setting(0.0, 0.0, 60.0, "fixed seconds per KV transfer (cost)")
     transfer_token_s: float = setting(1.6e-5, 0.0, 1.0, "seconds of a KV transfer per token (cost)")
     prefill_overload_factor: float = setting(
-        1.5, 0.0, 1e6, "P takes no more up from this multiple of the mean load (heuristic)"
+        1.5, 0.0, 1e6, "maximum load of P, as a multiple of the mean load (heuristic)"
     )
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
@@ -102,7 +102,7 @@ class Elastic(Unified):
             "mean_ongoing_tokens": average,
         }
         if decode.ongoing_decode_tokens == 0:
-            # No rule says yes then; that D has nothing to disturb is the reason that holds whatever P's load is.
+            # There is no offload then. That D has no decode to disturb is the reason that holds for any load of P.
             return DECODE_IDLE, figures
         if (
             prefill.ongoing_tokens >= decode.ongoing_tokens

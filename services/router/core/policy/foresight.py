@@ -1,4 +1,4 @@
-"""`foresight`: predicted seconds instead of tokens, heavy prompts in slices, small ones at once, the rest in order. Pure."""
+"""`foresight`: scores are predicted seconds; light prompts go at once, heavy ones in slices, and others are held. Pure."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from pointsman.router.core.prefill_curve import DEFAULT_CURVE, PrefillCurve
 from pointsman.router.core.types import Candidate, FleetView, PlacementRequest, PolicyResult, PrefillBacklog
 
 AT_ONCE, SLICE, LAST_PART, HELD = "at_once", "slice", "last_part", "held"
-# Of what a prefill is predicted to take, it may have done so much when nothing was heard of it for long: it is not over.
+# Maximum share of a prefill's predicted cost that counts as done while no event reports its end.
 MAX_DONE_SHARE = 0.9
-# A rest of less than this share of a slice goes with the slice before it.
+# Share of a slice: a shorter rest of the prompt is computed together with the slice before it.
 SMALL_REST = 0.25
+# Factor, in multiples of the mean request cost, that stands for no limit of a wait.
 NO_WAIT_LIMIT = 1e6
 
 
@@ -25,31 +26,33 @@ NO_WAIT_LIMIT = 1e6
 class Foresight(Policy):
     """Least predicted seconds until the first token; heavy prompts in slices, one after another, light ones at once.
 
-    Score of instance i, in s; the least is where a request goes:
+    Score of instance i, in s; the request goes to the instance with the least score:
         wait_i + C_i
         + lost_cache_weight * (C_i - min C)
         + remainder_weight * idle * rest_i
         + (interference + busy_interference * (1 - idle)) * C_i * decodes_i
-        + overflow_factor * u, where i's KV would not hold all open prompts
+        + overflow_factor * u, if i's KV cache would not hold all open prompts
     Terms:
         C_i: the curve's seconds for the tokens that are new on i
-        wait_i: seconds of the prefills open there that go before it
-        rest_i: seconds of what is to follow the slices that are computed there
-        decodes_i: answers there past their first token
-        u: seconds that a request usually takes; 0 before the first, and all go at once
+        wait_i: seconds of the prefills open on i that the request waits for
+        rest_i: seconds of the rests of other prompts of which slices are computed on i
+        decodes_i: answers on i past their first token
+        u: mean cost of a request, s; 0 before the first request, and then all requests go at once
         idle: share of instances without prefills, 0 to 1
-    When it goes, and how much of it:
+    When the request goes, and how much of it:
         light (min C <= light_factor * u): at once iff wait_i <= light_wait_factor * u, or wait_i < half of what is open on i
-        heavy: iff what goes before it on i takes at most heavy_wait_factor * u: what is open, and the rests of heavy prompts
-            that have less left than itself. Then slice_factor * u seconds of it, and the rest is decided anew
-        else held: least min C / ageing_rate - age first, in s
-    So an instance has one heavy prompt at a time, that with the least left, and light ones go between its slices. Engines that
-    cut long prompts themselves are no exception: a lone prompt has their whole step, which may take seconds. A prompt of n
-    tokens waits there, for each prompt before it, min(what is left of it, ceil(n / limit) chunks of it); a light one of more
-    than a chunk starts as heavy ones do, and goes whole. Figures tell u, and wait and C where it goes.
+        heavy: iff the work ahead of it on i takes at most heavy_wait_factor * u. This work is the open prefills, and the rests
+            of heavy prompts with less left than this one. Then slice_factor * u seconds of the prompt go, and the rest is
+            decided anew
+        else held; the least min C / ageing_rate - age, in s, is first
+    So an instance has one heavy prompt at a time, the one with the least left, and light ones go between its slices. This also
+    holds for engines that cut long prompts into chunks themselves: a prompt that is alone there gets whole steps, which may take
+    seconds. On such an engine a prompt of n tokens waits, for each prompt before it, for min(the rest of that prompt,
+    ceil(n / limit) chunks of it). A light prompt longer than a chunk waits as heavy ones do, and then goes whole. The figures
+    are u, and wait and C of the chosen instance.
 
     Reasons: `at_once`, `held`, `slice`, `last_part`.
-    Source: a study of Pointsman's own, of which docs/findings.md tells.
+    Source: Pointsman's own study (docs/findings.md).
     """
 
     name: ClassVar[str] = "foresight"
@@ -59,24 +62,28 @@ class Foresight(Policy):
         0.3, 0.0, 1e6, "length of a slice, in multiples of the mean request cost; 0: no slices"
     )
     slice_min_tokens: float = setting(1024.0, 16.0, 1e9, "minimum length of a slice, in tokens")
-    light_factor: float = setting(2.0, 0.0, 1e6, "a request up to this multiple of the mean request cost is light")
+    light_factor: float = setting(
+        2.0, 0.0, 1e6, "maximum cost of a light request, in multiples of the mean request cost"
+    )
     light_wait_factor: float = setting(
-        1.5, 0.0, 1e6, "longest wait of a light request, in multiples of the mean request cost"
+        1.5, 0.0, 1e6, "maximum wait of a light request, in multiples of the mean request cost"
     )
     heavy_wait_factor: float = setting(
-        0.2, 0.0, 1e6, "most work ahead of a heavy request, in multiples of the mean request cost"
+        0.2, 0.0, 1e6, "maximum work ahead of a heavy request, in multiples of the mean request cost"
     )
-    ageing_rate: float = setting(0.1, 1e-3, 1e6, "seconds of cost that a second of waiting makes up for")
-    lost_cache_weight: float = setting(0.3, 0.0, 1e6, "price of prefilling again what another instance has cached")
+    ageing_rate: float = setting(0.1, 1e-3, 1e6, "seconds of cost that a second of waiting offsets in the queue")
+    lost_cache_weight: float = setting(
+        0.3, 0.0, 1e6, "penalty per second of prefill that the best cached instance would save"
+    )
     remainder_weight: float = setting(
-        0.3, 0.0, 1e6, "price of answering beside what is left of a heavy prompt: slices slow answers"
+        0.3, 0.0, 1e6, "penalty per second left of other heavy prompts there, whose slices slow the answer"
     )
-    interference: float = setting(0.05, 0.0, 1e6, "price of a second of prefill beside a running decode")
+    interference: float = setting(0.05, 0.0, 1e6, "penalty per second of prefill and running decode there")
     busy_interference: float = setting(
-        0.3, 0.0, 1e6, "what is added to it where every instance has prefills: slow answers fill the KV"
+        0.3, 0.0, 1e6, "increase of interference if every instance has prefills, since slow answers fill the KV cache"
     )
     overflow_factor: float = setting(
-        1.0, 0.0, 1e6, "price of more open prompts than the KV cache holds, in mean request costs"
+        1.0, 0.0, 1e6, "penalty for more open prompts than the KV cache holds, in multiples of the mean request cost"
     )
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
@@ -93,7 +100,7 @@ class Foresight(Policy):
         idle = (without_prefill + unseen.instances - unseen.prefilling) / (len(eligible) + unseen.instances)
         scores: dict[str, float] = {}
         best, best_score, best_cost, second = eligible[0], math.inf, own[0], math.inf
-        # The cheapest first: where the own cost alone is more than the second least score, nothing can be the best or next to it.
+        # In ascending order of own cost. Once this alone exceeds the second least score, no later instance can be best or second.
         for at in sorted(range(len(own)), key=own.__getitem__):
             one, cost = eligible[at], own[at]
             score = cost + self.lost_cache_weight * (cost - least)
@@ -113,7 +120,7 @@ class Foresight(Policy):
         backlog, wait = prefills_ahead(best.prefill_backlog, curve, best.new_tokens, now)
         figures = {"mean_cost_s": unit, "wait_s": wait, "prefill_s": best_cost}
         light = least <= self.light_factor * unit
-        # Where an engine cuts, what takes several chunks slows all that is computed beside it, and is slowed by it.
+        # On an engine that cuts prompts, a prompt of several chunks slows all prompts computed beside it, and is slowed by them.
         passes = light and not 0 < best.prefill_backlog.chunk_limit < best.new_tokens
         if not unit or (passes and (wait <= self.light_wait_factor * unit or wait < 0.5 * backlog)):
             return structs.replace(serve(best, AT_ONCE, scores), figures=figures)
@@ -126,13 +133,13 @@ class Foresight(Policy):
         return structs.replace(result, figures=figures, queue_penalty_s=queue_penalty)
 
     def without_holds(self) -> Policy:
-        """The same, holding nobody."""
+        """Return the same policy with unlimited waits, which holds no request."""
         return replace(self, light_wait_factor=NO_WAIT_LIMIT, heavy_wait_factor=NO_WAIT_LIMIT)
 
     def _load(
         self, request: PlacementRequest, one: Candidate, cost: float, curve: PrefillCurve, now: float, idle: float
     ) -> float:
-        """What a busy instance's other requests add to its score, in s."""
+        """Return what an instance's other requests add to its score, s."""
         work = one.prefill_backlog
         interference = self.interference + self.busy_interference * (1.0 - idle)
         added = interference * cost * max(one.num_requests - work.requests, 0)
@@ -146,7 +153,8 @@ class Foresight(Policy):
         return added
 
     def _slice(self, request: PlacementRequest, one: Candidate, curve: PrefillCurve, unit: float) -> int:
-        """How many tokens of the prompt are to be there after the next slice; 0: all that is left goes at once."""
+        """Return the length of the prefix that the instance has after the next slice, in tokens; 0: the whole rest goes at
+        once."""
         if not self.slice_factor:
             return 0
         tokens = max(curve.tokens_in(self.slice_factor * unit, one.cached_tokens), self.slice_min_tokens)
@@ -159,11 +167,11 @@ class Foresight(Policy):
 
 
 def _less_left(request: PlacementRequest, one: Candidate, cost: float, curve: PrefillCurve) -> float:
-    """Seconds of the rests of other prompts there that have less left than this one, which takes `cost` s there.
+    """Return the seconds left of other prompts on the instance that have less left than this one, which takes `cost` s there.
 
-    Prompts that took turns, slice by slice, would all end when the last one does. Of two one is always first: both are compared
-    by what was left when they were there last, lest each give way to the other because its own part was evicted meanwhile. Those
-    that are not listed count as so many of their mean.
+    Prompts that alternated slice by slice would all end when the last one does. So one of two prompts is always first. Both are
+    compared by what was left after their last slices there: otherwise each could wait for the other because its own part was
+    evicted. Prompts that are not listed all count as their mean.
     """
     remainders = {who: curve.cost_s(left, there) for who, left, there in one.prefill_backlog.remainders}
     cost = min(cost, remainders.pop(request.request_id, cost))
@@ -173,13 +181,13 @@ def _less_left(request: PlacementRequest, one: Candidate, cost: float, curve: Pr
 
 
 def _open_tokens(request: PlacementRequest, one: Candidate) -> int:
-    """Prompt tokens of all that would be open on an instance, this request counted once."""
+    """Return the prompt tokens of all requests that would be open on an instance, this one counted once."""
     there = any(who == request.request_id for who, *_ in one.prefill_backlog.remainders)
     return one.ongoing_tokens + (0 if there else request.input_tokens)
 
 
 def _mean_cost_s(view: FleetView) -> float:
-    """Seconds that a request usually takes, in the mean over the kinds of hardware; 0 before the first."""
+    """Return the mean cost of a request, s, as the mean over the kinds of hardware; 0 before the first request."""
     if not view.mean_work.tokens:
         return 0.0
     curves = view.curves.values() or (DEFAULT_CURVE,)
@@ -187,7 +195,7 @@ def _mean_cost_s(view: FleetView) -> float:
 
 
 def _backlog(work: PrefillBacklog, curve: PrefillCurve, now: float) -> float:
-    """Seconds of prefill open on an instance."""
+    """Return the seconds of prefill that are open on an instance."""
     if not work.queue:
         return 0.0
     done = min(max(now - work.advanced_at, 0.0), MAX_DONE_SHARE * curve.cost_s(*work.queue[0]))
@@ -195,8 +203,8 @@ def _backlog(work: PrefillBacklog, curve: PrefillCurve, now: float) -> float:
 
 
 def prefills_ahead(work: PrefillBacklog, curve: PrefillCurve, new: int, now: float) -> tuple[float, float]:
-    """Seconds of prefill open on an instance, and how many of them a prompt of `new` tokens waits for; of those that are not
-    listed as for so many of their mean."""
+    """Return the seconds of prefill that are open on an instance, and how many of these a prompt of `new` tokens waits for.
+    Prefills that are not listed all count as their mean."""
     backlog = _backlog(work, curve, now)
     if not (limit := work.chunk_limit) or not backlog:
         return backlog, backlog

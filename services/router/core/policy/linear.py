@@ -1,4 +1,4 @@
-"""Sums of load and cache: `linear` and `additive`, the reference system's early policies. Pure."""
+"""The policies `linear` and `additive`, which add load and cache: the reference system's early policies. Pure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Linear(Policy):
 
 @dataclass(frozen=True)
 class Additive(Policy):
-    """Estimated seconds, added up, with two gates on affinity.
+    """The session's owner below two limits of load and cost, else the least sum of estimated seconds.
 
     Score, in s:
         cost = num_requests * decode_iteration_s + (pending_prefill + new) / throughput; throughput in tokens/s
@@ -45,15 +45,15 @@ class Additive(Policy):
         2. else argmin cost; ties in turn
 
     Reasons: `session_affinity` (1), `least_cost` (2).
-    Source: the reference system's historical additive policy; its figures of 7 ms a decode step and 7,000 prefilled tokens a
-    second (32k in 4.4 s) are the defaults.
+    Source: the reference system's historical additive policy. The defaults are its figures: 7 ms per decode step, and 7,000
+    prefilled tokens per second (32k in 4.4 s).
     """
 
     name: ClassVar[str] = "additive"
     looks_at_few: ClassVar[bool] = True
 
     overload_factor: float = setting(
-        2.0, 0.0, 1e6, "owner keeps its session up to this multiple of mean load and least cost"
+        2.0, 0.0, 1e6, "maximum load and cost of the owner, in multiples of the mean load and the least cost"
     )
     decode_iteration_s: float = setting(0.007, 0.0, 10.0, "seconds that an open request adds")
     throughput: float = setting(7_000.0, 1.0, 1e9, "prefilled tokens per second")

@@ -1,4 +1,4 @@
-"""Least work, with and without the number of requests: `lmetric`, `lmetric1`, `lpwl`. No affinity. Pure."""
+"""The policies `lmetric`, `lmetric1` and `lpwl`: least work, with or without the number of requests; no affinity. Pure."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class _LeastWork(Policy):
 
     @abstractmethod
     def score(self, candidate: Candidate) -> float:
-        """What is minimised, in tokens (times requests)."""
+        """Return the score to minimise, in tokens or tokens x requests."""
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         eligible = view.eligible()
         scores: Mapping[str, float] = {one.instance_id: float(self.score(one)) for one in eligible}
-        # Idle instances all score 0 under `lmetric`: without this order it would be blind to their caches.
+        # Idle instances all score 0 under `lmetric`, so without this tie-break it would ignore their caches.
         best = lowest(eligible, scores, view.decision_number, lambda one: (one.new_tokens, one.num_requests))
         return serve(best, self.name, scores)
 
 
 @dataclass(frozen=True)
 class Lmetric(_LeastWork):
-    """Least work times requests; an idle instance costs nothing, whatever it must compute.
+    """Least work times requests; an idle instance scores 0, however much it must compute.
 
     argmin score = (pending_prefill + new) * num_requests, in tokens x requests; ties by new tokens, then num_requests, then in
     turn.
@@ -47,13 +47,13 @@ class Lmetric(_LeastWork):
 
 @dataclass(frozen=True)
 class Lmetric1(_LeastWork):
-    """Least work times the requests that there would be.
+    """Least work times the number of requests with this one included.
 
     argmin score = (pending_prefill + new) * (num_requests + 1), in tokens x requests; ties by new tokens, then num_requests,
     then in turn.
 
     Reasons: `lmetric1`.
-    Source: LMetric as published: new prefill tokens times the batch size that the request would make.
+    Source: LMetric as published: new prefill tokens times the batch size with the request included.
     """
 
     name: ClassVar[str] = "lmetric1"

@@ -1,4 +1,4 @@
-"""`migrate`: prefill where the session's cache is, decode where there is less to do. Pure."""
+"""`migrate`: prefills where the session's cache is, and decodes on a less loaded instance. Pure."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from pointsman.router.core.types import LIGHT_NEW_TOKENS, Candidate, FleetView, 
 
 @dataclass(frozen=True)
 class Migrate(Unified):
-    """The host is the instance that `unified` chooses (the affinity host); a decode may move away from it after the prefill.
+    """The prefill runs on the host, the instance that `unified` chooses; the decode may then move to another instance.
 
     Terms, loads in requests:
         host.load = num_requests
-        target.load = num_requests + recent_migrations (answers on their way to it)
-    It moves iff all hold:
+        target.load = num_requests + recent_migrations (answers that will move to it)
+    The decode moves iff all hold:
         host.new >= min_new_tokens, in tokens
-        host.ongoing_decode >= min_prefill_decode_busy, in tokens: else a prefill disturbs nobody there
-        a target is under the ceiling and can take the host's KV, target.load <= target_load_ratio * host.load, and host.load -
+        host.ongoing_decode >= min_prefill_decode_busy, in tokens; else the prefill disturbs no decode there
+        a target is under the ceiling and can receive the host's KV, target.load <= target_load_ratio * host.load, and host.load -
             target.load >= min_load_gap
-    Picker `rotation` takes the targets in turn, blind to caches; `cache_rich` ("Mechanism B") the most cached tokens, ties by
-    load, in turn. Plan: PREFILL on the host, SERVE on the target. The host's own load leaves recent_migrations out, so that
-    what was moved to it lately does not push more away. With rotate_affinity the session belongs to the target afterwards, else
-    to the host. Scores are `unified`'s; figures tell host_load and target_load.
+    Picker `rotation` uses the targets in turn, without regard to caches. `cache_rich` ("Mechanism B") picks the most cached
+    tokens; ties by load, then in turn. Plan: PREFILL on the host, SERVE on the target. The host's load does not include
+    recent_migrations, so that decodes that moved to it lately do not move others away. With rotate_affinity the session belongs
+    to the target afterwards, else to the host. Scores are `unified`'s; figures are host_load and target_load.
 
-    Reasons: `migrate`, `below_threshold`, `host_idle`, `no_lighter_instance`. The step's of a request that stays are
-    `unified`'s.
-    Source: the reference system's migrate v3; it gives no defaults.
+    Reasons: `migrate`, `below_threshold`, `host_idle`, `no_lighter_instance`. If the decode stays, the reason of the step is one
+    of `unified`'s.
+    Source: the reference system's migrate v3, which states no defaults.
     """
 
     name: ClassVar[str] = "migrate"
@@ -41,10 +41,10 @@ class Migrate(Unified):
     picker: str = choice("rotation", ("rotation", "cache_rich"), "how a target is picked")
     min_new_tokens: float = setting(LIGHT_NEW_TOKENS, 1.0, 1e9, "new tokens on the host from which a decode may move")
     min_prefill_decode_busy: float = setting(
-        1.0, 0.0, 1e9, "context tokens in decode on the host from which one may move"
+        1.0, 0.0, 1e9, "context tokens in decode on the host from which a decode may move"
     )
-    target_load_ratio: float = setting(0.7, 0.0, 1.0, "a target has at most this share of the host's requests ...")
-    min_load_gap: float = setting(2.0, 0.0, 1e6, "... and at least so many requests fewer")
+    target_load_ratio: float = setting(0.7, 0.0, 1.0, "maximum load of a target, as a share of the host's requests")
+    min_load_gap: float = setting(2.0, 0.0, 1e6, "minimum number of requests that a target has fewer than the host")
     rotate_affinity: bool = switch(False, "the session belongs to the target afterwards")
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
@@ -83,5 +83,5 @@ class Migrate(Unified):
 
 
 def effective_load(candidate: Candidate) -> int:
-    """Open requests and answers on their way, in requests."""
+    """Return a target's load: its open requests, and the answers that will move to it."""
     return candidate.num_requests + candidate.recent_migrations

@@ -1,10 +1,10 @@
-"""What the reasons and route classes of decisions mean, in a clause each: for `pointsman explain`, the console, docs. Pure."""
+"""The meaning of each reason and route class of decisions, in one clause, for `pointsman explain`, the console and docs. Pure."""
 
 from __future__ import annotations
 
 from pointsman.router.core.types import HEAVY_NEW_TOKENS, LIGHT_CACHE_RATIO, LIGHT_NEW_TOKENS
 
-# By the code that decisions, filters and metrics have. A code that several policies give means the same in all of them.
+# Meaning by code. Decisions, filters and metrics use the codes. A code means the same in all policies.
 REASONS = {
     # The session or the load
     "session_affinity": "kept on its session's instance",
@@ -19,17 +19,17 @@ REASONS = {
     "lmetric1": "lowest load x work, this request counted in",
     "lpwl": "fewest tokens to compute",
     "linear": "lowest load, less what is cached",
-    "round_robin": "its turn",
-    "random": "drawn at random",
+    "round_robin": "next instance in turn",
+    "random": "chosen at random",
     # Whether another instance prefills for the one that answers
     "heavy": "HEAVY, so another instance prefills",
     "prefill_idle_decode_busy": "another instance has time to prefill, and decodes run where the answer comes from",
     "decode_idle": "no offload, since no decode runs there that a prefill would slow down",
-    "transfer_dominates": "no offload, since passing the KV on would take longer than it saves",
+    "transfer_dominates": "no offload, since the KV transfer would take longer than it saves",
     "prefill_overloaded": "no offload, since the instance that would prefill has too much to do",
     "below_threshold": "too few new tokens to split it over two instances",
     "no_other_instance": "no other instance can prefill for it",
-    "no_kv_transfer": "the two engines cannot pass KV on, so one instance does all",
+    "no_kv_transfer": "the two engines cannot transfer KV, so one instance does all",
     "remote_prefill": "many tokens are not cached, so another instance prefills",
     "pd_threshold": "more uncached tokens than the threshold, so another instance prefills",
     "migrate": "prefilled on its session's instance, answered by a lighter one",
@@ -37,10 +37,10 @@ REASONS = {
     "no_lighter_instance": "no move, since no instance that can take its KV is much lighter",
     "offload": "prefill and answer on two instances",
     # When, and how much of it
-    "at_once": "first token soonest there; goes at once",
-    "held": "waits until the instance with the soonest first token has time for it",
-    "slice": "first token soonest there; a slice of the prompt goes first",
-    "last_part": "first token soonest there; all that is left of the prompt goes",
+    "at_once": "lowest predicted time to first token; placed at once",
+    "held": "waits for the instance with the lowest predicted time to first token",
+    "slice": "lowest predicted time to first token; a slice of the prompt goes first",
+    "last_part": "lowest predicted time to first token; the whole rest of the prompt goes",
     "next_step_came_too_late": "one instance does all that was left, since the next step came too late",
     "colocated_after_failure": "one instance does it all, since a step of the plan failed",
     "recovered": "placed by an earlier router, from which this one took over",
@@ -54,7 +54,7 @@ REASONS = {
     "explore": "least work, new tokens and evictions, since no cached prefix saves enough",
 }
 
-# By the class that core/types.py gives a request: how much of its prompt must be computed where it prefills.
+# Meaning by route class (core/types.py): how much of the prompt the instance that prefills must compute.
 ROUTE_CLASSES = {
     "LIGHT": f"under {LIGHT_NEW_TOKENS:,} new tokens, or over {LIGHT_CACHE_RATIO:.0%} of the prompt cached",
     "MEDIUM": f"{LIGHT_NEW_TOKENS:,} new tokens or more, and at most {LIGHT_CACHE_RATIO:.0%} of the prompt cached",
@@ -63,5 +63,6 @@ ROUTE_CLASSES = {
 
 
 def explained(reason: str) -> str:
-    """A reason and what it means: "session_affinity: kept on its session's instance"; of one that is not known the code alone."""
+    """Return a reason's code and meaning, as in "session_affinity: kept on its session's instance"; only the code if it is
+    unknown."""
     return f"{reason}: {REASONS[reason]}" if reason in REASONS else reason

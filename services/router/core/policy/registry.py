@@ -1,4 +1,4 @@
-"""Policies by name: ours, and under reference/ the baselines and the peers'. Pure."""
+"""All policies by name: Pointsman's own, and those of reference/ (baselines and other routers' scores). Pure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ POLICIES: dict[str, type[Policy]] = {kind.name: kind for kind in _KINDS}
 
 
 def make_policy(name: str, settings: Mapping[str, object] | None = None) -> Policy:
-    """The policy `name` with `settings` over its defaults. SettingError names an unknown policy or setting."""
+    """Return the policy `name` with `settings` over its defaults. Raises SettingError for an unknown policy or setting, or a
+    value out of range."""
     kind = POLICIES.get(name)
     if kind is None:
         raise SettingError("name", f"no policy {name!r}; there are {', '.join(sorted(POLICIES))}")

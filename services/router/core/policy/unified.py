@@ -1,4 +1,4 @@
-"""`unified`, the default: stay with the session's owner while that is cheap, else least (work x requests). Pure."""
+"""`unified`, the default: the session's owner while that is cheap, else the least work x requests. Pure."""
 
 from __future__ import annotations
 
@@ -12,35 +12,37 @@ from pointsman.router.core.types import NOTHING_UNSEEN, Candidate, FleetView, Pl
 
 @dataclass(frozen=True)
 class Unified(Policy):
-    """The session's owner while it is not crowded, else least work times requests; crowded instances are passed over.
+    """The session's owner while it is not overloaded, else least work times requests; overloaded instances are skipped.
 
     Rule, by instance:
         1. owner: cached > affinity_ratio * input, in tokens, and num_requests <= overload_factor * mean(num_requests)
         2. else argmin score = (pending_prefill + new + decode_weight * ongoing_decode) * max(num_requests, 1), in tokens x
             requests; ties by new tokens, then num_requests, then in turn
-        ceiling, in 1 and 2: passed over where num_requests > max(ceiling_min, ceiling_factor * mean(num_requests of the others))
+        ceiling, in 1 and 2: skipped if num_requests > max(ceiling_min, ceiling_factor * mean(num_requests of the others))
 
     new: tokens of the prompt that are not cached there; pending_prefill: tokens placed there and not computed yet;
-    ongoing_decode: context tokens of answers past their first token. Without the ceiling an overloaded owner with the whole
-    prompt cached and nothing pending has a score of about 0, however many requests multiply it: it fails 1 and is chosen again
-    by 2. The ceiling's mean leaves the instance itself out, or of two instances none could ever be over twice the mean; with a
-    factor of at least 1 the least loaded instance is never passed over.
+    ongoing_decode: context tokens of answers past their first token. An overloaded owner with the whole prompt cached and
+    nothing pending has a score of about 0, however many requests multiply it. Without the ceiling such an owner would fail rule
+    1 and be chosen again by rule 2. The ceiling's mean excludes the instance itself, since otherwise neither of two instances
+    could ever be over twice the mean. With a factor of at least 1 the least loaded instance is never skipped.
 
     Reasons: `session_affinity` (1), `least_load_x_work` (2), `ceiling_changed_choice` (2, and the ceiling changed the choice).
-    Source: the reference system's unified policy with its revisions A (factor 1.3) and B' (weight 0.01 and the max); the
-    ceiling answers its open question, with the reference's first overload factor (2.0).
+    Source: the reference system's unified policy with its revisions A (factor 1.3) and B' (weight 0.01 and the max). The
+    ceiling solves a problem that the reference leaves open, with the reference's first overload factor (2.0).
     """
 
     name: ClassVar[str] = "unified"
     looks_at_few: ClassVar[bool] = True
 
-    overload_factor: float = setting(1.3, 0.0, 1e6, "owner keeps its session up to this multiple of the mean requests")
-    decode_weight: float = setting(0.01, 0.0, 1e6, "weight of a running decode's context token against a prefill token")
-    affinity_ratio: float = setting(0.5, 0.0, 1.0, "share of the input that the owner must have cached")
-    ceiling_factor: float = setting(
-        2.0, 1.0, 1e6, "an instance is passed over beyond this multiple of the others' mean requests"
+    overload_factor: float = setting(
+        1.3, 0.0, 1e6, "maximum requests of the owner for affinity, as a multiple of the mean"
     )
-    ceiling_min: float = setting(16.0, 0.0, 1e6, "an instance is passed over only beyond this many requests")
+    decode_weight: float = setting(0.01, 0.0, 1e6, "weight of a running decode's context token against a prefill token")
+    affinity_ratio: float = setting(0.5, 0.0, 1.0, "share of the input that the owner must exceed in cached tokens")
+    ceiling_factor: float = setting(
+        2.0, 1.0, 1e6, "maximum requests of an instance, as a multiple of the mean of the others; else it is skipped"
+    )
+    ceiling_min: float = setting(16.0, 0.0, 1e6, "number of requests up to which no instance is skipped")
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         eligible = view.eligible()
@@ -66,7 +68,7 @@ class Unified(Policy):
         return serve(best, "ceiling_changed_choice" if changed else "least_load_x_work", scores)
 
     def below_ceiling(self, eligible: tuple[Candidate, ...], unseen: Unseen = NOTHING_UNSEEN) -> tuple[Candidate, ...]:
-        """Those that are not passed over; never empty when `eligible` is not."""
+        """Return the candidates that the ceiling does not skip; never empty unless `eligible` is."""
         requests = [candidate.num_requests for candidate in eligible]
         total, others = sum(requests) + unseen.num_requests, len(eligible) + unseen.instances - 1
         if not others or max(requests) <= self.ceiling_min:

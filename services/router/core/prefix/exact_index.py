@@ -1,10 +1,11 @@
-"""Which instance holds which block keys. Pure.
+"""An index of the block keys that each instance holds. Pure.
 
-Dicts map a key to a bit mask of slots; a slot stands for one instance's copy. Masks are shared objects, so a key costs its dict
-entry and little more. The dicts are many and small, because a dict that grows, or is swept, holds the event loop: for
-milliseconds at 30,000 keys, for a second at 8 million. Dropping an instance only retires its slot: the retired bits are swept out
-dict by dict, a few at a time, in one pass over all keys once several have gathered, so that a fleet that resyncs at once is not
-scanned once for each instance.
+Dicts map a key to a bit mask of slots; a slot stands for one instance's copy. Masks are shared objects, so a key costs little
+more than its dict entry. The dicts are many and small, because a dict that grows, or is swept, blocks the event loop: for
+milliseconds with 30,000 keys, for a second with 8 million.
+
+Dropping an instance only retires its slot. Once there are several retired slots, one pass over all keys clears their bits, a few
+dicts at a time. So a fleet that resyncs at once does not cost one pass per instance.
 """
 
 from __future__ import annotations
@@ -14,26 +15,27 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 UNBOUNDED = 1 << 62
 
-# Keys are hashes: their lowest bits name their dict.
+# Number of dicts, a power of two. Keys are hashes, and the lowest bits of a key select its dict.
 SHARDS = 4_096
 _SHARD = SHARDS - 1
-# Sweeping costs one pass over all keys; this many retired slots share it.
+# Number of retired slots with which a sweep starts. They share its cost, one pass over all keys.
 SWEEP_AFTER = 8
-# So many keys are looked at in one turn, which takes about two milliseconds; four times as many where room is needed at once.
+# Number of keys that one turn of a sweep visits, which takes about two milliseconds.
 SWEEP_KEYS = 3_000
+# Maximum number of turns of a sweep that an `add` runs to get room.
 TURNS_FOR_ROOM = 4
-# From this share of its bound on the index does not wait for more slots to share a sweep.
+# Share of `max_keys` above which a sweep starts with a single retired slot.
 SHORT_OF_ROOM = 0.75
-# Masks that are not in use any more are kept with the others until there are so many.
+# Number of shared masks above which their table is cleared. Until then it also keeps masks that are not in use any more.
 MAX_SHARED = 1 << 16
 
 
 class IndexFull(Exception):
-    """The index would hold more keys than it may."""
+    """Adding the keys would exceed the maximum number of keys of the index."""
 
 
 class PrefixIndex:
-    """Sets of keys by owner, at most `max_keys` different ones. An owner is any hashable name; `add` makes it known."""
+    """Sets of keys by owner, with at most `max_keys` different keys. An owner is a name; `add` creates it."""
 
     def __init__(self, max_keys: int = UNBOUNDED, sweep_keys: int = SWEEP_KEYS) -> None:
         self.max_keys = max_keys
@@ -41,39 +43,40 @@ class PrefixIndex:
         self._masks: list[dict[int, int]] = [{} for _ in range(SHARDS)]
         self._size = 0
         self._shared: dict[int, int] = {}
-        # By owner, the one bit of its slot; and by slot, its owner.
+        # Owner -> the bit of its slot; and slot -> owner.
         self._bit_of: dict[str, int] = {}
         self._owner_of: dict[int, str] = {}
         self._count: dict[str, int] = {}
-        # Slots that wait for a sweep, and those that are swept now from the dicts that are `_unswept`.
+        # _retired: slots that wait for a sweep. _sweeping: slots whose bits the current sweep clears. _unswept: numbers of the
+        # dicts that it has not visited yet.
         self._retired: set[int] = set()
         self._sweeping: set[int] = set()
         self._unswept: list[int] = []
-        # Counts the changes of owners' bits.
+        # Number of changes of owners' bits so far.
         self.generation = 0
-        # Whether keys did not fit since the last turn of a sweep.
+        # Whether an `add` failed since sweep() last ran a turn.
         self._refused = False
 
     def __len__(self) -> int:
-        """Keys held by at least one owner, and those of retired slots that are not swept yet."""
+        """Return the number of keys that an owner holds, or a retired slot that is not swept yet."""
         return self._size
 
     def count(self, owner: str) -> int:
-        """How many keys `owner` holds."""
+        """Return how many keys `owner` holds."""
         return self._count.get(owner, 0)
 
     def holds(self, owner: str, key: int) -> bool:
-        """Whether `owner` holds `key`."""
+        """Return whether `owner` holds `key`."""
         return bool(self._masks[key & _SHARD].get(key, 0) & self._bit_of.get(owner, 0))
 
     def run_end(self, owner: str, keys: Sequence[int], start: int, stop: int) -> int:
-        """Where, from `start` to at most `stop`, the run of `keys` ends that `owner` holds: it holds the key before, if that is
-        not before `start`, and not the one there. Keys are chained, as for `runs`: O(log of what it holds) look-ups."""
+        """Return the end of the run of `keys[start:stop]` that `owner` holds: the index of the first key that it does not hold,
+        or `stop`. Assumes chained keys, as `runs` does. O(log(length of the run)) look-ups."""
         bit = self._bit_of.get(owner)
         if bit is None:
             return start
         masks = self._masks
-        # Most runs are of no key or a few: strides that double, and then bisection in the last one.
+        # Most runs have no key or a few. So the stride doubles until a key is missing, and bisection in the last stride follows.
         low, high, stride = start, stop, 1
         while low < high:
             at = min(low + stride, high) - 1 if stride else (low + high) >> 1
@@ -85,12 +88,12 @@ class PrefixIndex:
         return low
 
     def has_room(self, count: int) -> bool:
-        """Whether `count` more keys fit in."""
+        """Return whether `count` more keys fit."""
         return self._size + count <= self.max_keys
 
     def add(self, owner: str, keys: Collection[int]) -> int:
-        """Give keys to `owner`; returns how many it did not hold before. Mutates, unless they do not fit: IndexFull. May sweep,
-        for some milliseconds at most."""
+        """Add keys to `owner`'s set; return how many were new to it. Mutates. Raises IndexFull, with nothing added, if they do
+        not fit. May first sweep retired slots, for a few milliseconds at most."""
         masks = self._masks
         for _ in range(TURNS_FOR_ROOM):
             if self.has_room(len(keys)) or not (self._retired or self._unswept):
@@ -117,7 +120,7 @@ class PrefixIndex:
         return new + added
 
     def remove(self, owner: str, keys: Collection[int]) -> int:
-        """Take keys from `owner`; returns how many it held. Mutates."""
+        """Remove keys from `owner`'s set; return how many it held. Mutates."""
         bit = self._bit_of.get(owner)
         if bit is None:
             return 0
@@ -138,7 +141,7 @@ class PrefixIndex:
         return gone + removed
 
     def drop(self, owner: str) -> None:
-        """Forget all keys of `owner`. Mutates."""
+        """Remove `owner` and all its keys. Mutates; O(1)."""
         bit = self._bit_of.pop(owner, None)
         if bit is None:
             return
@@ -150,11 +153,11 @@ class PrefixIndex:
 
     @property
     def sweeping(self) -> bool:
-        """Whether a sweep has begun and is to be gone on with soon."""
+        """Whether a sweep is in progress; sweep() must then be called again soon."""
         return bool(self._unswept)
 
     def sweep(self) -> None:
-        """Free a part of what dropped owners held, if there is enough of it, or room is short. To be called now and then.
+        """Run one turn of a sweep, if one is in progress, enough slots are retired, or room is short. To be called regularly.
         Mutates."""
         short = self._refused or self._size > SHORT_OF_ROOM * self.max_keys
         if self._unswept or len(self._retired) >= (1 if short else SWEEP_AFTER):
@@ -162,7 +165,7 @@ class PrefixIndex:
             self._sweep_on()
 
     def leading_blocks(self, keys: Sequence[int], owners: Iterable[str]) -> dict[str, int]:
-        """For each of `owners`: how many of `keys`, counted from the first, it holds."""
+        """Return for each of `owners` how many of `keys`, counted from the first, it holds."""
         blocks = dict.fromkeys(owners, 0)
         owner_of = self._owner_of
         for count, mask in self.runs(keys, self.mask(blocks)):
@@ -173,14 +176,14 @@ class PrefixIndex:
         return blocks
 
     def mask(self, owners: Iterable[str]) -> int:
-        """The bits of `owners`, without those that hold nothing; good until `generation` changes."""
+        """Return the bits of those `owners` that are known; valid until `generation` changes."""
         bit_of, mask = self._bit_of, 0
         for owner in owners:
             mask |= bit_of.get(owner, 0)
         return mask
 
     def owners(self, mask: int) -> list[str]:
-        """Whose bits they are."""
+        """Return the owners of these bits."""
         found = []
         while mask:
             slot = mask.bit_length() - 1
@@ -189,16 +192,16 @@ class PrefixIndex:
         return found
 
     def runs(self, keys: Sequence[int], mask: int) -> Iterator[tuple[int, int]]:
-        """How many of `keys`, counted from the first, the owners in `mask` hold: (count, their bits), the highest count first;
-        those that hold none are left out.
+        """Yield how many of `keys`, counted from the first, the owners in `mask` hold: (count, bits of the owners with this
+        count), highest count first. Owners that hold none are left out.
 
-        Keys are chained, so whoever holds one holds those before it: each owner's end is found by bisection, all owners together
-        on one mask, in O(distinct ends x log keys) look-ups. Where an engine evicted a block and kept its successor, the end of
-        one of the runs is found; the engine's own report of cached tokens tells the difference afterwards.
+        Keys are chained, so an owner that holds a key holds all keys before it. The end of each owner's run is found by
+        bisection, for all owners together on one mask, in O(distinct ends x log keys) look-ups. If an engine evicted a block and
+        kept its successor, the end of one of its runs is found; the engine's report of cached tokens later shows the difference.
         """
         masks = self._masks
-        # Each entry: owners that hold keys[:low], and do not hold keys[high] unless that is the end. The last one's ends are
-        # behind those of all before it.
+        # Each entry: (low, high, mask of the owners that hold keys[:low] but not keys[high], if high is not the end). The ends of
+        # the last entry's owners come after those of all entries before it.
         spans = [(0, len(keys), mask)] if mask else []
         while spans:
             low, high, mask = spans.pop()
@@ -217,16 +220,16 @@ class PrefixIndex:
                 yield low, mask
 
     def keys_of(self, owner: str) -> set[int]:
-        """All keys of `owner`, by a pass over the whole index: for tests and dumps."""
+        """Return all keys of `owner`, by a pass over the whole index; for tests and dumps."""
         bit = self._bit_of.get(owner, 0)
         return {key for shard in self._masks for key, mask in shard.items() if mask & bit}
 
     def sets(self) -> dict[str, set[int]]:
-        """All keys by owner, as `keys_of`."""
+        """Return all keys by owner; for tests and dumps, as `keys_of`."""
         return {owner: self.keys_of(owner) for owner in self._bit_of}
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when counts and bits disagree."""
+        """Raise AssertionError if counts and bits disagree."""
         assert self._size == sum(map(len, self._masks)) <= self.max_keys
         assert set(self._count) == set(self._bit_of) == set(self._owner_of.values())
         assert not (self._retired | self._sweeping) & set(self._owner_of)
@@ -242,7 +245,8 @@ class PrefixIndex:
 
     def _known_masks(self) -> dict[int, int]:
         if len(self._shared) > MAX_SHARED:
-            # Those in use stay shared with each other, and the next of each is shared with those that follow.
+            # Keys that share a mask still do. A mask that is made again after this is shared by the keys that get it from then
+            # on.
             self._shared.clear()
         return self._shared
 
@@ -259,7 +263,8 @@ class PrefixIndex:
         return bit
 
     def _sweep_on(self) -> None:
-        """One turn of a sweep; a new one begins when the one before is done. Slots that retire meanwhile wait for the next."""
+        """Run one turn of a sweep; start a new sweep if none is in progress. Slots that retire during a sweep wait for the
+        next."""
         if not self._unswept:
             self._sweeping, self._retired = self._retired, set()
             self._unswept = list(range(SHARDS))

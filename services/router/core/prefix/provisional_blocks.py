@@ -1,7 +1,7 @@
-"""Keys that finished work must have left on an instance, before the instance's events say so. Pure.
+"""Keys that a step just computed on an instance, before the instance's events report them. Pure.
 
-An event lags the answer by a step of the engine and a message of the agent; a session's next turn may be faster than both. What
-was just computed is therefore counted at once, until events confirm it (it is then in the index) or contradict it, or
+An event comes later than the answer, by a step of the engine and a message of the agent; a session's next turn may be faster than
+both. So keys that were just computed count at once, until events confirm them (they are then in the index) or contradict them, or
 `PROVISIONAL_S` has passed.
 """
 
@@ -11,12 +11,14 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+# How long a provisional key counts, s.
 PROVISIONAL_S = 2.0
+# Maximum number of provisional keys of all instances.
 MAX_KEYS = 200_000
 
 
 class ProvisionalBlocks:
-    """Sets of provisional keys by instance, at most `max_keys` in all, each for `seconds`."""
+    """Sets of provisional keys by instance, at most `max_keys` in total, each for at most `seconds`."""
 
     def __init__(self, seconds: float = PROVISIONAL_S, max_keys: int = MAX_KEYS) -> None:
         self._seconds = seconds
@@ -26,19 +28,20 @@ class ProvisionalBlocks:
         self._queued = 0
 
     def __len__(self) -> int:
-        """How many keys were added and have not come to their end, confirmed ones included."""
+        """Return how many keys were added and have not expired, including confirmed ones."""
         return self._queued
 
     def count(self, instance_id: str) -> int:
-        """How many provisional keys an instance has."""
+        """Return how many provisional keys an instance has."""
         return len(self._held.get(instance_id, ()))
 
     def instance_ids(self) -> Iterable[str]:
-        """The instances that have any."""
+        """Return the instances with provisional keys."""
         return self._held.keys()
 
     def add(self, instance_id: str, keys: Sequence[int], now: float) -> None:
-        """Count `keys`, which follow what the index holds. When full, the oldest end. Mutates."""
+        """Add `keys`, which follow those of the prompt that the index holds. If full, the oldest keys expire. More keys than the
+        maximum are ignored. Mutates."""
         if not keys or len(keys) > self._max_keys:
             return
         while self._queued + len(keys) > self._max_keys:
@@ -48,28 +51,28 @@ class ProvisionalBlocks:
         self._queued += len(keys)
 
     def extend(self, instance_id: str, keys: Sequence[int], blocks: int) -> int:
-        """How many of `keys`, counted from the first, the instance has when the index says `blocks`."""
+        """Return how many of `keys`, counted from the first, the instance has if it has `blocks` of them by the index."""
         held = self._held.get(instance_id)
         if not held or blocks >= len(keys) or keys[blocks] not in held:
             return blocks
-        # Keys are chained: the end is found as in PrefixIndex.leading_blocks.
+        # Keys are chained, so the end is found by bisection, as in PrefixIndex.runs.
         return bisect_left(keys, True, lo=blocks + 1, key=lambda key: key not in held)
 
     def settle(self, instance_id: str, keys: Iterable[int]) -> None:
-        """The instance's events speak of `keys`: they are provisional no longer, the index knows. Mutates."""
+        """Remove `keys`, which the instance's events have reported as added or removed, so that the index is right. Mutates."""
         self._remove(instance_id, keys)
 
     def drop(self, instance_id: str) -> None:
-        """The instance has no provisional keys any longer. Mutates."""
+        """Remove all provisional keys of an instance. Mutates."""
         self._held.pop(instance_id, None)
 
     def expire(self, now: float) -> None:
-        """End what is past its time. Mutates."""
+        """Remove the keys whose time has passed. Mutates."""
         while self._ends and self._ends[0][0] <= now:
             self._end_oldest()
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when a provisional key has no end, or there are too many."""
+        """Raise AssertionError if a provisional key never expires, or there are too many."""
         assert all(self._held.values())
         ending: dict[str, set[int]] = {}
         for _, instance_id, keys in self._ends:

@@ -1,4 +1,4 @@
-"""Whether a request can still have its first token when its client needs it. Pure."""
+"""Decides whether a request can still get its first token before its client's deadline. Pure."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from math import inf
 from pointsman.router.core.instances.saturation import SATURATED
 from pointsman.router.core.types import FleetView, PlacementRequest
 
-# A curve tells the mean, and is known after so many prefills; no prefill is taken to need less than this share of it.
+# SURE_SAMPLES: number of prefills after which a learned curve is used. SURE_SHARE: lower bound of a prefill's time, as a share of
+# the curve's value, since a curve predicts the mean.
 SURE_SAMPLES, SURE_SHARE = 50, 0.5
 
-# (pool, hardware): how many prefills the curve of such instances was learned from.
+# (pool, hardware) -> number of prefills from which the curve of these instances was learned.
 CurveSamples = Callable[[str, str], int]
 
 
 def least_prefill_s(request: PlacementRequest, pool: str, view: FleetView, samples: CurveSamples) -> float:
-    """Seconds that the prefill of `request` takes at the least on any instance of `view`, saturated ones too, queues left out.
+    """Return a lower bound of the prefill time of `request` on any instance of `view`, saturated ones too, in s, without
+    queueing.
 
-    SURE_SHARE of the least cost by the learned curves. 0 where that is not certain: the tokens are only estimated (no keys), a
-    curve is not known yet, what an instance has cached is not known from its events, or not all instances are in the view.
+    The bound is SURE_SHARE of the least cost by the learned curves. It is 0 if the cost is uncertain: the tokens are only
+    estimated (no keys), a curve is not known yet, an instance's cached tokens are not known from its events, or the view does
+    not have all instances.
     """
     if not request.keys or view.unseen.instances:
         return 0.0
@@ -35,9 +38,9 @@ def least_prefill_s(request: PlacementRequest, pool: str, view: FleetView, sampl
 
 
 def lateness(left_s: float, least_s: float) -> str:
-    """Why no first token can come within `left_s`, when computing its prompt takes `least_s` at least; empty where one can."""
+    """Return why no first token can come within `left_s` if the prefill takes at least `least_s`; empty if one can."""
     if left_s <= 0:
         return "the first token did not come within the time that X-Pointsman-TTFT-Timeout allows"
     if left_s <= least_s:
-        return f"its first token is needed within {left_s:.2f} s, and its prompt takes {least_s:.2f} s at least"
+        return f"its first token is needed within {left_s:.2f} s, but its prefill takes at least {least_s:.2f} s"
     return ""

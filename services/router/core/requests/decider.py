@@ -1,4 +1,4 @@
-"""Decides on requests under the policy in force: on new ones, on held ones that are tried again, and for `explain`. Pure."""
+"""Decides on requests under the policy in force: on new requests, on held requests that are retried, and for `explain`. Pure."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ DecideResult = Decision | ev.Refused | AllSaturated
 
 
 class Decider:
-    """The policy in force, and the numbers of the decisions that were made. `id_prefix` begins every decision's id: a decision's
-    randomness follows from its id, so that it can be made again. `degraded`: decided while the shared store was away."""
+    """Applies the policy in force, and numbers the decisions. `id_prefix`: the beginning of every decision's id. A decision's
+    randomness follows from its id, so that the decision can be made again. `degraded`: whether the shared store is
+    unreachable."""
 
     def __init__(
         self, policy: Policy, instances: InstanceRegistry, views: Views, retry_after_s: float, id_prefix: str
@@ -37,11 +38,12 @@ class Decider:
         self._retry_after_s = retry_after_s
         self._id_prefix = id_prefix
         self._made = 0
-        # By pool, for policies that go through the instances in turn.
+        # Pool -> number of its next decision, for policies that use the instances in turn.
         self._numbers: dict[str, int] = {}
 
     def decide(self, request: PlacementRequest, now: float, policy: Policy | None = None) -> DecideResult:
-        """What is to be done with a request at `now` (s), under `policy` (None: the one in force). Changes nothing."""
+        """Return the decision on a request at `now` (s) under `policy` (None: the one in force), a refusal, or AllSaturated.
+        Changes nothing."""
         pool = self._instances.pool_of(request.model)
         if not pool:
             return ev.Refused(request.request_id, "NOT_FOUND", f"no instance serves a model {request.model!r}")
@@ -56,10 +58,11 @@ class Decider:
         return decide(policy, request, pool, view, rng_of(decision_id), decision_id, degraded=self.degraded)
 
     def made(self, decision: Decision) -> None:
-        """A decision is carried out: the next one has another id, and its pool's next one another number. Mutates."""
+        """Record that a decision is carried out: the next decision has another id, and the pool's next one another number.
+        Mutates."""
         self._made += 1
         self._numbers[decision.pool] = decision.view.decision_number + 1
 
     def forget_pool(self, pool: str) -> None:
-        """The pool has been gone for long. Mutates."""
+        """Remove the pool's decision number; called when the pool has had no instance for long. Mutates."""
         self._numbers.pop(pool, None)

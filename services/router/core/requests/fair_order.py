@@ -1,19 +1,20 @@
 """The order in which the held requests of one pool are tried: by class, by tenants' shares, by rank. Pure.
 
-Work is counted in tokens: the prefill that a request brings, and REQUEST_TOKENS for everything else about it.
+Work is counted in tokens: the request's prefill, plus REQUEST_TOKENS for everything else.
 
 1. Classes. The highest class with a request goes first. But a lower class that waits is owed `lower_share` of the work that is
-   served of higher ones meanwhile; its first request that can go does so before theirs once so much is owed. So a first request
-   of c tokens waits for c / lower_share tokens of higher classes at most (and for one request more), and a higher class is held
-   up by `lower_share` of its own work for each lower class that waits. Where none of a lower class can go, it saves up what its
-   dearest request needs and no more: which one will be the first that can go is not known beforehand.
-2. Tenants of one class: the one whose served work divided by its weight is least. Who comes to wait begins where those are that
-   wait already (start-time fair queueing: Goyal, Vin and Cheng, SIGCOMM 1996; with prefill as the cost: the virtual token counter
-   of Sheng et al., OSDI 2024).
+   served of higher classes meanwhile. Once the owed work covers the cost of its first placeable request, this request goes before
+   theirs. So a first request of c tokens waits for at most c / lower_share tokens of higher classes, plus one request. A higher
+   class is delayed by `lower_share` of its own work for each lower class that waits. While no request of a lower class can be
+   placed, its owed work grows up to about the cost of its most expensive request, since any of its requests may become the first
+   placeable one.
+2. Tenants of one class: the tenant with the least served work divided by its weight goes first. A tenant that begins to wait
+   starts at the level of the tenants that wait already (start-time fair queueing: Goyal, Vin and Cheng, SIGCOMM 1996; with
+   prefill as the cost: the virtual token counter of Sheng et al., OSDI 2024).
 3. Requests of one tenant: least rank first.
 
-Nothing is remembered of a class in which nobody waits. All changes cost O(log n) comparisons, and a shift within lists of
-references; the first k of the order cost O(lines + k log k), however many wait.
+A class without waiting requests has no state. All changes cost O(log n) comparisons, and a shift within lists of references. The
+first k requests of the order cost O(lines + k log k), independent of how many wait.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from heapq import heapify, heappop, heappush, heapreplace, merge
 
 import msgspec
 
-# What a request costs besides its prefill: a slot, and the decoding of an answer whose length nobody knows. About the prefill
-# tokens that a usual step computes beside its decodes.
+# Cost of a request besides its prefill, tokens: its slot, and the decoding of an answer of unknown length. About the number of
+# prefill tokens that a typical engine step computes beside its decodes.
 REQUEST_TOKENS = 512
 
 
-# What requests wait for: a model asked for, and the instance that is to have less to do (empty: any).
+# What requests wait for: (requested model, the instance that must have less to do; empty: any instance).
 Line = tuple[str, str]
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
-    """A request that waits: `level` of its class (0: lowest), `cost` in tokens, `weight` of its tenant, its `rank` there. Those
-    of one `line` wait for the same."""
+    """A request that waits. `level`: its class (0: lowest). `cost`: in tokens. `weight`: that of its tenant. `rank`: its place
+    within its tenant, least first. Requests with the same `line` wait for the same."""
 
     request_id: str
     tenant: str
@@ -48,16 +49,16 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     weight: float
 
 
-# (rank, since, request id, the entry): request ids are unique, so that entries are never compared.
+# (rank, since, request id, entry). Request ids are unique, so entries are never compared.
 _Ranked = list[tuple[float, float, str, Entry]]
-# (served work by weight, number, tenant)
+# (served work / weight, number, tenant)
 _Turn = tuple[float, int, str]
 
 
 @dataclass(slots=True)
 class _Tenant:
-    """A tenant that waits in a class. `served` and `waiting` are tokens divided by weights; of two that are equal the one with
-    the lower `number` goes first. `lines`: line -> its requests by rank."""
+    """A tenant with waiting requests of one class. `served` and `waiting`: served and waiting work, in tokens / weight. Of two
+    tenants with equal `served` the one with the lower `number` goes first. `lines`: line -> the tenant's requests by rank."""
 
     name: str
     number: int
@@ -75,17 +76,19 @@ class _Tenant:
 
 
 class _Class:
-    """The waiting requests of one class. `owed`: tokens that it may be served before higher classes."""
+    """The waiting requests of one class. `owed`: tokens that the class may be served before higher classes."""
 
     def __init__(self) -> None:
         self.owed = 0.0
         self.count = 0
         self.tenants: dict[str, _Tenant] = {}
-        # Line -> the turns of the tenants that wait in it; and the turns that tenants have after all that they wait for.
+        # turns: line -> the turns of the tenants that wait in it. ends: the turn of each tenant after all of its waiting requests
+        # are served.
         self.turns: dict[Line, list[_Turn]] = {}
         self.ends: list[_Turn] = []
         self._costs: list[float] = []
-        # Where who comes to wait begins, and the tenants that do not wait and are ahead of it.
+        # _clock: served work / weight with which a tenant begins to wait. _ahead: the same of tenants that no longer wait and are
+        # ahead of the clock.
         self._clock = 0.0
         self._ahead: dict[str, float] = {}
         self._prune_at = 64
@@ -93,7 +96,7 @@ class _Class:
 
     @property
     def dearest(self) -> float:
-        """What the request that costs most costs."""
+        """The cost of the most expensive request."""
         return self._costs[-1]
 
     def add(self, entry: Entry) -> None:
@@ -166,7 +169,7 @@ class _Class:
             self._prune_at = 2 * len(self._ahead) + 64
 
     def last(self, tenant: str | None) -> Iterator[str]:
-        """The ids, those that come last first; of one tenant, or of all."""
+        """Yield the ids of one tenant, or of all tenants (None), in the reverse of the order in which they are served."""
         names = [tenant] if tenant is not None else (name for _, _, name in reversed(self.ends))
         for name in names:
             if name in self.tenants:
@@ -174,7 +177,7 @@ class _Class:
                 yield from (listed[2] for listed in merge(*lines, reverse=True))
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when the lists contradict each other."""
+        """Raise AssertionError if the lists are inconsistent."""
         lines = [line for tenant in self.tenants.values() for line in tenant.lines.values()]
         assert self.count == sum(map(len, lines)) > 0
         assert all(line and line == sorted(line, key=lambda listed: listed[:3]) for line in lines)
@@ -193,25 +196,27 @@ class _Class:
 
 
 class _ClassWalk:
-    """The order of a class as it is, without changing it. `full`: lines whose requests are passed over; it may grow."""
+    """Iterates over the order of a class without changing the class. `full`: lines whose requests are skipped; may grow during
+    the walk."""
 
     def __init__(self, of: _Class, full: Collection[Line]) -> None:
         self.owed = of.owed
         self.dearest = of.dearest
         self._of = of
         self._full = full
-        # Of each line the turn of its first tenant that was not taken from; and how many of its tenants were passed by.
+        # _firsts: for each line the turn of its first tenant from which nothing was taken (a heap). _passed: line -> the place of
+        # that tenant in the line's turns.
         self._firsts = [(turns[0], line) for line, turns in of.turns.items() if line not in full]
         heapify(self._firsts)
         self._passed: dict[Line, int] = {}
-        # Tenant -> of each of its lines the first request that was not taken, and how many were.
+        # Tenant -> for each of its lines the first request that was not taken, and how many were taken (a heap).
         self._lines: dict[str, list[tuple[float, float, str, Entry, int]]] = {}
         self._taken_from: set[str] = set()
-        self._again: list[_Turn] = []  # the turns of these tenants, as if what was taken had been served
+        self._again: list[_Turn] = []  # turns of the tenants in _taken_from, as if the taken requests had been served
         self._turn: _Turn = 0.0, 0, ""
 
     def head(self) -> Entry | None:
-        """Whose turn it is; None where nobody is left."""
+        """Return the next request; None if none is left."""
         while turns := [*self._again[:1], *self._first_turn()]:
             self._turn = min(turns)
             if lines := self._lines_of(self._turn[2]):
@@ -220,7 +225,7 @@ class _ClassWalk:
         return None
 
     def take(self, entry: Entry) -> None:
-        """Go on as if the head had been served. Mutates."""
+        """Continue as if the head, `entry`, had been served. Mutates."""
         served, number, name = self._turn
         if name in self._taken_from:
             heappop(self._again)
@@ -234,7 +239,7 @@ class _ClassWalk:
         heappush(self._again, (served + entry.cost / entry.weight, number, name))
 
     def _first_turn(self) -> list[_Turn]:
-        """The first turn of those whom nothing was taken from, if there is one."""
+        """Return the first turn among the tenants from which nothing was taken, as a list of one or none."""
         while self._firsts:
             turn, line = self._firsts[0]
             if line in self._full:
@@ -262,7 +267,7 @@ class _ClassWalk:
 
 
 class PoolOrder:
-    """The waiting requests of one pool. An entry that was added is the one to be given when it is removed, replaced or served."""
+    """The waiting requests of one pool. `remove`, `replace` and `serve` need the same entry that was added."""
 
     def __init__(self, lower_share: float) -> None:
         self._lower_share = lower_share
@@ -272,30 +277,30 @@ class PoolOrder:
         return sum(one.count for one in self._classes.values())
 
     def count(self, level: int) -> int:
-        """How many wait in a class."""
+        """Return how many requests of a class wait."""
         return self._classes[level].count if level in self._classes else 0
 
     def lines(self) -> set[Line]:
-        """The lines in which requests wait."""
+        """Return the lines in which requests wait."""
         return {line for one in self._classes.values() for line in one.turns}
 
     def add(self, entry: Entry) -> None:
-        """Let a request wait. Mutates."""
+        """Add a waiting request. Mutates."""
         if entry.level not in self._classes:
             self._classes[entry.level] = _Class()
         self._classes[entry.level].add(entry)
 
     def remove(self, entry: Entry) -> None:
-        """A request waits no more, and was not served. Mutates."""
+        """Remove a request that was not served. Mutates."""
         self._classes[entry.level].remove(entry)
         self._forget_empty(entry.level)
 
     def replace(self, old: Entry, new: Entry) -> None:
-        """Another line, rank or cost is known of a request; all else is equal. Mutates."""
+        """Replace an entry by one with another line, rank or cost; all else must be equal. Mutates."""
         self._classes[old.level].replace(old, new)
 
     def serve(self, entry: Entry, cost: float) -> None:
-        """A request was served, and has cost so many tokens. Mutates."""
+        """Remove a request that was served, and charge its tenant and class with `cost` tokens. Mutates."""
         one = self._classes[entry.level]
         one.owed = max(one.owed - cost, 0.0)
         for level, lower in self._classes.items():
@@ -305,12 +310,12 @@ class PoolOrder:
         self._forget_empty(entry.level)
 
     def walk(self, full: Collection[Line] = ()) -> Iterator[str]:
-        """The ids in the order in which they are served if all can be. The caller may put lines into `full` on the way: their
-        requests are passed over from then on, and the one that was told last then counts as not tried. It must not change
-        anything else meanwhile."""
+        """Yield the ids in the order in which the requests are served if all can be placed. The caller may add lines to `full`
+        between two ids: their requests are skipped from then on, and the id that was yielded last then counts as not tried. The
+        caller must not change anything else during the walk."""
         walks = [(level, _ClassWalk(self._classes[level], full)) for level in sorted(self._classes, reverse=True)]
         while heads := [(level, walk, head) for level, walk in walks if (head := walk.head()) is not None]:
-            # The lowest first: what is owed to one between would else come on top of what a lower one waits for.
+            # The lowest class first. Otherwise its request would also wait for what is owed to the classes between.
             lower = (one for one in reversed(heads[1:]) if one[1].owed >= one[2].cost)
             level, chosen, entry = next(lower, heads[0])
             yield entry.request_id
@@ -323,17 +328,19 @@ class PoolOrder:
                     walk.owed = self._owed(walk, entry.cost)
 
     def last(self, level: int, tenant: str | None) -> Iterator[str]:
-        """The ids of the requests of a class, from the one that is to go last; of one tenant, or of all."""
+        """Yield the ids of a class's requests, of one tenant or of all (None), in the reverse of the order in which they are
+        served."""
         return self._classes[level].last(tenant) if level in self._classes else iter(())
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when anything in here contradicts itself."""
+        """Raise AssertionError if the order is inconsistent."""
         for one in self._classes.values():
             assert one.owed >= 0.0
             one.check_invariants()
 
     def _owed(self, of: _Class | _ClassWalk, cost: float) -> float:
-        """What a lower class is owed after so much of a higher one; no more is saved up than its dearest request needs."""
+        """Return what a lower class is owed after `cost` tokens of a higher class were served. It does not grow further once it
+        covers the lower class's most expensive request."""
         return of.owed + self._lower_share * cost if of.owed < of.dearest else of.owed
 
     def _forget_empty(self, level: int) -> None:

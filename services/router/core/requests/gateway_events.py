@@ -1,7 +1,7 @@
-"""What gateways ask and tell: which of their events may change a request, and what is answered. Pure. Only RouterState calls it.
+"""Handles the events of gateways: which of them may change a request, and with which effects. Pure. Only RouterState calls it.
 
-A gateway may speak of its own requests, of those of the unary form, and of those of a gateway without a stream. Whatever it says,
-no request gets a second answer: one that comes again is told where it is, and the id of one that has ended is used up.
+A gateway may report on its own requests, on those of the unary form, and on those of a gateway without a stream. No request gets
+two different placements: a request that comes again gets its first answer again, and the id of an ended request cannot be reused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from pointsman.router.core.types import Decision, PlacementRequest, StepKind
 
 @dataclass(frozen=True, slots=True)
 class GatewayEvents:
-    """See the module. `gateway_lease_s`: how long the requests of a gateway without a stream stay open."""
+    """Applies the events of gateways to the router's state. `gateway_lease_s`: how long the requests of a gateway without a
+    stream stay open, s."""
 
     requests: OpenRequests
     held_requests: HeldRequests
@@ -43,7 +44,8 @@ class GatewayEvents:
     # ---- streams ----
 
     def hello(self, hello: ev.GatewayHello, now: float) -> Steps:
-        """A gateway's stream began, or it learned what this replica owns. Each step ends or takes over one request. Mutates."""
+        """Apply a gateway's hello: its stream began, or it was told that this replica owns other pools. Each step of the iterator
+        ends or takes over one request. Mutates."""
         announced = {stream.request.request_id: stream for stream in hello.open_streams}
         between = frozenset(held.request.request_id for held in self.held_requests.queue if held.previous_id)
         self.held_requests.drop_gateway(hello.gateway_id, keep=hello.waiting | between.intersection(announced))
@@ -64,7 +66,7 @@ class GatewayEvents:
                 yield [ev.ReportIgnored(request_id, hello.gateway_id)]
                 continue
             if request_id in between:
-                # Its gateway waits for the next step, and is there again.
+                # The request is held between two steps, and its gateway is connected again.
                 self.requests.keep(request_id)
                 yield []
                 continue
@@ -73,14 +75,14 @@ class GatewayEvents:
             yield self._announced(hello.gateway_id, stream, known.step_index if known else 0, done, now)
 
     def lost(self, gateway_id: str, now: float) -> None:
-        """A gateway's stream ended. Mutates."""
+        """Apply the end of a gateway's stream: lease its reservations and drop its held requests. Mutates."""
         self.requests.lease(gateway_id, now + self.gateway_lease_s)
         self.held_requests.drop_gateway(gateway_id)
 
     def is_anothers(self, request_id: str, gateway_id: str) -> bool:
-        """Whether a request belongs to another gateway whose stream is open: no gateway's id is ever another's, and no request
-        moves between gateways. The stream of a reservation with a lease is gone, or has not said hello since the pool was
-        taken."""
+        """Return whether a request belongs to another gateway whose stream is open. Gateway ids are unique, and requests do not
+        move between gateways. A reservation with a lease belongs to a gateway whose stream has ended, or that has sent no hello
+        since this router took the pool."""
         if (state := self.requests.get(request_id)) is None:
             return False
         if state.held is not None and state.held.gateway_id not in ("", gateway_id):
@@ -91,7 +93,7 @@ class GatewayEvents:
         return reservation.gateway_id not in ("", gateway_id)
 
     def stream_opened(self, event: ev.StreamOpened, now: float) -> list[ev.Effect]:
-        """A gateway went on alone. Mutates."""
+        """Apply a gateway's report that it continued a request without the router. Mutates."""
         request_id = event.stream.request.request_id
         if self.is_anothers(request_id, event.gateway_id):
             return [ev.ReportIgnored(request_id, event.gateway_id)]
@@ -101,11 +103,11 @@ class GatewayEvents:
     def _announced(
         self, gateway_id: str, stream: ev.OpenStream, step_index: int, prefilled_tokens: int, now: float
     ) -> list[ev.Effect]:
-        """A gateway runs a request there, wherever it was known to be."""
+        """Record that a gateway runs a request on `stream.instance_id`, whatever was known of the request before."""
         request_id = stream.request.request_id
         known = _reservation(self.requests.placed(request_id))
         pool = known.pool if known else self.instances.pool_of(stream.request.model)
-        # It runs, also where its model has no instance any more: an answer to who asked before would be a second.
+        # The request runs, even if its model has no instance any more. A placement from the queue would be a second answer.
         self.requests.leave_queue(request_id)
         if not self.owned.owns(pool):
             return []
@@ -129,13 +131,13 @@ class GatewayEvents:
     # ---- placements ----
 
     def place(self, event: ev.PlaceRequested, now: float) -> list[ev.Effect]:
-        """A request wants its first step. Mutates."""
+        """Answer a gateway that asks for a request's first step, or hold the request (no answer yet). Mutates."""
         request = event.request
         if self.is_anothers(request.request_id, event.gateway_id):
             why = f"another gateway has a request {request.request_id!r} open"
             return [ev.Refused(request.request_id, "ALREADY_EXISTS", why, gateway_id=event.gateway_id)]
         if (refused := self._not_serving(request, now)) is not None:
-            # Asked again while it was held: this is its answer, so that a later one would be a second.
+            # If the request was held, this refusal is its answer; a later placement would be a second one.
             self.requests.leave_queue(request.request_id)
             return [replace(refused, gateway_id=event.gateway_id)]
         state = self.requests.get(request.request_id)
@@ -146,10 +148,11 @@ class GatewayEvents:
             again = self._placed_again(state, reservation, request, event.gateway_id)
             if not self._would_answer_by_a_producer(again):
                 return [again]
-            # Its plan, which went with an earlier owner, was to have another instance answer. Nobody waits for that one's step.
+            # The request's plan was lost with an earlier owner of the pool; another instance was to answer. Nobody waits for the
+            # plan's next step any more, so the request is placed anew.
             ended = self.plans.cancelled(request.request_id, "its instance only produces KV", now)
         if not event.gateway_id:
-            # Nobody would carry a plan on: the unary form gets one SERVE.
+            # A caller of the unary form reports no steps, so it gets a plan of one SERVE.
             request = replace(request, single_instance=True, sliceable_tokens=0)
         self.prefix_knowledge.expire(now)
         return [*ended, *self.held_requests.place(request, event.gateway_id, now)]
@@ -164,7 +167,7 @@ class GatewayEvents:
         return None
 
     def not_owned(self, request: PlacementRequest) -> ev.Refused | None:
-        """The refusal of a request that another router is to be asked for."""
+        """Return the refusal of a request whose pool another router owns; None if this router owns the pool, or it is unknown."""
         pool = self.instances.pool_of(request.model)
         if pool and not self.owned.owns(pool):
             return not_serving(request.request_id, pool, f"this router does not own {pool!r}")
@@ -173,22 +176,22 @@ class GatewayEvents:
     def _placed_again(
         self, state: RequestState, reservation: Reservation, request: PlacementRequest, gateway_id: str
     ) -> ev.Placed:
-        """The answer that a request had before."""
+        """Return the placement that a request got before."""
         if (decision := state.plan) is not None:
             return placed_effect(decision, reservation.step_index, gateway_id)
-        # Placed by an earlier owner, whose answer may not have arrived: the same instance again, never a second one.
+        # An earlier owner placed the request, and its answer may not have arrived. Return the same instance, never a second one.
         return self.plans.recovered(reservation, replace(request, keys=()), gateway_id)
 
     def _would_answer_by_a_producer(self, placed: ev.Placed) -> bool:
-        """Whether the step is an answer of an instance that only produces KV, where others of its pool answer."""
+        """Return whether the step is a SERVE on an instance that only produces KV while other instances of its pool answer."""
         step, decision = placed.step, placed.decision
         return step.kind is StepKind.SERVE and self.instances.leaves_answers_to_others(
             step.instance_id, decision.pool, decision.request.model
         )
 
     def _no_second_answer(self, request: PlacementRequest, state: RequestState | None) -> ev.Refused | None:
-        """The refusal of a request that is not to be placed: its id is that of another request, or of one that has ended, or its
-        time is over. None for one that is open or held, whose answer may be told once more, and for a new one."""
+        """Return the refusal of a request that must not be placed: its id is that of another request or of an ended one, or its
+        deadline has passed. None for a new request, and for an open or held one, whose answer may be sent again."""
         request_id = request.request_id
         if state is not None:
             if self._is_another(request, state):
@@ -196,16 +199,16 @@ class GatewayEvents:
                 return ev.Refused(request_id, "INVALID_ARGUMENT", why, asked_model=request.model)
             if state.stage is not Stage.ENDED:
                 return None
-            # Its placement reserves nothing any more; another one would be a second answer to one request.
-            why = f"the request {request_id!r} has ended; another one needs another id"
+            # Its placement reserves nothing any more. A new placement would be a second answer to one request.
+            why = f"the request {request_id!r} has ended; a new request needs a new id"
             return ev.Refused(request_id, "ABORTED", why, pool=state.pool)
         if request.deadline_s is not None and request.deadline_s <= 0:
-            return ev.Refused(request_id, "DEADLINE_EXCEEDED", "its gateway's deadline for the first step is over")
+            return ev.Refused(request_id, "DEADLINE_EXCEEDED", "its gateway's deadline for the first step has passed")
         return None
 
     def _is_another(self, request: PlacementRequest, state: RequestState) -> bool:
-        """Whether the id of `request` is that of another request, which was for another model. Of a request that an earlier owner
-        placed only the pool is known; names may have moved to another pool since."""
+        """Return whether the id of `request` is that of an earlier request for another model. Of a request that an earlier owner
+        placed only the pool is known. A model name may have moved to another pool since."""
         asked_before = state.held or state.decision
         first = asked_before.request if asked_before is not None else None
         if first is not None and first.model == request.model:
@@ -217,7 +220,7 @@ class GatewayEvents:
         if asked != where.pool:
             return bool(asked) or first is not None
         record = self.instances.get(state.reservation.instance_id) if state.reservation is not None else None
-        # The instance may serve another model by now.
+        # The instance may serve another model now.
         if record is None or record.info.model != asked:
             return False
         return not self.instances.answers(record.info.instance_id, request.model)
@@ -225,13 +228,13 @@ class GatewayEvents:
     # ---- steps ----
 
     def step_done(self, event: ev.StepDone, now: float) -> list[ev.Effect]:
-        """A step ended; what follows it may have to be decided first. Mutates."""
+        """Apply the end of a step, and start the next step of the plan, deciding on it first if the plan ends here. Mutates."""
         state = self.requests.placed(event.request_id)
         reservation = _reservation(state)
         if state is None or reservation is None or not self.owned.owns(reservation.pool):
             return []
         if state.stage is not Stage.PREFILLING:
-            return []  # It has answered its first token already, or waits for what follows.
+            return []  # The first token has come already, or the request is held until its next step.
         plan = state.plan
         if plan is None:
             return self._recovered_step_done(reservation, event, now)
@@ -241,7 +244,7 @@ class GatewayEvents:
         return [*effects, *self._place_rest(state, reservation, plan, event, now)]
 
     def _recovered_step_done(self, reservation: Reservation, event: ev.StepDone, now: float) -> list[ev.Effect]:
-        """A step of an earlier owner's plan, which went with it. What it has computed is there."""
+        """Apply the end of a step of an earlier owner's plan. The rest of the plan is lost; what the step computed is cached."""
         pool = reservation.pool
         if event.ok or self.instances.leaves_answers_to_others(reservation.instance_id, pool, pool):
             why = "an earlier owner of the pool had planned this request"
@@ -256,7 +259,7 @@ class GatewayEvents:
     def _place_rest(
         self, state: RequestState, reservation: Reservation, plan: Decision, event: ev.StepDone, now: float
     ) -> list[ev.Effect]:
-        """A part of a prompt is computed: decide on the rest, now or when something frees."""
+        """Decide on the rest of a prompt of which a part is computed, now or when something frees."""
         request = plan.request
         rest = replace(
             request,
@@ -265,12 +268,12 @@ class GatewayEvents:
             deadline_s=event.deadline_s,
         )
         if self.instances.pool_of(rest.model) != plan.pool:
-            # The name belongs to another pool now, which another router may own.
+            # The model name belongs to another pool now, which another router may own.
             return self.held_requests.serve_there(state.request_id, now)
         self.prefix_knowledge.expire(now)
         seen = self.views.view(rest, plan.pool, 0, now).find(reservation.instance_id)
         if seen is None or seen.cached_tokens < plan.result.steps[-1].prefix_tokens:
-            # What was computed is not known to be there: the next slice would be the same again, and so for ever.
+            # What was computed is not known to be cached there. Without this, the same slice would be placed again and again.
             rest = replace(rest, sliceable_tokens=0)
         return self.held_requests.place(rest, reservation.gateway_id, now, plan.decision_id)
 
@@ -280,6 +283,6 @@ def _reservation(state: RequestState | None) -> Reservation | None:
 
 
 def _is_unfinished(plan: Decision, step_index: int) -> bool:
-    """Whether the plan's rest is to be placed once this step is done."""
+    """Return whether a further part of the request must be placed after this step: the plan ends with it, and it is a PREFILL."""
     steps = plan.result.steps
     return steps[-1].kind is StepKind.PREFILL and step_index + 1 == len(steps)

@@ -1,4 +1,4 @@
-"""Requests that wait in the router, by pool, in the order in which they are to be tried. Pure; times in s on one clock."""
+"""The queue of held requests, by pool, in the order in which they are tried. Pure; times in s on one clock."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from pointsman.router.core.priority import PRIORITIES, Priority
 from pointsman.router.core.requests.fair_order import REQUEST_TOKENS, Entry, Line, PoolOrder
 from pointsman.router.core.types import PlacementRequest
 
-# Ageing so slow that no wait makes up for a token.
+# Ageing rate that stands for 0, tokens/s. It is so low that no wait outweighs a single token.
 _NEVER = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class QueueSettings:
-    """`size`: requests held in one pool, of which one tenant may have `tenant_share` (0 to 1, but always one).
+    """Settings of the queue. `size`: maximum number of held requests of a pool. `tenant_share`: the part of them, 0 to 1, that
+    one tenant may have (at least one request).
 
-    They are held for `timeout_s` at most. What a policy held to the end is then placed by the default policy (`expiry` place)
-    or refused. `ageing_tokens_per_s`: a second of waiting counts as much as so many fewer new tokens. `fair`: the tenants of a
-    class are served by weight and cost; else they do not count. `lower_class_share`: a priority class that waits is owed such a
-    share of the work served of higher ones meanwhile, and keeps such a share of the places.
+    `timeout_s`: maximum time that a request is held. `expiry`: whether a request that the policy still holds then is placed by
+    the default policy, or refused. `ageing_tokens_per_s`: number of new tokens that a second of waiting outweighs. `fair`:
+    whether the tenants of a class are served by weight and cost; otherwise tenants do not matter. `lower_class_share`: the share
+    of the work of higher classes that a waiting class is owed, and the share of the places that each class keeps.
     """
 
     size: int = 256
@@ -39,13 +40,13 @@ class QueueSettings:
 
 
 class HeldRequest(msgspec.Struct, frozen=True, gc=False):
-    """A request that waits. `since` is when it first asked, at whichever router; it is answered by `answer_by`.
+    """A request that waits. `since`: when it first came, at any router. `answer_by`: when it is answered at the latest.
 
-    `for_room`: every instance was saturated; otherwise the policy asked to wait. `new_tokens`: the least prefill that it would
-    cost when it was last tried; `queue_penalty_s`: the policy's own word on how much sooner others are to be tried that came
-    together with it. `previous_id`: the decision on the part of its plan that is done; empty when it waits for its first step.
-    `first_token_by`: when its client needs the first token, and `start_by`: when it must be placed for that (inf: at any time).
-    `waits_for`: the instance that is to have less to do first, as the policy said; empty: any.
+    `for_room`: whether it waits for an unsaturated instance; otherwise the policy holds it. `new_tokens`: the least prefill that
+    it needed on any instance at its last trial. `queue_penalty_s`: the policy's queue penalty, s (None: none was set).
+    `previous_id`: the decision on the part of its plan that is done; empty while it waits for its first step. `first_token_by`:
+    when its client needs the first token. `start_by`: when it must be placed for that (inf: no limit). `waits_for`: the instance
+    that must first have less to do, by the policy; empty: any instance.
     """
 
     request: PlacementRequest
@@ -64,30 +65,33 @@ class HeldRequest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def line(self) -> Line:
-        """What it waits for."""
+        """What the request waits for: (model, instance)."""
         return self.request.model, self.waits_for
 
     @property
     def ends_at(self) -> float:
-        """When it is to be answered at the latest."""
+        """When the request must be answered at the latest."""
         return min(self.answer_by, self.start_by)
 
 
 class HoldQueue:
-    """All held requests. Between classes and tenants the order is that of fair_order.py. Within a tenant of a class (or without
-    fairness, within a class) it is by queue_penalty_s - waited, where new_tokens / ageing stand in for a queue_penalty that is
-    not given: shortest new prefill first, and nobody waits for ever. A client's deadline counts as age: who needs the first token
-    in d s is tried as if it had waited `timeout_s` - d already, so that of equal requests the earliest deadline goes first."""
+    """All held requests. Between classes and tenants the order is that of fair_order.py.
+
+    Within a tenant of a class (without fairness: within a class) the least queue_penalty_s - waited goes first. If the policy set
+    no queue penalty, new_tokens / ageing replaces it: the shortest new prefill goes first, and no request waits forever. A
+    client's deadline counts as age: a request that needs its first token in d s is tried as if it had waited `timeout_s` - d
+    already. So of equal requests the earliest deadline goes first.
+    """
 
     def __init__(self, settings: QueueSettings) -> None:
         self.settings = settings
         self._by_id: dict[str, HeldRequest] = {}
         self._entries: dict[str, Entry] = {}
-        # (pool, model asked for) -> how many wait for room.
+        # (pool, requested model) -> number of requests that wait for room.
         self._for_room: Counter[tuple[str, str]] = Counter()
         self._of_tenant: Counter[tuple[str, str, Priority]] = Counter()
         self._orders: dict[str, PoolOrder] = {}
-        # (ends_at, request id), the first one that ends first.
+        # (ends_at, request id), earliest end first.
         self._ends: list[tuple[float, str]] = []
 
     def __len__(self) -> int:
@@ -97,30 +101,31 @@ class HoldQueue:
         return iter(self._by_id.values())
 
     def get(self, request_id: str) -> HeldRequest | None:
-        """The held request with this id."""
+        """Return the held request with this id, or None."""
         return self._by_id.get(request_id)
 
     def pools(self) -> list[str]:
-        """The pools in which requests wait."""
+        """Return the pools in which requests wait."""
         return list(self._orders)
 
     def count(self, pool: str, priority: Priority | None = None) -> int:
-        """How many requests wait in `pool`, of one class or of all."""
+        """Return how many requests wait in `pool`, of one class or of all (None)."""
         order = self._orders.get(pool)
         if order is None:
             return 0
         return len(order) if priority is None else order.count(priority.level)
 
     def waiting_for_room(self, pool: str) -> list[str]:
-        """The models (names of the pool, or adapters) for which requests wait because all their instances were saturated."""
+        """Return the models (names of the pool, or adapters) for which requests wait for room."""
         return [model for of, model in self._for_room if of == pool]
 
     def make_room(self, held: HeldRequest) -> HeldRequest | None:
-        """Remove the request in whose place `held` may wait, and return it. None where there is room, or no such request.
+        """Remove the request in whose place `held` may wait, and return it. None if there is room, or no such request. Mutates.
 
-        Each class keeps `lower_class_share` of the places, rounded down: the last one of the lowest class that has more gives up
-        its place to one of a higher class, or of a lower class that has less. Of a tenant that has its share of the queue, this
-        all counts for its own places. What has computed a part of its prompt stays. Mutates."""
+        Each class keeps `lower_class_share` of the places, rounded down. The last request of the lowest class with more than that
+        gives up its place to a request of a higher class, or of a lower class with less. If the tenant of `held` has its share of
+        the queue, the rule applies to this tenant's places alone. A request of which a part is computed is not removed.
+        """
         has_its_share = self._has_its_share(held)
         if not has_its_share and self.count(held.pool) < self.settings.size:
             return None
@@ -143,7 +148,7 @@ class HoldQueue:
         return None
 
     def offer(self, held: HeldRequest) -> str:
-        """Let a request wait; returns "" or why it may not. Mutates."""
+        """Add a request to the queue; return "", or why it may not wait. Mutates."""
         size = self.settings.size
         if self.count(held.pool) >= size:
             return f"{size} requests wait already" if size else "no queue"
@@ -160,7 +165,7 @@ class HoldQueue:
         return ""
 
     def update(self, held: HeldRequest) -> None:
-        """Replace what is known of a waiting request of the same id, pool and tenant. Mutates."""
+        """Replace the waiting request with the same id, pool and tenant. Mutates."""
         request_id = held.request.request_id
         before = self._by_id[request_id]
         self._count(before, -1)
@@ -175,7 +180,7 @@ class HoldQueue:
             self._orders[held.pool].replace(old, new)
 
     def remove(self, request_id: str) -> HeldRequest | None:
-        """Let a request wait no more; None when it did not. Mutates."""
+        """Remove a request from the queue and return it; None if it was not in the queue. Mutates."""
         held = self._by_id.get(request_id)
         if held is not None:
             self._orders[held.pool].remove(self._entries[request_id])
@@ -183,27 +188,28 @@ class HoldQueue:
         return held
 
     def answered(self, request_id: str, new_tokens: int) -> None:
-        """A waiting request got its placement: it leaves, and its tenant has been served so much prefill. Mutates."""
+        """Remove a waiting request that was placed, and charge its tenant with a prefill of `new_tokens`. Mutates."""
         held = self._by_id[request_id]
         self._orders[held.pool].serve(self._entries[request_id], new_tokens + REQUEST_TOKENS)
         self._forget(held)
 
     def lines(self, pool: str) -> set[Line]:
-        """What requests of `pool` wait for."""
+        """Return the lines in which requests of `pool` wait."""
         return self._orders[pool].lines() if pool in self._orders else set()
 
     def expired(self, now: float, most: int) -> list[HeldRequest]:
-        """The first of the requests whose time is over, the longest overdue first."""
+        """Return at most `most` requests whose end has passed, earliest end first."""
         return [self._by_id[request_id] for ends_at, request_id in self._ends[:most] if ends_at <= now]
 
     def order(self, pool: str, full: Collection[Line] = ()) -> Iterator[HeldRequest]:
-        """The waiting requests of `pool` in the order in which they are to be tried, found one by one. The caller may add lines
-        to `full` on the way, whose requests are passed over from then on; it must not change the queue before it is done."""
+        """Yield the waiting requests of `pool` in the order in which they are tried, computed one by one. The caller may add
+        lines to `full` during the walk, whose requests are skipped from then on. It must not change the queue before the walk
+        ends."""
         order = self._orders.get(pool)
         return (self._by_id[one] for one in order.walk(full)) if order is not None else iter(())
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when the orders and the requests disagree, or a bound is passed."""
+        """Raise AssertionError if the orders and the requests disagree, or a limit is exceeded."""
         assert self._entries == {name: self._entry(held) for name, held in self._by_id.items()}
         assert self._for_room == Counter((held.pool, held.request.model) for held in self if held.for_room)
         assert self._of_tenant == Counter((held.pool, held.request.tenant, held.request.priority) for held in self)
@@ -256,7 +262,7 @@ class HoldQueue:
         queue_penalty_s = held.queue_penalty_s
         if queue_penalty_s is None:
             queue_penalty_s = held.new_tokens / (self.settings.ageing_tokens_per_s or _NEVER)
-        # Whoever waits without a deadline of its own is refused after the timeout.
+        # A request without a client's deadline has one of `timeout_s`: it is refused after that.
         since = min(held.since, held.first_token_by - self.settings.timeout_s)
         return Entry(
             request_id=request.request_id,

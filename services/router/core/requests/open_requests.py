@@ -1,9 +1,9 @@
-"""All requests that are held or placed, and the last ones that ended: the one place where a request changes. Pure.
+"""All requests that are held or placed, and the last ones that ended. Only this module changes a request. Pure.
 
-Each transition changes the request's RequestState and tells every index of it: the reservations and their sums, the queue of held
-requests, the watched prompts, the prefill observer, which request is on trial in an instance's circuit. Nobody else tells them of
-a request, so that none of them can keep one that has moved or ended. (What an answer says of its instance, Plans tells its
-circuit.)
+Each transition changes the request's RequestState and updates every index: the reservations and their sums, the queue of held
+requests, the watched prompts, the prefill observer, and the request on trial in an instance's circuit. No other code updates them
+for a request, so none of them can keep a request that has moved or ended. (Plans reports to an instance's circuit what answers
+show about the instance.)
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from pointsman.router.core.requests.request_state import (
 from pointsman.router.core.types import NO_BACKLOG, Decision, FleetView, Phase
 
 _NOTHING_SEEN = FleetView(())
-# Ended requests that are still recognised when they are sent again.
+# Maximum number of ended requests that are kept, to recognise them if they are sent again.
 MAX_ENDED = 20_000
-# Ended requests looked at in a step of forgetting a pool's: some microseconds, most of them for what they hold.
+# Number of ended requests that one step of forget_ended examines: some microseconds, most of them for freeing memory.
 FORGET_AT_ONCE = 4
 
 
 class OpenRequests:
-    """Requests by id. `queue` has those that wait, in their order; whoever answers them tells here what became of each."""
+    """Requests by id. `queue` has the held requests in their order; code that answers one must report the outcome here."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class OpenRequests:
         self._prefix_knowledge = prefix_knowledge
         self._prefill_observer = prefill_observer
         self._open: dict[str, RequestState] = {}
-        # Those whose ids are used up, the first one that ended first.
+        # Ended requests whose ids cannot be reused, oldest end first.
         self._ended: OrderedDict[str, RequestState] = OrderedDict()
 
     def __len__(self) -> int:
@@ -66,36 +66,36 @@ class OpenRequests:
         return iter(self._open.values())
 
     def get(self, request_id: str) -> RequestState | None:
-        """What is known of a request that is open, or has ended lately."""
+        """Return the state of an open or recently ended request; None if unknown."""
         return self._open.get(request_id) or self._ended.get(request_id)
 
     def opened(self, request_id: str) -> RequestState | None:
-        """What is known of an open request."""
+        """Return the state of an open request, or None."""
         return self._open.get(request_id)
 
     def placed(self, request_id: str) -> RequestState | None:
-        """The request, if it has a reservation."""
+        """Return the state of a request that has a reservation, or None."""
         state = self._open.get(request_id)
         return state if state is not None and state.reservation is not None else None
 
     def reservations_of(self, gateway_id: str) -> list[Reservation]:
-        """What a gateway's placed requests take. O(open requests)."""
+        """Return the reservations of a gateway's requests. O(open requests)."""
         taken = [state.reservation for state in self._open.values() if state.reservation is not None]
         return [one for one in taken if one.gateway_id == gateway_id]
 
     def opened_at(self, request_id: str) -> float:
-        """When the current step of an open request was reserved; inf without one."""
+        """Return when the current step of an open request was reserved; inf without a step."""
         return self._open[request_id].opened_at
 
     def decisions(self) -> Iterator[Decision]:
-        """What was decided on all of them, ended ones first."""
+        """Yield the decisions of all requests, ended ones first."""
         for states in (self._ended, self._open):
             yield from (state.decision for state in states.values() if state.decision is not None)
 
     # ---- waiting ----
 
     def hold(self, held: HeldRequest, now: float) -> str:
-        """Let a request wait; returns "" or why it may not. Mutates."""
+        """Hold a request; return "", or why it may not wait. Mutates."""
         state = self._known(held.request.request_id)
         state.require(HOLD)
         if why_not := self.queue.offer(held):
@@ -106,23 +106,23 @@ class OpenRequests:
         return ""
 
     def change_hold(self, held: HeldRequest) -> None:
-        """Replace what is known of a waiting request of the same id, pool and tenant. Mutates."""
+        """Replace the waiting request with the same id, pool and tenant. Mutates."""
         self.queue.update(held)
         self._open[held.request.request_id].held = held
 
     def make_room(self, held: HeldRequest) -> HeldRequest | None:
-        """Let the request that has to give up its place to `held` leave the queue, and return it; None where there is room, or no
+        """Remove the request that must give up its place to `held` from the queue, and return it; None if there is room, or no
         such request. Mutates."""
         if (displaced := self.queue.make_room(held)) is not None:
             self.leave_queue(displaced.request.request_id)
         return displaced
 
     def served(self, request_id: str, new_tokens: int) -> None:
-        """A waiting request was placed: it leaves the queue, and its tenant has been served so much prefill. Mutates."""
+        """Remove a request that was placed from the queue, and charge its tenant with a prefill of `new_tokens`. Mutates."""
         self.queue.answered(request_id, new_tokens)
 
     def leave_queue(self, request_id: str) -> None:
-        """A request waits no more, if it did: it has its answer, or nobody waits for one. Mutates."""
+        """Remove a request from the queue, if it waits: it is answered, or nobody waits for an answer any more. Mutates."""
         self.queue.remove(request_id)
         if (state := self._open.get(request_id)) is not None:
             state.held = None
@@ -132,8 +132,8 @@ class OpenRequests:
     # ---- placed ----
 
     def place(self, reservation: Reservation, keys: Sequence[int], tokens: int, now: float) -> None:
-        """A step is reserved; `keys` are the prompt's, of which `tokens` are to be on the instance when it is done. The request
-        waits no longer; its entry in the queue stays until leave_queue, or served. Mutates."""
+        """Open the reservation of a step. `keys` are the prompt's; `tokens` of the prompt are on the instance when the step is
+        done. The request is no longer held, but its entry in the queue stays until `leave_queue` or `served`. Mutates."""
         state = self._known(reservation.request_id)
         state.require(PLACE)
         state.happened(PLACE, now, reservation.instance_id)
@@ -146,8 +146,7 @@ class OpenRequests:
         state.prompt = self._prefix_knowledge.opened(reservation, keys, tokens, now)
 
     def announce(self, reservation: Reservation, now: float) -> None:
-        """A request is open as its gateway, or the shared store, tells: wherever it was known to be, and whatever it waited for.
-        Mutates."""
+        """Open a request as its gateway, or the shared store, reports it, whatever was known of it before. Mutates."""
         state = self._known(reservation.request_id)
         state.require(ANNOUNCE)
         self._ended.pop(state.request_id, None)
@@ -164,12 +163,12 @@ class OpenRequests:
             self._prefix_knowledge.first_token(state.prompt, now)
 
     def progress(self, request_id: str, tokens: int) -> None:
-        """An instance's events tell that `tokens` of an open request's new tokens are computed. Mutates."""
+        """Record that `tokens` of an open request's new tokens are computed, by its instance's events. Mutates."""
         state = self._open[request_id]
         state.reservation = self._reservations.prefilled(request_id, tokens)
 
     def first_token(self, state: RequestState, now: float) -> Reservation:
-        """An answer began; returns the reservation as it is now. Mutates."""
+        """Record a request's first token; return the changed reservation. Mutates."""
         state.require(FIRST_TOKEN)
         reservation, prompt = self._prefilled(state, now)
         self._prefix_knowledge.first_token(prompt, now)
@@ -179,8 +178,8 @@ class OpenRequests:
         return moved
 
     def computed(self, state: RequestState, now: float) -> None:
-        """A step has computed its part: the request keeps its place there, with nothing left to compute, until the next step is
-        placed. Mutates."""
+        """Record that a PREFILL step is done. The request keeps its reservation, with nothing left to compute, until the next
+        step is placed. Mutates."""
         state.require(COMPUTE)
         reservation, prompt = self._prefilled(state, now)
         self._prefix_knowledge.step_done(prompt, now)
@@ -188,8 +187,8 @@ class OpenRequests:
         self.progress(state.request_id, reservation.new_tokens)
 
     def remember(self, request_id: str, decision: Decision) -> None:
-        """Keep a placed request's decision, and of what it saw what its plan goes on with: all of it is in the log, and weighs
-        250 kB on 1,000 instances. Mutates."""
+        """Keep a placed request's decision, and of its view only the candidates of the plan's steps. The whole decision is in the
+        log; it takes 250 kB with 1,000 instances. Mutates."""
         where = dict.fromkeys(step.instance_id for step in decision.result.steps)
         seen = tuple(
             replace(found, prefill_backlog=NO_BACKLOG)
@@ -205,12 +204,12 @@ class OpenRequests:
     # ---- leases ----
 
     def keep(self, request_id: str) -> None:
-        """Let a request, if it is placed, live until it ends. Mutates."""
+        """Remove the lease of a request, if it is placed: its reservation is open until it ends. Mutates."""
         if (state := self.placed(request_id)) is not None:
             self._lease(state, None)
 
     def lease(self, gateway_id: str, until: float) -> None:
-        """Let all placed requests of a gateway end at `until` (s) unless it claims them. Mutates."""
+        """Give all placed requests of a gateway a lease: they end at `until` (s) unless the gateway claims them. Mutates."""
         for state in self._open.values():
             if state.reservation is not None and state.reservation.gateway_id == gateway_id:
                 self._lease(state, until)
@@ -221,8 +220,11 @@ class OpenRequests:
     # ---- ended ----
 
     def end(self, state: RequestState, finished: ev.Finished, now: float) -> list[ev.Effect]:
-        """A placed request has ended. Its id is used up, unless it was CANCELLED: its placement may have been given back, or lost
-        on the way, and when its gateway asks again it is decided again. Mutates; returns what its end says of predictions."""
+        """End a placed request; return the effects of the prediction audit. Mutates.
+
+        The id cannot be reused, unless the request was CANCELLED. A cancelled placement may have been returned, or lost on the
+        way to the gateway; if the gateway asks again, it is decided anew.
+        """
         state.require(END)
         assert state.prompt is not None
         judged = self._prefix_knowledge.finished(state.prompt, finished, state.decision, now)
@@ -230,7 +232,7 @@ class OpenRequests:
         decision = state.decision
         self.forget(state, now)
         if finished.outcome != "CANCELLED" and decision is not None:
-            # Its plan does not go on.
+            # The plan does not continue, so its view is not needed.
             state.decision = replace(decision, view=_NOTHING_SEEN)
             self._ended[state.request_id] = state
             if len(self._ended) > MAX_ENDED:
@@ -238,7 +240,7 @@ class OpenRequests:
         return judged
 
     def forget(self, state: RequestState, now: float) -> None:
-        """Nothing is known of a request any more: as if it had never been open. Mutates."""
+        """Remove a request from all indexes, as if it had never been open. Mutates."""
         if state.held is not None:
             self.leave_queue(state.request_id)
         if state.reservation is not None:
@@ -251,7 +253,7 @@ class OpenRequests:
         self._ended.pop(state.request_id, None)
 
     def forget_ended(self, pool: str) -> Iterator[None]:
-        """Forget a pool's ended requests, some at each step. Mutates."""
+        """Remove a pool's ended requests, FORGET_AT_ONCE examined per step of the iterator. Mutates."""
         for number, request_id in enumerate(list(self._ended)):
             if (state := self._ended.get(request_id)) is not None and state.pool == pool:
                 del self._ended[request_id]
@@ -259,7 +261,7 @@ class OpenRequests:
                 yield
 
     def check_invariants(self) -> None:
-        """Raise AssertionError, with the request's story, when an index contradicts the requests."""
+        """Raise AssertionError, with the request's story, if an index contradicts the requests."""
         for name, state in self._open.items():
             told = f"{name}: {state.tell()}"
             assert state.request_id == name, told
@@ -286,25 +288,25 @@ class OpenRequests:
         return self.get(request_id) or RequestState(request_id)
 
     def _put(self, state: RequestState, reservation: Reservation, now: float) -> None:
-        """The request is open on an instance, and no longer where it was, if anywhere."""
+        """Open the request on an instance, and remove it from the instance where it was before, if any."""
         if state.reservation is not None:
             self._leave(state.reservation, now)
         self._open[state.request_id] = state
         state.reservation = reservation
         self._reservations.put(reservation)
         record = self._instances.get(reservation.instance_id)
-        # Of an engine that has come back with another model, a request of the one before shows nothing.
+        # If the engine was restarted with another model, a request for the previous model says nothing about the instance.
         if record is not None and record.info.model == reservation.pool:
             record.circuit.placed(reservation.request_id, now)
 
     def _leave(self, reservation: Reservation, now: float) -> None:
         self._prefill_observer.gone(reservation, now)
-        # By its id: its instance may be in another pool by now.
+        # Looked up by id, since the instance may be in another pool now.
         if (record := self._instances.get(reservation.instance_id)) is not None:
             record.circuit.left(reservation.request_id)
 
     def _prefilled(self, state: RequestState, now: float) -> tuple[Reservation, OpenPrompt]:
-        """A prefill ended; what it took, as it was before, and its prompt."""
+        """Report the end of a prefill to the observer; return the request's reservation, unchanged, and its prompt."""
         reservation, prompt = state.reservation, state.prompt
         assert reservation is not None
         assert prompt is not None

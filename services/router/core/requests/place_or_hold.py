@@ -1,8 +1,8 @@
-"""Requests that cannot be placed yet, or should not be: held, tried again when something frees, answered in time. Pure.
+"""Places requests, or holds those that cannot or should not be placed yet, and retries the held ones when something frees. Pure.
 
-A hold reserves nothing. It ends by a placement, by a refusal, by the request's end, or with its gateway's stream; after the last
-the gateway asks again, with the request's age. A request that cannot have its first token in time any more is refused, held or
-not: nobody would read the answer.
+A hold reserves nothing. It ends with a placement, a refusal, the request's end, or its gateway's stream. If the stream ended, the
+gateway asks again, with the request's age. A request that can no longer get its first token in time is refused, held or not,
+since nobody would read the answer.
 """
 
 from __future__ import annotations
@@ -32,31 +32,36 @@ from pointsman.router.core.requests.refusals import not_serving
 from pointsman.router.core.requests.retry_after import RetryAfter
 from pointsman.router.core.types import Decision, PlacementRequest, StepKind
 
-# Decisions of one trial of a pool that may leave their requests held, where something freed and where time has passed, and all
-# decisions of one: each costs up to 150 us.
+# TRIES: maximum number of decisions that leave their requests held, in a trial of a pool after something freed. TRIES_ON_TICK:
+# the same in a trial on a tick. MOST_DECISIONS: maximum number of all decisions of a trial (on a tick: TRIES_ON_TICK). A decision
+# costs up to 150 us.
 TRIES, TRIES_ON_TICK, MOST_DECISIONS = 8, 64, 32
-# A pool is tried once in so long, and a few times more at once where it was not tried for as long: what frees meanwhile is
-# gathered. A first token and the answer's end may come together, and a cordon just before.
+# RETRY_S: mean interval between two trials of a pool, s. TRIALS_AT_ONCE: trials that a pool may have in a burst after a pause (a
+# token bucket). What frees between two trials is handled by the next one. A burst is needed since a first token and the answer's
+# end may come together, and a cordon just before.
 RETRY_S, TRIALS_AT_ONCE = 0.02, 4
-# Of load reports each engine sends many a second, most of which free nothing: they wait so long after the last trial.
+# Minimum interval between the last trial and one that a load report causes, s. An engine sends many reports a second, and most of
+# them free nothing.
 REPORT_RETRY_S = 0.05
-# The same of the many trials when time has passed.
+# Minimum interval between two trials of a pool with TRIES_ON_TICK, s.
 TICK_RETRY_S = 0.4
-# Requests whose time is over that one turn answers, some 10 us each, of which it decides on TRIES at the most; others are due
-# after a pause.
+# ENDS_AT_ONCE: maximum number of requests that one turn of the event loop answers because their time has passed, about 10 us
+# each; it decides on at most TRIES of them. ENDS_PAUSE_S: pause before the others, s.
 ENDS_AT_ONCE, ENDS_PAUSE_S = 500, 0.001
-# An answer must reach the gateway before it gives up; ticks are half a second apart.
+# How long before the gateway's timeout a held request is answered, s. It must be more than the interval between ticks (0.5 s).
 MARGIN_S = 1.0
 
 
 @dataclass(slots=True)
 class _Trial:
-    """How many more `decisions` it may make, and how many `tries` of these may leave their requests held; in which lines it has
-    `decided`, and what came of that."""
+    """One trial of a pool's held requests. `decisions`: how many more decisions it may make. `tries`: how many of them may leave
+    their requests held. `decided`: the lines in which it has decided. `effects`, `changes`: effects to return, and changes of the
+    queue to make after the trial."""
 
     decisions: int
     tries: int
-    # How many more lists of instances it may find full, and by list what it has found since it last placed a request.
+    # lists: how many more lists of instances it may find full. room: id of a list -> whether it has room, as found since the last
+    # placement.
     lists: int = MOST_DECISIONS
     room: dict[int, bool] = field(default_factory=dict)
     decided: set[Line] = field(default_factory=set)
@@ -65,14 +70,14 @@ class _Trial:
 
 
 class HeldRequests:
-    """The waiting requests of a RouterState, and when and how they are answered: `decider` decides, `plans` carries out.
+    """Answers or holds the requests of a RouterState. `decider` decides on them, `plans` carries decisions out.
 
     Requests with the same model that wait for the same instance (or for any) form a line. A trial decides, in order, on the
-    requests of those lines for which something was freed, until too many stay held; the next trials go on with the lines that it
-    has not come to. So a request waits only behind those of its own line. When the fleet or the time has changed, all lines are
-    tried.
+    requests of the lines for which something was freed, until too many stay held. The next trials continue with the lines that it
+    did not reach. So a request waits only behind requests of its own line. When the fleet or the time has changed, a trial tries
+    all lines, unless earlier trials left some.
 
-    Of the instances that `reservations` call eased, because they have less to do, it forgets those whose lines it has tried.
+    `reservations.eased` names the instances that have less to do. A trial removes those whose lines it has tried.
     """
 
     def __init__(
@@ -98,28 +103,29 @@ class HeldRequests:
         self._retry_after = retry_after
         self._retry_after_s = retry_after_s
         self._fallback = Unified()
-        # By pool. `_paid_until`: had it been tried just once in RETRY_S, the next trial would be then.
+        # By pool: when it was tried last (_tried_at), last with TRIES_ON_TICK (_tried_many_at), and when to try it next (_due).
+        # _paid_until: the time of the next trial if there were one every RETRY_S (the state of the token bucket).
         self._tried_at: dict[str, float] = {}
         self._paid_until: dict[str, float] = {}
         self._tried_many_at: dict[str, float] = {}
         self._due: dict[str, float] = {}
         self._ends_due = inf
-        # By pool. `_freed`: something was since the last trial, for all lines (True) or for those alone that wait for what was
-        # eased, or for any instance. `_rest`: lines that trials are still to go on with.
+        # By pool. _freed: present if something was freed since the last trial, for all lines (True), or only for the lines that
+        # wait for an eased instance or for any (False). _rest: lines that earlier trials did not reach.
         self._freed: dict[str, bool] = {}
         self._rest: dict[str, set[Line]] = {}
 
     @property
     def retry_at(self) -> float | None:
-        """When `retry_due` is to be called, in s; None: never, as things are."""
+        """When to call `retry_due`, in s; None: not needed. Each call of another method may change it."""
         at = min(self._due.values(), default=inf)
         return min(at, self._ends_due) if min(at, self._ends_due) < inf else None
 
     def place(self, request: PlacementRequest, gateway_id: str, now: float, previous_id: str = "") -> list[ev.Effect]:
-        """Answer a new request now, or hold it (no effects). `previous_id`: the decision on the part of its plan that is done,
-        when the rest is to be placed. Mutates."""
+        """Answer a new request now, or hold it (no effects). `previous_id`: if the rest of a plan is to be placed, the decision
+        on the part that is done. Mutates."""
         if (waiting := self.queue.get(request.request_id)) is not None:
-            # Asked again, as after a broken call: whoever asked last gets the answer.
+            # The gateway asks again, for example after a failed call. The last one to ask gets the answer.
             self._requests.change_hold(replace(waiting, gateway_id=gateway_id))
             return []
         verdict = self._decider.decide(request, now)
@@ -137,7 +143,7 @@ class HeldRequests:
         held = self._held(request, gateway_id, verdict, now, previous_id)
         effects: list[ev.Effect] = []
         if (displaced := self._requests.make_room(held)) is not None:
-            why = "the queue is full and this request's class goes last"
+            why = "the queue is full, and a request of another priority class takes this request's place"
             effects = self._end(displaced, now, "queue_full", why)
         why_not = self._requests.hold(held, now)
         if not why_not:
@@ -147,27 +153,27 @@ class HeldRequests:
         return self._answer(held, now, "queue_full", why_not)
 
     def retry(self, pools: Iterable[str], now: float) -> list[ev.Effect]:
-        """Something freed in these pools: answer whom it allows, now or, where that was done just before, soon. Mutates."""
+        """Something freed in these pools: try their held requests, now, or soon if that was done just before. Mutates."""
         return [effect for pool in pools for effect in self._retry(pool, now, now)]
 
     def retry_all(self, now: float) -> list[ev.Effect]:
-        """The fleet has changed, which may have freed anything: the same for all that wait. Mutates."""
+        """The fleet has changed, which may have freed anything: try the held requests of all pools and lines, as `retry`.
+        Mutates."""
         return [effect for pool in self.queue.pools() for effect in self._retry(pool, now, now, everywhere=True)]
 
     def reported(self, pool: str, instance_id: str, now: float) -> list[ev.Effect]:
-        """An instance of the pool told its load, which may have freed something. Mutates."""
+        """An instance of the pool reported its load, which may have freed something: try the pool, now or soon. Mutates."""
         self._eased.add(instance_id)
         return self._retry(pool, now, self._tried_at.get(pool, -inf) + REPORT_RETRY_S)
 
     def retry_due(self, now: float) -> list[ev.Effect]:
-        """Answer whom that allows which freed since pools were tried last, in those whose time has come, and go on with those
-        whose time is over. Mutates."""
+        """Try the pools whose next trial is due, and answer further requests whose time has passed. Mutates."""
         due = [pool for pool, at in self._due.items() if at <= now]
         effects = [effect for pool in due for effect in self._serve(pool, now, TRIES)]
         return [*effects, *(self._end_expired(now) if self._ends_due <= now else ())]
 
     def tick(self, now: float) -> list[ev.Effect]:
-        """Time has passed: answer whom that allows, and whose time is over. Mutates."""
+        """Time has passed: try all pools, and answer the requests whose time has passed. Mutates."""
         effects = []
         for pool in self.queue.pools():
             if now - self._tried_many_at.get(pool, -inf) >= TICK_RETRY_S:
@@ -179,21 +185,21 @@ class HeldRequests:
         return [*effects, *self._end_expired(now)]
 
     def expire(self, now: float) -> None:
-        """Forget when pools were tried that may be tried again. Mutates."""
+        """Drop times of trials that no longer matter, and old waiting times. Mutates."""
         self._tried_at = {pool: at for pool, at in self._tried_at.items() if now - at < REPORT_RETRY_S}
         self._paid_until = {pool: at for pool, at in self._paid_until.items() if at > now}
         self._tried_many_at = {pool: at for pool, at in self._tried_many_at.items() if now - at < TICK_RETRY_S}
         self._retry_after.expire(now)
 
     def drop_gateway(self, gateway_id: str, keep: frozenset[str] = frozenset()) -> None:
-        """A gateway's stream ended, or began anew: it asks again, for all but what it says to `keep`. A plan that had begun it
-        ends by itself. Mutates."""
+        """Drop a gateway's held requests, except `keep`, because its stream ended or began anew: it asks again for the others.
+        The gateway itself ends plans that have begun. Mutates."""
         for held in list(self.queue):
             if held.gateway_id == gateway_id and held.request.request_id not in keep:
                 self._requests.leave_queue(held.request.request_id)
 
     def drop_pool(self, pool: str, why: str) -> list[ev.Effect]:
-        """Another router answers the pool's requests from now on: those that wait here are to ask there. Mutates."""
+        """Refuse the held requests of a pool that another router owns from now on, so that their gateways ask there. Mutates."""
         effects: list[ev.Effect] = []
         for held in [held for held in self.queue if held.pool == pool]:
             self._requests.leave_queue(held.request.request_id)
@@ -203,15 +209,15 @@ class HeldRequests:
     def refusal(
         self, request: PlacementRequest, pool: str, gateway_id: str, why: str, waited_s: float = 0.0
     ) -> ev.Refused:
-        """What a request is told when there is no room for it, and it has waited so long."""
+        """Return the refusal of a request for which there is no room and that has waited for `waited_s`."""
         retry_after_s = self._retry_after.seconds(pool, request.priority, waited_s)
         message = f"every instance of {pool!r} is at its limit ({why})"
         code = "RESOURCE_EXHAUSTED"
         return ev.Refused(request.request_id, code, message, retry_after_s, gateway_id, pool=pool)
 
     def refused_as_late(self, request: PlacementRequest, verdict: DecideResult, gateway_id: str) -> ev.Refused | None:
-        """What a request is told that cannot have its first token in time, by what was decided on it now; None where it can, or
-        needs it at no certain time."""
+        """Return the refusal of a request that cannot get its first token in time, by the view of `verdict`; None if it can, or
+        has no deadline."""
         if request.ttft_deadline_s is None or isinstance(verdict, ev.Refused):
             return None
         least_s = least_prefill_s(request, verdict.pool, verdict.view, self._curve_samples)
@@ -219,8 +225,8 @@ class HeldRequests:
         return ev.Refused(request.request_id, "DEADLINE_EXCEEDED", why, gateway_id=gateway_id) if why else None
 
     def _has_to_queue(self, decision: Decision) -> bool:
-        """Whether a request that could be placed goes behind those that wait: all do behind those that wait for room where they
-        would go, and those to whom the policy gives a queue_penalty behind all."""
+        """Return whether a placeable request must queue behind held ones. It must if others wait for room on an instance of its
+        plan, or if the policy set a queue penalty for it and any request of the pool waits."""
         pool = decision.pool
         if decision.result.queue_penalty_s is not None and self.queue.count(pool):
             return True
@@ -233,11 +239,11 @@ class HeldRequests:
         self, request: PlacementRequest, gateway_id: str, verdict: Decision | AllSaturated, now: float, previous_id: str
     ) -> HeldRequest:
         since = now - request.age_s
-        # The gateway's patience, and so ours, begins anew with each step.
+        # The gateway's timeout, and so the router's, restarts with each step.
         answer_by = (now if previous_id else since) + self.queue.settings.timeout_s
         if (left := request.deadline_s) is not None:
             answer_by = min(answer_by, now + left - min(MARGIN_S, left / 2))
-        # As numbers of 8 bytes, because many requests of 130k tokens may wait.
+        # An array has 8 bytes per key; many requests of 130k tokens may wait.
         request = replace(request, keys=array("Q", request.keys))
         held = HeldRequest(
             request, gateway_id, verdict.pool, since, answer_by, "", 0, for_room=True, previous_id=previous_id
@@ -247,7 +253,7 @@ class HeldRequests:
         return self._judged(held, verdict)
 
     def _judged(self, held: HeldRequest, verdict: Decision | AllSaturated) -> HeldRequest:
-        """`held` with what its last trial said."""
+        """Return `held`, updated by the result of its last trial."""
         least_s = 0.0
         if held.first_token_by < inf:
             least_s = least_prefill_s(held.request, verdict.pool, verdict.view, self._curve_samples)
@@ -257,9 +263,9 @@ class HeldRequests:
             return replace(held, reason=SATURATED, new_tokens=new, for_room=True, start_by=start_by, waits_for="")
         result, new = verdict.result, min(one.new_tokens for one in verdict.view.eligible())
         answer_by = min(held.answer_by, held.since + result.max_hold_s) if result.max_hold_s else held.answer_by
-        # A request that could be placed, and yet stands behind others, waits for room as they do.
+        # A request that could be placed but queues behind others waits for room as they do.
         for_room = bool(result.steps)
-        # What the policy alone holds is placed while there is time for all of its prefill, and for the next tick.
+        # A request that the policy holds is placed while there is still time for its whole prefill, and for the next tick.
         mean_s = 0.0 if for_room else least_s / SURE_SHARE + MARGIN_S
         return replace(
             held,
@@ -283,8 +289,9 @@ class HeldRequests:
         return []
 
     def _serve(self, pool: str, now: float, tries: int) -> list[ev.Effect]:
-        """Try the pool's requests, line by line, until `tries` of them stay held: those that something was freed for, and with
-        half of the tries at the least what trials have left before. What is left then is due soon. Mutates."""
+        """Try the pool's held requests until `tries` of them stay held: first the lines for which something was freed, then, with
+        at least half of the tries, the lines that earlier trials did not reach. Lines that this trial does not reach are tried
+        after RETRY_S. Mutates."""
         self._tried_at[pool] = now
         self._paid_until[pool] = max(self._paid_until.get(pool, -inf), now) + RETRY_S
         self._due.pop(pool, None)
@@ -298,7 +305,7 @@ class HeldRequests:
         if rest := rest - first | (left & rest) - trial.decided:
             trial.tries += tries // 2
             left = left - rest | self._try(pool, rest, trial, now)
-        # The queue changes when all are tried: the order is of those that waited before.
+        # The queue changes only after the trial, since a walk over its order must not see changes.
         for change in trial.changes:
             change()
         if left:
@@ -307,7 +314,7 @@ class HeldRequests:
         return trial.effects
 
     def _try(self, pool: str, lines: set[Line], trial: _Trial, now: float) -> set[Line]:
-        """Try the requests of these lines in order as long as the trial may; returns the lines that are still to be tried."""
+        """Try the requests of these lines in order until a limit of the trial is reached; return the lines still to be tried."""
         if not lines:
             return set()
         full = self.queue.lines(pool) - lines
@@ -315,7 +322,7 @@ class HeldRequests:
         for held in self.queue.order(pool, full):
             request_id, line = held.request.request_id, held.line
             if not self._room(pool, line[0], trial, now):
-                # Nor for those behind it that ask for the same; an adapter is loaded on some instances only.
+                # Later requests of this line have no room either. Other lines may: an adapter is loaded on some instances only.
                 full.add(line)
                 if not trial.lists:
                     return lines - full
@@ -353,7 +360,7 @@ class HeldRequests:
         return trial.room[key]
 
     def _end_expired(self, now: float) -> list[ev.Effect]:
-        """Answer those whose time is over: as many as one turn may. Mutates."""
+        """Answer requests whose time has passed, as many as one turn may answer. Mutates."""
         effects: list[ev.Effect] = []
         decisions = TRIES
         saturated: dict[tuple[str, int], bool] = {}
@@ -378,11 +385,11 @@ class HeldRequests:
         return effects
 
     def _needs_no_view(self, held: HeldRequest) -> bool:
-        """Whether a request whose time is over is refused where all instances are saturated, whatever else they are."""
+        """Return whether a request whose time has passed is refused if all instances are saturated, without a decision."""
         return not self._is_placed_by_default(held) and held.first_token_by == inf and not held.request.exclude
 
     def _is_placed_by_default(self, held: HeldRequest) -> bool:
-        """Whether its end is a placement by a policy that does not hold it."""
+        """Return whether the request, when its time has passed, is placed by a policy that does not hold it."""
         return not held.for_room and self.queue.settings.expiry == "place"
 
     def _refused(self, held: HeldRequest, why: str, now: float) -> list[ev.Effect]:
@@ -394,8 +401,8 @@ class HeldRequests:
         return [self.refusal(held.request, held.pool, held.gateway_id, why, waited_s)]
 
     def _is_in_time_after_all(self, held: HeldRequest, now: float) -> bool:
-        """Whether a request that waits for room would not be late yet: more of its prompt is cached than when it was last tried.
-        Mutates."""
+        """Return whether a request that waits for room may wait longer: more of its prompt is cached than at its last trial, so
+        it is not late yet. Updates its hold then. Mutates."""
         verdict = self._decider.decide(_aged(held, now), now)
         if not isinstance(verdict, AllSaturated) or _elsewhere(verdict, held):
             return False
@@ -412,24 +419,24 @@ class HeldRequests:
         return self.refused_as_late(request, verdict, held.gateway_id)
 
     def _moved(self, held: HeldRequest, now: float) -> list[ev.Effect]:
-        """The answer to a request whose name belongs to another pool than when it came, which another router may own."""
+        """Return the answer to a request whose model name has moved to another pool, which another router may own."""
         if held.previous_id:
             return self.serve_there(held.request.request_id, now)
         why = f"{held.request.model!r} belongs to another model now"
         return [not_serving(held.request.request_id, held.pool, why, held.gateway_id)]
 
     def serve_there(self, request_id: str, now: float) -> list[ev.Effect]:
-        """What is left of a plan that has begun is one SERVE where it was: nothing better is to be had. Mutates."""
-        return self._plans.serve_there(request_id, "the rest could not be placed anew", now)
+        """Replace the rest of a plan that has begun by one SERVE on its instance, because it could not be placed. Mutates."""
+        return self._plans.serve_there(request_id, "the rest of the plan could not be placed", now)
 
     def _end(self, held: HeldRequest, now: float, note: str, why: str) -> list[ev.Effect]:
-        """Answer a request that may wait no longer, and let it leave the queue."""
+        """Answer a request that may not wait any longer, and remove it from the queue."""
         effects = self._answer(held, now, note, why)
         self._requests.leave_queue(held.request.request_id)
         return effects
 
     def _answer(self, held: HeldRequest, now: float, note: str, why: str) -> list[ev.Effect]:
-        """The answer to a request that may not wait (any longer)."""
+        """Answer a request that may not wait, or not any longer."""
         policy = None
         if self._is_placed_by_default(held):
             policy = self._decider.policy.without_holds() or self._fallback
@@ -442,7 +449,7 @@ class HeldRequests:
             noted = replace(verdict, notes=(*verdict.notes, note), previous_id=held.previous_id)
             return self._plans.commit(noted, held.gateway_id, now)
         if isinstance(verdict, ev.Refused) and not held.previous_id:
-            # The model was known when the request came, so its absence is a passing one.
+            # The model was known when the request came, so its absence is temporary.
             return [replace(verdict, code="UNAVAILABLE", retry_after_s=self._retry_after_s, gateway_id=held.gateway_id)]
         return self._refused(held, why, now)
 
@@ -456,7 +463,7 @@ def _aged(held: HeldRequest, now: float) -> PlacementRequest:
 
 
 def _computed(decision: Decision) -> int:
-    """The tokens that the first step of a decision adds to compute."""
+    """Return the number of tokens that the first step of a decision must compute."""
     steps = decision.result.steps
     first = decision.view.find(steps[0].instance_id)
     assert first is not None

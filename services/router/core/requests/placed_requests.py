@@ -1,4 +1,4 @@
-"""Placed requests, from their decision to their end: what each step reserves, and what follows it. Pure."""
+"""Carries out the plans of placed requests, from the decision to the end: what each step reserves, and what follows it. Pure."""
 
 from __future__ import annotations
 
@@ -21,16 +21,20 @@ from pointsman.router.core.requests.request_state import RequestState, Stage
 from pointsman.router.core.requests.retry_after import RetryAfter
 from pointsman.router.core.types import Decision, PlacementRequest, Step, StepKind
 
-# The reason of the one SERVE that replaces what is left of a plan, and the longest account of the failure, in characters.
+# Reason of the one SERVE that replaces the rest of a plan.
 COLOCATED_AFTER_FAILURE = "colocated_after_failure"
+# Reason of the SERVE that a gateway started without the router.
 SERVED_ALONE = "next_step_came_too_late"
+# Maximum length of an error in a decision's note, characters.
 MAX_NOTE = 100
-# Steps of a plan that was made elsewhere. Gateways tell their numbers, and a plan is as long as they say.
+# Maximum number of steps of a plan that another router made. Step numbers come from gateways, and such a plan is as long as they
+# say.
 MAX_STEPS = 10_000
 
 
 class Plans:
-    """Carries decisions out, step by step. `place_lease_s`: how long a placement lives that no gateway carries on."""
+    """Carries out decisions, step by step. `place_lease_s`: lease of a placement of the unary form, which no gateway follows,
+    s."""
 
     def __init__(
         self,
@@ -57,18 +61,18 @@ class Plans:
     # ---- steps ----
 
     def commit(self, decision: Decision, gateway_id: str, now: float) -> list[ev.Effect]:
-        """Carry a decision out: reserve its first step, or, where it goes on with a plan, its next one. The answer to the gateway
-        is the last effect. Mutates."""
+        """Carry out a decision: reserve its first step, or the next step of the plan that it continues. The last of the returned
+        effects is the answer to the gateway. Mutates."""
         request = decision.request
         self._decider.made(decision)
-        # The keys did their work; keeping them would pin megabytes for each remembered decision.
+        # The keys are not needed any more. Keeping them would use megabytes for each remembered decision.
         decision = replace(decision, request=replace(request, keys=()))
         lease_until = None if gateway_id else now + self._place_lease_s
         effects: list[ev.Effect] = [ev.DecisionMade(decision)]
         index = 0
         known = self._requests.placed(request.request_id)
         if decision.previous_id and known is not None and (before := known.decision) is not None:
-            # The plan goes on: its steps are counted from its beginning.
+            # The decision continues a plan, whose steps are numbered from its beginning.
             steps = (*before.result.steps, *decision.result.steps)
             index = len(before.result.steps)
             decision = replace(decision, result=replace(decision.result, steps=steps))
@@ -81,7 +85,7 @@ class Plans:
                 effects.append(ev.MeanWorkSet(mean_work, decision.pool))
         effects += self._reserve(decision, index, gateway_id, lease_until, request.keys, now)
         session = request.session
-        # Most prompts come once, and nobody need remember where: the store gets the sessions that come back.
+        # Most sessions have one request only, and their owner need not be stored: the store gets the sessions that come back.
         if session and self._affinity.assign(decision.pool, session, decision.next_owner, now):
             effects.append(ev.SessionOwnerSet(session, decision.next_owner, decision.pool))
         if decision.mode == "OFFLOAD":
@@ -99,13 +103,13 @@ class Plans:
         keys: Sequence[int],
         now: float,
     ) -> list[ev.Effect]:
-        """Reserve what step `index` of a plan takes; `keys` are the prompt's."""
+        """Open the reservation of step `index` of a plan. `keys` are the prompt's."""
         step = decision.result.steps[index]
         candidate = decision.view.find(step.instance_id)
-        # A decision of an earlier owner has no view; what was cached there is what it had said.
+        # A decision of an earlier owner has no view, but records the cached tokens.
         cached = candidate.cached_tokens if candidate else decision.cached_tokens
         tokens = min(step.prefix_tokens, decision.request.input_tokens) or decision.request.input_tokens
-        # After a PREFILL elsewhere its KV arrives by transfer: nothing is left to compute.
+        # After a PREFILL on another instance the KV arrives by transfer, so nothing is left to compute.
         new_tokens = 0 if step.kind is StepKind.SERVE and step.kv_source else max(tokens - cached, 0)
         reservation = Reservation(
             request_id=decision.request.request_id,
@@ -123,7 +127,7 @@ class Plans:
         return [ev.Reserved(reservation)]
 
     def first_token(self, event: ev.FirstToken, now: float) -> list[ev.Effect]:
-        """An answer began. Mutates."""
+        """Apply a request's first token. Mutates."""
         state = self._requests.placed(event.request_id)
         if state is None or state.stage is not Stage.PREFILLING:
             return []
@@ -132,7 +136,8 @@ class Plans:
         return [ev.Reserved(moved), *self._judge_circuit(moved, "OK", now), *blamed]
 
     def step_done(self, state: RequestState, event: ev.StepDone, now: float) -> list[ev.Effect]:
-        """The step that a plan is at has ended: the next one follows, or, where it failed, what still can. Mutates."""
+        """Apply the end of a plan's current step: start the next step, or, if the step failed, a SERVE without KV transfer.
+        Mutates."""
         reservation, decision = state.reservation, state.plan
         if reservation is None or decision is None or reservation.step_index != event.step_index:
             return []
@@ -142,23 +147,24 @@ class Plans:
         closed = self._judge_circuit(reservation, "OK", now)
         index = event.step_index + 1
         if index >= len(decision.result.steps):
-            return closed  # Its rest is to be placed.
+            return closed  # The rest of the request must be placed first.
         effects = self._reserve(decision, index, reservation.gateway_id, reservation.lease_until, state.keys, now)
         return [*closed, *effects, placed_effect(decision, index, reservation.gateway_id)]
 
     def _colocate(
         self, state: RequestState, reservation: Reservation, decision: Decision, event: ev.StepDone, now: float
     ) -> list[ev.Effect]:
-        """A step failed: the rest of the plan is one SERVE where the answer was to come from, without anybody's KV."""
+        """Replace the rest of a plan whose step failed by one SERVE on the answering instance, without KV from another one."""
         index, steps = event.step_index, decision.result.steps
         if steps[index].kind is StepKind.SERVE and not steps[index].kv_source:
-            return []  # Nothing simpler is left; its gateway ends this attempt.
+            return []  # There is no simpler plan; the gateway ends this attempt.
         judged = self._judge_circuit(reservation, "FAILED" if event.instance_failed else "", now)
         note = f"{steps[index].kind.lower()}_failed: {event.error[:MAX_NOTE]}"
         return [*judged, *self._serve_there(state, reservation, decision, note, now)]
 
     def serve_there(self, request_id: str, note: str, now: float) -> list[ev.Effect]:
-        """What is left of a plan that has begun becomes one SERVE where it was. Mutates."""
+        """Replace the rest of a plan that has begun by one SERVE on the plan's last instance. No effects without a plan.
+        Mutates."""
         state = self._requests.placed(request_id)
         if state is None or (reservation := state.reservation) is None or (decision := state.plan) is None:
             return []
@@ -169,7 +175,7 @@ class Plans:
     ) -> list[ev.Effect]:
         gateway_id, index = reservation.gateway_id, reservation.step_index + 1
         if self._instances.leaves_answers_to_others(decision.instance_id, decision.pool, decision.request.model):
-            why = "the plan's instance only produces KV, and others answer by now"
+            why = "the plan's instance only produces KV, and other instances answer now"
             return [not_serving(state.request_id, reservation.pool, why, gateway_id)]
         steps = (*decision.result.steps[:index], Step(StepKind.SERVE, decision.instance_id, COLOCATED_AFTER_FAILURE))
         decision = _with_steps(decision, steps, note)
@@ -182,7 +188,8 @@ class Plans:
         ]
 
     def served_alone(self, request_id: str, instance_id: str) -> tuple[int, list[ev.Effect]]:
-        """The gateway waited in vain for the next step, and has the request answered by `instance_id`: as which step. Mutates."""
+        """Record that a gateway got no next step in time and has the request answered by `instance_id`. Return the number of this
+        step, and the effects. Mutates."""
         state = self._requests.placed(request_id)
         if state is None or (reservation := state.reservation) is None:
             return 0, []
@@ -190,7 +197,7 @@ class Plans:
         if decision is None:
             return min(index + 1, MAX_STEPS), []
         steps = decision.result.steps
-        if steps[index].reason == SERVED_ALONE:  # it tells so again, perhaps of another instance
+        if steps[index].reason == SERVED_ALONE:  # the gateway reports this again, perhaps with another instance
             notes: tuple[str, ...] = ()
         else:
             index, notes = index + 1, (SERVED_ALONE,)
@@ -199,7 +206,7 @@ class Plans:
         return index, [ev.DecisionNoted(decision.decision_id, note) for note in notes]
 
     def recovered(self, reservation: Reservation, request: PlacementRequest, gateway_id: str) -> ev.Placed:
-        """What is left of a plan that an earlier owner of the pool had made: one SERVE where it was. Mutates."""
+        """Replace the rest of a plan that an earlier owner of the pool made by one SERVE on its instance. Mutates."""
         steps_done = min(reservation.step_index, MAX_STEPS)
         decision = recovered_decision(reservation, request, self._decider.policy.ref(), steps_done)
         self._requests.remember(reservation.request_id, decision)
@@ -208,7 +215,7 @@ class Plans:
     # ---- ends ----
 
     def finished(self, finished: ev.Finished, now: float) -> list[ev.Effect]:
-        """A request ended; no effects where it was not placed. Mutates."""
+        """Apply the end of a request; no effects if it was not placed. Mutates."""
         if (state := self._requests.opened(finished.request_id)) is None:
             return []
         if (reservation := state.reservation) is None:
@@ -225,19 +232,19 @@ class Plans:
         ]
 
     def cancelled(self, request_id: str, why: str, now: float) -> list[ev.Effect]:
-        """A placed request is over, as nobody told: the same. Mutates."""
+        """End a placed request whose end nobody reported, as `finished`. Mutates."""
         return self.finished(ev.Finished(request_id, "CANCELLED", error=why), now)
 
     def _blame(self, instance_id: str, now: float) -> list[ev.Effect]:
-        """An instance refused what another one answered."""
+        """Count a refusal by an instance of a request that another instance answered as a failure of the former."""
         record = self._instances.get(instance_id)
-        if record is None or record.circuit.opened:  # or it was judged as a trial
+        if record is None or record.circuit.opened:  # if the circuit is open, the refusal was counted as a failed trial
             return []
         return self._circuit_judged(record, changed=record.circuit.failed("", now, self._circuit))
 
     def _judge_circuit(self, reservation: Reservation, outcome: str, now: float) -> list[ev.Effect]:
-        """What the end of a request, or of its step, tells of its instance. REFUSED: it answered 5xx, which may be the request's
-        own fault."""
+        """Update the circuit of a reservation's instance by the outcome of the request or step. REFUSED: the instance answered
+        5xx, which the request itself may have caused."""
         record = self._instances.get(reservation.instance_id)
         if record is None:
             return []
@@ -261,14 +268,14 @@ class Plans:
 
 
 def placed_effect(decision: Decision, index: int, gateway_id: str) -> ev.Placed:
-    """Step `index` of a decision, as the gateway is told of it."""
+    """Return the effect that sends step `index` of a decision to the gateway."""
     steps = decision.result.steps
     last = index == len(steps) - 1 and steps[index].kind is StepKind.SERVE
     return ev.Placed(decision.request.request_id, decision, index, steps[index], last, gateway_id)
 
 
 def kv_target(steps: Sequence[Step], index: int) -> str:
-    """The instance that answers from the KV of step `index` of a plan, where that is another one; else empty."""
+    """Return the instance whose next step uses the KV of step `index` of a plan; empty if no other instance does."""
     follows = steps[index + 1] if index + 1 < len(steps) else None
     return follows.instance_id if follows is not None and follows.kv_source == steps[index].instance_id else ""
 

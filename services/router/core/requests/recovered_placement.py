@@ -1,4 +1,4 @@
-"""The answer to a request that an earlier owner of its pool had placed. Pure."""
+"""Builds the decision for a request that an earlier owner of its pool placed. Pure."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ REASON = "recovered"
 def recovered_decision(
     reservation: Reservation, request: PlacementRequest, policy: PolicyRef, steps_done: int
 ) -> Decision:
-    """A decision that sends `request` where `reservation` says, by one SERVE: the rest of the plan went with its maker.
-    `steps_done` steps of it are over, of which no more is known than that they were PREFILLs.
+    """Return a decision that places `request` on the instance of `reservation` by one SERVE, since the rest of the plan was lost
+    with the earlier owner. `steps_done`: number of steps that have ended; all that is known of them is that they were PREFILLs.
 
-    It keeps the id of the first decision, whose view and scores are in that replica's log only.
+    The decision keeps the id of the first decision, whose view and scores are only in the log of the earlier owner.
     """
     done = (Step(StepKind.PREFILL, reservation.instance_id, REASON),) * steps_done
     step = Step(StepKind.SERVE, reservation.instance_id, REASON)

@@ -1,4 +1,4 @@
-"""One request in the router: what is known of it, and by which transitions it came to that. Pure; times in s on one clock."""
+"""The state of one request in the router, and the transitions that led to it. Pure; times in s on one clock."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from pointsman.router.core.load.reservations import Reservation
 from pointsman.router.core.requests.hold_queue import HeldRequest
 from pointsman.router.core.types import Decision, Phase
 
-# Transitions that a story tells, the first ones and the last: a plan may have thousands of slices, and many requests are open.
+# MAX_STORY: maximum number of transitions in a story. FIRST_OF_STORY: how many of them are the first ones; the others are the
+# last. The story is bounded since a plan may have thousands of slices, and many requests are open.
 MAX_STORY, FIRST_OF_STORY = 12, 4
 
 
 class Stage(StrEnum):
-    """Where a request is between its first question and its end."""
+    """The stage of a request, from its arrival to its end."""
 
     NEW = "new"
     HELD = "held"
@@ -31,7 +32,7 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """What can happen to a request, and in which stages. Each is a method of OpenRequests."""
+    """A change of a request's state, and the stages in which it is allowed. Each transition is a method of OpenRequests."""
 
     name: str
     allowed: tuple[Stage, ...]
@@ -39,7 +40,7 @@ class Transition:
 
 HOLD = Transition("held", (Stage.NEW, Stage.PREFILLING))
 PLACE = Transition("placed", (Stage.NEW, Stage.HELD, Stage.PREFILLING, Stage.BETWEEN_STEPS))
-# A gateway may announce whatever it runs, wherever it was known to be.
+# A gateway may announce any request that it runs, whatever the router knows of it.
 ANNOUNCE = Transition("announced", tuple(Stage))
 COMPUTE = Transition("step computed", (Stage.PREFILLING,))
 FIRST_TOKEN = Transition("first token", (Stage.PREFILLING,))
@@ -47,15 +48,15 @@ END = Transition("ended", (Stage.PREFILLING, Stage.BETWEEN_STEPS, Stage.DECODING
 
 
 class InvalidTransitionError(RuntimeError):
-    """Something was to happen to a request that cannot happen to it as it is. A fault of the router's own; tells its story."""
+    """A transition was attempted in a stage that does not allow it. A bug of the router; the message has the request's story."""
 
 
 class RequestState(msgspec.Struct, gc=False):
-    """All that is known of one request. OpenRequests alone changes it, and tells each index of the change.
+    """All that is known of one request. Only OpenRequests changes it, and updates each index with the change.
 
-    `held`: it waits, for its first step or, beside a reservation, for the rest of its plan. `reservation`: what its current step
-    takes, as the index of reservations has it. `prompt`: how far that step is. `decision`: the last one on it, its plan's steps
-    so far included; of a request that has ended it shows that the id is used up.
+    `held`: the request waits for its first step or, if it has a reservation, for the rest of its plan. `reservation`: that of its
+    current step, the same object as in Reservations. `prompt`: the progress of this step. `decision`: the last decision, with all
+    steps of the plan so far; after the end it marks the id as used.
     """
 
     request_id: str
@@ -63,12 +64,12 @@ class RequestState(msgspec.Struct, gc=False):
     reservation: Reservation | None = None
     prompt: OpenPrompt | None = None
     decision: Decision | None = None
-    # Time, transition and detail of each, one after another: one object, however long it is.
+    # Time, name and detail of each transition, one after another in one flat tuple, so that a story is a single object.
     story: tuple[float | str, ...] = ()
 
     @property
     def stage(self) -> Stage:
-        """Follows from what is known; nothing keeps it."""
+        """The stage, derived from the other fields; it is not stored."""
         if self.reservation is None:
             if self.held is not None:
                 return Stage.HELD
@@ -79,42 +80,43 @@ class RequestState(msgspec.Struct, gc=False):
 
     @property
     def pool(self) -> str:
-        """The pool that it is, or was, in; empty where nothing is known of it."""
+        """The pool of the request; empty if unknown."""
         known = self.reservation or self.held or self.decision
         return known.pool if known is not None else ""
 
     @property
     def keys(self) -> Sequence[int]:
-        """The keys of its prompt; empty when unknown."""
+        """The block keys of the prompt; empty if unknown."""
         return self.prompt.keys if self.prompt is not None else NO_KEYS
 
     @property
     def opened_at(self) -> float:
-        """When its current step was reserved; inf without one."""
+        """When the current step was reserved; inf without a step."""
         return self.prompt.opened_at if self.prompt is not None else inf
 
     @property
     def plan(self) -> Decision | None:
-        """The decision of which its reservation is a step; None where an earlier owner, or its gateway alone, has placed it."""
+        """The decision to whose plan the reservation belongs; None if an earlier owner, or the gateway alone, placed the
+        request."""
         reservation, decision = self.reservation, self.decision
         if reservation is None or decision is None or decision.decision_id != reservation.decision_id:
             return None
         return decision if reservation.step_index < len(decision.result.steps) else None
 
     def require(self, transition: Transition) -> None:
-        """Raise InvalidTransitionError unless `transition` may happen now."""
+        """Raise InvalidTransitionError if the current stage does not allow `transition`."""
         if self.stage not in transition.allowed:
             raise InvalidTransitionError(f"{self.request_id!r} cannot be {transition.name!r}: it is {self.tell()}")
 
     def happened(self, transition: Transition, now: float, detail: str = "") -> None:
-        """Add a line to the story, `detail` being an instance, a reason or an outcome. Mutates."""
+        """Add a transition to the story. `detail`: an instance, a reason or an outcome. Mutates."""
         story = self.story
         if len(story) >= 3 * MAX_STORY:
             story = story[: 3 * FIRST_OF_STORY] + story[3 * FIRST_OF_STORY + 3 :]
         self.story = (*story, now, transition.name, detail)
 
     def tell(self) -> str:
-        """Its stage and its story in one line, for errors; times are on the router's clock."""
+        """Return the stage and the story in one line, for errors; times are on the router's clock."""
         lines = zip(self.story[::3], self.story[1::3], self.story[2::3], strict=True)
         told = ", then ".join(f"{name}{detail and ': '}{detail} at {at:.3f} s" for at, name, detail in lines)
         return f"{self.stage.value} ({told})" if told else self.stage.value

@@ -1,7 +1,7 @@
-"""How soon a refused request may come again: by how long requests of its pool and class waited lately. Pure.
+"""Computes how soon a refused client should retry, from how long requests of its pool and class waited lately. Pure.
 
-A client that comes back before anything can have changed only fills the queue again, and one that waits longer than others loses
-its turn. What waited is known at no cost: a mean is kept of the waits of those that were placed, displaced or given up.
+A client that retries before anything can have changed only fills the queue again; a client that waits longer than others loses
+its turn. The estimate costs nothing: it is the mean wait of the requests that were placed, displaced or refused.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from pointsman.router.core.priority import Priority
 
-# No client is sent away for longer; and what was waited so long ago tells nothing any more.
+# Maximum retry-after time, s (unless `least_s` is longer). Also the age at which a mean without new waits is dropped.
 MOST_S = 60.0
-# The share of the newest wait in the mean: some ten count.
+# Share of the newest wait in the mean, so that about the last ten waits count.
 RATE = 0.1
 
 
@@ -23,14 +23,14 @@ class _MeanWait:
 
 
 class RetryAfter:
-    """The mean waits of pools and classes, each forgotten when nothing has waited for MOST_S. Times in s on one clock."""
+    """The mean waits of pools and classes, each dropped after MOST_S without a new wait. Times in s on one clock."""
 
     def __init__(self, least_s: float) -> None:
         self._least_s = least_s
         self._means: dict[tuple[str, Priority], _MeanWait] = {}
 
     def waited(self, pool: str, priority: Priority, seconds: float, now: float) -> None:
-        """A request of the class waited so long in the pool, whatever became of it. Mutates; O(1)."""
+        """Count a request's wait in the mean of its pool and class, whatever its outcome. Mutates; O(1)."""
         if (mean := self._means.get((pool, priority))) is None:
             self._means[pool, priority] = _MeanWait(seconds, now)
         else:
@@ -38,12 +38,12 @@ class RetryAfter:
             mean.at = now
 
     def seconds(self, pool: str, priority: Priority, waited_s: float = 0.0) -> float:
-        """When to come again who was refused after having waited so long: as long as its class waits, or a higher one, which goes
-        first; not sooner than it has waited itself. Between `least_s` and MOST_S."""
+        """Return the retry-after time of a request that was refused after `waited_s`: the longest of this wait and the mean waits
+        of its class and of higher ones, which go first. At least `least_s`, at most MOST_S or `least_s` if longer."""
         first = [one for one in Priority if one.level >= priority.level]
         waits = [mean.seconds for one in first if (mean := self._means.get((pool, one))) is not None]
         return min(max(self._least_s, waited_s, *waits), max(MOST_S, self._least_s))
 
     def expire(self, now: float) -> None:
-        """Forget what was waited long ago. Mutates."""
+        """Drop means without a wait in the last MOST_S. Mutates."""
         self._means = {key: mean for key, mean in self._means.items() if now - mean.at < MOST_S}

@@ -1,10 +1,10 @@
-"""Events that take long are applied a part at a time, and those that depend on them wait. Pure.
+"""Applies long events in parts, and defers the events that depend on them. Pure.
 
-A takeover brings thousands of reservations, a lost pool had as many, a gateway's hello has thousands of streams: applied in one
-turn of the event loop they would hold up agents, leases and every other pool for as long as all of them take. What waits is
-handled afterwards in the order of its coming, so that the outcome is that of whole events, one after another: no placement sees
-half of a pool's load, and an end never comes before the reservation that it ends. But a pool is another router's as soon as its
-loss is told: what waits to be placed in it is refused, and what waits to take it is void.
+A takeover brings thousands of reservations, a lost pool had as many, and a gateway's hello has thousands of streams. Applied in
+one turn of the event loop, they would block agents, leases and every other pool for all of that time. Deferred events are handled
+afterwards in order of arrival, so that the outcome is the same as for whole events, one after another. No placement sees half of
+a pool's load, and a request's end never comes before its reservation. An exception: a lost pool belongs to another router as soon
+as the loss is reported. Placements in it that wait are refused, and deferred events that would take it are dropped.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 
 from pointsman.router.core import events_and_effects as ev
 
-# Reservations or streams applied in one turn, which takes about two milliseconds.
+# Number of reservations or streams that are applied in one turn, which takes about two milliseconds.
 PART = 128
 
-# One step's effects at a time; what has been taken has been applied.
+# Yields the effects of one step at a time. A step is applied when its effects are yielded.
 Steps = Iterator[list[ev.Effect]]
 
-# They change the requests of pools, or of a gateway in whatever pool.
+# Events that change one request, the requests of a pool, or the requests of a gateway in any pool.
 _OF_A_REQUEST = (ev.PlaceRequested, ev.StreamOpened, ev.StepDone, ev.FirstToken, ev.Finished, ev.GatewayTold)
 _TAKING = (ev.PoolTaken, ev.SessionsRead)
 _OF_A_POOL = (*_TAKING, ev.PoolLost)
@@ -28,24 +28,24 @@ _OF_A_GATEWAY = (ev.GatewayHello, ev.GatewayLost)
 
 
 class UnfinishedWork:
-    """The event that is being applied, if any, and those that wait for it. `pool_of` tells the pool of a request's event, None
-    where it is not known."""
+    """The event that is being applied in parts, if any, and the events that wait for it. `pool_of`: returns the pool of a
+    request's event, None if unknown."""
 
     def __init__(self, pool_of: Callable[[ev.Event], str | None]) -> None:
         self._pool_of = pool_of
         self._steps: Steps | None = None
         self._waiting: deque[ev.Event] = deque()
-        # What the work, and all that has waited for it, concerns. It stays so until all of it is done: events of one request
+        # The pools that the work and the deferred events concern. They stay until all work is done, since events of one request
         # must keep their order.
         self._pools: set[str] = set()
         self._all_pools = False
 
     def __bool__(self) -> bool:
-        """Whether anything is left to do."""
+        """Return whether any work is left."""
         return self._steps is not None or bool(self._waiting)
 
     def begin(self, event: ev.Event, steps: Steps) -> list[ev.Effect]:
-        """Apply the first part of `event`; nothing else may be under way. Mutates."""
+        """Apply the first part of `event`. No other event may be in progress. Mutates."""
         assert self._steps is None
         self._steps = steps
         effects = self._next_part()
@@ -54,7 +54,7 @@ class UnfinishedWork:
         return effects
 
     def defers(self, event: ev.Event) -> bool:
-        """Whether `event` waits; it is kept then. Mutates."""
+        """Return whether `event` must wait; if so, add it to the deferred events. Mutates."""
         if not self or not self._has_to_wait(event):
             return False
         self._waiting.append(event)
@@ -62,13 +62,13 @@ class UnfinishedWork:
         return True
 
     def drop_taking(self, pool: str) -> None:
-        """The pool is lost: what waits to take it is void. Mutates."""
+        """Drop the deferred events that take a pool, because the pool is lost. Mutates."""
         self._waiting = deque(
             event for event in self._waiting if not (isinstance(event, _TAKING) and event.pool == pool)
         )
 
     def go_on(self, handle: Callable[[ev.Event], list[ev.Effect]]) -> list[ev.Effect]:
-        """Apply the next part, or have the next event handled that waits. Mutates."""
+        """Apply the next part, or call `handle` with the next deferred event. Mutates."""
         effects: list[ev.Effect] = []
         if self._steps is not None:
             effects = self._next_part()

@@ -1,7 +1,7 @@
-"""The console: a page for people, and FleetService as JSON over HTTP for it, with the same tokens and roles as over gRPC.
+"""The console: a web page, and FleetService as JSON over HTTP for that page, with the same tokens and roles as over gRPC.
 
-`POST /api/METHOD` takes and answers the messages of FleetService in protobuf's JSON mapping; `GET /api/decisions` streams
-decisions as server-sent events. All that a long answer costs is paid in small turns, because placements share this loop.
+`POST /api/METHOD` receives and returns FleetService's messages in protobuf's JSON mapping. `GET /api/decisions` streams decisions
+as server-sent events. Long responses are built in small parts, because placements share the event loop.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ PAGE = Path(__file__).parent / "page"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 SERVICE = fleet_pb2.DESCRIPTOR.services_by_name["FleetService"]
 WATCH = f"/{SERVICE.full_name}/WatchDecisions"
-# Of a request: a policy's settings are some hundred bytes.
+# Maximum size of a request body. A policy's settings have some hundred bytes.
 MAX_BODY_BYTES = 64 * 1024
-# A comment is sent to a viewer after so long without a decision, in s, so that both sides notice when the other is gone.
+# Time without a decision after which a comment is sent to a viewer, s. So both sides notice when the connection is broken.
 KEEP_ALIVE_S = 5.0
 
 HEADERS = {
-    # Nothing but this origin's own files, no inline script or style, and no text that becomes markup.
+    # Allow only this origin's files: no inline scripts or styles, and no text that is parsed as markup.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
         "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
@@ -63,7 +63,7 @@ Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class CallRefused(Exception):
-    """A call that is answered with an error: `code` as gRPC's, `message` for people."""
+    """Raised to answer a call with an error: a gRPC status `code`, and a `message` for the user."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
@@ -72,7 +72,7 @@ class CallRefused(Exception):
 
 
 class _Call:
-    """What FleetService needs of a gRPC context."""
+    """The part of a gRPC context that FleetService uses."""
 
     async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
         raise CallRefused(code, details)
@@ -82,8 +82,8 @@ class _Call:
 
 
 class Console:
-    """The HTTP side of one router's FleetService. `listen` is HOST:PORT, `tls` makes it HTTPS; at most `viewers` watch decisions
-    at a time."""
+    """The HTTP server of one router's FleetService. `listen`: HOST:PORT. `viewers`: maximum number of concurrent decision
+    streams. `tls`: the context for HTTPS; None: HTTP."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Console:
         self.address = ""
 
     async def start(self) -> None:
-        """Listen. OSError when the address is taken."""
+        """Start the server. Raises OSError if the address is in use."""
         app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         for path, file in _files():
             app.router.add_get(path, _static(file))
@@ -125,7 +125,7 @@ class Console:
         self.address = f"{'https' if self._tls else 'http'}://{host}:{bound}"
 
     async def stop(self) -> None:
-        """Let the viewers go and close."""
+        """End the viewers' streams and stop the server."""
         for stream in self._streams:
             stream.cancel()
         if self._runner is not None:
@@ -133,7 +133,7 @@ class Console:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """The headers of every answer, errors as JSON, and no answer to pages of other sites."""
+        """Middleware: refuse requests from other sites' pages, return errors as JSON, and add HEADERS to each response."""
         try:
             self._refuse_other_sites(request)
             response = await handler(request)
@@ -148,20 +148,20 @@ class Console:
         return response
 
     def _refuse_other_sites(self, request: web.Request) -> None:
-        # A browser tells where a request comes from. Without tokens that is all that keeps other pages from draining the fleet.
+        # Browsers send a request's origin. Without tokens, only this check keeps other sites' pages from draining the fleet.
         if request.path.startswith("/api/") and request.headers.get("Sec-Fetch-Site", "none") not in (
             "same-origin",
             "none",
         ):
-            raise CallRefused(grpc.StatusCode.PERMISSION_DENIED, "requests of other sites are not answered")
-        # A name of some other site's that was made to point here (DNS rebinding) would be same-origin.
+            raise CallRefused(grpc.StatusCode.PERMISSION_DENIED, "requests from other sites are refused")
+        # With DNS rebinding, another site's name points to this address, and its page's requests are same-origin.
         if self._auth.open and self._local and not _names_loopback(request.host):
             raise CallRefused(
-                grpc.StatusCode.PERMISSION_DENIED, "without tokens this address answers to its own name only"
+                grpc.StatusCode.PERMISSION_DENIED, "without tokens, only requests to a loopback name are answered"
             )
 
     def _check(self, request: web.Request, method: str) -> None:
-        """Raise CallRefused as TokenInterceptor does, unless the caller may call `method`, a gRPC method's full name."""
+        """Raise CallRefused, with TokenInterceptor's codes, unless the caller may call `method`, a gRPC method's full name."""
         if self._auth.open:
             return
         role = self._auth.role(request.headers.get("Authorization", ""))
@@ -172,7 +172,7 @@ class Console:
         raise CallRefused(grpc.StatusCode.PERMISSION_DENIED, f"role {role} may not call {method}")
 
     async def _role(self, request: web.Request) -> web.Response:
-        """Who the caller is: its role ("" without a valid token), and whether it may read and operate."""
+        """Return the caller's role ("" without a valid token), and whether the caller may read and operate."""
         role = "operator" if self._auth.open else self._auth.role(request.headers.get("Authorization", ""))
         may = {
             name: self._auth.open or may_call(f"/{SERVICE.full_name}/{method}", role)
@@ -186,7 +186,7 @@ class Console:
             raise CallRefused(grpc.StatusCode.NOT_FOUND, "no such method")
         self._check(request, f"/{SERVICE.full_name}/{method.name}")
         if request.content_type != "application/json":
-            raise CallRefused(grpc.StatusCode.INVALID_ARGUMENT, "Content-Type: application/json is needed")
+            raise CallRefused(grpc.StatusCode.INVALID_ARGUMENT, "Content-Type: application/json is required")
         asked = GetMessageClass(method.input_type)()
         try:
             json_format.Parse(await request.text() or "{}", asked)
@@ -200,9 +200,12 @@ class Console:
     async def _watch(self, request: web.Request) -> web.StreamResponse:
         self._check(request, WATCH)
         if (connection := request.transport) is None:
-            return web.Response()  # The viewer has gone already.
+            return web.Response()  # The viewer has disconnected.
         if len(self._streams) >= self._viewers:
-            raise CallRefused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{self._viewers} viewers watch already")
+            raise CallRefused(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{self._viewers} viewers are connected already, which is the maximum",
+            )
         response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream; charset=utf-8"})
         task = asyncio.current_task()
         assert task is not None
@@ -239,7 +242,7 @@ def _static(file: Path) -> Handler:
 
 
 def _names_loopback(host: str) -> bool:
-    """Whether a Host header names this machine's loopback interface."""
+    """Return whether a Host header names this machine's loopback interface."""
     name = urlsplit(f"//{host}").hostname or ""
     if name == "localhost":
         return True

@@ -1,4 +1,5 @@
-"""Decisions as server-sent events: made once for all viewers, thinned out to what people can follow, never waited for."""
+"""The stream of decisions to the console as server-sent events. Each event is encoded once for all viewers, contains at most as
+many decisions as people can follow, and is dropped for viewers that are too slow."""
 
 from __future__ import annotations
 
@@ -14,16 +15,19 @@ from google.protobuf import json_format
 from pointsman.router.io.telemetry.decision_log import DecisionLog, LoggedDecision
 from pointsman.router.v1 import fleet_pb2
 
-# The newest so many decisions are told every so many s; of the others, how many they were.
+# Interval between two events, s.
 PERIOD_S = 0.25
+# Maximum number of decisions in an event: the newest. Of the others, only their number is sent.
 AT_MOST = 20
-# A viewer that has so many messages waiting for it, 30 s of a busy fleet, is let go: it comes back and asks for the list.
+# Maximum number of messages that wait for a viewer, 30 s of a busy fleet. A viewer with more is disconnected; it reconnects and
+# requests the list.
 WAITING = 120
+# A comment that keeps a connection without decisions alive.
 NOTHING = ": nothing happened\n\n"
 
 
 class Viewer:
-    """One viewer's bounded queue of messages. `drop` is called when it is too slow, and may end a write that waits for it."""
+    """One viewer's bounded queue of messages. `drop` is called if the queue is full, to end a write that waits for the viewer."""
 
     def __init__(self, drop: Callable[[], None]) -> None:
         self._drop = drop
@@ -32,7 +36,7 @@ class Viewer:
         self.dropped = False
 
     def tell(self, message: str) -> None:
-        """Queue a message; drops the viewer when its queue is full."""
+        """Queue a message. Drops the viewer if its queue is full."""
         if len(self._waiting) >= WAITING:
             self._waiting.clear()
             self.dropped = True
@@ -42,7 +46,8 @@ class Viewer:
         self._some.set()
 
     async def next(self, within_s: float) -> str:
-        """All that waits, or a comment when nothing came within `within_s`; "" when the viewer is dropped."""
+        """Wait for messages and return all that are queued, or a comment if none arrives within `within_s`; "" if the viewer is
+        dropped."""
         if not self._waiting and not self.dropped:
             self._some.clear()
             with contextlib.suppress(TimeoutError):
@@ -56,7 +61,7 @@ class Viewer:
 
 
 class DecisionStream:
-    """The log's news for all viewers. Works only while somebody watches."""
+    """Sends the log's new and changed decisions to all viewers. Costs nothing without viewers."""
 
     def __init__(self, log: DecisionLog, to_wire: Callable[[LoggedDecision], fleet_pb2.Decision]) -> None:
         self._log = log
@@ -65,7 +70,7 @@ class DecisionStream:
         self._pump: asyncio.Task[None] | None = None
 
     def join(self, drop: Callable[[], None]) -> Viewer:
-        """A new viewer, until `leave`; `drop` as Viewer has it."""
+        """Add a viewer, until `leave`. `drop`: see Viewer."""
         viewer = Viewer(drop)
         self._viewers.add(viewer)
         if self._pump is None:
@@ -73,7 +78,7 @@ class DecisionStream:
         return viewer
 
     def leave(self, viewer: Viewer) -> None:
-        """Forget a viewer."""
+        """Remove a viewer. Stops the work if it was the last one."""
         self._viewers.discard(viewer)
         if not self._viewers and self._pump is not None:
             self._pump.cancel()
@@ -93,7 +98,7 @@ class DecisionStream:
                 news: dict[str, LoggedDecision] = {}
                 waiting, dropped = watch.read_all()
                 for logged in waiting:
-                    # Of a decision that ended at once only the end is told.
+                    # Of a decision that occurs twice, only the later state is sent.
                     news.pop(logged.decision.decision_id, None)
                     news[logged.decision.decision_id] = logged
                 if news:
@@ -105,5 +110,5 @@ class DecisionStream:
         told: list[dict[str, Any]] = []
         for logged in news[-AT_MOST:]:
             told.append(json_format.MessageToDict(self._to_wire(logged)))
-            await asyncio.sleep(0)  # Placements go first.
+            await asyncio.sleep(0)  # Let placements run in between.
         return f"data: {json.dumps({'decisions': told, 'skipped': len(news) - len(told) + dropped})}\n\n"

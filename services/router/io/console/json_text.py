@@ -1,4 +1,4 @@
-"""Protobuf messages as JSON text in small pieces, so that a long one can be made while placements are answered in between."""
+"""Converts protobuf messages to JSON text in small pieces, so that placements can be answered while a long one is converted."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from google.protobuf.message import Message
 
 
 def json_chunks(message: Message) -> Iterator[str]:
-    """The text of protobuf's JSON mapping of `message`. Each entry of its repeated messages, and of those of the messages of
-    ours in it, is a piece of its own; as protobuf's mapping has it, what is not set is left out."""
-    # protobuf's own printer takes about 0.1 ms for an instance and holds the loop until the last one.
+    """Yield the text of protobuf's JSON mapping of `message` in pieces. Each entry of a repeated field of pointsman messages, in
+    `message` and in the pointsman messages that it contains, is a separate piece. Fields that are not set are omitted, as in
+    protobuf's mapping."""
+    # protobuf's own printer takes about 0.1 ms for each instance and blocks the event loop until the last one.
     rest = type(message)()
     rest.CopyFrom(message)
     long: list[tuple[FieldDescriptor, Any]] = []

@@ -1,1 +1,1 @@
-"""Between the wire (protobuf) and the domain: one module for each peer of the router."""
+"""Conversions between protobuf messages and the router's own types: one module for each kind of peer."""

@@ -1,4 +1,4 @@
-"""What agents say: instances, keys, load."""
+"""Conversions of agents' messages: instances, block keys, load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pointsman.router.core.instances.report_sync import (
 from pointsman.router.core.types import Gpu, InstanceInfo, KvRole, KvTransfer, Load
 from pointsman.router.io.convert.times import finite
 
-# So many keys of a snapshot are taken in at a time, which takes 0.2 ms.
+# Maximum number of a snapshot's keys that are applied at once, which takes 0.2 ms.
 PIECE_KEYS = 512
 _KV_ROLES = {
     KvRole.BOTH: agent_pb2.KV_ROLE_UNSPECIFIED,
@@ -26,7 +26,7 @@ _KV_ROLES = {
 
 
 def instance_info(wire: agent_pb2.Instance) -> InstanceInfo:
-    """An agent's description of an instance."""
+    """Return an agent's description of an instance."""
     return InstanceInfo(
         instance_id=wire.instance_id,
         incarnation=wire.incarnation,
@@ -74,7 +74,7 @@ def instance_to_wire(info: InstanceInfo) -> agent_pb2.Instance:
 
 
 def kv_to_wire(kv: KvTransfer | None) -> agent_pb2.KvTransfer | None:
-    """How an instance moves KV; None when it does not."""
+    """Convert how an instance transfers KV; None if it does not."""
     if kv is None:
         return None
     protocol = agent_pb2.KvProtocol.Value(f"KV_PROTOCOL_{kv.protocol}")
@@ -88,7 +88,7 @@ def kv_to_wire(kv: KvTransfer | None) -> agent_pb2.KvTransfer | None:
 
 
 def _kv_transfer(wire: agent_pb2.Instance) -> KvTransfer | None:
-    # A protocol or a role of a later version is one that this router cannot plan for.
+    # None for a protocol or role of a newer version, since this router cannot plan for it.
     kv = wire.kv_transfer
     if not kv.protocol or kv.protocol not in agent_pb2.KvProtocol.values():
         return None
@@ -100,13 +100,14 @@ def _kv_transfer(wire: agent_pb2.Instance) -> KvTransfer | None:
 
 
 def pieces(wire: agent_pb2.ReportRequest) -> int:
-    """How many messages `key_message` makes of it: a chunk of a snapshot is taken in PIECE_KEYS at a time."""
+    """Return the number of pieces that `key_message` splits a message into: of at most PIECE_KEYS keys for a snapshot chunk, else
+    one."""
     return max(1, math.ceil(len(wire.snapshot_chunk.keys) / PIECE_KEYS))
 
 
 def key_message(wire: agent_pb2.ReportRequest, piece: int = 0) -> KeyMessage | None:
-    """What that piece of `wire` tells of keys, or None when it carries something else. Make it when its turn has come: of a list
-    that waits each collection of young garbage looks at all numbers."""
+    """Convert one piece of a message about block keys; None if the message is of another kind. Call this only when the piece is
+    applied: each collection of young garbage scans all numbers of a list that waits."""
     match wire.WhichOneof("kind"):
         case "snapshot_begin":
             return SnapshotBegin(wire.snapshot_begin.seq)
@@ -127,7 +128,7 @@ def key_message(wire: agent_pb2.ReportRequest, piece: int = 0) -> KeyMessage | N
 
 
 def load(wire: agent_pb2.Load, now: float) -> Load:
-    """A load sample received at `now`."""
+    """Convert a load sample received at `now`, monotonic s."""
     return Load(
         sampled_at=now - wire.sample_age_ms / 1e3,
         running=wire.running,

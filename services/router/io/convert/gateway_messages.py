@@ -1,4 +1,4 @@
-"""What gateways ask and hear: requests, steps, ends."""
+"""Conversions of the messages from and to gateways: requests, steps, ends of requests."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from pointsman.router.io.convert import agent_messages
 from pointsman.router.io.convert.times import duration, finite, seconds
 from pointsman.router.v1 import placement_pb2
 
-# Streams converted in one turn, which takes about two milliseconds.
+# Number of open streams that are converted per turn of the event loop, which takes about 2 ms.
 STREAMS_AT_ONCE = 500
-# An outcome that nobody gave, or that a newer gateway knows, is UNKNOWN: it must not end the stream, and tells nothing of the
-# instance, neither that it answers nor that it fails.
+# Outcomes by number. An unset outcome, or one of a newer gateway, becomes UNKNOWN: it does not end the stream, and counts
+# neither as success nor as failure of the instance.
 _OUTCOMES: dict[int, str] = {number: name for name, number in values(placement_pb2.Outcome).items() if number}
 
 _FINISH_REASONS = {number: name for name, number in values(placement_pb2.FinishReason).items() if number}
 _TIERS = frozenset(number for number in agent_pb2.Tier.values() if number)
-# One that nobody gave, or that a newer gateway knows, waits among the standard ones.
+# Priority classes with their numbers. An unset class, or one of a newer gateway, becomes STANDARD.
 _PRIORITIES = {Priority(word): number for word, number in values(placement_pb2.Priority).items() if number}
 _OF_PRIORITIES: dict[int, Priority] = {number: priority for priority, number in _PRIORITIES.items()}
-# Beyond it a tenant would keep all others of its class out.
+# Maximum weight of a tenant. With a larger one, a tenant would keep all others of its class from being served.
 _MAX_WEIGHT = 1_000
 
 
 def _cached_by_tier(wire: placement_pb2.Finished) -> Mapping[int, int] | None:
-    """None where nothing is said, or what is said cannot be."""
+    """Return the cached tokens by tier; None if none are reported or the report is impossible."""
     told: dict[int, int] = {one.tier: one.tokens for one in wire.cached_by_tier}
     fits = len(told) == len(wire.cached_by_tier) and told.keys() <= _TIERS and sum(told.values()) <= wire.cached_tokens
     return told if told and fits else None
 
 
 def _keys(wire: placement_pb2.PlacementRequest) -> array[int]:
-    # A packed field is an array of little-endian words already: 20 times faster than one Python int for each key.
+    # A packed field is an array of little-endian words on the wire. Copying it is 20 times faster than one Python int per key.
     alone = placement_pb2.PlacementRequest()
     alone.keys.MergeFrom(wire.keys)
     keys = array("Q")
@@ -56,7 +56,7 @@ def _keys(wire: placement_pb2.PlacementRequest) -> array[int]:
 
 
 def placement_request(wire: placement_pb2.PlacementRequest) -> PlacementRequest:
-    """A gateway's request."""
+    """Convert a gateway's placement request."""
     return PlacementRequest(
         request_id=wire.request_id,
         model=wire.model,
@@ -77,14 +77,15 @@ def placement_request(wire: placement_pb2.PlacementRequest) -> PlacementRequest:
 
 
 def request_fault(wire: placement_pb2.PlacementRequest) -> tuple[str, str] | None:
-    """A field of a request to be placed with a value that it cannot have, and why not; None where all is well."""
+    """Return the first invalid field of a placement request and what is wrong with it; None if the request is valid."""
     if not wire.request_id:
         return "request_id", "must not be empty"
     return keys_fault(wire)
 
 
 def keys_fault(wire: placement_pb2.PlacementRequest) -> tuple[str, str] | None:
-    """The same of its keys alone: more than the prompt has full blocks would count as cached what is not there."""
+    """Return what is wrong with the request's keys, as `request_fault` does; None if they are valid. With more keys than the
+    prompt has full blocks, more tokens would count as cached than the prompt has."""
     blocks = wire.input_tokens // KEY_TOKENS
     if len(wire.keys) <= blocks:
         return None
@@ -95,13 +96,13 @@ def keys_fault(wire: placement_pb2.PlacementRequest) -> tuple[str, str] | None:
 
 
 def priority_to_wire(priority: Priority) -> placement_pb2.Priority.ValueType:
-    """A class of requests."""
+    """Convert a priority class."""
     number: placement_pb2.Priority.ValueType = _PRIORITIES[priority]
     return number
 
 
 async def gateway_hello(wire: placement_pb2.GatewayHello) -> ev.GatewayHello:
-    """A gateway's hello with the streams it has open: of thousands a part at a time, with turns for others between."""
+    """Convert a gateway's hello with its open streams. Yields to the event loop after every STREAMS_AT_ONCE streams."""
     streams = []
     for number, stream in enumerate(wire.open_streams, 1):
         streams.append(open_stream(stream))
@@ -116,7 +117,7 @@ async def gateway_hello(wire: placement_pb2.GatewayHello) -> ev.GatewayHello:
 
 
 def open_stream(wire: placement_pb2.OpenStream) -> ev.OpenStream:
-    """A running request, as its gateway tells it."""
+    """Convert a gateway's report of a running request."""
     return ev.OpenStream(
         placement_request(wire.request),
         wire.instance_id,
@@ -126,7 +127,7 @@ def open_stream(wire: placement_pb2.OpenStream) -> ev.OpenStream:
 
 
 def step_done(wire: placement_pb2.StepDone) -> ev.StepDone:
-    """The end of a step that is not the answer."""
+    """Convert the end of a PREFILL step, or of a SERVE step that did not get the KV that it needs."""
     return ev.StepDone(
         wire.request_id,
         wire.step_index,
@@ -138,7 +139,7 @@ def step_done(wire: placement_pb2.StepDone) -> ev.StepDone:
 
 
 def finished(wire: placement_pb2.Finished) -> ev.Finished:
-    """How a request ended."""
+    """Convert the end of a request."""
     timings = wire.timings
     return ev.Finished(
         request_id=wire.request_id,
@@ -164,7 +165,7 @@ def finished(wire: placement_pb2.Finished) -> ev.Finished:
 
 
 def first_token(wire: placement_pb2.FirstToken) -> ev.FirstToken:
-    """The beginning of an answer."""
+    """Convert the report of a response's first token."""
     return ev.FirstToken(wire.request_id, tuple(dict.fromkeys(wire.refused_by)))
 
 
@@ -192,7 +193,7 @@ def finished_to_wire(done: ev.Finished) -> placement_pb2.Finished:
 
 
 def instance_ref(info: InstanceInfo) -> placement_pb2.InstanceRef:
-    """What a gateway needs to reach an instance."""
+    """Return what a gateway needs to reach an instance."""
     return placement_pb2.InstanceRef(
         instance_id=info.instance_id,
         url=info.url,
@@ -211,7 +212,7 @@ _KINDS = {kind: placement_pb2.StepKind.Value(f"STEP_KIND_{kind}") for kind in St
 
 
 def step_to_wire(state: RouterState, plan: Sequence[Step], index: int) -> placement_pb2.Step:
-    """A step of a plan with the addresses that its instances have now."""
+    """Convert a step of a plan, with the current addresses of its instances."""
     step = plan[index]
     wire = placement_pb2.Step(
         index=index,
@@ -228,7 +229,7 @@ def step_to_wire(state: RouterState, plan: Sequence[Step], index: int) -> placem
 
 
 def placement_to_wire(state: RouterState, placed: ev.Placed) -> placement_pb2.Placement:
-    """A request's next step."""
+    """Convert a request's next step."""
     return placement_pb2.Placement(
         request_id=placed.request_id,
         decision_id=placed.decision.decision_id,
@@ -240,7 +241,7 @@ def placement_to_wire(state: RouterState, placed: ev.Placed) -> placement_pb2.Pl
 
 
 def refusal_to_wire(refused: ev.Refused, owner: Owner | None) -> placement_pb2.Refusal:
-    """Why a request is not placed, for its gateway, and the `owner` to ask instead."""
+    """Convert the refusal of a request, with the `owner` to ask instead, if known."""
     retry = refused.retry_after_s
     return placement_pb2.Refusal(
         request_id=refused.request_id,
@@ -253,7 +254,7 @@ def refusal_to_wire(refused: ev.Refused, owner: Owner | None) -> placement_pb2.R
 
 
 def owner_to_wire(owner: Owner | None) -> placement_pb2.Owner | None:
-    """A pool's owner; None when nobody owns it."""
+    """Convert a pool's owner; None if the pool has none."""
     if owner is None:
         return None
     return placement_pb2.Owner(router_id=owner.router_id, address=owner.address, epoch=owner.epoch)

@@ -1,4 +1,4 @@
-"""What operators read: instances, decisions, what another policy would have done."""
+"""Conversions of FleetService's messages: instances, orders, decisions, policies, what-if results."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ _OUTCOMES = values(fleet_pb2.DecisionOutcome)
 
 
 def policy_to_wire(ref: PolicyRef) -> fleet_pb2.Policy:
-    """A policy's name and settings."""
+    """Convert a policy's name and settings."""
     settings = struct_pb2.Struct()
     settings.update(dict(ref.settings))
     return fleet_pb2.Policy(name=ref.name, settings=settings)
 
 
 def policy_etag(ref: PolicyRef) -> str:
-    """Stands for a policy with all its settings, in the form of an HTTP entity tag; equal for equal ones."""
+    """Return a digest of a policy's name and settings in the form of an HTTP entity tag. Equal policies have equal tags."""
     text = msgspec.json.encode((ref.name, sorted(dict(ref.settings).items())))
     return f'"{hashlib.sha256(text).hexdigest()[:16]}"'
 
 
 def policy_settings(wire: struct_pb2.Struct) -> dict[str, object]:
-    """Settings as they were sent; None for what no setting can be (null, a list, a message)."""
+    """Return the settings as they were sent. A value of a kind that no setting has (null, a list, a message) becomes None."""
     scalars = ("number_value", "string_value", "bool_value")
     kinds = {name: value.WhichOneof("kind") for name, value in wire.fields.items()}
     return {name: getattr(wire.fields[name], kind) if kind in scalars else None for name, kind in kinds.items()}
 
 
 def what_if_to_wire(comparison: PolicyComparison) -> fleet_pb2.WhatIfResponse:
-    """What another policy would have changed, in all, by class and reason, and one by one."""
+    """Convert what another policy would have changed: in total, by route class and reason, and for each decision."""
     return fleet_pb2.WhatIfResponse(
         decided=comparison.decided,
         changed=comparison.changed,
@@ -87,7 +87,7 @@ def what_if_to_wire(comparison: PolicyComparison) -> fleet_pb2.WhatIfResponse:
 
 
 def group_to_wire(group: OutcomeGroup) -> fleet_pb2.SummarizeDecisionsResponse.Group:
-    """How the decisions of a group ended, or all."""
+    """Convert the statistics of how a group's decisions ended, or all decisions."""
     wire = fleet_pb2.SummarizeDecisionsResponse.Group(
         route_class=_CLASSES[group.route_class],
         mode=_MODES[group.mode],
@@ -113,7 +113,7 @@ def group_to_wire(group: OutcomeGroup) -> fleet_pb2.SummarizeDecisionsResponse.G
 
 
 def policy_description(kind: type[Policy]) -> fleet_pb2.PolicyDescription:
-    """A policy that can be chosen: the first sentence of its docstring, and its settings."""
+    """Describe a policy that can be set: the first sentence of its docstring, and its settings."""
     wire = fleet_pb2.PolicyDescription(name=kind.name, summary=summary(kind))
     for one in fields(kind):
         setting = wire.settings.add(name=one.name, bounds=bounds(one), meaning=one.metadata["doc"])
@@ -134,7 +134,7 @@ def _prefills_elsewhere(decision: Decision) -> str:
 
 
 def state_to_wire(state: InstanceState) -> fleet_pb2.InstanceState.ValueType:
-    """An instance's state."""
+    """Convert an instance's state."""
     return fleet_pb2.InstanceState.Value(f"INSTANCE_STATE_{state}")
 
 
@@ -143,7 +143,7 @@ def _source(source: PrefixSource) -> fleet_pb2.PrefixSource.ValueType:
 
 
 def instance_status(state: RouterState, record: InstanceRecord, now: float) -> fleet_pb2.InstanceStatus:
-    """An instance as the router sees it at `now`."""
+    """Return an instance's status as the router sees it at `now`, monotonic s."""
     info, load, counters = record.info, record.load, state.reservations.counters(record.info.instance_id)
     wire = fleet_pb2.InstanceStatus(
         instance=agent_messages.instance_to_wire(info),
@@ -174,7 +174,7 @@ def instance_status(state: RouterState, record: InstanceRecord, now: float) -> f
 
 
 def order_to_wire(instance_id: str, order: InstanceOrder, *, known: bool) -> fleet_pb2.InstanceOrder:
-    """An operator's order for an instance, which is `known` or not."""
+    """Convert an operator's order for an instance. `known`: whether the router knows the instance."""
     return fleet_pb2.InstanceOrder(
         instance_id=instance_id,
         cordoned=order.cordoned,
@@ -188,7 +188,7 @@ def order_to_wire(instance_id: str, order: InstanceOrder, *, known: bool) -> fle
 
 
 def order_change(wire: fleet_pb2.SetInstanceOrderRequest, now: float) -> OrderChange:
-    """What an operator asks to be changed at `now`, in s since 1970."""
+    """Convert the change that an operator requests at `now`, unix s."""
     return OrderChange(
         wire.instance_id,
         now,
@@ -225,7 +225,8 @@ def _candidate(candidate: Candidate, age_s: float | None, score: float | None) -
 
 
 def decision_to_wire(state: RouterState, logged: LoggedDecision, *, candidates: bool = True) -> fleet_pb2.Decision:
-    """A logged decision, with or without its candidates and the digest of its inputs, which is a sum over them."""
+    """Convert a logged decision, with or without its candidates and the digest of its inputs. The digest is computed over the
+    candidates, so both cost time for each of them."""
     decision = logged.decision
     request, result = decision.request, decision.result
     wire = fleet_pb2.Decision(

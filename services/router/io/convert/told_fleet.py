@@ -1,4 +1,4 @@
-"""What gateways are told of the fleet: all of it when their stream opens, then what changes."""
+"""The fleet as it is sent to gateways: the whole fleet when a stream opens, then the changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pointsman.router.v1 import placement_pb2
 
 
 class ToldFleet:
-    """The fleet as every gateway with an open stream has been told it. `ownerless_timeout_s` is in s."""
+    """The fleet as it was last sent to the gateways with an open stream."""
 
     def __init__(self, ownerless_timeout_s: float) -> None:
         self._ownerless_timeout = duration(ownerless_timeout_s)
@@ -22,8 +22,8 @@ class ToldFleet:
     def update(
         self, pools: Iterable[PoolInfo], owner: Callable[[str], Owner | None], *, starting: bool
     ) -> placement_pb2.FleetUpdate | None:
-        """What has changed since the last call, to be told to every gateway with an open stream; None: nothing. A pool that is
-        the same object as then, with the same owner, is not looked at. Mutates."""
+        """Return what has changed since the last call, to be sent to every gateway with an open stream; None if nothing has.
+        A pool that is the same object with the same owner is not compared. Mutates."""
         update = placement_pb2.FleetUpdate(starting=starting)
         changed = starting is not self._starting
         self._starting = starting
@@ -43,7 +43,7 @@ class ToldFleet:
         return update if changed else None
 
     def whole(self) -> placement_pb2.Fleet:
-        """All that has been told, for a gateway that opens its stream."""
+        """Return the fleet as of the last `update`, for a gateway that opens its stream."""
         fleet = placement_pb2.Fleet(starting=self._starting, ownerless_timeout=self._ownerless_timeout)
         for _, told in sorted(self._pools.items()):
             told.write(fleet.pools.add())
@@ -51,7 +51,7 @@ class ToldFleet:
 
 
 class _ToldPool:
-    """One pool as it has been told. References are kept: making them anew takes some microseconds each, for every instance."""
+    """One pool as it was last sent. The instances' messages are kept, since making one takes some microseconds."""
 
     def __init__(self) -> None:
         self._info: PoolInfo | None = None
@@ -60,7 +60,7 @@ class _ToldPool:
         self._refs: dict[str, placement_pb2.InstanceRef] = {}
 
     def update(self, info: PoolInfo, owner: Owner | None) -> placement_pb2.PoolUpdate | None:
-        """What gateways are to be told now; None where nothing of it is another. Mutates."""
+        """Return what has changed of the pool since the last call; None if nothing has. Mutates."""
         if info is self._info and owner == self._owner:
             return None
         update, changed = placement_pb2.PoolUpdate(model=info.model), False
@@ -71,7 +71,7 @@ class _ToldPool:
         before = self._info.instances if self._info is not None else {}
         for instance_id in sorted(one for one, known in info.instances.items() if before.get(one) is not known):
             ref = instance_ref(info.instances[instance_id])
-            if ref != self._refs.get(instance_id):  # an agent that came back tells the same once more
+            if ref != self._refs.get(instance_id):  # an agent that reconnects reports the same again
                 self._refs[instance_id] = ref
                 update.instances.append(ref)
                 changed = True
@@ -83,7 +83,7 @@ class _ToldPool:
         return update if changed else None
 
     def write(self, pool: placement_pb2.Pool) -> None:
-        """Fill an empty message. Mutates `pool`."""
+        """Write the pool as it was last sent into `pool`, an empty message. Mutates `pool`."""
         if self._description is not None:
             pool.CopyFrom(self._description)
         pool.instances.extend(ref for _, ref in sorted(self._refs.items()))

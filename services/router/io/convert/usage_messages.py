@@ -1,18 +1,23 @@
-"""What gateways tell of their keys' usage, and what of the limits they are granted."""
+"""Conversions of gateways' usage reports of API keys, and of the grants that they are answered with."""
 
 from __future__ import annotations
 
 from pointsman.router.core.usage_accounts import KeyReport, UsageAnswer
 from pointsman.router.v1 import placement_pb2
 
+# Maximum number of keys of a report; the rest is ignored.
 _MAX_USAGE_KEYS = 1_000
+# Maximum of a limit per minute, and of each amount of requests or tokens.
 _MAX_LIMIT = 10**12
+# Maximum number of requests in flight of a key.
 _MAX_IN_FLIGHT = 10**6
+# Length of a key's digest, bytes.
 _USAGE_KEY_BYTES = 16
 
 
 def usage_reports(wire: placement_pb2.UsageReport) -> list[KeyReport]:
-    """What a gateway process tells of keys, without what cannot be: one bad figure could keep a tenant out for hours."""
+    """Return a gateway process's reports on keys, without those with impossible figures: one bad figure could block a tenant for
+    hours."""
     return [
         KeyReport(
             key=one.key,
@@ -39,7 +44,7 @@ def usage_reports(wire: placement_pb2.UsageReport) -> list[KeyReport]:
 
 
 def _is_possible(one: placement_pb2.KeyReport) -> bool:
-    # Comparisons with NaN are false.
+    # NaN fails each of the comparisons.
     amounts = (one.used_requests, one.returned_requests, one.returned_tokens, one.held_requests, one.held_tokens)
     levels = (one.used_tokens, one.level_requests, one.level_tokens)
     return (
@@ -52,7 +57,7 @@ def _is_possible(one: placement_pb2.KeyReport) -> bool:
 
 
 def usage_answer_to_wire(answer: UsageAnswer) -> placement_pb2.UsageAnswer:
-    """What gateways may use."""
+    """Convert the answer to a usage report: what the gateway is granted."""
     return placement_pb2.UsageAnswer(
         gateways=answer.gateways,
         tell_all=answer.tell_all,

@@ -1,4 +1,4 @@
-"""AgentService: agents' streams into events."""
+"""AgentService: turns the messages on agents' streams into events for the router."""
 
 from __future__ import annotations
 
@@ -23,38 +23,39 @@ from pointsman.router.io.rpc.turn_budget import TurnBudget
 from pointsman.router.io.runtime import AgentStream, Router
 
 AGENT_SERVICE = agent_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name
-# What many agents tell at once holds placements up for so long; a piece of it is a message, or PIECE_KEYS of a snapshot.
+# Longest time that agents' messages may block the event loop per turn, s. The unit of work is a message, or PIECE_KEYS keys of
+# a snapshot chunk.
 REPORTS_BUDGET_S = 0.0005
 
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, agent_pb2.ReportResponse]"
 
 
 def add_agent_service(service: AgentService, server: grpc.aio.Server) -> None:
-    """As the generated add_AgentServiceServicer_to_server, but for messages that are not parsed yet: gRPC would parse those of
-    all agents in one turn of the loop."""
+    """Register the service like the generated add_AgentServiceServicer_to_server, but receive messages as bytes. gRPC would parse
+    the messages of all agents in one turn of the event loop."""
     handlers = {
         "Report": grpc.stream_stream_rpc_method_handler(
             service.Report, response_serializer=agent_pb2.ReportResponse.SerializeToString
         )
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(AGENT_SERVICE, handlers),))
-    # The stubs do not have what the generated code calls.
+    # The generated code calls this method, but grpc's type stubs lack it.
     server.add_registered_method_handlers(AGENT_SERVICE, handlers)  # type: ignore[attr-defined]
 
 
 class AgentService:
-    """One stream for each instance."""
+    """The service that agents report to. Each instance has its own stream."""
 
     def __init__(self, router: Router, may_report: Callable[[str, Sequence[str], str], bool]) -> None:
-        """`may_report`: whether who shows this `authorization` and a certificate with these names may report the instance with
-        this id, or at this HOST:PORT."""
+        """`may_report(authorization, names, name)` returns whether an agent with this authorization header and a certificate
+        with these names may report `name`: an instance id, or a HOST:PORT."""
         self._router = router
         self._may_report = may_report
         self._stream_ids = itertools.count(1)
         self._turns = TurnBudget(REPORTS_BUDGET_S)
 
     async def Report(self, requests: object, context: Context) -> None:  # noqa: N802
-        """Read the agent's messages, write the router's, until either side ends."""
+        """Read the agent's messages and write the router's, until either side ends."""
         stream_id = next(self._stream_ids)
         stream = self._router.agents[stream_id] = AgentStream()
         ended = await run_duplex(
@@ -65,7 +66,7 @@ class AgentService:
             code = grpc.StatusCode.ABORTED if refusal.replaced else grpc.StatusCode.FAILED_PRECONDITION
             await context.abort(code, refusal.reason)
         if refusal is None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the router stops")
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the router is stopping")
         if isinstance(ended[0], _NotYours):
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(ended[0]))
         if isinstance(ended[0], _ProtocolError):
@@ -85,8 +86,8 @@ class AgentService:
     def _take(
         self, stream_id: int, instance_id: str, message: agent_pb2.ReportRequest, piece: int, context: Context
     ) -> str:
-        """A piece of a message of an agent, of which `instance_id` (empty before the hello) is reported; the id that is from now
-        on."""
+        """Submit the event for one piece of an agent's message. `instance_id` is the instance that the stream reports ("" before
+        the hello). Return the stream's instance id after the message. Raises _ProtocolError or _NotYours."""
         kind = message.WhichOneof("kind")
         if kind == "hello":
             if instance_id:
@@ -115,20 +116,20 @@ class AgentService:
         return instance_id
 
     def _check_right(self, context: Context, instance: agent_pb2.Instance) -> None:
-        """Raise _NotYours unless the agent may report the instance, and have prompts sent where it says."""
+        """Raise _NotYours unless the agent may report this instance id, and the addresses that prompts and KV requests go to."""
         shown, names = credentials(context)
         for name in (instance.instance_id, _address(instance.url)):
             if not self._may_report(shown, names, name):
                 raise _NotYours(f"this agent may not report {name}")
         bootstrap = _address(instance.kv_transfer.bootstrap_url)
         host = bootstrap.rpartition(":")[0]
-        # Its KV is fetched there: from the same host, on a port of its own.
+        # Other engines fetch the instance's KV from the bootstrap address. Any port on the instance's host is allowed.
         if (
             bootstrap
             and host != _address(instance.url).rpartition(":")[0]
             and not self._may_report(shown, names, bootstrap)
         ):
-            raise _NotYours(f"this agent may not name {bootstrap} as a place to fetch KV from")
+            raise _NotYours(f"this agent may not report {bootstrap} as the address to fetch KV from")
 
     async def _write(self, stream: AgentStream, context: Context) -> ev.RefuseReport | None:
         while isinstance(reply := await stream.replies.get(), agent_pb2.ReportResponse):
@@ -143,7 +144,7 @@ class AgentService:
 
 
 def _address(url: str) -> str:
-    """HOST:PORT that `url` is dialled at, whatever else it says; empty for none."""
+    """Return the HOST:PORT of `url`; "" if it has no host. Raises _ProtocolError if it is no URL."""
     try:
         parts = urlsplit(url)
         return f"{parts.hostname}:{parts.port or ''}" if parts.hostname else ""
@@ -159,8 +160,8 @@ def _parsed(raw: bytes) -> agent_pb2.ReportRequest:
 
 
 class _NotYours(Exception):
-    """The agent's token is good for other instances."""
+    """The agent's token or certificate does not permit this instance or address."""
 
 
 class _ProtocolError(Exception):
-    """The agent does not follow the protocol."""
+    """The agent violates the protocol."""

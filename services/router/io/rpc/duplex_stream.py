@@ -1,4 +1,4 @@
-"""A stream's two halves: what is read and what is written of it run at once, and end together."""
+"""Runs the reading and the writing half of a bidirectional stream concurrently, and ends both together."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Written = TypeVar("Written")
 async def run_duplex(
     reading: Coroutine[None, None, Read], writing: Coroutine[None, None, Written], gone: Callable[[], None]
 ) -> tuple[Read | BaseException, Written | BaseException]:
-    """Run both until either ends, then end the other; what each returned or raised. `gone` is called once, whatever ends them.
+    """Run both coroutines until either ends, then cancel the other. Return the result or the exception of each.
 
-    It is called before the two are awaited: grpc cancels a call when its peer is gone, which may be while they end, and whoever
-    had not been told by then would take the peer for present for ever.
+    `gone` is called exactly once, before the two cancelled tasks are awaited. grpc cancels this call when its peer disconnects,
+    possibly during that wait. Without `gone`, the peer would then count as connected for ever.
     """
     reader, writer = asyncio.ensure_future(reading), asyncio.ensure_future(writing)
     try:

@@ -1,4 +1,4 @@
-"""Errors as google.rpc.Status, with the details that clients act on: an ErrorInfo in each (https://google.aip.dev/193)."""
+"""gRPC errors as google.rpc.Status with details that clients act on. Each has an ErrorInfo (https://google.aip.dev/193)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pointsman.router.io.convert.times import duration
 
 DOMAIN = "pointsman"
 
-# Why a request is refused, by the code of the refusal.
+# ErrorInfo reason by the gRPC status name of a refusal.
 _REFUSALS = {
     "NOT_FOUND": "MODEL_NOT_FOUND",
     "RESOURCE_EXHAUSTED": "SATURATED",
@@ -28,13 +28,14 @@ _REFUSALS = {
 
 
 async def abort(context: Any, status: grpc.Status) -> NoReturn:
-    """End a call with `status`; raises, as `context.abort` does."""
+    """End a call with `status`. Always raises, as `context.abort` does."""
     await context.abort_with_status(status)
     raise AssertionError("abort_with_status raises")
 
 
 def refusal_status(refused: ev.Refused, owner: Owner | None = None) -> grpc.Status:
-    """A refusal as a status; with RetryInfo when trying again may help, and NOT_OWNER naming the `owner` to ask instead."""
+    """Return a refusal as a status, with RetryInfo if a retry may help. If `owner` is given, the reason is NOT_OWNER, and
+    the metadata name this owner, which is to be asked instead."""
     if refused.asked_model:
         return field_status("request.model", refused.message)
     details: list[object] = []
@@ -49,43 +50,43 @@ def refusal_status(refused: ev.Refused, owner: Owner | None = None) -> grpc.Stat
 
 
 def setting_status(error: SettingError) -> grpc.Status:
-    """INVALID_ARGUMENT with a BadRequest that names the field under `policy`."""
+    """Return INVALID_ARGUMENT with a BadRequest that names the invalid field below `policy`."""
     violation = error_details_pb2.BadRequest.FieldViolation(field=f"policy.{error.field}", description=str(error))
     bad_request = error_details_pb2.BadRequest(field_violations=[violation])
     return _status("INVALID_ARGUMENT", "INVALID_POLICY", f"policy.{error}", {}, bad_request)
 
 
 def field_status(field: str, message: str) -> grpc.Status:
-    """INVALID_ARGUMENT: a field of the request has a value that it cannot have, as a BadRequest says, too."""
+    """Return INVALID_ARGUMENT with a BadRequest: a field of the request has an invalid value."""
     violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=message)
     bad_request = error_details_pb2.BadRequest(field_violations=[violation])
     return _status("INVALID_ARGUMENT", "INVALID_FIELD", f"{field}: {message}", {"field": field}, bad_request)
 
 
 def page_token_status(message: str) -> grpc.Status:
-    """INVALID_ARGUMENT: a page_token that this router did not give for this request."""
+    """Return INVALID_ARGUMENT: this router did not issue the page_token for this request."""
     return _status("INVALID_ARGUMENT", "INVALID_PAGE_TOKEN", message, {})
 
 
 def not_found_status(what: str, name: str, message: str) -> grpc.Status:
-    """NOT_FOUND: there is no `what` (a word such as "instance") with this name."""
+    """Return NOT_FOUND: no `what` (a word such as "instance") has this name."""
     return _status("NOT_FOUND", f"{what.upper()}_NOT_FOUND", message, {what: name})
 
 
 def policy_changed_status(etag: str) -> grpc.Status:
-    """ABORTED: another policy is in force than the one to replace; `etag` stands for it."""
-    message = "another policy is in force by now: read it, and decide again"
+    """Return ABORTED: the policy in force, identified by `etag`, is not the one that the caller wants to replace."""
+    message = "the policy has changed in the meantime: read it again before you change it"
     return _status("ABORTED", "POLICY_CHANGED", message, {"etag": etag})
 
 
 def too_many_orders_status(most: int) -> grpc.Status:
-    """RESOURCE_EXHAUSTED: there are orders for `most` instances already."""
+    """Return RESOURCE_EXHAUSTED: the maximum of `most` instances have orders already."""
     return _status("RESOURCE_EXHAUSTED", "TOO_MANY_ORDERS", f"there are orders for {most:,} instances already", {})
 
 
 def gateway_id_status(gateway_id: str) -> grpc.Status:
-    """ALREADY_EXISTS: another gateway has the id."""
-    message = f"the gateway id {gateway_id!r} is another gateway's"
+    """Return ALREADY_EXISTS: another gateway uses the id."""
+    message = f"the gateway id {gateway_id!r} belongs to another gateway"
     return _status("ALREADY_EXISTS", "GATEWAY_ID_IN_USE", message, {"gateway_id": gateway_id})
 
 

@@ -1,4 +1,4 @@
-"""FleetService: the fleet now, and why requests went where they did."""
+"""FleetService: the API for operators, with the fleet's state, the decisions and their reasons, and operators' orders."""
 
 from __future__ import annotations
 
@@ -46,35 +46,40 @@ from pointsman.router.io.runtime import PolicyChanged, Router
 from pointsman.router.io.telemetry.decision_log import DecisionFilter, LoggedDecision
 from pointsman.router.v1 import fleet_pb2, fleet_pb2_grpc
 
+# Default number of decisions that SummarizeDecisions reads.
 DEFAULT_SUMMARIZED = 1_000
+# Maximum number of decisions that SummarizeDecisions reads.
 MAX_SUMMARIZED = 10_000
-# Sessions are kept by the million, and looked through while placements wait.
+# Maximum number of sessions that one ListSessions call examines. A router may know a million, and placements share its loop.
 SESSIONS_LOOKED_AT = 20_000
 
 
 class SessionPosition(NamedTuple):
-    """A session in the order of use: when it was used last (monotonic s), and which one it is of those used then, from 1."""
+    """A session's position in the order of last use: time of last use (monotonic s), and its rank among sessions with the same
+    time, from 1."""
 
     used_at: float
     number: int
 
     def precedes(self, other: SessionPosition) -> bool:
-        """Whether it is listed before the other."""
+        """Return whether this position is listed before `other`."""
         return (-self.used_at, self.number) < (-other.used_at, other.number)
 
 
 class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
-    """Reads are answered by every replica; decisions are known to the replica that made them."""
+    """The service that operators, the CLI and the console use. Every replica answers reads; only the replica that made a decision
+    has it in its log."""
 
     def __init__(self, router: Router) -> None:
         super().__init__(router)
-        # A thousand decisions take seconds at a thousand instances: whoever asks meanwhile waits, and not each placement twice.
+        # WhatIf over a thousand decisions takes seconds with a thousand instances. Concurrent calls wait for each other, so that
+        # together they do not delay placements more than one call does.
         self._deciding_again = asyncio.Lock()
 
     async def ListInstances(  # noqa: N802
         self, request: fleet_pb2.ListInstancesRequest, context: Any
     ) -> fleet_pb2.ListInstancesResponse:
-        """All instances, or those of one model, by id."""
+        """Return all instances, or those of one model, ordered by id."""
         size, after = await self._page(request, str, context, default=MAX_PAGE)
         pool = self._router.state.instances.pool_of(request.model)
         found = [
@@ -95,13 +100,13 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
     async def GetInstance(  # noqa: N802
         self, request: fleet_pb2.GetInstanceRequest, context: Any
     ) -> fleet_pb2.GetInstanceResponse:
-        """One instance."""
+        """Return one instance."""
         return fleet_pb2.GetInstanceResponse(instance=self._status(await self._instance(request.instance_id, context)))
 
     async def Drain(  # noqa: N802
         self, request: fleet_pb2.DrainRequest, context: Any
     ) -> fleet_pb2.DrainResponse:
-        """Stop or resume placements on an instance, by all replicas."""
+        """Stop or resume placements on an instance at all replicas."""
         record = await self._instance(request.instance_id, context)
         everywhere = await self._router.drain(record.info, request.resume)
         return fleet_pb2.DrainResponse(instance=self._status(record), this_replica_only=not everywhere)
@@ -109,7 +114,7 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
     async def SetInstanceOrder(  # noqa: N802
         self, request: fleet_pb2.SetInstanceOrderRequest, context: Any
     ) -> fleet_pb2.SetInstanceOrderResponse:
-        """Cordon an instance or let it in again, or change its share of new sessions, by all replicas."""
+        """Set or lift an instance's cordon, or change its weight, at all replicas."""
         change = operator_messages.order_change(request, time.time())
         try:
             check_change(change)
@@ -128,7 +133,7 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
     async def ListInstanceOrders(  # noqa: N802
         self, request: fleet_pb2.ListInstanceOrdersRequest, context: Any
     ) -> fleet_pb2.ListInstanceOrdersResponse:
-        """All orders by instance id, of instances known or not."""
+        """Return all orders ordered by instance id, including those for unknown instances."""
         size, after = await self._page(request, str, context, default=MAX_PAGE)
         found = sorted(name for name in self._router.state.instances.orders if after is None or name > after)
         return fleet_pb2.ListInstanceOrdersResponse(
@@ -139,7 +144,7 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
     async def SetPolicy(  # noqa: N802
         self, request: fleet_pb2.SetPolicyRequest, context: Any
     ) -> fleet_pb2.SetPolicyResponse:
-        """Change the policy of all replicas; everything else stays."""
+        """Change the policy of all replicas. Nothing else changes."""
         policy = await self._policy(request.policy, context)
         try:
             everywhere = await self._router.set_policy(policy, request.etag)
@@ -154,7 +159,7 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
     async def ListDecisions(  # noqa: N802
         self, request: fleet_pb2.ListDecisionsRequest, context: Any
     ) -> fleet_pb2.ListDecisionsResponse:
-        """The newest decisions that match."""
+        """Return the newest decisions that match, newest first."""
         size, before = await self._page(request, int, context)
         wanted = _filter(request.filter)
         found = list(itertools.islice(self._router.decisions.newest(wanted.matches, before), size + 1))
@@ -166,11 +171,11 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
     async def WatchDecisions(  # noqa: N802
         self, request: fleet_pb2.WatchDecisionsRequest, context: Any
     ) -> AsyncIterator[fleet_pb2.WatchDecisionsResponse]:
-        """Decisions as they are made and as they end."""
+        """Stream matching decisions when they are made, noted or ended."""
         wanted = replace(_filter(request.filter), since_unix_s=0.0, until_unix_s=math.inf)
         watch = self._router.decisions.watch(wanted.matches)
         try:
-            # Otherwise they come with the first decision, and nobody could tell when a watch has begun.
+            # Without this, metadata is sent with the first decision, and a client cannot know when the watch has begun.
             await context.send_initial_metadata(())
             while True:
                 logged, dropped = await watch.next()
@@ -181,14 +186,14 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
     async def GetDecision(  # noqa: N802
         self, request: fleet_pb2.GetDecisionRequest, context: Any
     ) -> fleet_pb2.GetDecisionResponse:
-        """One decision with all candidates."""
+        """Return one decision with all its candidates."""
         logged = await self._logged(request.decision_id, context)
         return fleet_pb2.GetDecisionResponse(decision=self._decision(logged))
 
     async def Explain(  # noqa: N802
         self, request: fleet_pb2.ExplainRequest, context: Any
     ) -> fleet_pb2.ExplainResponse:
-        """A dry run: decides, and reserves nothing."""
+        """Return the decision that would be made for a request. Reserves nothing."""
         policy = await self._policy(request.policy, context) if request.HasField("policy") else None
         if (fault := gateway_messages.keys_fault(request.request)) is not None:
             await abort(context, field_status(f"request.{fault[0]}", fault[1]))
@@ -204,7 +209,7 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
     async def WhatIf(  # noqa: N802
         self, request: fleet_pb2.WhatIfRequest, context: Any
     ) -> fleet_pb2.WhatIfResponse:
-        """Recorded decisions made again under another policy, on what they saw then."""
+        """Make recorded decisions again under another policy, on the view that they saw, and compare."""
         policy = await self._policy(request.policy, context)
         if request.decision_id:
             recorded = [await self._logged(request.decision_id, context)]
@@ -222,7 +227,7 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
     async def SummarizeDecisions(  # noqa: N802
         self, request: fleet_pb2.SummarizeDecisionsRequest, context: Any
     ) -> fleet_pb2.SummarizeDecisionsResponse:
-        """How the newest decisions that match ended."""
+        """Return statistics of how the newest decisions that match ended."""
         if request.last > MAX_SUMMARIZED:
             await abort(context, field_status("last", f"at most {MAX_SUMMARIZED}"))
         newest = self._router.decisions.newest(_filter(request.filter).matches)
@@ -240,7 +245,7 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
     async def ListSessions(  # noqa: N802
         self, request: fleet_pb2.ListSessionsRequest, context: Any
     ) -> fleet_pb2.ListSessionsResponse:
-        """The lately used sessions that match, with their owners."""
+        """Return the most recently used sessions that match, with their owners."""
         size, after = await self._page(request, SessionPosition, context)
         affinity, now = self._router.state.affinity, time.monotonic()
         answer = fleet_pb2.ListSessionsResponse(total=len(affinity), time_to_live=duration(affinity.ttl_s))
@@ -265,7 +270,7 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
         return answer
 
     async def _count_turns(self, names: list[tuple[str, str]], answer: fleet_pb2.ListSessionsResponse) -> None:
-        """Add what the log tells of the answer's sessions, whose pools and names these are."""
+        """Add the log's figures to the sessions of `answer`, which have these pools and names. Mutates `answer`."""
         logged = list(self._router.decisions.newest(lambda _: True))
         if not logged:
             return
@@ -283,7 +288,7 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
     async def ListPolicies(  # noqa: N802
         self, request: fleet_pb2.ListPoliciesRequest, context: Any
     ) -> fleet_pb2.ListPoliciesResponse:
-        """All policies with their settings, and what reasons and classes mean."""
+        """Return all policies with their settings, and the meanings of reasons and route classes."""
         return fleet_pb2.ListPoliciesResponse(
             policies=map(operator_messages.policy_description, POLICIES.values()),
             reasons=REASONS,
@@ -293,7 +298,7 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
     async def ListReplicas(  # noqa: N802
         self, request: fleet_pb2.ListReplicasRequest, context: Any
     ) -> fleet_pb2.ListReplicasResponse:
-        """The live routers, the pools' owners, and this replica's own health."""
+        """Return the live routers, the pools' owners, and this replica's health."""
         return replicas_to_wire(self._router)
 
     def _status(self, record: InstanceRecord) -> fleet_pb2.InstanceStatus:
@@ -305,7 +310,7 @@ class FleetService(HistoryLists, fleet_pb2_grpc.FleetServiceServicer):
         return operator_messages.order_to_wire(instance_id, instances.orders.get(instance_id, NO_ORDER), known=known)
 
     def without_candidates(self, logged: LoggedDecision) -> fleet_pb2.Decision:
-        """A decision as WatchDecisions tells it."""
+        """Return a decision as WatchDecisions sends it: without candidates."""
         return self._decision(logged, candidates=False)
 
     def _decision(self, logged: LoggedDecision, *, candidates: bool = True) -> fleet_pb2.Decision:

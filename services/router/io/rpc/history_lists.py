@@ -1,4 +1,4 @@
-"""FleetService's histories: the last 15 minutes of pools and instances."""
+"""FleetService's history methods: the last 15 minutes of pools and instances."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Series = tuple[fleet_pb2.PoolMeasure.ValueType, PoolMeasure]
 
 
 class HistoryLists(PagedLists):
-    """The two methods. Their answers are made in turns."""
+    """The methods ListPoolHistories and ListInstanceHistories. They pause in between, so that placements are not delayed."""
 
     async def ListPoolHistories(  # noqa: N802
         self, request: fleet_pb2.ListPoolHistoriesRequest, context: Any
     ) -> fleet_pb2.ListPoolHistoriesResponse:
-        """The pools' series by model, and their total."""
+        """Return the pools' series ordered by model, and their total."""
         size, after = await self._page(request, str, context)
         wanted = [(wire, await _pool_measure(wire, context)) for wire in sorted(set(request.measures))] or _ALL
         history, now = self._router.history, time.monotonic()
@@ -57,11 +57,11 @@ class HistoryLists(PagedLists):
     async def ListInstanceHistories(  # noqa: N802
         self, request: fleet_pb2.ListInstanceHistoriesRequest, context: Any
     ) -> fleet_pb2.ListInstanceHistoriesResponse:
-        """The instances' values of one measure, by id."""
+        """Return the instances' values of one measure, ordered by id."""
         size, after = await self._page(request, str, context, default=MAX_PAGE)
         name = word(fleet_pb2.InstanceMeasure, request.measure)
         if name not in InstanceMeasure.__members__:
-            await abort(context, field_status("measure", "must be one of InstanceMeasure"))
+            await abort(context, field_status("measure", "must be a value of InstanceMeasure"))
         measure = InstanceMeasure[name]
         history, now = self._router.history, time.monotonic()
         rows = sorted_rows(history.instances, self._pool(request.model), after)
@@ -81,7 +81,7 @@ class HistoryLists(PagedLists):
         return answer
 
     def _times(self, buckets: tuple[int, int], step_s: float, now: float) -> dict[str, Any]:
-        """The fields of both answers that say of when their values are; `buckets`: the first and the last."""
+        """Return the time fields that both responses have. `buckets`: numbers of the first and the last bucket."""
         first, last = buckets
         return {
             "start_time": _wall(first * step_s, now),
@@ -92,7 +92,7 @@ class HistoryLists(PagedLists):
         }
 
     def _pool(self, model: str) -> str:
-        # A pool whose instances are gone has no names any more but its own.
+        # A pool without instances has only its own name: its other names came from the instances.
         return self._router.state.instances.pool_of(model) or model
 
 
@@ -102,7 +102,7 @@ _ALL: list[Series] = [(fleet_pb2.PoolMeasure.Value(f"POOL_MEASURE_{measure.name}
 async def _pool_measure(wire: fleet_pb2.PoolMeasure.ValueType, context: Any) -> PoolMeasure:
     name = word(fleet_pb2.PoolMeasure, wire)
     if name not in PoolMeasure.__members__:
-        await abort(context, field_status("measures", "must be of PoolMeasure"))
+        await abort(context, field_status("measures", "must be values of PoolMeasure"))
     return PoolMeasure[name]
 
 
@@ -118,5 +118,5 @@ def _some(values: list[float]) -> bool:
 
 
 def _wall(at: float, now: float) -> Any:
-    """A moment of the router's clock, which says `now`, as a timestamp in ms."""
+    """Convert `at`, s on the monotonic clock that now shows `now`, to a wall clock timestamp, rounded to ms."""
     return timestamp(round(time.time() - now + at, 3))

@@ -1,4 +1,4 @@
-"""What methods that tell long lists share: pages, and answers that are made in turns."""
+"""What list methods share: pages, and building long responses in parts with pauses."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pointsman.router.io.rpc.errors import abort, field_status, page_token_statu
 from pointsman.router.io.rpc.pages import DEFAULT_PAGE, InvalidPageToken, page_size, position_of, token_after
 from pointsman.router.io.runtime import Router
 
-# How long an answer may keep placements waiting, and how long they are alone then, in s: whoever asks how much, it takes at most
-# a quarter of the loop.
+# Longest time that building a response may block the event loop at once, s.
 TURN_S = 0.001
+# Pause after each such time, in which placements run, s. Each response takes at most a quarter of the event loop.
 PAUSE_S = 0.003
 
 T = TypeVar("T")
@@ -21,7 +21,7 @@ P = TypeVar("P")
 
 
 class PagedLists:
-    """A service of one router whose lists come in pages."""
+    """Base class of a service of one router with paginated list methods."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -29,7 +29,8 @@ class PagedLists:
     async def _page(
         self, request: Any, kind: type[P], context: Any, default: int = DEFAULT_PAGE
     ) -> tuple[int, P | None]:
-        """How many entries to tell, and after which position (None: from the beginning on)."""
+        """Return the maximum number of entries of the page, and the position after which it begins (None: at the list's begin).
+        Aborts the call if either field is invalid."""
         try:
             return page_size(request.page_size, default), position_of(request, self._router.settings.router_id, kind)
         except InvalidPageToken as error:
@@ -38,7 +39,8 @@ class PagedLists:
             await abort(context, field_status("page_size", str(error)))
 
     def _next_page(self, found: Sequence[T], size: int, position: Callable[[T], object], request: Any) -> str:
-        """The token of the page after the first `size` of `found`; empty when these are all: look for one more than is told."""
+        """Return the token of the page that follows the first `size` entries of `found`; "" if `found` has no more than `size`.
+        The caller must look for at least `size` + 1 entries."""
         return self._token(position(found[size - 1]), request) if len(found) > size else ""
 
     def _token(self, position: object, request: Any) -> str:
@@ -46,7 +48,7 @@ class PagedLists:
 
 
 async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
-    """The items, with PAUSE_S for the others whenever they have taken TURN_S."""
+    """Yield the items. Sleep for PAUSE_S whenever the loop over them has taken TURN_S."""
     until = time.perf_counter() + TURN_S
     for item in items:
         yield item

@@ -1,4 +1,4 @@
-"""Pages of long lists, as https://google.aip.dev/158 has them."""
+"""Page sizes and page tokens of long lists, after https://google.aip.dev/158."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ MAX_PAGE = 1_000
 
 
 class InvalidPageToken(ValueError):
-    """A token that is none, or was given for another request or by another replica."""
+    """Raised for a page token that is malformed, or was issued for another request or by another replica."""
 
 
 def page_size(asked: int, default: int = DEFAULT_PAGE) -> int:
-    """How many entries to tell at most. Raises ValueError for fewer than none."""
+    """Return the maximum number of entries of a page: `asked`, or `default` if it is 0, up to MAX_PAGE. Raises ValueError if it
+    is negative."""
     if asked < 0:
         raise ValueError("must not be negative")
     return min(asked or default, MAX_PAGE)
 
 
 def token_after(position: object, request: Any, router_id: str) -> str:
-    """The token for what comes after `position` in the list that `request` asks `router_id` for; JSON must have a form for it."""
+    """Return the token of the page after `position` in the list that `router_id` returns for `request`. `position` must be
+    encodable as JSON."""
     text = msgspec.json.encode((_digest(request, router_id), position))
     return base64.urlsafe_b64encode(text).decode().rstrip("=")
 
 
 def position_of(request: Any, router_id: str, kind: type[P]) -> P | None:
-    """Where the page that `request` asks for begins: after this position, or (None) with the list. Raises InvalidPageToken."""
+    """Return the position after which the requested page begins; None for the first page. Raises InvalidPageToken."""
     token: str = request.page_token
     if not token:
         return None
@@ -41,14 +43,15 @@ def position_of(request: Any, router_id: str, kind: type[P]) -> P | None:
         text = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
         digest, position = msgspec.json.decode(text, type=tuple[str, kind])  # type: ignore[valid-type]
     except (binascii.Error, ValueError, msgspec.MsgspecError):
-        raise InvalidPageToken("page_token: not one that this router has given") from None
+        raise InvalidPageToken("page_token: not a token of this router") from None
     if digest != _digest(request, router_id):
-        raise InvalidPageToken("page_token: given for another request, or by another router")
+        raise InvalidPageToken("page_token: issued for another request, or by another router")
     return position
 
 
 def _digest(request: Any, router_id: str) -> str:
-    """Stands for all of a request but what may change from page to page. What positions mean is each replica's own."""
+    """Return a digest of the request without the fields that may change between pages. It includes the router id, because a
+    position has a meaning only on the replica that issued it."""
     same = type(request)()
     same.CopyFrom(request)
     same.ClearField("page_size")

@@ -1,4 +1,4 @@
-"""PlacementService: gateways' streams, and the unary form, into events."""
+"""PlacementService: turns gateways' streams and unary calls into events for the router."""
 
 from __future__ import annotations
 
@@ -28,30 +28,34 @@ SessionContext: TypeAlias = "grpc.aio.ServicerContext[placement_pb2.SessionReque
 PlaceContext: TypeAlias = "grpc.aio.ServicerContext[placement_pb2.PlaceRequest, placement_pb2.PlaceResponse]"
 FinishContext: TypeAlias = "grpc.aio.ServicerContext[placement_pb2.FinishRequest, placement_pb2.FinishResponse]"
 
+# Minimum length of a gateway's secret, bytes.
 MIN_SECRET_BYTES = 16
 
 
 class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
-    """Answers where requests go for the pools that this replica owns, and who owns the others."""
+    """The service that gateways use. Places requests of the pools that this replica owns, and names the owner of the others."""
 
     def __init__(self, router: Router, may_be: Callable[[str, Sequence[str], str], bool]) -> None:
-        """`may_be`: whether who shows this `authorization` and a certificate with these names may be the gateway with this id."""
+        """`may_be(authorization, names, gateway_id)` returns whether a caller with this authorization header and a certificate
+        with these names may use the gateway id."""
         self._router = router
         self._may_be = may_be
 
     async def Session(self, requests: object, context: SessionContext) -> None:  # type: ignore[override]  # noqa: N802
-        """One gateway's stream; ends with UNAVAILABLE when another replica takes over."""
+        """Serve one gateway's stream until either side ends."""
         first = await context.read()
         if first is END_OF_STREAM:
             return
         hello = first.hello
         if first.WhichOneof("kind") != "hello" or not hello.gateway_id:
-            await abort(context, field_status("hello", "the first message must be one, with a gateway_id"))
+            await abort(context, field_status("hello", "the first message must be a hello with a gateway_id"))
         if len(hello.secret) < MIN_SECRET_BYTES:
-            await abort(context, field_status("hello.secret", f"{MIN_SECRET_BYTES} random bytes are needed"))
+            await abort(context, field_status("hello.secret", f"{MIN_SECRET_BYTES} random bytes or more are required"))
         authorization, names = credentials(context)
         if not self._may_be(authorization, names, hello.gateway_id):
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"this gateway may not be {hello.gateway_id!r}")
+            await context.abort(
+                grpc.StatusCode.PERMISSION_DENIED, f"this gateway may not use the id {hello.gateway_id!r}"
+            )
         if not self._router.gateway_claims.claim(hello.gateway_id, hello.secret, time.monotonic()):
             await abort(context, gateway_id_status(hello.gateway_id))
         stream = GatewayStream()
@@ -78,7 +82,7 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
     async def Place(  # noqa: N802
         self, request: placement_pb2.PlaceRequest, context: PlaceContext
     ) -> placement_pb2.PlaceResponse:
-        """One placement under a lease; a request that is held is answered within the call's deadline."""
+        """Place one request under a lease. A held request is answered within the call's deadline."""
         if (fault := gateway_messages.request_fault(request.request)) is not None:
             await abort(context, field_status(f"request.{fault[0]}", fault[1]))
         asked = gateway_messages.placement_request(request.request)
@@ -93,7 +97,7 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
     async def Finish(  # noqa: N802
         self, request: placement_pb2.FinishRequest, context: FinishContext
     ) -> placement_pb2.FinishResponse:
-        """Release what Place reserved."""
+        """End a request and release its reservation."""
         if not request.finished.request_id:
             await abort(context, field_status("finished.request_id", "must not be empty"))
         if not request.finished.outcome:

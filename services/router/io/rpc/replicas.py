@@ -1,4 +1,4 @@
-"""What ListReplicas tells: the live routers, the pools' owners, and the health of the router that answers."""
+"""Builds the response of ListReplicas: the live routers, the pools' owners, and the health of the router that answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pointsman.router.v1 import fleet_pb2
 
 
 def replicas_to_wire(router: Router) -> fleet_pb2.ListReplicasResponse:
-    """The control plane as `router` sees it."""
+    """Return the control plane as `router` sees it."""
     state, store, now = router.state, router.store, asyncio.get_running_loop().time()
     answer = fleet_pb2.ListReplicasResponse(this_replica=_router_status(router))
     for one in store.replicas():

@@ -1,4 +1,4 @@
-"""Bounds how long one kind of work holds the event loop when many callers have it at once."""
+"""Limits how long one kind of work blocks the event loop when many callers do it at the same time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 class TurnBudget:
-    """Callers work for `budget_s` seconds together, then others of the loop have their turn; callers go on in the order of their
-    coming. One piece of work is never interrupted: it should take less. Belongs to one event loop."""
+    """Limits the work of all its callers to `budget_s` seconds per turn of the event loop. Other work waits for the next turns,
+    in the order of the calls. A piece of work is never interrupted, so each should take less. Belongs to one event loop."""
 
     def __init__(self, budget_s: float) -> None:
         self._budget_s = budget_s
@@ -23,7 +23,7 @@ class TurnBudget:
         self._waiting: deque[tuple[Callable[[], object], asyncio.Future[Any]]] = deque()
 
     async def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises, when its turn has come."""
+        """Call `work` once the budget permits, and return what it returns. Raises what it raises."""
         if not self._waiting and self._spent_s < self._budget_s:
             with self._spending():
                 return work()
@@ -43,12 +43,12 @@ class TurnBudget:
                 asyncio.get_running_loop().call_soon(self._renew)
 
     def _renew(self) -> None:
-        """The next turn of the loop."""
+        """Begin a new turn of the event loop: reset the budget and run waiting work until the budget is spent."""
         self._renewing, self._spent_s = False, 0.0
         while self._waiting and self._spent_s < self._budget_s:
             work, done = self._waiting.popleft()
             if done.done():
-                continue  # its caller has left
+                continue  # the caller was cancelled
             with self._spending():
                 try:
                     done.set_result(work())

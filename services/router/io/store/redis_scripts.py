@@ -1,17 +1,19 @@
-"""The scripts that Redis runs. Each is atomic, keeps to the keys of one pool (or of the fleet), and uses Redis' own clock."""
+"""The Lua scripts that Redis runs. Each is atomic, uses only keys of one pool (or of the fleet), and reads Redis' own clock."""
 
 from __future__ import annotations
 
-# KEYS: live replicas, their addresses, what they tell of themselves, operators' configuration, lost replicas, and when replicas
-# joined that have not replaced a lost one. ARGV: router id, address, time to
-# live in ms, what it tells of itself, the version of the configuration that was last kept, as it knows (0: none), and its SHA-1.
-# Returns {{id, address, ms since its last heartbeat, what it tells} of each live replica, version, config, known,
-# {id, ms since its last heartbeat} of each lost one}:
-# the configuration that is kept, empty where the caller knows it, since it may have a megabyte, and 1 if the caller was known
-# already: 0 at its first heartbeat, after a long silence, and where Redis has lost its data. A replica whose heartbeat is of the
-# future gave it before the clock was set back; if it lives it gives another at once. A replica that fell silent without taking
-# leave is lost for a day, until it returns, or until another one joins, as the same process does under a new id: before or after
-# the silence is noticed.
+# Records a replica's heartbeat.
+# KEYS: live replicas, their addresses, what they report about themselves, the operator config, lost replicas, and the times when
+# replicas joined that have not replaced a lost one.
+# ARGV: router id, address, time to live in ms, what the replica reports about itself, and the version (0: none) and the SHA-1 of
+# the operator config that the caller last knew as stored.
+# Returns {live replicas, config version, config, known, lost replicas}. Each live replica is {id, address, ms since its last
+# heartbeat, what it reports}; each lost one is {id, ms since its last heartbeat}. The config is empty if the caller has it, since
+# it may have a megabyte. `known` is 1 if the caller was registered; 0 at its first heartbeat, after a long silence, and if Redis
+# has lost its data.
+# A heartbeat of the future was recorded before the clock was set back. Its replica is removed, and sends another if it lives.
+# A replica that falls silent without deregistering counts as lost for a day, until it returns, or until another replica
+# joins: the same process restarts under a new id, before or after its silence is noticed.
 HEARTBEAT = """
 local known = redis.call('HGET', KEYS[2], ARGV[1]) and 1 or 0
 local time = redis.call('TIME')
@@ -54,8 +56,9 @@ for i = 1, #beats, 2 do table.insert(lost, {beats[i], math.max(now - tonumber(be
 return {live, version, config, known, lost}
 """
 
-# KEYS: operators' configuration. ARGV: the version that the caller has merged into its own, and the outcome. Returns {version,
-# configuration} that are kept now: others than the caller's where it is not this version that is kept.
+# Replaces the operator config if its version is the one that the caller has merged.
+# KEYS: operator config. ARGV: the version that the caller has merged, and its new config.
+# Returns {version, config} as stored now. They are not the caller's if the stored version was another.
 SET_CONFIG = """
 local version = tonumber(redis.call('HGET', KEYS[1], 'version') or '0')
 if version ~= tonumber(ARGV[1]) then return {version, redis.call('HGET', KEYS[1], 'config') or ''} end
@@ -63,17 +66,19 @@ redis.call('HSET', KEYS[1], 'version', version + 1, 'config', ARGV[2])
 return {version + 1, ARGV[2]}
 """
 
+# Takes a free pool or renews its lease.
 # KEYS: lease, and the pool's state: epoch, number of the last change, open reservations, session owners, their expiry, mean work.
-# ARGV: router id, address, lease in ms, the caller's own epoch (0: it owns
-# nothing), the highest epoch that it has seen, take. A free pool is taken when take is 2, or 1 and Redis has not lost its data
-# since. A caller whose epoch is the newest goes on under it, however long ago its lease ended: nobody owned the pool in between,
-# so what the caller knows is newest. That an attempt whose reply was lost is made again changes nothing.
-# Returns {owner's id, its address, epoch, number of the last change}, the id empty when nobody owns the pool.
+# ARGV: router id, address, lease in ms, the caller's epoch in this pool (0: it does not own the pool), the highest epoch that it
+# has seen, take.
+# A free pool is taken if take is 2, or if take is 1 and Redis has not lost its data. A caller whose epoch is the newest keeps it,
+# however long ago its lease ended: nobody owned the pool in between, so the caller's state is the newest. Repeating a call whose
+# reply was lost changes nothing.
+# Returns {owner's id, its address, epoch, number of the last change}. The id is empty if nobody owns the pool.
 ACQUIRE = """
 local owner = redis.call('HGET', KEYS[1], 'id')
 local epoch = tonumber(redis.call('GET', KEYS[2]) or '0')
 if owner and owner ~= ARGV[1] then
-  -- A lease that lasts longer than leases do was given before the clock was set back.
+  -- A lease that is too long was set before the clock was set back: shorten it.
   if redis.call('PTTL', KEYS[1]) > 2 * tonumber(ARGV[3]) then redis.call('PEXPIRE', KEYS[1], ARGV[3]) end
   return {owner, redis.call('HGET', KEYS[1], 'address'), epoch, 0}
 end
@@ -84,7 +89,7 @@ if own > 0 and own >= seen and own >= epoch then
 else
   epoch = math.max(epoch, seen) + 1
   redis.call('DEL', KEYS[3])
-  -- The owner before may have given the pool up.
+  -- The previous owner may have given the pool up, so that its keys expire.
   for i = 2, #KEYS do redis.call('PERSIST', KEYS[i]) end
 end
 redis.call('SET', KEYS[2], epoch)
@@ -93,11 +98,13 @@ redis.call('PEXPIRE', KEYS[1], ARGV[3])
 return {ARGV[1], ARGV[2], epoch, tonumber(redis.call('GET', KEYS[3]) or '0')}
 """
 
-# KEYS: epoch, number of the last change, open reservations, session owners, their expiry, mean work. ARGV: epoch, ttl in ms,
-# changes as JSON, the first one's number, most sessions. Returns 1, or 0 when fenced. An owner numbers its changes without gaps;
-# those applied before are passed over, so a write that timed out is sent again, and a late copy of it undoes nothing that was
-# written since. A rewrite begins with "clear", or where the sessions that are there have not
-# all been read yet, with "clear_open"; it ends with "complete".
+# Writes an owner's changes of a pool.
+# KEYS: epoch, number of the last change, open reservations, session owners, their expiry, mean work.
+# ARGV: epoch, time to live of sessions in ms, changes as JSON, number of the first change, maximum number of sessions.
+# Returns 1, or 0 without a change if the epoch is not the newest.
+# An owner numbers its changes without gaps, and changes that were applied before are skipped. So a write that timed out may be
+# sent again, and a late copy of it undoes no newer change. A rewrite begins with "clear", or with "clear_open" if the stored
+# sessions have not all been read yet. It ends with "complete".
 APPLY = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 local time = redis.call('TIME')
@@ -134,17 +141,19 @@ if over > 0 then forget(redis.call('ZRANGE', KEYS[5], 0, over - 1)) end
 return 1
 """
 
-# KEYS: lease. ARGV: router id.
+# Releases a pool, if the caller owns it. KEYS: lease. ARGV: router id.
 RELEASE = "if redis.call('HGET', KEYS[1], 'id') == ARGV[1] then redis.call('DEL', KEYS[1]) end return 1"
 
-# KEYS: as of ACQUIRE. ARGV: time to live in ms. Lets what is kept of a pool end after that time, unless somebody owns it.
+# Lets a pool's state expire after a time, unless a replica owns the pool. Returns 1, or 0 if it is owned.
+# KEYS: as for ACQUIRE. ARGV: time to live in ms.
 GIVE_UP = """
 if redis.call('HGET', KEYS[1], 'id') then return 0 end
 for i = 2, #KEYS do redis.call('PEXPIRE', KEYS[i], ARGV[1]) end
 return 1
 """
 
-# KEYS: live replicas, their addresses, what they tell of themselves, and when replicas joined. ARGV: router id.
+# Deregisters a replica. KEYS: live replicas, their addresses, what they report about themselves, and the times when replicas
+# joined. ARGV: router id.
 LEAVE = """
 for _, key in ipairs({KEYS[1], KEYS[4]}) do redis.call('ZREM', key, ARGV[1]) end
 for i = 2, 3 do redis.call('HDEL', KEYS[i], ARGV[1]) end

@@ -1,12 +1,12 @@
-"""Pools shared by several replicas through Redis.
+"""Pools that several replicas share through Redis.
 
-Each pool has one owner, by a lease with an epoch that grows with each change of hands. Redis keeps the pool's materialised state
-(open reservations, owners of sessions, the mean work) and not the log of changes: only the owner writes it, and a new owner
-reads it once. Every write carries the owner's epoch, so that an owner that slept past its lease is fenced off. A placement is
-told to the gateway when its reservation is kept here, so that whoever takes the pool over knows every placement ever told.
+Each pool has one owner, by a lease with an epoch that grows with each change of the owner. Redis keeps the pool's current state
+(open reservations, session owners, the mean work), not a log of changes. Only the owner writes the state, and a new owner reads
+it once. Every write carries the owner's epoch, so that Redis rejects the writes of an owner that slept past its lease. A
+placement is sent to its gateway once Redis has its reservation, so that a new owner knows every placement that was ever sent.
 
-A pool may have a million sessions. It is read and rewritten in pages, and between two of them leases are renewed and changes
-written: what a lease may not wait for is only the open reservations, without which a new owner does not place.
+A pool may have a million sessions. They are read and rewritten in pages, and leases are renewed and changes written between two
+pages. The open reservations are read first and without pauses, since a new owner does not place before it has them.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from pointsman.router.io.store import redis_scripts
 from pointsman.router.io.store.store import Replica, Stored, StoreEffect, StoreEvent
 
 T = TypeVar("T")
-# Owner's id, its address, epoch, number of the last change; as ACQUIRE tells them.
+# Owner's id, its address, epoch, number of the last change, as ACQUIRE returns them.
 _Lease: TypeAlias = tuple[str, str, int, int]
 
 log = structlog.get_logger()
 
-# One script call carries at most this many changes, and a page of open reservations about so many, so that none holds Redis or
-# the loop up for long.
+# Maximum number of changes in one script call, and approximate number of open reservations in one page. It bounds how long Redis
+# and the event loop are blocked.
 BATCH = 500
-# Sessions read or rewritten at once: placements wait for the page before them. Between two pages the router rests for as long as
-# a page has taken, at most for MAX_REST_S, so that it has half of its time for others.
+# Number of sessions that are read or rewritten at once. Placements wait for the page that is processed.
 PAGE = 128
+# Maximum pause between two pages, s. The pause is as long as the page took, so that half of the time is left for other work.
 MAX_REST_S = 0.02
-# Leases asked for at once, each on a connection of its own: those of a thousand pools, one after the other, would run out
-# meanwhile.
+# Number of leases that are renewed concurrently, each on its own connection. One after the other, the leases of a thousand pools
+# would expire in the meantime.
 RENEWED_AT_ONCE = 16
-# One failure may be this process's own sleep, or a single lost reply; two in a row are Redis' absence.
+# Number of consecutive failures after which Redis counts as absent. A single one may be a pause of this process or a lost reply.
 FAILURES = 2
 
 
 @dataclass(slots=True)
 class _Reading:
-    """How far a pool that was taken is read. Its reservations are gathered first: gateways must not hear of the new owner, nor it
-    of them, before it knows all. The sessions follow page by page."""
+    """How far the state of a newly taken pool is read. All reservations are read first: the new owner is announced to gateways
+    only once it knows them. The sessions follow page by page."""
 
     mean_work: MeanWork | None = None
     reservations: dict[str, Reservation] = field(default_factory=dict)
@@ -70,15 +70,18 @@ class _Reading:
 
 @dataclass(slots=True)
 class _Pool:
-    """One pool as this replica knows it. `epoch` is that of its own ownership (0: none); times on the loop's clock.
+    """One pool as this replica knows it. Times are on the event loop's clock.
 
-    `reading`: what is not known yet of a pool that was taken. `unwritten`: what a rewrite has not written yet, with None as
-    `snapshot` gives it; `told_after`: whom to tell when its reservations are written (None: they are).
+    `epoch`: the epoch of this replica's ownership (0: not the owner). `seen`: the highest epoch of any owner. `held_until`: end
+    of this replica's lease. `free_since`: since when the pool has no owner. `pending`: changes to be written, and callbacks that
+    wait for the changes before them. `reading`: progress of reading a newly taken pool; None once all is read. `unwritten`: what
+    a rewrite has yet to write, with a None as `snapshot` yields it. `told_after`: callbacks that wait until a rewrite has written
+    the reservations; None if it has.
     """
 
     name: str
     lease_key: str
-    # Of the epoch, the last change's number, open reservations, session owners, their expiry, mean work.
+    # Redis keys of: epoch, number of the last change, open reservations, session owners, their expiry, mean work.
     state_keys: list[str]
     epoch: int = 0
     seen: int = 0
@@ -86,28 +89,31 @@ class _Pool:
     held_until: float = 0.0
     free_since: float | None = None
     pending: deque[list[str] | Stored] = field(default_factory=deque)
-    number: int = 1  # of the first pending change
+    number: int = 1  # number of the first pending change
     written: int = 0  # number of the last change that Redis is known to hold
     reading: _Reading | None = None
     unwritten: Iterator[StoreEffect | None] | None = None
     told_after: list[Stored] | None = None
-    given_up: bool = False  # it is to be left, and forgotten
+    given_up: bool = False  # to be released and removed with the next heartbeat
     paged_at: float = 0.0  # when its last page was read or rewritten
 
     @property
     def taken(self) -> bool:
-        """Whether this replica owns it and knows what is open in it."""
+        """Whether this replica owns the pool and has read its open reservations."""
         return bool(self.epoch) and (self.reading is None or self.reading.reservations_read)
 
 
 class RedisStore:
-    """The pools of one fleet. `on_event` gets what the state must know, `on_owners` is called when an owner changes, and
-    `snapshot` gives all that this replica knows of a pool, while it goes on: None after the reservations, and where others may
-    have a turn. `merge_config` makes one of two of operators' configurations, this replica's and the one in Redis, both made from
-    what Redis had before, which comes first; the one in Redis as it is where that has all.
+    """The store of the pools of one fleet in Redis.
 
-    Degraded: Redis does not answer, or does not take writes, which are counted apart. Then placements are told at once and
-    nothing is recorded. When it answers again each pool is rewritten; once that has begun well, placements wait for it again."""
+    `on_event` receives the events for the router's state. `on_owners` is called when a pool's owner changes. `snapshot(pool)`
+    yields all that this replica knows of a pool while the state may change: None follows the reservations, and marks points where
+    the reader may pause. `merge_config(before, own, stored)` merges this replica's operator config with the one in Redis, both
+    changed from what Redis had before; it returns `stored` itself if that has all.
+
+    The store is degraded while Redis does not answer or does not accept writes; the two kinds of failures are counted apart. Then
+    placements are sent at once and nothing is recorded. When Redis answers again, each pool is rewritten. Once the rewrite has
+    begun successfully, placements wait for their writes again."""
 
     kind = "redis"
 
@@ -143,8 +149,8 @@ class RedisStore:
         names = ("replicas", "addresses", "replica_info", "config", "lost", "joined")
         self._fleet_keys = {name: f"pointsman:{{{fleet}}}:{name}" for name in names}
         self._merge_config = merge_config
-        self._config = ""  # this replica's, with all that it could not write
-        self._kept_config = (0, "")  # what Redis keeps, as far as known, with its version
+        self._config = ""  # this replica's operator config, with changes that could not be written
+        self._kept_config = (0, "")  # version and text of the config that Redis is known to have
         self._kept_digest = sha1(b"").hexdigest()
         self._router_id = router_id
         self._lease_s = lease_s
@@ -159,8 +165,8 @@ class RedisStore:
         self._failures = 0
         self._write_failures = 0
         self._degraded = False
-        self._returning = False  # degraded, and the rewrite is on its way
-        self._next_page_at = 0.0  # when the next page of sessions may be read or written
+        self._returning = False  # degraded, and the rewrite after Redis' return has begun
+        self._next_page_at = 0.0  # time from which the next page of sessions may be read or written
         self._replicas: list[Replica] = []
         self._lost_replicas: list[Replica] = []
         self.answered_at: float | None = None
@@ -169,11 +175,11 @@ class RedisStore:
         self.on_operator_config: Callable[[str], None] = lambda config: None
 
     def replicas(self) -> list[Replica]:
-        """The live replicas by id, as of Redis' last answer."""
+        """Return the live replicas ordered by id, as of Redis' last answer."""
         return self._replicas
 
     def lost_replicas(self) -> list[Replica]:
-        """Those that ended without taking leave and were not replaced, as of that answer."""
+        """Return the replicas that ended without deregistering and were not replaced, as of Redis' last answer."""
         return self._lost_replicas
 
     @property
@@ -182,20 +188,20 @@ class RedisStore:
         return max((pool.epoch for pool in self._pools.values()), default=0)
 
     def owner(self, pool: str) -> Owner | None:
-        """Who owns `pool`, as far as known; None when nobody does."""
+        """Return the owner of `pool`; None if it has none, or none is known."""
         known = self._pools.get(pool)
         return known.owner if known else None
 
     def may_place(self, pool: str) -> bool:
-        """Whether this replica owns the pool, knows what is open in it, and its lease has not run out, unless Redis is away and
-        nobody can take it."""
+        """Return whether this replica owns the pool, has read its open reservations, and has a valid lease. While Redis is away,
+        the lease need not be valid, since no other replica can take the pool."""
         known = self._pools.get(pool)
         if known is None or not known.taken:
             return False
         return self._degraded or asyncio.get_running_loop().time() < known.held_until
 
     def compete_for(self, pools: Iterable[str]) -> None:
-        """Take part in the ownership of these pools. A pool once wanted stays so until it is given up."""
+        """Compete for the ownership of these pools, each until it is given up."""
         for pool in pools:
             if (known := self._pools.get(pool)) is not None:
                 known.given_up = False
@@ -208,12 +214,13 @@ class RedisStore:
                 self._wake.set()
 
     def give_up(self, pool: str) -> None:
-        """Leave the pool with the next heartbeat. What Redis keeps of it ends after `affinity_ttl_s`, unless another owns it."""
+        """Release the pool with the next heartbeat. Its state in Redis expires after `affinity_ttl_s`, unless another replica
+        owns it."""
         if (known := self._pools.get(pool)) is not None:
             known.given_up = True
 
     def record(self, effects: list[StoreEffect]) -> None:
-        """Take changes to be written; while Redis is away only the newest state is kept, by a rewrite on its return."""
+        """Queue changes to be written. While Redis is away they are dropped: the rewrite on its return writes the state."""
         if not self._writing:
             return
         for effect in effects:
@@ -223,7 +230,8 @@ class RedisStore:
                 self._wake.set()
 
     def when_stored(self, pool: str, stored: Stored) -> None:
-        """Call `stored` with True when what is recorded of `pool` is written, with False when it never will be."""
+        """Call `stored(True)` once all recorded changes of `pool` are written, or at once if degraded. Call `stored(False)` if
+        they will not be written, because this replica does not own the pool."""
         known = self._pools.get(pool)
         if known is None or not known.taken:
             stored(False)
@@ -233,8 +241,9 @@ class RedisStore:
             known.pending.append(stored)
 
     async def change_operator_config(self, change: Callable[[str], str]) -> bool:
-        """Give all replicas what `change` makes of operators' configuration: each takes it with its next heartbeat. Without Redis
-        it is this replica's alone, and is merged into what Redis has with the first heartbeat on its return."""
+        """Replace the operator config by `change(config)`; the other replicas receive it with their next heartbeat. If Redis does
+        not answer, only this replica has it, and return False; it is merged into Redis' config with the first heartbeat after
+        Redis' return."""
         while True:
             changed = change(self._config)
             try:
@@ -249,7 +258,7 @@ class RedisStore:
                 return True
 
     def _keeps_config(self, version: int, kept: str) -> None:
-        """Redis keeps this configuration: have what is in it, too."""
+        """Record that Redis has this operator config, and merge it into this replica's."""
         before = self._kept_config[1]
         self._kept_config = (version, kept)
         self._kept_digest = sha1(kept.encode()).hexdigest()
@@ -262,11 +271,11 @@ class RedisStore:
             self.on_operator_config(config)
 
     async def run(self) -> None:
-        """Keep ownership and write changes until cancelled; then give the pools back."""
+        """Keep ownership and write changes until cancelled, then release the pools."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         try:
-            # redis-py writes by asyncio.wait_for(), which before Python 3.12 loses a cancellation that comes as the write ends.
+            # redis-py writes by asyncio.wait_for(). Before Python 3.12 that loses a cancellation that arrives as the write ends.
             while not task.cancelling():
                 try:
                     if loop.time() >= self._poll_at:
@@ -287,7 +296,7 @@ class RedisStore:
                     self._failed(error)
                     await asyncio.sleep(self._lease_s / 8)
                     continue
-                # All pools' together: one whose writes all fail must not be hidden by another's.
+                # Reset only after all pools were written: one pool's success must not hide that another's writes always fail.
                 self._write_failures = 0
                 if self._returning and all(pool.told_after is None for pool in self._pools.values()):
                     self._returned()
@@ -322,15 +331,17 @@ class RedisStore:
         if config or int(version) != self._kept_config[0]:
             self._keeps_config(int(version), config)
         while self._config != self._kept_config[1]:
-            # Set here while Redis was away, or what Redis has lost.
+            # Write what was set at this replica while Redis was away, or what Redis has lost.
             self._keeps_config(
                 *await self._set_config(keys=[self._fleet_keys["config"]], args=[self._kept_config[0], self._config])
             )
         if not known:
-            # Newly come, or Redis has lost its data between two polls: others may live, and own what seems to be free.
+            # This replica is new, or Redis has lost its data between two polls. Other replicas may live without being registered,
+            # and own pools that seem to be free.
             live = []
             self._forget_free()
-        # What happens from here on follows each pool's rewrite, that of the first while the others wait for theirs.
+        # Set before the leases are renewed: a pool that is rewritten then queues further changes behind its rewrite, while other
+        # pools still wait for theirs.
         self._returning = self._degraded
         await self._renew_all(live)
         self._failures = 0
@@ -342,10 +353,10 @@ class RedisStore:
                 continue
             if pool.epoch and (successor := self._settled.successor(pool.name, self._router_id, now)):
                 await self._hand_over(pool, successor)
-                break  # One at a time: gateways ask again for all that waits in it.
+                break  # One pool at a time, since gateways repeat all requests that the pool holds.
 
     def _met(self, told: list[list[str | int]], lost: list[list[str | int]]) -> list[str]:
-        """Remember the live and the lost replicas as HEARTBEAT tells them; returns the ids of the live ones."""
+        """Record the live and the lost replicas that HEARTBEAT returned. Return the ids of the live ones."""
         self.answered_at = now = asyncio.get_running_loop().time()
         self._replicas = sorted(
             (
@@ -358,8 +369,8 @@ class RedisStore:
         return [one.router_id for one in self._replicas]
 
     def _take(self, pool: _Pool, live: list[str], now: float) -> int:
-        """How much this replica wants the pool, as ACQUIRE means it: the preferred one at once, the others a little later;
-        and a pool whose data Redis has lost is left to its owner, who still knows it, for one lease longer."""
+        """Return the `take` argument of ACQUIRE. The preferred replica takes a free pool at once, the others half a lease later.
+        A pool whose data Redis has lost is left to its owner, which still knows the data, for one more lease."""
         if pool.epoch:
             return 2
         free_s = now - pool.free_since if pool.free_since is not None else 0.0
@@ -390,7 +401,7 @@ class RedisStore:
         return lease
 
     async def _renewed(self, pool: _Pool, lease: _Lease, now: float, *, rewrite: bool) -> None:
-        """Go on by what ACQUIRE, asked at `now`, has answered."""
+        """Apply the result of an ACQUIRE call that was made at `now`."""
         router_id, address, epoch, written = lease
         before = pool.owner
         if router_id == self._router_id:
@@ -414,23 +425,23 @@ class RedisStore:
             if rewrite and pool.taken:
                 waiting = [*(pool.told_after or []), *(item for item in pool.pending if callable(item))]
                 self._forget_changes(pool)
-                # Sessions that are not read yet stay there.
+                # Sessions in Redis that are not read yet must not be cleared.
                 pool.pending.append(["clear_open" if pool.reading else "clear"])
                 pool.unwritten, pool.told_after = self._snapshot(pool.name), waiting
             return
         kept = await self._redis.hgetall(pool.state_keys[-1])
         self._drop_pending(pool, kept=False)
         if pool.epoch:
-            # Another router owned it for a while: what is known here counts no more, from before it is read.
+            # Another router owned the pool in between, so this replica's state of it is obsolete. Drop it before reading.
             pool.epoch = 0
             self._on_event(ev.PoolLost(pool.name))
         pool.epoch, pool.owner, pool.written = epoch, None, 0
         pool.reading = _Reading(_read(kept["work"], MeanWork) if "work" in kept else None)
         if kept.get("incomplete"):
-            log.warning("the pool's owner before had not written all that it knew", pool=pool.name)
+            log.warning("the previous owner of a pool did not finish its rewrite", pool=pool.name)
 
     def _stand_by(self, pool: _Pool, owner: str) -> None:
-        log.warning("another router owns a pool now", pool=pool.name, owner=owner)
+        log.warning("another router has taken a pool", pool=pool.name, owner=owner)
         pool.epoch, pool.reading = 0, None
         self._drop_pending(pool, kept=False)
         self._on_event(ev.PoolLost(pool.name))
@@ -440,15 +451,15 @@ class RedisStore:
             if pool.reading or pool.unwritten:
                 continue
             if pool.epoch:
-                log.info("a pool without instances is given up", pool=pool.name)
+                log.info("gave up a pool without instances", pool=pool.name)
                 await self._leave_pool(pool)
             await self._give_up(keys=[pool.lease_key, *pool.state_keys], args=[self._ttl_ms])
-            if pool.given_up:  # it may have come back meanwhile
+            if pool.given_up:  # compete_for may have been called meanwhile
                 del self._pools[pool.name]
 
     async def _hand_over(self, pool: _Pool, successor: str) -> None:
-        """Let the preferred replica, which came later, take the pool: nothing more is placed here, all that was is written."""
-        log.info("this router hands a pool over", pool=pool.name, to=successor)
+        """Release the pool for the preferred replica, which started later: stop placing, and write all changes first."""
+        log.info("handing over a pool", pool=pool.name, to=successor)
         self._settled.offered(pool.name, successor)
         await self._leave_pool(pool)
 
@@ -457,14 +468,14 @@ class RedisStore:
         try:
             await self._flush(pool)
         finally:
-            # Where the write failed, the next poll reads what is kept, or finds another owner.
+            # If the write failed, the next poll reads the pool's state from Redis, or finds another owner.
             pool.epoch, pool.owner, pool.reading = 0, None, None
             self._drop_pending(pool, kept=False)
             self._on_owners()
         await self._release(keys=[pool.lease_key], args=[self._router_id])
 
     async def _read_on(self, pool: _Pool, *, page: bool) -> None:
-        """Read the next page of a pool that was taken; of its sessions only if `page`."""
+        """Read the next page of a newly taken pool: of its reservations, or, only if `page`, of its sessions."""
         reading = pool.reading
         if reading is None or not self._writing or (reading.reservations_read and not page):
             return
@@ -477,7 +488,7 @@ class RedisStore:
             self._on_event(ev.SessionsRead(pool.name, values))
             if not reading.cursor:
                 pool.reading = None
-                log.info("the pool's sessions are read", pool=pool.name, sessions=reading.sessions)
+                log.info("read all sessions of a pool", pool=pool.name, sessions=reading.sessions)
             return
         opened = {name: _read(value, Reservation) for name, value in values.items()}
         reading.reservations |= {name: one for name, one in opened.items() if one is not None}
@@ -485,22 +496,22 @@ class RedisStore:
             self._take_over(pool, reading)
 
     def _take_over(self, pool: _Pool, reading: _Reading) -> None:
-        """All reservations of a pool that was taken are known: from now on it is placed in."""
+        """Begin to place a newly taken pool's requests, since all its reservations are read."""
         reading.reservations_read = True
         opened, reading.reservations = tuple(reading.reservations.values()), {}
-        log.info("this router owns a pool", pool=pool.name, epoch=pool.epoch, open=len(opened))
+        log.info("took ownership of a pool", pool=pool.name, epoch=pool.epoch, open=len(opened))
         self._on_event(ev.PoolTaken(pool.name, opened, reading.mean_work))
         pool.owner = Owner(self._router_id, self.address, pool.epoch)
         self._on_owners()
 
     def _urgent(self) -> bool:
-        """Whether reservations are still to be read, or rewritten: placements wait for them."""
+        """Return whether any pool's reservations are still to be read or rewritten. Placements wait for this."""
         return self._writing and any(
             pool.epoch and (not pool.taken or pool.told_after is not None) for pool in self._pools.values()
         )
 
     def _next_paged(self) -> _Pool | None:
-        """The pool whose sessions are to be read or rewritten next: each in its turn."""
+        """Return the pool whose next page is to be read or rewritten, round robin; None if there is none."""
         if not self._writing:
             return None
         paged = [pool for pool in self._pools.values() if pool.epoch and (pool.reading or pool.unwritten)]
@@ -508,11 +519,12 @@ class RedisStore:
 
     @property
     def _writing(self) -> bool:
-        """Whether Redis is there, or has just come back and is tried."""
+        """Whether changes are written: Redis answers, or the rewrite after its return has begun."""
         return self._returning or not self._degraded
 
     def _next_page(self, pool: _Pool) -> None:
-        """Put the next page of a rewrite behind what is pending: each is as it is now, so that nothing newer is undone."""
+        """Append the next page of a rewrite to the pending changes. Each item is the current state, so that it undoes no newer
+        change."""
         assert pool.unwritten is not None
         for number, effect in enumerate(pool.unwritten, 1):
             if effect is None:
@@ -528,9 +540,9 @@ class RedisStore:
             pool.told_after = None
 
     async def _flush(self, pool: _Pool, until: float = math.inf, *, page: bool = True) -> None:
-        """Write what is pending by now, for so long, and if `page` one of what a rewrite has left. What comes meanwhile waits for
-        the next turn, which under a full load it does without end: leases are to be renewed, and other pools' changes written, in
-        between."""
+        """Write the changes that are pending now, at most until `until`, and, if `page`, the next page of a rewrite. Changes that
+        are recorded meanwhile wait for the next call. Under full load there are always some, and leases and other pools' changes
+        must not wait for them."""
         loop = asyncio.get_running_loop()
         if pool.unwritten is not None and len(pool.pending) < BATCH and (page or pool.told_after is not None):
             self._next_page(pool)
@@ -556,7 +568,8 @@ class RedisStore:
                 return
 
     def _forget_changes(self, pool: _Pool) -> deque[list[str] | Stored]:
-        """Empty `pending` and return what was in it. What may be on its way to Redis keeps its number for good."""
+        """Empty `pending`, end a rewrite, and return the dropped changes and the callbacks. The numbers of the changes are not
+        used again, since some changes may be on the way to Redis."""
         dropped, pool.pending, pool.unwritten = pool.pending, deque(), None
         pool.number += sum(isinstance(item, list) for item in dropped)
         dropped.extend(pool.told_after or ())
@@ -580,14 +593,14 @@ class RedisStore:
                 return
             self._degraded = True
             kind = type(error).__name__
-            log.warning("the shared store does not answer; placing on this router's own view", error=kind)
+            log.warning("the shared store does not answer; placements use this router's own view", error=kind)
             self._on_event(ev.StoreState(True))
         self._returning = False
         for pool in self._pools.values():
             self._drop_pending(pool, kept=True)
 
     def _returned(self) -> None:
-        """What was known has been written, or is on its way page by page."""
+        """End the degraded state: each pool's reservations are rewritten, and the sessions follow page by page."""
         self._degraded = self._returning = False
         log.info("the shared store answers again")
         self._on_event(ev.StoreState(False))
@@ -610,7 +623,8 @@ class RedisStore:
 
 
 def _read(value: str | bytes, kind: type[T]) -> T | None:
-    """None for what a router of another version wrote: a gateway tells anew of an open request, and mean work is learned."""
+    """Decode a stored value; None if it cannot be read, because a router of another version wrote it. That is no lasting loss:
+    gateways report open requests again, and the mean work is learned again."""
     try:
         return msgspec.json.decode(value, type=kind)
     except msgspec.MsgspecError as error:
@@ -621,7 +635,7 @@ def _read(value: str | bytes, kind: type[T]) -> T | None:
 def _change(effect: StoreEffect) -> list[str]:
     match effect:
         case ev.Reserved(reservation):
-            # Leases are this process's clock; a new owner gives new ones.
+            # The end of a lease is a time of this process's clock. A new owner sets a new one.
             kept = replace(reservation, lease_until=None)
             return ["put", reservation.request_id, msgspec.json.encode(kept).decode()]
         case ev.Released(request_id):

@@ -1,4 +1,5 @@
-"""Where reservations and affinity outlive a router, and who owns which pool: nowhere and this one (memory), or Redis."""
+"""The router's store: keeps reservations and session owners beyond a router's life, and decides which replica owns which pool.
+MemoryStore keeps nothing, and one router owns all pools. RedisStore is in redis_store.py."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ Stored = Callable[[bool], None]
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A router of the fleet. `seen_at` is when it sent its last heartbeat, in s on the loop's clock; None: nothing is
-    shared. `replica_info` is what it tells of itself."""
+    """A router of the fleet. `seen_at`: time of its last heartbeat, s on the event loop's clock (None without a shared store).
+    `replica_info`: what it reports about itself, as JSON."""
 
     router_id: str
     address: str
@@ -27,19 +28,19 @@ class Replica:
 
 
 class Store(Protocol):
-    """What the router needs of a store."""
+    """The interface of a store."""
 
     kind: str
     """"memory" or "redis"."""
 
     address: str
-    """What gateways dial to reach this replica, as HOST:PORT; set before run()."""
+    """HOST:PORT at which gateways reach this replica. Must be set before run()."""
 
     replica_info: Callable[[], str]
-    """What this replica tells the others of itself; set before run()."""
+    """Returns what this replica reports to the others about itself. Must be set before run()."""
 
     on_operator_config: Callable[[str], None]
-    """Called with the configuration that operators have set, at whichever replica, when they change; set before run()."""
+    """Called with the operator config whenever it changes, at whichever replica. Must be set before run()."""
 
     @property
     def epoch(self) -> int:
@@ -47,44 +48,46 @@ class Store(Protocol):
 
     @property
     def answered_at(self) -> float | None:
-        """When the shared store last answered, in s on the loop's clock; None without one, or before its first answer."""
+        """Time of the shared store's last answer, s on the event loop's clock. None without a shared store, or before its first
+        answer."""
 
     def replicas(self) -> list[Replica]:
-        """The live replicas by id, as of that answer."""
+        """Return the live replicas ordered by id, as of the store's last answer."""
 
     def lost_replicas(self) -> list[Replica]:
-        """Those that ended in the last day without taking leave and that none has replaced, the longest silent first, as of that
-        answer; without their addresses."""
+        """Return the replicas that ended in the last day without deregistering and that no new replica has replaced, as of the
+        store's last answer. Ordered by last heartbeat, oldest first; without addresses."""
 
     def owner(self, pool: str) -> Owner | None:
-        """Who owns `pool`, as far as known; None when nobody does."""
+        """Return the owner of `pool`; None if it has none, or none is known."""
 
     def may_place(self, pool: str) -> bool:
-        """Whether this replica may place the pool's requests at this moment."""
+        """Return whether this replica may place the pool's requests now."""
 
     def compete_for(self, pools: Iterable[str]) -> None:
-        """Take part in the ownership of these pools, besides those named before."""
+        """Compete for the ownership of these pools, in addition to those of earlier calls."""
 
     def give_up(self, pool: str) -> None:
-        """Take no part in the ownership of a pool any more, until it is competed for again."""
+        """Stop competing for a pool, and release it if owned, until `compete_for` names it again."""
 
     def record(self, effects: list[StoreEffect]) -> None:
-        """Take changes to be kept; never blocks."""
+        """Queue changes to be written. Never blocks."""
 
     def when_stored(self, pool: str, stored: Stored) -> None:
-        """Call `stored(True)` once all that was recorded of `pool` so far is kept (or nothing can keep it: degraded), or
-        `stored(False)` when another replica took the pool before that."""
+        """Call `stored(True)` once all changes of `pool` that were recorded so far are written, or if the store is degraded and
+        cannot write them. Call `stored(False)` if this replica does not own the pool, or loses it before that."""
 
     async def change_operator_config(self, change: Callable[[str], str]) -> bool:
-        """Let all replicas, and those that start later, have what `change` makes of operators' configuration ("": none yet); it
-        may be called several times. False when the others get it, merged with what they have, once the shared store is back."""
+        """Replace the operator config of all replicas, also of later ones, by `change(config)`; `config` is "" at first. `change`
+        may be called several times. Return False if the shared store does not answer: the others then receive the change later,
+        merged with theirs."""
 
     async def run(self) -> None:
-        """Work until cancelled; then give back what is owned."""
+        """Keep ownership and write changes until cancelled, then release the owned pools."""
 
 
 class MemoryStore:
-    """One replica owns all pools; nothing outlives it."""
+    """A store without replicas: this router owns all pools, and nothing outlives it."""
 
     kind = "memory"
     answered_at = None
@@ -98,40 +101,40 @@ class MemoryStore:
         self._router_id = router_id
 
     def replicas(self) -> list[Replica]:
-        """This one."""
+        """Return this replica alone."""
         return [Replica(self._router_id, self.address, None, self.replica_info())]
 
     def lost_replicas(self) -> list[Replica]:
-        """None: there are no others."""
+        """Return an empty list: no other replicas exist."""
         return []
 
     def owner(self, pool: str) -> Owner | None:
-        """This replica."""
+        """Return this replica."""
         return Owner(self._router_id, self.address, self.epoch)
 
     def may_place(self, pool: str) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def compete_for(self, pools: Iterable[str]) -> None:
-        """Nothing to do."""
+        """Do nothing: all pools are owned."""
 
     def give_up(self, pool: str) -> None:
-        """Nothing to do."""
+        """Do nothing: all pools are owned."""
 
     def record(self, effects: list[StoreEffect]) -> None:
-        """Nothing to keep."""
+        """Do nothing: nothing is written."""
 
     def when_stored(self, pool: str, stored: Stored) -> None:
-        """At once."""
+        """Call `stored(True)` at once."""
         stored(True)
 
     async def change_operator_config(self, change: Callable[[str], str]) -> bool:
-        """There is nobody else."""
+        """Replace this replica's operator config by `change(config)`. Return True."""
         self._config = change(self._config)
         self.on_operator_config(self._config)
         return True
 
     async def run(self) -> None:
-        """Nothing to do."""
+        """Wait until cancelled."""
         await asyncio.Event().wait()

@@ -1,4 +1,4 @@
-"""The newest decisions in memory, and all of them in a file when asked."""
+"""The decision log: the newest decisions in memory and, if configured, all decisions in a file."""
 
 from __future__ import annotations
 
@@ -20,21 +20,28 @@ from pointsman.router.core.types import Decision
 
 OPEN = "OPEN"
 DRY_RUN = "DRY_RUN"
-# About what a line has: a decision's own part, each candidate of its view, and what this one has to compute.
+# Estimated bytes in a line of the file: of the decision without its candidates,
 _LINE_BYTES = 1_500
+# of each candidate without its prefill backlog,
 _CANDIDATE_LINE_BYTES = 800
+# of each queued prefill of a candidate's backlog,
 _QUEUED_LINE_BYTES = 13
+# and of each remainder of a candidate's backlog.
 _REMAINDER_LINE_BYTES = 70
-# About what the same hold in memory. An instance that did not change since the decision before shares the rest with it.
+# Estimated bytes in memory: of the decision without its candidates,
 _DECISION_BYTES = 1_200
+# of each candidate,
 _CANDIDATE_BYTES = 280
+# of each candidate that changed since the decision before; the others share this part with that decision,
 _CHANGED_BYTES = 280
+# and of each entry of a changed candidate's backlog.
 _LISTED_BYTES = 16
 
 
 class LoggedDecision(msgspec.Struct, frozen=True, gc=False):
-    """A decision, when it was made (unix s), how long that took (s), and how its request ended (None while it runs). `number`
-    counts the log's decisions in their order; `held_bytes`: about the memory that it takes beside the one before it."""
+    """A decision with the time when it was made (unix s), the time that deciding took (s), and how its request ended (None while
+    it runs). `number` is the decision's position in the log, from 1. `held_bytes` estimates the memory that it adds to that of
+    the decision before it."""
 
     decision: Decision
     unix_s: float
@@ -46,7 +53,7 @@ class LoggedDecision(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def outcome(self) -> str:
-        """OK, CANCELLED, REJECTED, FAILED or UNKNOWN once ended; OPEN before; DRY_RUN for one that reserved nothing."""
+        """The outcome of the request (OK, CANCELLED, REJECTED, FAILED or UNKNOWN), OPEN before its end, or DRY_RUN."""
         if self.dry_run:
             return DRY_RUN
         return self.finished.outcome if self.finished else OPEN
@@ -54,7 +61,7 @@ class LoggedDecision(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class DecisionFilter:
-    """Which decisions to tell; empty fields match all. `since_unix_s` and `until_unix_s` are times."""
+    """A filter of decisions; an empty field matches all. `since_unix_s` and `until_unix_s` are inclusive, unix s."""
 
     session_id: str = ""
     instance_id: str = ""
@@ -65,7 +72,7 @@ class DecisionFilter:
     until_unix_s: float = math.inf
 
     def matches(self, logged: LoggedDecision) -> bool:
-        """Whether a decision passes all fields."""
+        """Return whether a decision matches all fields."""
         decision = logged.decision
         return (
             self.session_id in ("", decision.request.session_id)
@@ -78,8 +85,8 @@ class DecisionFilter:
 
 
 class DecidedLine(msgspec.Struct, frozen=True, tag_field="event", tag="decided"):
-    """A line of the file: a decision with all that it takes to make it again, but its request's keys. `inputs_digest` is that of
-    pointsman.router.core.analysis.decision_replay."""
+    """A line of the file: a decision with everything that is needed to make it again except its request's block keys.
+    `inputs_digest` is computed by pointsman.router.core.analysis.decision_replay."""
 
     unix_s: float
     decide_s: float
@@ -96,7 +103,7 @@ class ClosedLine(msgspec.Struct, frozen=True, tag_field="event", tag="closed"):
 
 
 class NotedLine(msgspec.Struct, frozen=True, tag_field="event", tag="noted"):
-    """A line of the file: what became of a decision's plan while its request ran."""
+    """A line of the file: a note on what happened to a decision's plan while its request ran."""
 
     unix_s: float
     decision_id: str
@@ -107,11 +114,11 @@ Line = DecidedLine | NotedLine | ClosedLine
 
 
 class MalformedLine(ValueError):
-    """A line of a decision log that cannot be read; the message names file, line and reason."""
+    """Raised for a line of a decision log that cannot be read. The message names the file, the line and the reason."""
 
 
 def read_log(file: Path) -> Iterator[tuple[int, Line]]:
-    """The lines of a decision log with their numbers, from 1. Raises MalformedLine, OSError."""
+    """Yield the lines of a decision log with their numbers, from 1. Raises MalformedLine or OSError."""
     decoder = msgspec.json.Decoder(Line)
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -122,8 +129,8 @@ def read_log(file: Path) -> Iterator[tuple[int, Line]]:
 
 
 class DecisionWatch:
-    """The log's news that match, for one reader, who may be slow: so many that it has not read yet wait for it, and of more the
-    oldest are dropped, and counted."""
+    """A bounded queue of the new and changed decisions that match, for one reader. It holds at most `most` unread decisions;
+    beyond that the oldest are dropped and counted."""
 
     def __init__(self, wanted: Callable[[LoggedDecision], bool], most: int = 1_000) -> None:
         self._wanted = wanted
@@ -133,7 +140,7 @@ class DecisionWatch:
         self._dropped = 0
 
     def put(self, logged: LoggedDecision) -> None:
-        """Keep for the reader what it wants."""
+        """Queue a decision if it matches. Drops the oldest unread one if the queue is full."""
         if not self._wanted(logged):
             return
         if len(self._waiting) == self._most:
@@ -143,14 +150,14 @@ class DecisionWatch:
         self._some.set()
 
     async def next(self) -> tuple[LoggedDecision, int]:
-        """The oldest that waits, and how many before it were dropped since the one that was read last; waits for one."""
+        """Wait for a decision. Return the oldest unread one, and how many were dropped since the last read."""
         while not self._waiting:
             self._some.clear()
             await self._some.wait()
         return self._waiting.popleft(), self._take_dropped()
 
     def read_all(self) -> tuple[list[LoggedDecision], int]:
-        """All that wait, the oldest first, and how many before them were dropped."""
+        """Return all unread decisions, oldest first, and how many were dropped since the last read. Does not wait."""
         news = list(self._waiting)
         self._waiting.clear()
         return news, self._take_dropped()
@@ -161,16 +168,16 @@ class DecisionWatch:
 
 
 class DecisionLog:
-    """Bounded memory, append-only file, live watchers. The file gets a line when a decision is made, when
-    something becomes of it, and when it ends.
+    """The decisions of one router: bounded memory, an append-only file, and live watchers. The file gets a line when a decision
+    is made, for each note on it, and when its request ends.
 
-    Memory holds `size` decisions, and fewer of a large fleet: they hold about `max_bytes` together.
+    Memory holds at most `size` decisions and about `max_bytes`, whichever is reached first. A large fleet's decisions are larger.
     """
 
     def __init__(
         self, size: int, file: Path | None = None, max_file_bytes: int = 0, max_bytes: int = 140_000_000
     ) -> None:
-        """`max_file_bytes`: the file is rotated before it is larger; 0: never. Raises OSError for one that cannot be opened."""
+        """`max_file_bytes`: size above which the file is rotated; 0: never. Raises OSError if the file cannot be opened."""
         self._size = size
         self._max_bytes = max_bytes
         self._held_bytes = 0
@@ -182,14 +189,14 @@ class DecisionLog:
 
     @property
     def lost(self) -> int:
-        """Lines that the file's disk did not take."""
+        """Number of lines that could not be written to the file."""
         return self._file.lost if self._file is not None else 0
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def decided(self, decision: Decision, unix_s: float, decide_s: float) -> LoggedDecision:
-        """Remember a new decision."""
+        """Add a new decision, write it to the file, notify the watchers, and return its log entry."""
         self._decided += 1
         held = _held_bytes(decision, next(reversed(self._by_id.values()), None))
         logged = LoggedDecision(decision, unix_s, decide_s, number=self._decided, held_bytes=held)
@@ -211,7 +218,7 @@ class DecisionLog:
             del self._by_request[request_id]
 
     def noted(self, decision_id: str, note: str, unix_s: float) -> None:
-        """Add a note to a decision; of decisions that left the log only the file hears."""
+        """Add a note to a decision. If memory no longer holds the decision, the note is only written to the file."""
         self._write(NotedLine(unix_s, decision_id, note))
         if (logged := self._by_id.get(decision_id)) is not None:
             decision = replace(logged.decision, notes=(*logged.decision.notes, note))
@@ -219,21 +226,20 @@ class DecisionLog:
             self._publish(logged)
 
     def closed(self, decision_id: str, finished: Finished, unix_s: float) -> None:
-        """Note how a decision's request ended, for those on the earlier parts of its plan, too; decisions that left the log are
-        only written to the file."""
+        """Record how a decision's request ended, also for the decisions on the earlier parts of its plan. If memory no longer
+        holds the decision, the end is only written to the file."""
         self._write(ClosedLine(unix_s, decision_id, finished))
         while (logged := self._by_id.get(decision_id)) is not None:
             self._by_id[decision_id] = logged = replace(logged, finished=finished)
             self._publish(logged)
-            # The earlier parts of its plan ended with it.
             decision_id = logged.decision.previous_id
 
     def get(self, either_id: str) -> LoggedDecision | None:
-        """A decision by its own id or its request's."""
+        """Return the decision with this decision id, or the newest one with this request id; None if memory holds neither."""
         return self._by_id.get(self._by_request.get(either_id, either_id))
 
     def newest(self, wanted: Callable[[LoggedDecision], bool], before: int | None = None) -> Iterator[LoggedDecision]:
-        """Matching decisions, newest first; with `before`, those made before the one of that number."""
+        """Return an iterator of matching decisions, newest first; with `before`, only those with a smaller `number`."""
         return (
             logged
             for logged in reversed(self._by_id.values())
@@ -242,17 +248,17 @@ class DecisionLog:
 
     @property
     def watched(self) -> bool:
-        """Whether anybody watches."""
+        """Whether there are watchers."""
         return bool(self._watchers)
 
     def watch(self, wanted: Callable[[LoggedDecision], bool] = lambda _: True) -> DecisionWatch:
-        """Every new and every ended decision that matches from now on, until `unwatch`."""
+        """Return a queue that receives each matching decision when it is made, noted or ended, until `unwatch`."""
         watch = DecisionWatch(wanted)
         self._watchers.add(watch)
         return watch
 
     def unwatch(self, watch: DecisionWatch) -> None:
-        """Stop feeding a watch."""
+        """Stop a watch: it receives no more decisions."""
         self._watchers.discard(watch)
 
     def close(self) -> None:
@@ -270,13 +276,13 @@ class DecisionLog:
 
 
 def decided_line(logged: LoggedDecision) -> bytes:
-    """The file's line on a decision."""
+    """Return the file's line for a new decision."""
     decision = logged.decision
     return msgspec.json.encode(DecidedLine(logged.unix_s, logged.decide_s, decision, inputs_digest(decision)))
 
 
 def line_bytes(decision: Decision) -> int:
-    """About the length of the file's line on a decision, without making it."""
+    """Estimate the length of the file's line for a decision without encoding it, in bytes."""
     backlogs = [one.prefill_backlog for one in decision.view.candidates]
     return (
         _LINE_BYTES
@@ -287,8 +293,8 @@ def line_bytes(decision: Decision) -> int:
 
 
 def _held_bytes(decision: Decision, before: LoggedDecision | None) -> int:
-    """About the memory that a decision takes beside the one `before` it: what is seen of an instance is made anew when that one
-    changes (policy_views.py), and its backlog with it."""
+    """Estimate the memory that a decision adds to that of the decision `before` it, in bytes. The snapshot of an instance, with
+    its backlog, is a new object only if the instance changed in between (policy_views.py)."""
     known = {id(one.prefill_backlog) for one in before.decision.view.candidates} if before is not None else set()
     backlogs = [one.prefill_backlog for one in decision.view.candidates]
     changed = [one for one in backlogs if id(one) not in known]

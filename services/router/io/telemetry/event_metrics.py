@@ -1,5 +1,5 @@
-"""What the router counts as it happens. Labels are bounded: instances, classes, reasons and outcomes, never sessions or requests.
-What its state can tell at any time is in state_metrics.py."""
+"""Metrics that count events of the router as they happen. Their labels are bounded: instances, classes, reasons and outcomes,
+never sessions or requests. Metrics that are read from the router's state are in state_metrics.py."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 30
 
 
 class EventMetrics:
-    """Prometheus metrics in a registry of their own."""
+    """The router's event metrics, with their Prometheus registry."""
 
     def __init__(self) -> None:
         of = self.registry = CollectorRegistry()
         name = "pointsman_router_"
         self._decisions = MetricChildren(
-            Counter(f"{name}decisions", "Placements by class and reason", ["route_class", "reason"], registry=of)
+            Counter(f"{name}decisions", "Placements by route class and reason", ["route_class", "reason"], registry=of)
         )
         self._placements = MetricChildren(
             Counter(f"{name}placements", "Placements by instance", ["instance"], registry=of)
         )
         self._refusals = MetricChildren(
-            Counter(f"{name}refusals", "Requests that could not be placed", ["code"], registry=of)
+            Counter(f"{name}refusals", "Refused requests by gRPC status code", ["code"], registry=of)
         )
         self._outcomes = MetricChildren(
             Counter(f"{name}outcomes", "How placed requests ended", ["outcome"], registry=of)
@@ -41,7 +41,7 @@ class EventMetrics:
         self._held = MetricChildren(
             Histogram(
                 f"{name}held_seconds",
-                "Time that requests waited for their placement, of those that waited, by class",
+                "Hold time of requests that were held before their placement, by priority class",
                 ["priority"],
                 buckets=(0.01, 0.1, 0.5, 1, 2, 5, 10, 20, 30, 60),
                 registry=of,
@@ -50,36 +50,46 @@ class EventMetrics:
         self._ttft = MetricChildren(
             Histogram(
                 f"{name}ttft_seconds",
-                "From a request's last byte at its gateway to its answer's first",
+                "Time from a request's last byte at its gateway to its answer's first byte",
                 ["route_class"],
                 buckets=_TTFT_S,
                 registry=of,
             )
         )
         self._predicted = Counter(
-            f"{name}predicted_cached_tokens", "Cached tokens predicted, where the engine told its own", registry=of
+            f"{name}predicted_cached_tokens",
+            "Predicted cached tokens of requests whose engine reported its own figure",
+            registry=of,
         )
-        self._reported = Counter(f"{name}reported_cached_tokens", "Cached tokens as engines told them", registry=of)
+        self._reported = Counter(f"{name}reported_cached_tokens", "Cached tokens that engines reported", registry=of)
         self._offloads = MetricChildren(
-            Counter(f"{name}offloads", "Requests placed on two instances, by how they ended", ["outcome"], registry=of)
+            Counter(f"{name}offloads", "Requests placed on two instances, by outcome", ["outcome"], registry=of)
         )
         self._offload_fallbacks = Counter(
             f"{name}offload_fallbacks",
-            "Requests placed on two instances that one answered alone in the end",
+            "Requests placed on two instances whose remaining plan was replaced by one SERVE step",
             registry=of,
         )
-        self.resyncs = Counter(f"{name}resyncs", "Snapshots asked of agents", registry=of)
+        self.resyncs = Counter(f"{name}resyncs", "Snapshots requested from agents", registry=of)
         self.ignored_reports = Counter(
-            f"{name}ignored_reports", "What gateways told of other gateways' requests", registry=of
+            f"{name}ignored_reports",
+            "Reports of gateways about other gateways' requests, which are ignored",
+            registry=of,
         )
-        self.accounted_keys = Gauge(f"{name}accounted_keys", "API keys that limits are accounted for", registry=of)
+        self.accounted_keys = Gauge(
+            f"{name}accounted_keys", "API keys with limits whose usage is accounted", registry=of
+        )
         self.lost_replicas = Gauge(
-            f"{name}lost_replicas", "Routers that ended without taking leave and that none has replaced", registry=of
+            f"{name}lost_replicas",
+            "Routers that ended without deregistering and that no new router has replaced",
+            registry=of,
         )
         self.bad_usage = Counter(
-            f"{name}bad_usage_reports", "Keys in gateways' reports whose figures cannot be", registry=of
+            f"{name}bad_usage_reports",
+            "Keys in gateways' usage reports with impossible figures, which are ignored",
+            registry=of,
         )
-        # A series that is not there before its first count has no increase then, and the alert on it does not fire.
+        # Create the series at 0. Without this, the first count of a series is no increase, and the alert on it does not fire.
         for code in (
             "NOT_FOUND",
             "RESOURCE_EXHAUSTED",
@@ -96,7 +106,7 @@ class EventMetrics:
             self._offloads[outcome,]
 
     def decided(self, decision: Decision, seconds: float) -> None:
-        """Count a decision."""
+        """Count a decision; `seconds` is the time that deciding and reserving took."""
         self._decisions[decision.route_class, decision.result.reason].inc()
         self._placements[decision.instance_id,].inc()
         self._decide.observe(seconds)
@@ -104,21 +114,21 @@ class EventMetrics:
             self._held[decision.request.priority,].observe(decision.held_s)
 
     def keep_instances(self, instances: InstanceRegistry) -> None:
-        """End the series of instances that are not known any more: names of pods come and go for years. O(series)."""
+        """Remove the series of instances that are no longer known, since pod names change over the years. O(series)."""
         for values in [one for one in self._placements if instances.get(one[0]) is None]:
             self._placements.forget(values)
 
     def refused(self, code: str) -> None:
-        """Count a refusal by gRPC status name."""
+        """Count a refusal by its gRPC status name."""
         self._refusals[code,].inc()
 
     def fell_back(self, decision: Decision) -> None:
-        """Count a plan whose rest became one SERVE."""
+        """Count an offload whose remaining steps were replaced by one SERVE step."""
         if decision.mode == "OFFLOAD":
             self._offload_fallbacks.inc()
 
     def closed(self, decision: Decision | None, finished: Finished) -> None:
-        """Count how a request ended, when its tokens came, and its prediction beside the engine's own figure."""
+        """Count how a request ended, its TTFT, and its predicted and reported cached tokens."""
         self._outcomes[finished.outcome,].inc()
         if decision is None:
             return

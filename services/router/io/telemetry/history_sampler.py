@@ -1,4 +1,4 @@
-"""Has the router's history take up how the fleet is, in turns that no placement notices."""
+"""Samples the router's state into its history, in parts that are too short to delay placements."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from pointsman.router.core.history.fleet_history import FleetHistory
 from pointsman.router.core.history.fleet_sampler import take_sample
 from pointsman.router.core.router_state import RouterState
 
-# Two samples in each of a pool's buckets (rows.POOL_STEP_S): one that comes late leaves no gap.
+# Interval between two samples, s. Half of a pool's bucket (rows.POOL_STEP_S), so that a late sample leaves no bucket empty.
 SAMPLE_S = 2.5
-# How long a sample may keep placements waiting, and how long they are alone then.
+# Longest time that a sample may block the event loop at once, s.
 TURN_S = 0.0005
+# Pause after each such time, in which placements run, s.
 PAUSE_S = 0.005
 
 
 async def keep_history(state: RouterState, history: Callable[[], FleetHistory]) -> None:
-    """Sample `state` every SAMPLE_S for whatever `history` gives, until cancelled."""
+    """Add a sample of `state` to the history that `history()` returns, every SAMPLE_S, until cancelled."""
     while True:
         begun = time.monotonic()
         await _sample(state, history(), begun)

@@ -1,4 +1,4 @@
-"""A span for each placement that is part of a sampled trace: from the question, over the time it was held, to the answer."""
+"""Tracing of placements: one span for each placement of a sampled trace, from its request to its answer, the hold included."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ class _Question:
 
 
 class PlacementSpans:
-    """Open questions by request id. Each is forgotten with its answer, its request's end, or the stream it came on."""
+    """The unanswered placement requests of sampled traces, by request id. An entry is removed when its answer is sent, its
+    request ends, or its gateway's stream ends."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._open: dict[str, _Question] = {}
 
     def asked(self, request_id: str, gateway_id: str, traceparent: str) -> None:
-        """Somebody asks where a request goes."""
+        """Record that a gateway asks for a placement. Ignored unless `traceparent` belongs to a sampled trace."""
         parent = parse_traceparent(traceparent)
         if parent is not None and parent.sampled:
             self._open[request_id] = _Question(parent, gateway_id, time.time_ns())
 
     def answered(self, answer: ev.Placed | ev.Refused) -> None:
-        """The answer goes out."""
+        """Send the span of a placement request, which ends now with `answer`."""
         question = self._open.pop(answer.request_id, None)
         if question is not None:
             self._send([_span(question, answer, time.time_ns())])
 
     def ended(self, request_id: str) -> None:
-        """The request is over, answered or not."""
+        """Forget a request that ended, whether it was answered or not."""
         self._open.pop(request_id, None)
 
     def gateway_left(self, gateway_id: str) -> None:
-        """A gateway's stream broke: it asks again, on another one."""
+        """Forget the requests of a gateway whose stream ended: it asks again on another stream."""
         for request_id in [name for name, question in self._open.items() if question.gateway_id == gateway_id]:
             del self._open[request_id]
 
@@ -55,7 +56,7 @@ def _span(question: _Question, answer: ev.Placed | ev.Refused, now_ns: int) -> S
         question.place.span_id,
         SpanKind.SERVER,
         question.asked_ns,
-        # Not on the monotonic clock, to be comparable with gateways' spans; it may be set back meanwhile.
+        # Wall clock, not monotonic, to be comparable with gateways' spans. The wall clock may be set back in between.
         max(now_ns, question.asked_ns),
         known_attributes(_placed(answer) if isinstance(answer, ev.Placed) else {"pointsman.refusal": answer.code}),
         error=answer.message if isinstance(answer, ev.Refused) else "",

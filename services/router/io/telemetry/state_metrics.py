@@ -1,4 +1,4 @@
-"""What the router's state tells at any time, for /metrics. Read when Prometheus asks; nothing costs anything in between."""
+"""Metrics that are read from the router's state when Prometheus scrapes /metrics. Between scrapes they cost nothing."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ NAME = "pointsman_router_"
 
 
 class StateCollector(Collector):
-    """One router's view. Every model has a series for each state, so that "none is ready" is a 0 and not a gap."""
+    """Metrics of one router's state. Each model has a series for every instance state: no ready instance is a 0, not a gap."""
 
     def __init__(
         self, state: RouterState, ready: Callable[[], bool], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`clock` tells s on the state's clock, `ready` whether the router places yet."""
+        """`clock` returns the time of the state's clock, s. `ready` returns whether the router places requests."""
         self._state = state
         self._ready = ready
         self._clock = clock
@@ -33,18 +33,18 @@ class StateCollector(Collector):
         )
 
     def describe(self) -> list[Metric]:
-        """Nothing: names are known when asked, and the state need not be complete when this is registered."""
+        """Return no metrics, so that registering does not call `collect`: the state may not be complete by then."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """One family after the other."""
-        yield GaugeMetricFamily(f"{NAME}ready", "1 when the fleet is known well enough to place", float(self._ready()))
+        """Yield all metric families."""
+        yield GaugeMetricFamily(f"{NAME}ready", "1 when the router places requests", float(self._ready()))
         yield GaugeMetricFamily(
-            f"{NAME}store_degraded", "1 while the shared store is away", float(self._state.degraded)
+            f"{NAME}store_degraded", "1 while the shared store does not answer", float(self._state.degraded)
         )
         yield GaugeMetricFamily(
             f"{NAME}shared_names",
-            "Names that several models answer to; requests for one go to the first",
+            "Model names that several pools share; requests for such a name go to the first pool",
             len(self._state.instances.shared_names),
         )
         yield self._orders()
@@ -54,7 +54,9 @@ class StateCollector(Collector):
     def _orders(self) -> Metric:
         orders = self._state.instances.orders.values()
         told = GaugeMetricFamily(
-            f"{NAME}instance_orders", "Operators' orders in force, of instances known or not", labels=["kind"]
+            f"{NAME}instance_orders",
+            "Operators' orders in force, including those for unknown instances",
+            labels=["kind"],
         )
         told.add_metric(["cordon"], sum(order.cordoned for order in orders))
         told.add_metric(["weight"], sum(order.weight < 1.0 for order in orders))
@@ -62,9 +64,11 @@ class StateCollector(Collector):
 
     def _models(self) -> Iterator[Metric]:
         state = self._state
-        owned = GaugeMetricFamily(f"{NAME}pool_owned", "1 where this replica places the model", labels=["model"])
+        owned = GaugeMetricFamily(f"{NAME}pool_owned", "1 if this replica owns the model's pool", labels=["model"])
         held = GaugeMetricFamily(
-            f"{NAME}held_requests", "Requests that wait for a placement, by class", labels=["model", "priority"]
+            f"{NAME}held_requests",
+            "Requests that wait for a placement, by priority class",
+            labels=["model", "priority"],
         )
         instances = GaugeMetricFamily(f"{NAME}instances", "Instances by state", labels=["model", "state"])
         counts = Counter((record.info.model, record.state) for record in state.instances.records())
@@ -79,10 +83,10 @@ class StateCollector(Collector):
         yield self._curve_samples()
 
     def _backlog(self) -> Metric:
-        """0 for an idle pool, so that a scaler finds a figure; nothing of pools that another replica owns."""
+        """Return the backlog of the pools that this replica owns. An idle pool has 0, so that an autoscaler finds a value."""
         told = GaugeMetricFamily(
             f"{NAME}backlog_seconds",
-            "Prefill that a new request of the class waits for, per placeable instance",
+            "Seconds of prefill that a new request of the route class waits for, per placeable instance",
             labels=["model", "route_class"],
         )
         for model, classes in sorted(self._backlogs.at(self._clock()).items()):
@@ -92,10 +96,10 @@ class StateCollector(Collector):
         return told
 
     def _curve_samples(self) -> Metric:
-        """0 for a curve that nothing has been learned for."""
+        """Return the number of samples of each prefill curve; 0 for a curve without samples."""
         told = GaugeMetricFamily(
             f"{NAME}prefill_curve_samples",
-            "Prefills that a curve was learned from: by 50 of them requests are refused that would come too late",
+            "Prefills that the curve was learned from; from 50 on, requests are refused that would miss their TTFT deadline",
             labels=["model", "hardware"],
         )
         kinds = {(record.info.model, record.info.hardware) for record in self._state.instances.records()}
@@ -109,7 +113,7 @@ class StateCollector(Collector):
 
         prediction_audit_failures = CounterMetricFamily(
             f"{NAME}prediction_audit_failures",
-            "Times that answers persistently had fewer cached tokens than predicted",
+            "Times that an instance failed the prediction audit: persistently fewer cached tokens than predicted",
             labels=["instance"],
         )
         for record in records:
@@ -125,17 +129,21 @@ class StateCollector(Collector):
             return told
 
         counters = state.reservations.counters
-        yield family("open_requests", "Reservations open", lambda _, one: counters(one).num_requests)
+        yield family("open_requests", "Open reservations", lambda _, one: counters(one).num_requests)
         yield family(
-            "pending_prefill_tokens", "Prefill not computed yet", lambda _, one: counters(one).pending_prefill_tokens
+            "pending_prefill_tokens",
+            "Prefill tokens not computed yet",
+            lambda _, one: counters(one).pending_prefill_tokens,
         )
-        yield family("keys", "Block keys in the index", lambda _, one: state.index.count(one))
+        yield family("keys", "Block keys in the exact index", lambda _, one: state.index.count(one))
         yield family(
             "approximate_keys",
-            "Block keys of the approximate index",
+            "Block keys in the approximate index",
             lambda _, one: state.prefix_knowledge.approximate_index.count(one),
         )
-        yield family("report_age_seconds", "Time since the agent last spoke", lambda record, _: now - record.heard_at)
+        yield family(
+            "report_age_seconds", "Time since the agent's last message", lambda record, _: now - record.heard_at
+        )
         yield family("running_requests", "Requests that the engine runs", lambda record, _: _of(record, "running"))
         yield family("waiting_requests", "Requests in the engine's queue", lambda record, _: _of(record, "waiting"))
         yield family(

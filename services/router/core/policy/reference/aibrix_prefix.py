@@ -1,4 +1,4 @@
-"""`aibrix_prefix`: the score of AIBrix's prefix-cache routing, over our view. Pure."""
+"""`aibrix_prefix`: the score of AIBrix's prefix-cache routing, computed on Pointsman's view. Pure."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class AibrixPrefix(Policy):
     Rule, in requests:
         1. max(num_requests) - min(num_requests) > imbalance: argmin num_requests
         2. else the longest match of those with num_requests <= mean + sigmas * standard deviation; ties by num_requests
-        3. else, without such a match: argmin num_requests
-    Random ties.
+        3. else (no such match) argmin num_requests
+    Ties at random.
 
     Reasons: `imbalanced` (1), `prefix_match` (2), `least_requests` (3).
-    Source: AIBrix, its description of prefix-cache routing.
+    Source: AIBrix's description of its prefix-cache routing.
     """
 
     name: ClassVar[str] = "aibrix_prefix"
 
     imbalance: float = setting(8.0, 0.0, 1e6, "difference of requests that counts as imbalance")
-    sigmas: float = setting(1.0, 0.0, 1e3, "standard deviations above the mean that a match may have")
+    sigmas: float = setting(1.0, 0.0, 1e3, "maximum requests of a match, in standard deviations above the mean")
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         eligible = view.eligible()

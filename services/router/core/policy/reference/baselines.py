@@ -1,4 +1,4 @@
-"""Baselines that every other policy must beat. Pure."""
+"""Baseline policies, which every other policy must beat. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Random(Policy):
     """Uniformly random.
 
     Reasons: `random`.
-    Source: the baseline of load balancers.
+    Source: the usual baseline of load balancers.
     """
 
     name: ClassVar[str] = "random"
@@ -62,14 +62,14 @@ class LeastRequests(Policy):
 
 @dataclass(frozen=True)
 class Sticky(Policy):
-    """The session's owner while it lives; otherwise the fewest open requests.
+    """The session's owner while it can be placed on; otherwise the fewest open requests.
 
     Rule:
-        1. owner, where it may be placed on
+        1. owner, if eligible
         2. else argmin num_requests, in requests; ties in turn
 
     Reasons: `session_affinity` (1), `least_requests` (2).
-    Source: sticky sessions, as load balancers have them.
+    Source: the sticky sessions of load balancers.
     """
 
     name: ClassVar[str] = "sticky"

@@ -1,4 +1,4 @@
-"""`dynamo_kv`: the score of NVIDIA Dynamo's KV router, over our view. Pure."""
+"""`dynamo_kv`: the score of NVIDIA Dynamo's KV router, computed on Pointsman's view. Pure."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class DynamoKv(Policy):
 
     Score, in blocks of 16 tokens:
         cost = prefill_load_scale * max(active_prefill + incoming - overlap, 0) + decode_blocks
-        active_prefill: prompts still to be prefilled; incoming: this one; overlap: what of it is cached; decode_blocks: context
-            of the streams past their first token
-    Rule: argmin cost, random ties; with `temperature` t > 0 a draw with weights exp(-cost / ((max - min) * t)). With
+        active_prefill: prompts still to be prefilled; incoming: this prompt; overlap: its cached part; decode_blocks: context of
+            the streams past their first token
+    Rule: argmin cost, ties at random; with `temperature` t > 0 a draw with weights exp(-cost / ((max - min) * t)). With
     `disaggregate` the prefill goes to the other instance with the least active prefill, unless uncached < local_tokens and
     uncached / prompt < local_ratio, or that instance has more than busy_blocks of prefill.
 
@@ -34,11 +34,13 @@ class DynamoKv(Policy):
     name: ClassVar[str] = "dynamo_kv"
 
     prefill_load_scale: float = setting(1.0, 0.0, 1e6, "weight of a block to prefill against a block in decode")
-    temperature: float = setting(0.0, 0.0, 1e3, "0 takes the least cost; higher draws more evenly")
-    disaggregate: bool = switch(False, "prefill elsewhere when it is worth it")
-    local_tokens: float = setting(2_048.0, 0.0, 1e9, "fewer uncached tokens than this stay (disaggregate)")
-    local_ratio: float = setting(0.7, 0.0, 1.0, "while they are less than this share of the prompt (disaggregate)")
-    busy_blocks: float = setting(0.0, 0.0, 1e9, "an instance with more blocks to prefill takes none up (disaggregate)")
+    temperature: float = setting(0.0, 0.0, 1e3, "evenness of a random draw by cost; 0: always the least cost")
+    disaggregate: bool = switch(False, "whether another instance may prefill")
+    local_tokens: float = setting(2_048.0, 0.0, 1e9, "uncached tokens below which a prefill may stay (disaggregate)")
+    local_ratio: float = setting(
+        0.7, 0.0, 1.0, "uncached share of the prompt below which a prefill may stay; both must hold (disaggregate)"
+    )
+    busy_blocks: float = setting(0.0, 0.0, 1e9, "maximum blocks to prefill of the other instance (disaggregate)")
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         eligible = view.eligible()

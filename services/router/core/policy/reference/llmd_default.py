@@ -1,4 +1,4 @@
-"""`llmd_default`: the score of llm-d's default scorers, over our view. Pure."""
+"""`llmd_default`: the score of llm-d's default scorers, computed on Pointsman's view. Pure."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pointsman.router.core.types import FleetView, PlacementRequest, PolicyResul
 class LlmdDefault(Policy):
     """Peer: llm-d's default scorers.
 
-    Score, without a unit, negated where it is told (the greatest sum wins):
+    Score, without a unit; the greatest sum wins, so decisions record it negated:
         queue_weight * queue + kv_weight * (1 - kv_usage) + prefix_weight * cached / prompt
-        queue = (max - q) / (max - min), q the reported waiting requests; 1 when all are equal
+        queue = (max - q) / (max - min), q: the reported waiting requests; 1 if all are equal
         kv_usage: the reported share, 0 to 1; a stale report counts as the greatest of the fresh ones
-    Rule: random ties. With pd_threshold_tokens > 0 a request with at least so many uncached tokens prefills on the best of the
-    others.
+    Rule: ties at random. With pd_threshold_tokens > 0 a request with at least this many uncached tokens prefills on the best of
+    the other instances.
 
     Reasons: `weighted_score`, `pd_threshold`.
     Source: llm-d-router's default scorer weights.
@@ -28,10 +28,12 @@ class LlmdDefault(Policy):
 
     name: ClassVar[str] = "llmd_default"
 
-    queue_weight: float = setting(2.0, 0.0, 1e6, "weight of the short queue")
-    kv_weight: float = setting(2.0, 0.0, 1e6, "weight of the free KV cache")
+    queue_weight: float = setting(2.0, 0.0, 1e6, "weight of a short queue")
+    kv_weight: float = setting(2.0, 0.0, 1e6, "weight of the free share of the KV cache")
     prefix_weight: float = setting(3.0, 0.0, 1e6, "weight of the cached share of the prompt")
-    pd_threshold_tokens: float = setting(0.0, 0.0, 1e9, "uncached tokens from which prefill goes elsewhere; 0: never")
+    pd_threshold_tokens: float = setting(
+        0.0, 0.0, 1e9, "uncached tokens from which another instance prefills; 0: never"
+    )
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:
         available = view.available()

@@ -1,4 +1,4 @@
-"""`preble`: the score of Preble's E2 (exploit or explore), over our view. Pure."""
+"""`preble`: the score of Preble's E2 (exploit or explore), computed on Pointsman's view. Pure."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ class Preble(Policy):
 
     Terms, in tokens:
         work = pending_prefill + decode_weight * ongoing_decode
-        evicted = max(new - (1 - kv_usage) * capacity, 0); 0 where the capacity is unknown; a stale report counts as the
+        evicted = max(new - (1 - kv_usage) * capacity, 0); 0 if the capacity is unknown; a stale report's kv_usage counts as the
             greatest of the fresh ones
     Rule:
-        1. exploit: the best match, random ties, if it saves more than exploit_ratio of the prompt and its work <=
+        1. exploit: the best match, ties at random, if it saves more than exploit_ratio of the prompt and its work <=
             overload_factor * mean work
-        2. explore: argmin score = work + new + eviction_weight * evicted, random ties
+        2. explore: argmin score = work + new + eviction_weight * evicted, ties at random
 
     Reasons: `exploit` (1), `explore` (2).
-    Source: Preble (E2), without its rebalancing. It weighs evicted tokens by their hit rate and work over a time window,
-    neither of which the view has: eviction_weight and the open requests stand for them.
+    Source: Preble (E2), without its rebalancing. Preble weighs evicted tokens by their hit rate, and sums work over a time
+    window. The view has neither, so eviction_weight and the open requests replace them.
     """
 
     name: ClassVar[str] = "preble"
 
     exploit_ratio: float = setting(0.5, 0.0, 1.0, "share of the prompt that a match must exceed")
-    overload_factor: float = setting(2.0, 0.0, 1e6, "a match serves up to this multiple of the mean work")
+    overload_factor: float = setting(2.0, 0.0, 1e6, "maximum work of a match, as a multiple of the mean work")
     decode_weight: float = setting(0.01, 0.0, 1e6, "weight of a running decode's context token against a prefill token")
     eviction_weight: float = setting(1.0, 0.0, 1e6, "weight of an evicted token against a prefill token")
 

@@ -1,4 +1,4 @@
-"""`sglang_cache_aware`: the score of sglang's cache-aware router, over our view. Pure."""
+"""`sglang_cache_aware`: the score of sglang's cache-aware router, computed on Pointsman's view. Pure."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class SglangCacheAware(Policy):
 
     Rule, in requests and shares of the prompt:
         1. max - min > balance_abs and max > balance_rel * min (num_requests): argmin num_requests
-        2. else the best match, where cached / prompt > cache_threshold
+        2. else the best match, if its cached / prompt > cache_threshold
         3. else argmin num_requests (older versions: the smallest tree)
-    Random ties.
+    Ties at random.
 
     Reasons: `imbalanced` (1), `prefix_match` (2), `least_requests` (3).
     Source: sglang-router 0.3.2, cache_aware.
@@ -27,8 +27,8 @@ class SglangCacheAware(Policy):
 
     name: ClassVar[str] = "sglang_cache_aware"
 
-    balance_abs: float = setting(64.0, 0.0, 1e6, "difference of requests that counts as imbalance ...")
-    balance_rel: float = setting(1.5, 1.0, 1e6, "... when it is also this multiple of the least")
+    balance_abs: float = setting(64.0, 0.0, 1e6, "difference of requests above which instances are imbalanced")
+    balance_rel: float = setting(1.5, 1.0, 1e6, "ratio of most to fewest requests that imbalance must exceed, too")
     cache_threshold: float = setting(0.3, 0.0, 1.0, "share of the prompt that a match must exceed")
 
     def choose(self, request: PlacementRequest, view: FleetView, rng: random.Random) -> PolicyResult:

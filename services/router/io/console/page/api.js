@@ -1,4 +1,5 @@
-// FleetService as JSON over HTTP. The token stays in this module and, if asked, in the tab's session storage; it travels as a header.
+// FleetService as JSON over HTTP. The token is kept in this module and, if the user wants, in the tab's session storage. It is sent as
+// a header.
 
 const KEPT = "pointsman.token";
 let token = sessionStorage.getItem(KEPT) ?? "";
@@ -25,7 +26,7 @@ function headers(more) {
   return token ? { ...more, Authorization: `Bearer ${token}` } : { ...more };
 }
 
-/** What `asking` gives; whatever keeps the network from giving it becomes a CallError of status 0. */
+/** The result of `asking`. Any error other than a CallError, such as a network failure, becomes a CallError with status 0. */
 async function reach(asking) {
   try {
     return await asking();
@@ -40,12 +41,12 @@ async function answered(response) {
   throw new CallError(response.status, code, message);
 }
 
-/** {role, open, read, operate} of whoever holds the token. Throws CallError. */
+/** {role, open, read, operate}: the role of the current token and what it permits. Throws CallError. */
 export function role() {
   return reach(async () => (await answered(await fetch("/api/role", { headers: headers() }))).json());
 }
 
-/** One unary method of FleetService. Throws CallError. */
+/** Call a unary method of FleetService. Throws CallError. */
 export function call(method, request = {}) {
   const asked = {
     method: "POST",
@@ -56,7 +57,7 @@ export function call(method, request = {}) {
   return reach(async () => (await answered(await fetch(`/api/${method}`, asked))).json());
 }
 
-/** Server-sent events of the decisions, until they end or `signal` aborts: EventSource could not send the token's header. */
+/** Receive decisions as server-sent events until the stream ends or `signal` aborts. EventSource cannot send the token's header. */
 export async function watch(signal, opened, told) {
   const response = await reach(async () => answered(await fetch("/api/decisions", { headers: headers(), signal })));
   opened();

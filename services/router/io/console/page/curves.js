@@ -1,4 +1,4 @@
-// One small chart of a few curves over the last minutes: SVG made by DOM calls, and a cursor that mouse and keyboard move.
+// A small chart of a few curves over the last minutes: SVG created by DOM calls, and a cursor for mouse and keyboard.
 
 import { el, setText } from "./dom.js";
 import { clock } from "./format.js";
@@ -15,14 +15,14 @@ function svg(tag, attributes = {}, ...children) {
   return node;
 }
 
-/** The next of 1, 2, 5, 10, ... that is not below `value`. */
+/** The smallest of 1, 2, 5, 10, 20, ... (and 0.5, 0.2, ...) that is not below `value`; 1 for values up to 0. */
 export function round(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));
   return [1, 2, 5, 10].map((one) => one * power).find((one) => one >= value * 0.9999);
 }
 
-/** What is known of a series: {newest, least, most}; undefined of nothing. Values that are not known are NaN. */
+/** {newest, least, most} of a series, in which unknown values are NaN; undefined if no value is known. */
 export function summed(values) {
   const known = values.filter(Number.isFinite);
   if (!known.length) return undefined;
@@ -30,8 +30,8 @@ export function summed(values) {
 }
 
 /**
- * Curves: {title, unit, hint, show(value), top (the scale's end; as the values need where it is left out), lines: [{name, measure}]}.
- * The second line is dashed: which is which shows without colours. `moved(index)` is called when the reader moves the cursor.
+ * A chart of curves: {title, hint, show(value), top (end of the scale; default: from the values), lines: [{name, measure}]}.
+ * The second line is dashed, so that the lines differ without colours. `moved(index)` is called when the user moves the cursor.
  */
 export class Curves {
   constructor({ title, hint, show, top, lines }, moved) {
@@ -61,10 +61,10 @@ export class Curves {
     );
   }
 
-  /** Show these values: one list for each line, and the times (ms) at which their steps begin; `from` to `to` is what is drawn. */
+  /** Show values: one list for each line. `times`: the begins of their steps, ms. The chart shows the time from `from` to `to`, ms. */
   update(times, values, { from, to, step, seen }) {
     const here = this.times[this.index];
-    // The cursor stays at its moment while time goes on, until that is the oldest one.
+    // The cursor stays at its time while the chart moves on, until that is the oldest time.
     const index = here === undefined ? -1 : Math.max(times.findIndex((time) => Math.abs(time - here) < step / 2), 0);
     Object.assign(this, { times, values, step, index });
     const most = values.map(summed).reduce((high, one) => Math.max(high, one?.most ?? 0), 0);
@@ -77,7 +77,7 @@ export class Curves {
     this.point(this.index);
   }
 
-  /** Put the cursor on a step; -1: nowhere, and the legend tells the newest values. */
+  /** Move the cursor to a step. With -1 there is no cursor, and the legend shows the newest values. */
   point(index) {
     this.index = index < this.times.length ? index : -1;
     const on = this.index >= 0;
@@ -98,7 +98,7 @@ export class Curves {
     });
     setText(this.time, on ? timeOf(this.times[shown]) : "");
     this.cursor.setAttribute("aria-valuenow", String(Math.max(shown, 0)));
-    this.cursor.setAttribute("aria-valuetext", shown < 0 ? "nothing known" : `${timeOf(this.times[shown])}: ${this.lines.map(({ name }, number) => `${name} ${this.#text(this.values[number][shown])}`).join(", ")}`);
+    this.cursor.setAttribute("aria-valuetext", shown < 0 ? "no values" : `${timeOf(this.times[shown])}: ${this.lines.map(({ name }, number) => `${name} ${this.#text(this.values[number][shown])}`).join(", ")}`);
   }
 
   #text(value) {
@@ -108,7 +108,7 @@ export class Curves {
   #summary() {
     const told = this.lines.map(({ name }, number) => {
       const sum = summed(this.values[number]);
-      return sum ? `${name}: now ${this.#text(sum.newest)}, ${this.show(sum.least)} to ${this.show(sum.most)}` : `${name}: nothing known`;
+      return sum ? `${name}: now ${this.#text(sum.newest)}, ${this.show(sum.least)} to ${this.show(sum.most)}` : `${name}: no values`;
     });
     return `${this.title} over the last 15 minutes. ${told.join(". ")}.`;
   }
@@ -133,7 +133,7 @@ export class Curves {
     this.values.forEach((values, number) => this.paths[number].setAttribute("d", this.#path(values)));
   }
 
-  /** A line for each run of known values: what is not known interrupts it. A step alone is a point. */
+  /** The path of a curve. Unknown values interrupt it; a single known value becomes a point. */
   #path(values) {
     let d = "";
     values.forEach((value, index) => {
@@ -162,7 +162,7 @@ export class Curves {
   }
 }
 
-/** A moment (ms) to the second. */
+/** A time (ms) as HH:MM:SS. */
 export function timeOf(ms) {
   return clock(new Date(ms)).slice(0, 8);
 }

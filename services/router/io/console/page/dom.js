@@ -1,6 +1,6 @@
-// Elements from text and nodes. Nothing here or elsewhere in the page turns text into markup.
+// Creates elements from text and nodes. No code of the page parses text as markup.
 
-/** An element; `with_` sets properties ("class", "data-…", "aria-…" and the like as attributes), `on…` listeners. */
+/** Create an element. `with_`: properties ("class", "data-…", "aria-…" and unknown names become attributes) and `on…` listeners. */
 export function el(tag, with_ = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(with_)) {
@@ -13,12 +13,12 @@ export function el(tag, with_ = {}, ...children) {
   return node;
 }
 
-/** Set a node's text only when it differs, so that selections and screen readers are left alone. */
+/** Set a node's text only if it differs, so that selections and screen readers are not disturbed. */
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-/** A <dl> of [name, text or node] pairs; empty ones are left out. */
+/** A <dl> of [name, text or node] pairs, without pairs that have no value. */
 export function facts(pairs) {
   const list = el("dl", { className: "facts" });
   for (const [name, value] of pairs) {
@@ -32,7 +32,7 @@ export function link(href, text) {
   return el("a", { href, className: "id" }, text);
 }
 
-/** A router's name and address, with a link to its console where this browser may reach one. */
+/** A router's name and address, as a link to its console if this browser can probably reach it. */
 export function consoleOf({ routerId, address }, replicas) {
   const text = `${routerId} (${address})`;
   const url = replicas.find((one) => one.routerId === routerId)?.consoleUrl ?? "";
@@ -50,12 +50,12 @@ export function pill(text, tone) {
   return el("span", { className: "pill", "data-tone": tone }, text);
 }
 
-/** Tell those who do not see the page what their own action did. */
+/** Announce the result of an action to screen readers. */
 export function say(text) {
   document.getElementById("said").textContent = text;
 }
 
-/** A modal form: `body` nodes, and `act`, which may throw to keep it open with the reason. */
+/** Show a modal form with the nodes `body`. If `act` throws, the form stays open and shows the error. */
 export function ask(title, body, action, act) {
   const before = document.activeElement;
   const reason = el("p", { className: "bad", role: "alert" });

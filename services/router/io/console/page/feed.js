@@ -1,9 +1,11 @@
-// The decisions as they are made: the newest few hundred, kept whatever view is shown.
+// The stream of decisions: keeps the newest few hundred, whichever view is shown.
 
 import { CallError, watch } from "./api.js";
 import { num } from "./format.js";
 
+// Maximum number of decisions that are kept.
 const KEPT = 500;
+// Time over which the rate of decisions is measured, s.
 const RATE_S = 10;
 
 export class Feed {
@@ -29,12 +31,12 @@ export class Feed {
     this.state = "off";
   }
 
-  /** Newest first. */
+  /** The decisions, newest first. */
   get newest() {
     return [...this.decisions.values()].reverse();
   }
 
-  /** Decisions per second, over the last seconds. */
+  /** Decisions per second over the last RATE_S. */
   get rate() {
     const since = Date.now() - RATE_S * 1000;
     this.counts = this.counts.filter(([at]) => at >= since);
@@ -70,7 +72,7 @@ export class Feed {
       this.decisions = new Map([...decisions.reverse(), ...newer].map((one) => [one.decisionId, one]));
       this.#tell();
     } catch (error) {
-      // The next connection asks again.
+      // The list is requested again with the next connection.
       if (!(error instanceof CallError)) reportError(error);
     }
   }

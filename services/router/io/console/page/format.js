@@ -1,4 +1,4 @@
-// What protobuf's JSON leaves out is 0; its 64-bit integers are strings, its durations "1.5s".
+// Converts and formats values of protobuf's JSON: absent numbers are 0, 64-bit integers are strings, durations are like "1.5s".
 
 const grouped = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const NONE = "–";
@@ -7,17 +7,17 @@ export const num = (value) => Number(value ?? 0);
 export const seconds = (duration) => (duration === undefined ? undefined : parseFloat(duration));
 export const count = (value) => grouped.format(num(value));
 export const bare = (name, prefix) => (name ?? "").replace(prefix, "");
-/** The words of a decision, or of a group of them: LIGHT, OFFLOAD, OK. */
+/** The enum values of a decision, or of a group of decisions, without prefix: LIGHT, OFFLOAD, OK. */
 export const classOf = (one) => bare(one.routeClass, "ROUTE_CLASS_");
 export const modeOf = (one) => bare(one.mode, "PLACEMENT_MODE_");
 export const outcomeOf = (one) => bare(one.outcome, "DECISION_OUTCOME_");
 
-/** A share, 0 to 1, as per cent; "–" when there is none. */
+/** A share, 0 to 1, in per cent; "–" if unknown. */
 export function percent(share, digits = 0) {
   return share === undefined || Number.isNaN(share) ? NONE : (share * 100).toFixed(digits);
 }
 
-/** A time span in the unit that gives it two or three digits. */
+/** A time span in a unit in which it has two or three digits. */
 export function span(s) {
   if (s === undefined || Number.isNaN(s)) return NONE;
   if (s < 0.0001) return s === 0 ? "0 s" : `${(s * 1e6).toFixed(0)} µs`;
@@ -31,10 +31,10 @@ export function span(s) {
   return `${(s / 86400).toFixed(0)} d`;
 }
 
-/** How long ago something was: tenths of a second at the finest, so that a column of them can be compared. */
+/** An age, in tenths of a second at the finest, so that the values of a column can be compared. */
 export const age = (s) => (s >= 0 && s < 10 ? `${s.toFixed(1)} s` : span(s));
 
-/** A policy's figure: six digits at most, whatever its size. */
+/** A figure of a policy, with at most six significant digits. */
 export function figure(value) {
   if (value === undefined || value === null) return NONE;
   if (typeof value !== "number") return String(value);

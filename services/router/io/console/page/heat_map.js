@@ -1,13 +1,15 @@
-// Instances by time as a grid of colours: a canvas with one pixel for each value, which the browser enlarges, and a cursor in it.
+// A heat map of instances by time: a canvas with one pixel for each value, which the browser scales up, and a cursor.
 
 import { el, setText } from "./dom.js";
 import { round, timeOf } from "./curves.js";
 
+// Number of colour classes.
 const CLASSES = 6;
-// Tall rows are easier to hit, but a thousand of them are to be on few screens.
+// Height of the map, minimum and maximum height of a row, and height of a row with a name, px. High rows are easier to hit, but a thousand
+// rows must fit on a few screens.
 const HEIGHT_PX = 560, LEAST_ROW_PX = 3, TALLEST_ROW_PX = 18, NAMED_ROW_PX = 12;
 
-/** The classes' upper bounds for values up to `most`: of times on a logarithmic scale, of all else on an even one. */
+/** Upper bounds of the colour classes for values up to `most`. Scale: "share" (fixed bounds), "even" (linear) or "log". */
 function bounds(most, scale) {
   if (scale === "share") return [0.2, 0.4, 0.6, 0.8, 0.95, 1];
   const top = round(most);
@@ -18,14 +20,14 @@ function bounds(most, scale) {
 }
 
 export class HeatMap {
-  /** `open(row)` is called for the row that is clicked, or that the cursor is on at Enter. */
+  /** `open(row)` is called when a row is clicked, or when Enter is pressed with the cursor on the row. */
   constructor(open) {
     this.open = open;
     this.rows = [];
     this.row = this.column = -1;
     this.swatches = Array.from({ length: CLASSES }, (_, number) => el("i", { className: "heat", "data-heat": String(number) }));
     this.labels = this.swatches.map(() => el("span", {}));
-    this.legend = el("p", { className: "legend" }, ...this.swatches.map((swatch, number) => el("span", {}, swatch, this.labels[number])), el("span", {}, el("i", { className: "heat unknown" }), "not known"));
+    this.legend = el("p", { className: "legend" }, ...this.swatches.map((swatch, number) => el("span", {}, swatch, this.labels[number])), el("span", {}, el("i", { className: "heat unknown" }), "unknown"));
     this.canvas = el("canvas", { "aria-hidden": "true" });
     this.mark = el("div", { className: "mark", hidden: true });
     this.names = el("div", { className: "names", "aria-hidden": "true" });
@@ -43,16 +45,16 @@ export class HeatMap {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#draw());
   }
 
-  /** Show rows {id, values}: `values` have one for each of `columns` steps of `step` ms from `from` (ms) on, NaN where none is known. */
+  /** Show rows {id, values}. Each has one value for each of `columns` steps of `step` ms from `from` (ms) on; NaN: unknown. */
   update(rows, { from, step, columns, scale, show, label }) {
-    // The cursor stays in its row and at its moment while time goes on, until that is the oldest one.
+    // The cursor stays in its row and at its time while the map moves on, until that is the oldest time.
     const before = this.rows[this.row]?.id, left = this.column - Math.round((from - this.from) / step);
     Object.assign(this, { rows, from, step, columns, show });
     const most = rows.reduce((high, { values }) => values.reduce((a, b) => (b > a ? b : a), high), 0);
     this.bounds = bounds(most, scale);
     this.labels.forEach((one, number) => setText(one, `up to ${show(this.bounds[number])}`));
     this.height = Math.min(Math.max(Math.floor(HEIGHT_PX / Math.max(rows.length, 1)), LEAST_ROW_PX), TALLEST_ROW_PX);
-    this.grid.setAttribute("aria-label", `${label}. ${rows.length} instances by the last 15 minutes. Arrow keys move, Enter opens the instance; the table below tells the same.`);
+    this.grid.setAttribute("aria-label", `${label}. ${rows.length} instances by the last 15 minutes. Arrow keys move, Enter opens the instance; the table below has the same values.`);
     this.element.hidden = !rows.length;
     this.#draw();
     this.#name();
@@ -70,7 +72,7 @@ export class HeatMap {
     let pixel = 0;
     for (const { values } of this.rows) {
       for (const value of values) {
-        // What is not known stays transparent: the pattern behind it shows.
+        // Unknown values stay transparent, so that the background pattern is visible.
         if (Number.isFinite(value)) {
           image.data.set(colours[this.#class(value)], pixel);
           image.data[pixel + 3] = 255;
@@ -105,7 +107,7 @@ export class HeatMap {
     const on = row >= 0 && column >= 0;
     this.mark.hidden = !on;
     if (!on) {
-      setText(this.told, "Point at a cell, or move by the arrow keys, to read it.");
+      setText(this.told, "Point at a cell, or use the arrow keys, to read its value.");
       return;
     }
     const { id, values } = this.rows[row];
@@ -114,7 +116,7 @@ export class HeatMap {
     this.mark.style.setProperty("width", `${100 / this.columns}%`);
     this.mark.style.setProperty("top", `${row * this.height}px`);
     this.mark.style.setProperty("height", `${this.height}px`);
-    setText(this.told, `${id} from ${timeOf(this.from + column * this.step)} on: ${Number.isFinite(value) ? this.show(value) : "not known"}`);
+    setText(this.told, `${id} from ${timeOf(this.from + column * this.step)} on: ${Number.isFinite(value) ? this.show(value) : "unknown"}`);
   }
 
   #at(event) {
@@ -136,7 +138,7 @@ export class HeatMap {
     const steps = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1], PageUp: [-page, 0], PageDown: [page, 0], Home: [0, -last[1]], End: [0, last[1]] };
     if (!steps[event.key]) return;
     event.preventDefault();
-    // The first key shows where the cursor is.
+    // The first key press only shows the cursor.
     const [down, right] = this.row < 0 ? [0, 0] : steps[event.key];
     this.#point(Math.min(Math.max(row + down, 0), last[0]), Math.min(Math.max(column + right, 0), last[1]));
     this.mark.scrollIntoView({ block: "nearest" });

@@ -1,4 +1,4 @@
-// The page's one state and its clock: who looks, which view is shown, when the router was last heard.
+// The page's state and its polling: the user's role, the current view, and the time of the router's last response.
 
 import * as api from "./api.js";
 import { consoleOf, el, link, policyText, say, setText } from "./dom.js";
@@ -17,7 +17,7 @@ import { learnWords } from "./words.js";
 
 const at = (id) => document.getElementById(id);
 const main = at("main");
-// Views by the first and, where there is one, the second part of the address.
+// [list view, detail view] by the first part of the address. The detail view is for addresses with a second part.
 const VIEWS = { fleet: [fleetView, instanceView], history: [historyView], decisions: [decisionsView, whyView], sessions: [sessionsView], outcomes: [outcomesView], replicas: [replicasView] };
 
 const NOBODY = { role: "", open: false, read: false, operate: false };
@@ -29,7 +29,7 @@ const app = {
   replicas: null,
   heardAt: 0,
   trouble: "",
-  /** Ask the router; a lost right ends in the sign-in. What somebody asked who has signed out since is neither sent nor shown. */
+  /** Call a method. A 401 response updates the user's role. After a sign-out, calls are not sent and earlier responses are dropped. */
   async call(method, request) {
     const { who } = app;
     if (!who.read) throw new api.CallError(0, SIGNED_OUT, "Signed out.");
@@ -42,7 +42,7 @@ const app = {
     }
     throw new api.CallError(0, SIGNED_OUT, "Signed out.");
   },
-  /** A list to its end: the first page's answer with the `entries` of all. */
+  /** All pages of a list: the first response, with the `entries` of all pages. */
   async list(method, entries) {
     const whole = await app.call(method);
     for (let token = whole.nextPageToken; token;) {
@@ -78,15 +78,15 @@ async function identify() {
   show(true);
 }
 
-/** What went wrong with a call; an error of the page's own is told to the browser, too. */
+/** Show the error of a call. An error of the page itself is also reported to the browser. */
 function lost(error) {
   if (error.code === SIGNED_OUT) return;
-  app.trouble = error instanceof api.CallError ? error.message : "This page has failed; load it again.";
+  app.trouble = error instanceof api.CallError ? error.message : "This page has failed. Reload it.";
   if (!(error instanceof api.CallError)) reportError(error);
   tick();
 }
 
-/** Ask for the fleet and let the view ask for what it shows. */
+/** Request the fleet, then let the view request what it shows. */
 let polling = false;
 async function poll() {
   if (polling || document.hidden) return;
@@ -112,7 +112,7 @@ async function poll() {
   }
 }
 
-/** What one router cannot know: which pools others place for, with the way to their consoles, and whether all place alike. */
+/** Show what this router does not know: the pools that other routers own, with links to their consoles; and whether policies differ. */
 function tellElsewhere() {
   const { thisReplica = {}, replicas = [], pools = [] } = app.replicas;
   const others = pools.filter((pool) => pool.owner && pool.owner.routerId !== thisReplica.routerId);
@@ -120,7 +120,7 @@ function tellElsewhere() {
   const said = [];
   if (replicas.length > 1) said.push(`This is what ${thisReplica.routerId} sees, one router of ${replicas.length}. `);
   if (others.length) {
-    said.push("Placed by another router, which alone knows the requests, sessions and decisions: ");
+    said.push("Placed by another router, the only one that knows the requests, sessions and decisions: ");
     others.forEach((pool, number) => said.push(number ? ", " : "", `${pool.model} by `, consoleOf(pool.owner, replicas)));
     said.push(". ");
   }
@@ -133,7 +133,7 @@ function tellElsewhere() {
   at("elsewhere").hidden = !said.length;
 }
 
-/** How old what is shown is: told every second, and loudly once it is too old. */
+/** Show the age of the data, every second, with an alert once it is too old. */
 function tick() {
   const age = (Date.now() - app.heardAt) / 1000;
   const stale = app.heardAt > 0 && age > 3 * interval() / 1000;
@@ -146,7 +146,7 @@ function tick() {
   at("trouble").hidden = !trouble;
 }
 
-/** A big fleet is asked less often: every instance costs the router about 0.2 ms. */
+/** Polling interval, ms. A large fleet is polled less often, because each instance costs the router about 0.2 ms. */
 const interval = () => 2000 + 4 * (app.fleet?.instances?.length ?? 0);
 
 async function clockwork() {
@@ -158,7 +158,7 @@ function unescaped(text) {
   try {
     return decodeURIComponent(text);
   } catch {
-    return text; // An address that was cut short.
+    return text; // The address was truncated.
   }
 }
 
@@ -176,7 +176,7 @@ function show(anew = false) {
   view?.close?.();
   if (!app.who.read) {
     view = null;
-    const text = app.who.role ? `The ${app.who.role} role may not look at the fleet.` : "Sign in with an operator's, an observer's or a gateway's token to see the fleet.";
+    const text = app.who.role ? `The ${app.who.role} role may not see the fleet.` : "Sign in with an operator's, an observer's or a gateway's token to see the fleet.";
     main.replaceChildren(el("p", { className: "empty" }, text));
     return;
   }

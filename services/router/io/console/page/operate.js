@@ -1,4 +1,4 @@
-// What an operator may do: sign in, drain and cordon instances, give them weights, change the policy.
+// Dialogs of operators: sign in, drain and cordon instances, change their weights, change the policy.
 
 import { ask, el, say } from "./dom.js";
 
@@ -8,9 +8,9 @@ export function askToken(enter) {
   ask(
     "Sign in",
     [
-      el("p", { className: "muted" }, "An observer's or a gateway's token may read; an operator's may also take instances out and change the policy."),
+      el("p", { className: "muted" }, "An observer's or a gateway's token may read. An operator's token may also drain and cordon instances and change the policy."),
       el("label", {}, "Token", token),
-      el("label", { className: "check" }, keep, "Keep it for this tab, over reloads"),
+      el("label", { className: "check" }, keep, "Remember it in this tab"),
     ],
     "Sign in",
     () => enter(token.value.trim(), keep.checked),
@@ -20,10 +20,10 @@ export function askToken(enter) {
 export function askDrain(app, status) {
   const id = status.instance.instanceId;
   const resume = status.state === "INSTANCE_STATE_DRAINING";
-  const text = resume ? "It gets new requests again." : `It gets no new requests until its engine restarts; the ${status.numRequests ?? 0} open ones go on to their end.`;
+  const text = resume ? "New requests are placed on it again." : `No new requests are placed on it until its engine restarts. Its ${status.numRequests ?? 0} open requests continue.`;
   ask(resume ? `Resume ${id}?` : `Drain ${id}?`, [el("p", {}, text)], resume ? "Resume" : "Drain", async () => {
     const { thisReplicaOnly } = await app.call("Drain", { instanceId: id, resume });
-    say((resume ? `${id} takes requests again.` : `${id} is draining.`) + alone(thisReplicaOnly));
+    say((resume ? `${id} receives requests again.` : `${id} is draining.`) + alone(thisReplicaOnly));
     await app.refresh();
   });
 }
@@ -32,21 +32,21 @@ export function askCordon(app, status) {
   const { instanceId } = status.instance;
   const cordoned = !status.cordoned;
   const reason = el("input", { maxLength: 300 });
-  const text = cordoned ? `It gets no new requests until it is let in again, also after a restart; the ${status.numRequests ?? 0} open ones go on to their end.` : "It gets new requests again.";
+  const text = cordoned ? `No new requests are placed on it until the cordon is lifted, also after a restart. Its ${status.numRequests ?? 0} open requests continue.` : "New requests are placed on it again.";
   const parts = [el("p", {}, text), ...(cordoned ? [el("label", {}, "Reason", reason)] : [])];
   ask(`${cordoned ? "Cordon" : "Uncordon"} ${instanceId}?`, parts, cordoned ? "Cordon" : "Uncordon", async () => {
     const { thisReplicaOnly } = await app.call("SetInstanceOrder", { instanceId, cordoned, ...(reason.value.trim() ? { reason: reason.value.trim() } : {}) });
-    say(`${instanceId} is ${cordoned ? "cordoned" : "let in again"}.${alone(thisReplicaOnly)}`);
+    say(`${instanceId} is ${cordoned ? "cordoned" : "uncordoned"}.${alone(thisReplicaOnly)}`);
     await app.refresh();
   });
 }
 
 export function askLift(app, { instanceId }, lifted) {
-  const text = "No agent reports an instance of this id. One that comes under it later gets requests as any other.";
+  const text = "No agent reports an instance with this id. If one appears later, requests are placed on it as on any other.";
   ask(`Lift all orders for ${instanceId}?`, [el("p", {}, text)], "Lift", async () => {
     const { thisReplicaOnly } = await app.call("SetInstanceOrder", { instanceId, cordoned: false, weight: 1 });
     lifted();
-    say(`Nothing is ordered for ${instanceId} any more.${alone(thisReplicaOnly)}`);
+    say(`All orders for ${instanceId} are lifted.${alone(thisReplicaOnly)}`);
     await app.refresh();
   });
 }
@@ -54,7 +54,7 @@ export function askLift(app, { instanceId }, lifted) {
 export function askWeight(app, status) {
   const { instanceId } = status.instance;
   const input = el("input", { value: String(status.weight ?? 1), inputMode: "decimal", required: true });
-  const text = "The part of its fair share of new sessions that it gets: 1 is all, 0 none. Sessions that live there stay.";
+  const text = "The part of its fair share of new sessions that it receives. 1: all; 0: none. Sessions that it owns stay.";
   ask(`Weight of ${instanceId}`, [el("p", {}, text), el("label", {}, "Weight, 0 to 1", input)], "Change", async () => {
     const weight = Number(input.value);
     const { thisReplicaOnly } = await app.call("SetInstanceOrder", { instanceId, weight });
@@ -63,10 +63,10 @@ export function askWeight(app, status) {
   });
 }
 
-/** A form of the policies and their settings; those in force are filled in. */
+/** Show a form of the policies and their settings, filled with the policy in force. */
 export async function askPolicy(app) {
   const { policies } = await app.call("ListPolicies");
-  // As it is while the form is filled in: a change by somebody else meanwhile must not be undone unseen.
+  // The etag of the policy that the form shows: the change fails if somebody else changes the policy in the meantime.
   const { policy: inForce, policyEtag: etag } = app.fleet;
   const summary = el("p", { className: "muted" });
   const settings = el("div", { className: "settings" });
@@ -88,7 +88,7 @@ export async function askPolicy(app) {
 }
 
 function alone(thisReplicaOnly) {
-  return thisReplicaOnly ? " Other routers follow when Redis is back." : "";
+  return thisReplicaOnly ? " Other routers apply it when Redis answers again." : "";
 }
 
 function settingInput({ name, defaultValue, bounds, meaning }, now) {

@@ -1,15 +1,14 @@
-// A table that is sorted, filtered and shown in pages, whose rows are kept and changed in place.
+// A table with sorting, filtering and pages. Its rows are updated in place.
 
 import { el, setText } from "./dom.js";
 
-// What a column may be, besides figures (`num`): long text that is broken into lines (`wrap`), and where there is no room an `address`
-// or a `name` that is broken anywhere, or `words` between which it is broken; `short` ends in dots, and its note has it whole.
+// Forms of a column: figures (`num`), long text that wraps (`wrap`), an `address` or `name` that may break anywhere if there is no room,
+// `words` that may break between words, and text that is cut with an ellipsis (`short`), whose note has the whole text.
 const FORMS = ["num", "wrap", "address", "name", "words", "short"];
 
 /**
- * Columns: {id, title, unit, hint, any of FORMS, pill, value(row), text(row), href(row), share(row) 0 to 1, tone(row), note(row),
- * shown(rows)}. `value` is what is sorted by; `text` what is shown (the value where it is left out). A column that is not `shown` for
- * these rows is left out.
+ * A table. Columns: {id, title, unit, hint, any of FORMS, pill, value(row), text(row), href(row), share(row) 0 to 1, tone(row), note(row),
+ * shown(rows)}. Rows are sorted by `value`; cells show `text` (default: the value). A column is hidden if `shown` returns false.
  */
 export class Table {
   constructor({ label, columns, key, sort = null, pageSize = 100, empty = "Nothing yet.", tone, narrow = false }) {
@@ -28,7 +27,7 @@ export class Table {
     this.pager.hidden = true;
   }
 
-  /** Show these rows; `matches` leaves some out. */
+  /** Show the rows for which `matches` returns true. */
   update(rows, matches = () => true) {
     this.all = rows;
     this.matches = matches;
@@ -48,7 +47,7 @@ export class Table {
 
   #sortBy(column) {
     const same = this.sort?.id === column.id;
-    // Figures are looked at for the biggest first, names for the first.
+    // The first click sorts figures in descending order and names in ascending order.
     this.sort = { id: column.id, down: same ? !this.sort.down : Boolean(column.num) };
     this.page = 0;
     this.#showSort();
@@ -74,7 +73,7 @@ export class Table {
     const sign = this.sort.down ? -1 : 1;
     const keyed = rows.map((row) => [column.value(row), row]);
     const order = (a, b) => (typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : (a ?? -Infinity) - (b ?? -Infinity));
-    // What is not known comes last, whichever way.
+    // Unknown values are last in both orders.
     return keyed.sort(([a], [b]) => (a === undefined) - (b === undefined) || sign * order(a, b)).map(([, row]) => row);
   }
 
@@ -101,7 +100,7 @@ export class Table {
       line.element.remove();
       this.rows.delete(key);
     }
-    // A row that moves loses the focus.
+    // Restore the focus, which a row loses when it is moved.
     if (focused && document.activeElement !== focused) (focused.isConnected ? focused : this.scroll).focus({ preventScroll: true });
     setText(this.empty, this.all.length ? "Nothing matches the filter." : this.emptyText);
     this.empty.hidden = visible.length > 0;
@@ -159,10 +158,10 @@ export class Table {
   }
 }
 
-/** Whether rows differ in this: a column that says the same in each is not worth its room. */
+/** For a column's `shown`: hides a column whose values are all the same. */
 export const varied = (get) => (rows) => rows.some((row) => get(row) !== get(rows[0]));
 
-/** A filter box for tables: calls `changed` with its text shortly after the last key. */
+/** A filter box. Calls `changed` with its text 150 ms after the last input. */
 export function filterBox(placeholder, changed) {
   let later;
   return el("input", {

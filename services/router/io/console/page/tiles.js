@@ -1,4 +1,4 @@
-// Figures in a row, each with its name above and a note below: what is asked first.
+// A row of figures, each with its name above and a note below: the summary at the top of a view.
 
 import { el, setText } from "./dom.js";
 
@@ -15,7 +15,7 @@ export class Tiles {
       if (!part) {
         part = { value: el("span", {}), note: el("small", {}) };
         this.parts.set(name, part);
-        const title = filter ? el("a", { href: `#/fleet?filter=${filter}`, title: "Show them" }, name) : name;
+        const title = filter ? el("a", { href: `#/fleet?filter=${filter}`, title: "Show these instances" }, name) : name;
         this.element.append(el("div", {}, el("dt", {}, title), el("dd", {}, part.value, part.note)));
       }
       setText(part.value, value);

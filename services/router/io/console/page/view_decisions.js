@@ -1,4 +1,4 @@
-// Decisions as they are made, or those in the log that match a filter.
+// The stream of decisions, or the decisions in the log that match a filter.
 
 import { el, setText } from "./dom.js";
 import { classOf, clock, count, modeOf, num, orNone, outcomeOf, seconds, span } from "./format.js";
@@ -10,7 +10,7 @@ export const OUTCOME_TONES = { OK: "good", FAILED: "bad", REJECTED: "wait", CANC
 
 const kindOf = (step) => (step.kind === "STEP_KIND_PREFILL" ? "prefill" : "serve");
 
-/** The instances of a plan in the order in which they work: "a → b" where b answers from what a prefills. */
+/** The instances of a plan in the order of its steps: "a → b" if b answers from what a prefills. */
 export function route(decision) {
   const ids = (decision.steps ?? []).map((step) => step.instance?.instanceId ?? "?");
   return ids.filter((id, index) => id !== ids[index - 1]).join(" → ") || "held";
@@ -28,9 +28,9 @@ export const DECISION_COLUMNS = [
   { id: "reason", title: "Reason", value: (d) => d.reason, note: (d) => [meaningOf(d.reason), ...(d.notes ?? [])].filter(Boolean).join("; ") },
   { id: "input", title: "Input", unit: "tok", num: true, value: (d) => num(d.inputTokens), text: (d) => count(d.inputTokens) },
   { id: "cached", title: "Predicted cached", unit: "tok", num: true, value: (d) => num(d.cachedTokens), text: (d) => count(d.cachedTokens) },
-  { id: "reported", title: "Reported", unit: "tok", num: true, hint: "Cached tokens as the engine told them at the end", value: reported, text: (d) => (reported(d) === undefined ? "–" : count(reported(d))) },
+  { id: "reported", title: "Reported", unit: "tok", num: true, hint: "Cached tokens that the engine reported at the end", value: reported, text: (d) => (reported(d) === undefined ? "–" : count(reported(d))) },
   { id: "held", title: "Held", num: true, value: (d) => seconds(d.held) ?? 0, text: (d) => (seconds(d.held) ? span(seconds(d.held)) : "–") },
-  { id: "ttft", title: "First token", num: true, hint: "At the gateway, from the request's last byte to the answer's first", value: (d) => d.finished?.timings?.firstTokenMs, text: (d) => (d.finished?.timings?.firstTokenMs ? span(d.finished.timings.firstTokenMs / 1000) : "–") },
+  { id: "ttft", title: "First token", num: true, hint: "Measured at the gateway, from the request's last byte to the response's first", value: (d) => d.finished?.timings?.firstTokenMs, text: (d) => (d.finished?.timings?.firstTokenMs ? span(d.finished.timings.firstTokenMs / 1000) : "–") },
   { id: "outcome", title: "Outcome", pill: true, value: outcomeOf, text: (d) => outcomeOf(d).toLowerCase(), tone: (d) => OUTCOME_TONES[outcomeOf(d)], note: (d) => d.finished?.error ?? "" },
 ];
 
@@ -53,7 +53,7 @@ export function decisionsView(app, query) {
   let paused = false;
   let older = [];
   let drawn = new Map();
-  // Rows do not move while somebody points at them or walks through them.
+  // Rows do not move while the pointer or the keyboard focus is in the table.
   const busy = () => paused || table.body.matches(":hover") || table.body.contains(document.activeElement);
   const all = () => {
     const matches = matching(filter);
@@ -65,12 +65,12 @@ export function decisionsView(app, query) {
     let rows = all();
     if (busy() && !force) {
       const fresh = rows.filter((one) => !drawn.has(one.decisionId)).length;
-      // What is shown may end meanwhile.
+      // The rows stay, but their requests may have ended in the meantime.
       const now = new Map(rows.map((one) => [one.decisionId, one]));
       rows = [...drawn.keys()].map((id) => now.get(id) ?? drawn.get(id));
       setText(news, fresh ? `${count(fresh)} new, ${paused ? "paused" : "held back while you are in the list"}` : paused ? "paused" : "");
     } else {
-      setText(news, { live: `${app.feed.rate.toFixed(1)} /s`, full: "too many viewers; refreshed every few seconds", lost: "the stream is lost; trying again" }[app.feed.state] ?? "");
+      setText(news, { live: `${app.feed.rate.toFixed(1)} /s`, full: "too many viewers: refreshed every few seconds", lost: "connection lost, reconnecting" }[app.feed.state] ?? "");
     }
     drawn = new Map(rows.map((one) => [one.decisionId, one]));
     table.update(rows);

@@ -1,4 +1,4 @@
-// The fleet now: sums at the top, one row for each instance.
+// The fleet: totals at the top, and one row for each instance.
 
 import { el, setText } from "./dom.js";
 import { age, bare, count, num, orNone, percent, seconds } from "./format.js";
@@ -7,31 +7,32 @@ import { filterBox, Table, varied } from "./table.js";
 import { Tiles } from "./tiles.js";
 
 export const stateOf = (status) => bare(status.state, "INSTANCE_STATE_");
-/** What an instance is besides being cordoned or drained, in lower case: "unhealthy"; "" where that is ready. */
+/** The state of an instance without its cordon or drain, in lower case: "unhealthy"; "" if it is ready, or is the state shown. */
 export const besidesOf = (status) => {
   const state = bare(status.underlyingState, "INSTANCE_STATE_");
   return [stateOf(status), "READY"].includes(state) ? "" : state.toLowerCase();
 };
 export const sourceOf = (one) => bare(one.prefixSource, "PREFIX_SOURCE_").toLowerCase();
 export const STATE_TONES = { READY: "good", SYNCING: "wait", DRAINING: "wait", CORDONED: "wait", UNHEALTHY: "bad", LOST: "bad" };
-/** What is ordered for an instance: "cordoned: a new disk, weight 0.1: canary"; "" without an order. */
+/** The orders for an instance: "cordoned: a new disk, weight 0.1: canary"; "" without an order. */
 export const orderedOf = (one) => [one.cordoned ? withReason("cordoned", one.cordonReason) : "", weightOf(one) && withReason(weightOf(one), one.weightReason)].filter(Boolean).join(", ");
 const withReason = (ordered, reason) => (reason ? `${ordered}: ${reason}` : ordered);
-/** "", or which part of its fair share of new sessions an instance gets. */
+/** The weight of an instance, "weight 0.1"; "" if it is 1. */
 export const weightOf = (status) => (num(status.weight ?? 1) < 1 ? `weight ${num(status.weight)}` : "");
 export const decisionsOf = (id) => `#/decisions?instance=${encodeURIComponent(id)}`;
 export const instanceHref = (id) => `#/fleet/${encodeURIComponent(id)}`;
 
-/** The share of looked-up tokens that the engine's own prefix cache had, since its start; undefined without any. */
+/** The hit rate of the engine's prefix cache since its start, by token; undefined before the first lookup. */
 export function hitRate(load) {
   const queries = num(load?.prefixCacheQueries);
   return queries ? num(load.prefixCacheHits) / queries : undefined;
 }
 
-// How often orders are asked for.
+// Interval between two requests of orders, ms.
 const ORDERS_MS = 15000;
-// Figures of the last minute, from the counters that this page has seen: instance and incarnation -> [time, queries, hits].
+// Time over which recent hit rates are measured, ms.
 const WINDOW_MS = 60000;
+// Samples of the engines' counters that this page has seen: instance and incarnation -> [[time, queries, hits], ...].
 const samples = new Map();
 
 function sample(instances) {
@@ -41,7 +42,7 @@ function sample(instances) {
     const key = `${instance.instanceId} ${instance.incarnation}`;
     seen.add(key);
     const kept = samples.get(key) ?? [];
-    // Ten are enough, and one from before the window is its beginning.
+    // At most ten samples in the window, and one from before it as its begin.
     if (!load) continue;
     if (!kept.length || now - kept.at(-1)[0] > WINDOW_MS / 10) kept.push([now, num(load.prefixCacheQueries), num(load.prefixCacheHits)]);
     while (kept.length > 2 && now - kept[1][0] > WINDOW_MS) kept.shift();
@@ -65,20 +66,20 @@ const COLUMNS = [
   {
     id: "state", title: "State", pill: true, words: true, value: stateOf, text: (s) => [stateOf(s).toLowerCase(), besidesOf(s), weightOf(s), s.circuitOpen ? "failing" : ""].filter(Boolean).join(", "),
     tone: (s) => (s.circuitOpen ? "bad" : STATE_TONES[besidesOf(s).toUpperCase()] ?? STATE_TONES[stateOf(s)]),
-    note: (s) => (s.circuitOpen ? "It failed requests one after another and gets none, or one on trial, until it answers." : [s.cordonReason, s.weightReason].filter(Boolean).join("; ")),
+    note: (s) => (s.circuitOpen ? "The circuit is open: requests failed in a row, and none, or one on trial, is placed until it answers." : [s.cordonReason, s.weightReason].filter(Boolean).join("; ")),
   },
   { id: "open", title: "Open", unit: "req", num: true, hint: "Requests placed and not finished", value: (s) => num(s.numRequests), text: (s) => count(s.numRequests) },
   { id: "pending", title: "To prefill", unit: "tok", num: true, hint: "Prompt tokens placed and not computed yet", value: (s) => num(s.pendingPrefillTokens), text: (s) => count(s.pendingPrefillTokens) },
-  { id: "decode", title: "Decoding", unit: "tok", num: true, hint: "Context of the streams past their first token", value: (s) => num(s.ongoingDecodeTokens), text: (s) => count(s.ongoingDecodeTokens) },
+  { id: "decode", title: "Decoding", unit: "tok", num: true, hint: "Context of the requests past their first token", value: (s) => num(s.ongoingDecodeTokens), text: (s) => count(s.ongoingDecodeTokens) },
   { id: "running", title: "Running", unit: "req", num: true, hint: "As the engine reports it", value: loaded((l) => l.running), text: ifLoaded((l) => l.running, count), tone: aged },
   { id: "waiting", title: "Waiting", unit: "req", num: true, hint: "As the engine reports it", value: loaded((l) => l.waiting), text: ifLoaded((l) => l.waiting, count), tone: aged },
   { id: "kv", title: "KV used", unit: "%", num: true, hint: "Share of the engine's KV blocks in use", value: loaded((l) => l.kvUsage), text: ifLoaded((l) => num(l.kvUsage), percent), share: (s) => num(s.load?.kvUsage), tone: (s) => aged(s) || (num(s.load?.kvUsage) >= 0.9 ? "bad" : "") },
-  { id: "recent", title: "Hits 1 min", unit: "%", num: true, hint: "Prefix cache hits by token, over the last minute that this page has seen", value: recentHitRate, text: (s) => percent(recentHitRate(s)) },
-  { id: "hits", title: "Hits", unit: "%", num: true, hint: "Prefix cache hits by token, since the engine's start", value: (s) => hitRate(s.load), text: (s) => percent(hitRate(s.load)) },
-  { id: "keys", title: "Keys", unit: "× 16 tok", num: true, hint: "Block keys in the router's index, all tiers; approximate ones where there are no events", value: keysOf, text: (s) => count(keysOf(s)) },
+  { id: "recent", title: "Hits 1 min", unit: "%", num: true, hint: "Prefix cache hit rate by token, over the last minute that this page has seen", value: recentHitRate, text: (s) => percent(recentHitRate(s)) },
+  { id: "hits", title: "Hits", unit: "%", num: true, hint: "Prefix cache hit rate by token, since the engine's start", value: (s) => hitRate(s.load), text: (s) => percent(hitRate(s.load)) },
+  { id: "keys", title: "Keys", unit: "× 16 tok", num: true, hint: "Block keys in the router's exact index, or in the approximate index if there are no KV events", value: keysOf, text: (s) => count(keysOf(s)) },
   { id: "source", title: "Prefix from", value: sourceOf, tone: (s) => (sourceOf(s) === "events" ? "" : "wait"), pill: true, note: (s) => s.prefixReason ?? "" },
   { id: "sessions", title: "Sessions", num: true, value: (s) => num(s.sessions), text: (s) => count(s.sessions) },
-  { id: "age", title: "Report", unit: "ago", num: true, hint: "Since the agent last said anything", value: (s) => seconds(s.reportAge), words: true, text: (s) => age(seconds(s.reportAge)).replace(" ", "\u00a0") + (s.stale ? " stale" : ""), tone: aged },
+  { id: "age", title: "Report", unit: "ago", num: true, hint: "Time since the agent's last message", value: (s) => seconds(s.reportAge), words: true, text: (s) => age(seconds(s.reportAge)).replace(" ", "\u00a0") + (s.stale ? " stale" : ""), tone: aged },
   { id: "model", title: "Model", name: true, shown: varied((s) => s.instance.model), value: (s) => s.instance.model },
 ];
 
@@ -129,7 +130,7 @@ export function fleetView(app, query) {
   return { element, title: "Fleet", refresh };
 }
 
-/** The orders for ids that no agent reports, which stand in no row. There may be thousands of orders: not asked for each time. */
+/** The orders for ids that no agent reports, which are in no row. There may be thousands, so they are not requested with each poll. */
 class OrdersForNobody {
   constructor(app) {
     this.app = app;

@@ -1,4 +1,4 @@
-// The last 15 minutes: curves of a pool, or of all in sum, and a heat map of instances, as the router itself has seen them.
+// The last 15 minutes as this router has seen them: curves of one pool or of the total, and a heat map of instances.
 
 import { Curves, summed, timeOf } from "./curves.js";
 import { el, setText } from "./dom.js";
@@ -14,13 +14,13 @@ const some = (value) => (value < 10 ? String(Number(value.toFixed(1))) : count(v
 const thousands = (value) => (value >= 10000 ? `${count(value / 1000)}k tok` : `${count(value)} tok`);
 
 const CHARTS = [
-  { title: "Time to first token", hint: "Of the requests that ended then, at their gateways", show: span, lines: [{ name: "median", measure: "TTFT_P50" }, { name: "p90", measure: "TTFT_P90" }] },
+  { title: "Time to first token", hint: "Of requests that ended in the step, measured at their gateways", show: span, lines: [{ name: "median", measure: "TTFT_P50" }, { name: "p90", measure: "TTFT_P90" }] },
   { title: "Requests", hint: "Placements and refusals per second", show: perSecond, lines: [{ name: "placed", measure: "PLACEMENTS" }, { name: "refused", measure: "REFUSALS" }] },
-  { title: "Prefix hits", hint: "Share of the prompts' tokens that were cached: as predicted at the placement, and as engines told at the end", show: share, top: 1, lines: [{ name: "predicted", measure: "PREDICTED_HITS" }, { name: "reported", measure: "REPORTED_HITS" }] },
-  { title: "Held requests", hint: "They wait in the router for a placement", show: some, lines: [{ name: "held", measure: "HELD_REQUESTS" }] },
-  { title: "Open requests", hint: "Placed and not finished", show: some, lines: [{ name: "open", measure: "OPEN_REQUESTS" }] },
+  { title: "Prefix hits", hint: "Share of the prompts' tokens that were cached, as predicted at the placement and as reported by engines at the end", show: share, top: 1, lines: [{ name: "predicted", measure: "PREDICTED_HITS" }, { name: "reported", measure: "REPORTED_HITS" }] },
+  { title: "Held requests", hint: "Requests that wait in the router for a placement", show: some, lines: [{ name: "held", measure: "HELD_REQUESTS" }] },
+  { title: "Open requests", hint: "Requests placed and not finished", show: some, lines: [{ name: "open", measure: "OPEN_REQUESTS" }] },
   { title: "To prefill", hint: "Prompt tokens placed and not computed yet", show: thousands, lines: [{ name: "pending", measure: "PENDING_PREFILL_TOKENS" }] },
-  { title: "Backlog", hint: "How long a new request waits until its prefill begins, if all work were spread evenly", show: span, lines: [{ name: "wait", measure: "BACKLOG" }] },
+  { title: "Backlog", hint: "How long a new request would wait until its prefill begins, if all work were spread evenly", show: span, lines: [{ name: "wait", measure: "BACKLOG" }] },
   { title: "KV used", hint: "Share of the engines' KV blocks in use", show: share, top: 1, lines: [{ name: "mean", measure: "KV_USAGE" }, { name: "highest", measure: "KV_USAGE_MAX" }] },
 ];
 
@@ -33,11 +33,11 @@ const MEASURES = {
   KV_USAGE: { name: "KV used", show: share, scale: "share" },
 };
 
-/** The values of the wire, in which NaN is a word. */
+/** Values from JSON as numbers; NaN is a string there. */
 const numbers = (values = []) => values.map(Number);
 const at = (timestamp) => new Date(timestamp).getTime();
 
-/** `values` that begin at `start` as those of `columns` steps from `from` on. */
+/** Align `values`, whose first step begins at `start`, to `columns` steps from `from` on. NaN where there is no value. */
 function aligned(values, start, { from, step, columns }) {
   const first = Math.round((start - from) / step);
   return Array.from({ length: columns }, (_, index) => values[index - first] ?? NaN);
@@ -74,12 +74,12 @@ export function historyView(app, query) {
     const asked = `${pool} ${measure}`;
     const wanted = { pools: now >= due.pools, instances: now >= due.instances };
     const told = {
-      // The total comes with the first page, however short that is.
+      // The first page has the total, whatever its size.
       pools: wanted.pools ? await app.call("ListPoolHistories", pool ? { model: pool } : { pageSize: 1 }) : null,
       instances: wanted.instances ? await pages(app, { ...(pool && { model: pool }), measure: `INSTANCE_MEASURE_${measure}` }) : null,
     };
-    if (asked !== `${pool} ${measure}`) return; // Somebody has chosen another one meanwhile.
-    // A step that is not over has nothing new to tell.
+    if (asked !== `${pool} ${measure}`) return; // The user has chosen something else in the meantime.
+    // Values change only when a step ends, so the next request waits for that.
     if (told.pools) due.pools = now + 4500;
     if (told.instances?.entries.length) due.instances = now + 14500;
     if (told.pools) showPools(told.pools);
@@ -101,7 +101,7 @@ export function historyView(app, query) {
     setText(since, sinceText(pool, told, one));
   }
 
-  /** Every pool that there is can be chosen, and the one that is. */
+  /** Add missing pools to the choice: those with instances, and the chosen one. */
   function showChoice() {
     const models = new Set((app.fleet?.instances ?? []).map(({ instance }) => instance.model));
     if (pool) models.add(pool);
@@ -130,14 +130,14 @@ export function historyView(app, query) {
     el("div", { className: "head" }, el("h1", { tabIndex: -1 }, "History"), el("label", {}, "of", pools), since),
     el("div", { className: "charts" }, ...curves.map((one) => one.element)),
     el("h2", { className: "section" }, "Instances"),
-    el("div", { className: "filters" }, el("label", {}, "Colours tell", measures), el("label", {}, "sorted by", orders), filter, shown),
+    el("div", { className: "filters" }, el("label", {}, "Colours show", measures), el("label", {}, "sorted by", orders), filter, shown),
     map.element,
-    el("h2", {}, "The same in figures"), table.element,
+    el("h2", {}, "The same as figures"), table.element,
   );
   return { element, title: "History", refresh };
 }
 
-/** All pages of instances: the first one's answer, and the entries of all, each with the time (ms) at which its own values begin. */
+/** All pages of instances: the first response, and the entries of all pages, each with the start of its page's values, ms. */
 async function pages(app, request) {
   const entries = [];
   let first, token;
@@ -150,7 +150,7 @@ async function pages(app, request) {
   return { first, entries };
 }
 
-/** What is drawn: from when to when (ms) in how many steps, and since when there are values. */
+/** The time frame of a response: begin, end and step of the drawing (ms), number of steps, and begin of the values (ms). */
 function framed(told) {
   const step = seconds(told.step) * 1000, window = seconds(told.window) * 1000, to = at(told.endTime);
   return { from: to - window, to, step, seen: at(told.startTime), columns: Math.round(window / step) };
@@ -159,7 +159,7 @@ function framed(told) {
 function sinceText(pool, told, one) {
   const seen = `As this router has seen it since ${timeOf(at(told.observedSince))}, its start.`;
   if (!one?.ownedSince) return `${seen} It does not place ${pool ? "this pool's requests: their owner knows these" : "any pool's requests"}.`;
-  // It begins with the first sample.
+  // owned_since comes from a sample, so it is a few seconds late even if the router has placed since its start.
   const taken = at(one.ownedSince) - at(told.observedSince) > 5000;
   return taken ? `${seen} It has placed ${pool ? "this pool's requests" : "requests"} since ${timeOf(at(one.ownedSince))}.` : seen;
 }
@@ -174,9 +174,9 @@ function columns(text) {
   const finite = (value) => (Number.isFinite(value) ? value : undefined);
   return [
     { id: "id", title: "Instance", value: of((row) => row.id), href: (row) => instanceHref(row.id), text: (row) => row.id },
-    { id: "agent", title: "Agent", hint: "Whether an agent reports it now", value: (row) => (row.instanceKnown ? "reports" : "gone"), pill: true, tone: (row) => (row.instanceKnown ? "none" : "wait") },
-    figure("newest", "Newest", "In the newest 15 s that are over", (row) => finite(row.values.at(-1))),
-    figure("mean", "Mean", "Of the 15 s in which it is known", mean),
+    { id: "agent", title: "Agent", hint: "Whether an agent reports the instance now", value: (row) => (row.instanceKnown ? "reports" : "gone"), pill: true, tone: (row) => (row.instanceKnown ? "none" : "wait") },
+    figure("newest", "Newest", "Value of the newest 15 s step that has ended", (row) => finite(row.values.at(-1))),
+    figure("mean", "Mean", "Mean of the known values", mean),
     figure("least", "Lowest", "", (row) => summed(row.values)?.least),
     figure("most", "Highest", "", (row) => summed(row.values)?.most),
     { id: "times", title: "Known", unit: "of 15 min", num: true, value: (row) => row.values.filter(Number.isFinite).length, text: (row) => span(15 * num(row.values.filter(Number.isFinite).length)) },

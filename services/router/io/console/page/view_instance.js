@@ -1,4 +1,4 @@
-// One instance: all that the router knows of it, its latest decisions and sessions.
+// One instance: all that the router knows about it, and its latest decisions and sessions.
 
 import { el, facts, link, pill } from "./dom.js";
 import { age, bare, count, num, orNone, percent, seconds } from "./format.js";
@@ -9,7 +9,7 @@ import { besidesOf, decisionsOf, hitRate, orderedOf, sourceOf, stateOf, STATE_TO
 import { SESSION_COLUMNS } from "./view_sessions.js";
 
 export function instanceView(app, id) {
-  const decisions = new Table({ label: "Decisions for it", columns: DECISION_COLUMNS, key: (one) => one.decisionId, pageSize: 25, empty: "No decision in the log names it." });
+  const decisions = new Table({ label: "Decisions for it", columns: DECISION_COLUMNS, key: (one) => one.decisionId, pageSize: 25, empty: "No decision in the log placed a request on it." });
   const sessions = new Table({ label: "Sessions it owns", narrow: true, columns: SESSION_COLUMNS.filter(({ id }) => id !== "owner"), key: (one) => `${one.tenant}/${one.sessionId}/${one.model}`, pageSize: 25, empty: "It owns no session." });
   const about = el("div", {});
   const button = (text, ask) => el("button", { type: "button", disabled: true, onclick: () => status && ask(app, status) }, text);
@@ -27,7 +27,7 @@ export function instanceView(app, id) {
   const refresh = async () => {
     status = app.fleet?.instances?.find((one) => one.instance.instanceId === id);
     if (!app.fleet) return;
-    about.replaceChildren(status ? described(status) : el("p", { className: "empty" }, "The router knows no such instance."));
+    about.replaceChildren(status ? described(status) : el("p", { className: "empty" }, "The router does not know this instance."));
     drain.textContent = status && stateOf(status) === "DRAINING" ? "Resume" : "Drain";
     cordon.textContent = status?.cordoned ? "Uncordon" : "Cordon";
     for (const one of [drain, cordon, weight]) {
@@ -51,9 +51,9 @@ function described(status) {
   return el(
     "div", { className: "columns" },
     el("div", {}, el("h2", {}, "Now"), facts([
-      ["State", el("span", {}, pill(stateOf(status).toLowerCase(), STATE_TONES[stateOf(status)]), besidesOf(status) ? ` and ${besidesOf(status)}` : "", status.circuitOpen ? " fails requests: left alone, tried now and then" : "")],
-      ["Ordered", orderedOf(status)],
-      ["Agent spoke", `${age(seconds(status.reportAge))} ago`],
+      ["State", el("span", {}, pill(stateOf(status).toLowerCase(), STATE_TONES[stateOf(status)]), besidesOf(status) ? ` and ${besidesOf(status)}` : "", status.circuitOpen ? " circuit open: requests failed, one is tried from time to time" : "")],
+      ["Orders", orderedOf(status)],
+      ["Last agent message", `${age(seconds(status.reportAge))} ago`],
       ["Open requests", count(status.numRequests)],
       ["To prefill", `${count(status.pendingPrefillTokens)} tok`],
       ["Decoding", `${count(status.ongoingDecodeTokens)} tok`],
@@ -74,8 +74,8 @@ function described(status) {
       ] : []),
     ])),
     el("div", {}, el("h2", {}, "Prefix knowledge"), facts([
-      ["Rests on", sourceOf(status)],
-      ["Because", status.prefixReason],
+      ["Source", sourceOf(status)],
+      ["Reason", status.prefixReason],
       ["Keys", `${count(status.keys)} × 16 tok`],
       ["Approximate keys", count(status.approximateKeys)],
       ["Provisional keys", count(status.provisionalKeys)],
@@ -84,7 +84,7 @@ function described(status) {
     el("div", {}, el("h2", {}, "Engine"), facts([
       ["Model", instance.model],
       ["Also answers to", [...(instance.servedNames ?? []).filter((name) => name !== instance.model), ...(instance.loraNames ?? [])].join(", ")],
-      ["Process", el("span", { title: "One lifetime of the engine: a restart has another" }, orNone(instance.incarnation))],
+      ["Process", el("span", { title: "Id of one lifetime of the engine process; it changes with a restart" }, orNone(instance.incarnation))],
       ["Address", instance.url],
       ["Data-parallel rank", instance.dataParallelRank === undefined ? "" : String(instance.dataParallelRank)],
       ["Node", instance.node],

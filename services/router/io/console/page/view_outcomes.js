@@ -1,4 +1,4 @@
-// How decisions ended: in all, by class, mode and reason, and those that two instances shared.
+// How decisions ended: in total, by class, mode and reason, and those of requests that two instances served.
 
 import { el, facts, setText } from "./dom.js";
 import { classOf, clock, count, modeOf, num, outcomeOf, percent, seconds, span } from "./format.js";
@@ -8,7 +8,7 @@ import { classText, meaningOf } from "./words.js";
 
 const outcome = (name) => (group) => num(group.outcomes?.find((one) => outcomeOf(one) === name)?.decided);
 const counted = (id, title, get, hint, tone) => ({ id, title, hint, num: true, value: get, text: (group) => (get(group) ? count(get(group)) : "–"), tone: tone && ((group) => (get(group) ? tone : "")) });
-/** A column of what is mostly 0: shown where it is not. */
+/** A column that is mostly 0: shown only if some value is not. */
 const seldom = (...column) => ({ ...counted(...column), shown: (groups) => groups.some(column[2]) });
 const rate = (get) => (group) => (num(group.reportedInputTokens) ? num(get(group)) / num(group.reportedInputTokens) : undefined);
 const shared = (id, title, get, hint) => ({ id, title, unit: "%", hint, num: true, value: get, text: (group) => percent(get(group), 1) });
@@ -23,17 +23,17 @@ const COLUMNS = [
   counted("decided", "Decided", (g) => num(g.decided)),
   counted("ok", "OK", outcome("OK")),
   seldom("failed", "Failed", outcome("FAILED"), "The engine failed or could not be reached", "bad"),
-  seldom("rejected", "Rejected", outcome("REJECTED"), "The engine answered 4xx"),
-  seldom("cancelled", "Cancelled", outcome("CANCELLED"), "The client left"),
-  seldom("unknown", "Unknown", outcome("UNKNOWN"), "It ended, and its gateway did not say how"),
+  seldom("rejected", "Rejected", outcome("REJECTED"), "The engine answered with 4xx"),
+  seldom("cancelled", "Cancelled", outcome("CANCELLED"), "The client disconnected"),
+  seldom("unknown", "Unknown", outcome("UNKNOWN"), "The request ended, and its gateway did not report how"),
   seldom("open", "Open", outcome("OPEN")),
-  seldom("fellback", "Fell back", (g) => num(g.fellBack), "A step failed, and one instance answered alone", "wait"),
-  seldom("held", "Held", (g) => num(g.held), "Waited for the decision"),
+  seldom("fellback", "Fell back", (g) => num(g.fellBack), "A step failed, and one instance served the request alone", "wait"),
+  seldom("held", "Held", (g) => num(g.held), "Held before the decision"),
   time("p50", "median", (g) => g.ttftP50),
   time("p95", "p95", (g) => g.ttftP95),
   { id: "input", title: "Input", unit: "tok each", num: true, value: (g) => num(g.inputTokens) / num(g.decided), text: (g) => count(num(g.inputTokens) / num(g.decided)) },
-  shared("predicted", "Predicted cached", predicted, "Of the input, where the engine told its own figure"),
-  shared("reported", "Reported cached", reported, "Of the input, as engines told it"),
+  shared("predicted", "Predicted cached", predicted, "Share of the input that was predicted to be cached, for requests whose engine reported its own figure"),
+  shared("reported", "Reported cached", reported, "Share of the input that was cached, as engines reported it"),
 ];
 
 export function outcomesView(app) {
@@ -60,7 +60,7 @@ export function outcomesView(app) {
   return { element, title: "Outcomes", refresh };
 }
 
-/** Do requests succeed, how soon do answers start, and do caches help: over all decisions. */
+/** The tiles, over all decisions: how many requests succeed, how soon responses begin, and how much is cached. */
 function sums(total) {
   const [ok, open, failed, rejected, cancelled, unknown] = ["OK", "OPEN", "FAILED", "REJECTED", "CANCELLED", "UNKNOWN"].map((name) => outcome(name)(total));
   const ended = num(total.decided) - open;
@@ -69,10 +69,10 @@ function sums(total) {
     ["Answered", ended ? `${percent(ok / ended, 1)} %` : "–", `${count(ok)} of ${count(ended)} that ended`],
     ["Failed", count(failed), of(failed), failed ? "bad" : ""],
     ["First token", span(seconds(total.ttftP50)), `median; p95 ${span(seconds(total.ttftP95))}`],
-    ["Cached", reported(total) === undefined ? "–" : `${percent(reported(total), 1)} %`, reported(total) === undefined ? "no engine told it" : `of the input; predicted ${percent(predicted(total), 1)} %`],
-    ["Held", count(total.held), "waited for the decision", num(total.held) ? "wait" : ""],
-    ["Rejected", count(rejected), "the engine answered 4xx", rejected ? "wait" : ""],
-    ["Cancelled", count(cancelled), unknown ? `the client left; ${count(unknown)} ended unknown` : "the client left"],
+    ["Cached", reported(total) === undefined ? "–" : `${percent(reported(total), 1)} %`, reported(total) === undefined ? "not reported by any engine" : `of the input; predicted ${percent(predicted(total), 1)} %`],
+    ["Held", count(total.held), "before the decision", num(total.held) ? "wait" : ""],
+    ["Rejected", count(rejected), "the engine answered with 4xx", rejected ? "wait" : ""],
+    ["Cancelled", count(cancelled), unknown ? `the client disconnected; ${count(unknown)} ended unknown` : "the client disconnected"],
     ["Open", count(open), "not ended yet"],
   ];
 }
@@ -88,7 +88,7 @@ function offloaded(those) {
       ["Decided", count(decided)],
       ["Still open", count(decided - ended)],
       ["Answered", share(sum(outcome("OK")))],
-      ["of them alone, after a step failed", share(sum((group) => group.fellBack))],
+      ["of them by one instance, after a step failed", share(sum((group) => group.fellBack))],
       ["Cancelled", share(sum(outcome("CANCELLED")))],
       ["Rejected", share(sum(outcome("REJECTED")))],
       ["Failed", share(sum(outcome("FAILED")))],

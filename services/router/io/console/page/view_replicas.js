@@ -1,13 +1,14 @@
-// The control plane itself: the live routers, those that were lost, who owns which pool, and how the one that serves this page is.
+// The control plane: live and lost routers, owners of pools, and the health of the router that serves this page.
 
 import { consoleOf, el, facts, pill, policyText } from "./dom.js";
 import { age, count, num, orNone, seconds, span } from "./format.js";
 import { Table } from "./table.js";
 import { stateOf } from "./view_fleet.js";
 
-// Replicas send a heartbeat four times in a lease, 1 s by default; the store forgets those silent for a lease.
+// Age of a heartbeat above which a router is shown as quiet, s. Routers send four heartbeats per lease, which is 1 s by default; the store
+// removes a router that is silent for a lease.
 const QUIET_S = 1;
-const told = (value, show = count) => (value === undefined ? "not told" : show(value));
+const told = (value, show = count) => (value === undefined ? "unknown" : show(value));
 
 export function replicasView(app) {
   let pools = [];
@@ -18,8 +19,8 @@ export function replicasView(app) {
   const members = (pool) => (app.fleet?.instances ?? []).filter((one) => one.instance.model === pool.model);
   const sum = (pool, get) => members(pool).reduce((total, one) => total + num(get(one)), 0);
   const isOurs = (pool) => pool.owner?.routerId === thisReplica.routerId;
-  // What is placed and held in a pool only its owner knows.
-  const here = (id, title, unit, hint, get) => ({ id, title, unit, hint, num: true, value: (p) => (isOurs(p) ? get(p) : undefined), text: (p) => (isOurs(p) ? count(get(p)) : "–"), note: (p) => (isOurs(p) ? "" : "Its owner knows"), shown: (rows) => rows.some(isOurs) });
+  // A column that only the pool's owner knows: its open and held requests and the like.
+  const here = (id, title, unit, hint, get) => ({ id, title, unit, hint, num: true, value: (p) => (isOurs(p) ? get(p) : undefined), text: (p) => (isOurs(p) ? count(get(p)) : "–"), note: (p) => (isOurs(p) ? "" : "Only its owner knows this"), shown: (rows) => rows.some(isOurs) });
   const routers = new Table({
     label: "Routers",
     key: (one) => one.routerId,
@@ -28,13 +29,13 @@ export function replicasView(app) {
       { id: "router", title: "Router", value: (r) => r.routerId },
       { id: "state", title: "State", pill: true, value: (r) => (isThis(r) ? "serves this page" : seconds(r.heartbeatAge) > QUIET_S ? "quiet" : "alive"), tone: (r) => (seconds(r.heartbeatAge) > QUIET_S ? "bad" : "good") },
       { id: "pools", title: "Places for", wrap: true, hint: "The pools that it owns", value: (r) => owned(r).join(", ") || "no pool" },
-      { id: "open", title: "Open", unit: "req", num: true, hint: "Placed by it and not finished", value: (r) => r.openRequests, text: (r) => told(r.openRequests) },
-      { id: "held", title: "Held", unit: "req", num: true, hint: "They wait in it for a placement", value: (r) => r.heldRequests, text: (r) => told(r.heldRequests) },
-      { id: "gateways", title: "Gateways", num: true, hint: "Connected to it", value: (r) => r.gateways, text: (r) => told(r.gateways) },
-      { id: "policy", title: "Policy", pill: true, value: (r) => r.policy?.name ?? "not told", hint: "Red where it is not that of the router that serves this page", note: (r) => (r.policy ? policyText(r.policy) : ""), tone: (r) => (r.policy && ours && policyText(r.policy) !== policyText(ours) ? "bad" : "none") },
-      { id: "version", title: "Version", value: (r) => r.version || "not told" },
+      { id: "open", title: "Open", unit: "req", num: true, hint: "Requests that it placed and that are not finished", value: (r) => r.openRequests, text: (r) => told(r.openRequests) },
+      { id: "held", title: "Held", unit: "req", num: true, hint: "Requests that wait in it for a placement", value: (r) => r.heldRequests, text: (r) => told(r.heldRequests) },
+      { id: "gateways", title: "Gateways", num: true, hint: "Gateways connected to it", value: (r) => r.gateways, text: (r) => told(r.gateways) },
+      { id: "policy", title: "Policy", pill: true, value: (r) => r.policy?.name ?? "unknown", hint: "Red if it differs from the policy of the router that serves this page", note: (r) => (r.policy ? policyText(r.policy) : ""), tone: (r) => (r.policy && ours && policyText(r.policy) !== policyText(ours) ? "bad" : "none") },
+      { id: "version", title: "Version", value: (r) => r.version || "unknown" },
       { id: "started", title: "Up for", num: true, value: (r) => (r.startTime ? upFor(r) : undefined), text: (r) => told(r.startTime, () => span(upFor(r))) },
-      { id: "heartbeat", title: "Heartbeat", unit: "ago", num: true, hint: "In the store that the routers share", shown: (rows) => rows.some((r) => r.heartbeatAge !== undefined), value: (r) => seconds(r.heartbeatAge), text: (r) => (r.heartbeatAge === undefined ? "not shared" : age(seconds(r.heartbeatAge))), tone: (r) => (seconds(r.heartbeatAge) > QUIET_S ? "old" : "") },
+      { id: "heartbeat", title: "Heartbeat", unit: "ago", num: true, hint: "Age of its last heartbeat in the shared store", shown: (rows) => rows.some((r) => r.heartbeatAge !== undefined), value: (r) => seconds(r.heartbeatAge), text: (r) => (r.heartbeatAge === undefined ? "not shared" : age(seconds(r.heartbeatAge))), tone: (r) => (seconds(r.heartbeatAge) > QUIET_S ? "old" : "") },
       { id: "address", title: "Address", address: true, value: (r) => r.address ?? "" },
     ],
   });
@@ -57,19 +58,19 @@ export function replicasView(app) {
       { id: "model", title: "Model", value: (p) => p.model },
       { id: "owner", title: "Owner", value: (p) => p.owner?.routerId ?? "nobody", tone: (p) => (p.owner ? "none" : "bad"), pill: true },
       { id: "instances", title: "Instances", unit: "ready", num: true, value: (p) => num(p.instances), text: (p) => `${count(members(p).filter((one) => stateOf(one) === "READY").length)} of ${count(p.instances)}` },
-      here("open", "Open", "req", "Placed and not finished", (p) => sum(p, (one) => one.numRequests)),
-      here("held", "Held", "req", "They wait for a placement", (p) => num(p.heldRequests)),
+      here("open", "Open", "req", "Requests placed and not finished", (p) => sum(p, (one) => one.numRequests)),
+      here("held", "Held", "req", "Requests that wait for a placement", (p) => num(p.heldRequests)),
       here("pending", "To prefill", "tok", "Prompt tokens placed and not computed yet", (p) => sum(p, (one) => one.pendingPrefillTokens)),
-      here("sessions", "Sessions", "", "With an owner", (p) => sum(p, (one) => one.sessions)),
-      { id: "epoch", title: "Epoch", num: true, hint: "Grows with each change of hands", value: (p) => p.owner?.epoch, text: (p) => (p.owner ? count(p.owner.epoch) : "none") },
+      here("sessions", "Sessions", "", "Sessions with an owner", (p) => sum(p, (one) => one.sessions)),
+      { id: "epoch", title: "Epoch", num: true, hint: "Grows with each change of the owner", value: (p) => p.owner?.epoch, text: (p) => (p.owner ? count(p.owner.epoch) : "none") },
     ],
   });
-  const missing = el("section", { hidden: true }, el("h2", {}, "Lost ", el("span", { className: "muted" }, "ended without notice in the last day, and no other router has joined in their place")), lost.element);
+  const missing = el("section", { hidden: true }, el("h2", {}, "Lost ", el("span", { className: "muted" }, "routers that ended without deregistering in the last day and were not replaced")), lost.element);
   const consoles = el("p", { className: "muted", hidden: true });
   const own = el("div", {});
   const element = el("section", {}, el("div", { className: "head" }, el("h1", { tabIndex: -1 }, "Replicas")), missing, routers.element, consoles, el("h2", {}, "Pools"), owners.element, own);
   const refresh = async () => {
-    // Asked for with the fleet.
+    // Requested together with the fleet.
     const answer = app.replicas;
     if (!answer) return;
     const replicas = answer.replicas ?? [];
@@ -88,7 +89,7 @@ export function replicasView(app) {
 
 const upFor = (replica) => Math.max(Date.now() - new Date(replica.startTime).getTime(), 0) / 1000;
 
-/** Links to the other routers' consoles, where this browser may reach any. */
+/** Show links to the other routers' consoles that this browser can probably reach. */
 function showConsoles(line, others, replicas) {
   const links = others.map((one) => consoleOf({ routerId: one.routerId, address: one.address ?? "" }, replicas)).filter((one) => typeof one !== "string");
   const whole = links.map((one) => one.outerHTML).join();
@@ -100,7 +101,7 @@ function showConsoles(line, others, replicas) {
 
 function health(router) {
   const shared = router.store === "redis";
-  const store = !shared ? "this process's memory; nothing is shared" : router.degraded ? "Redis is away: placing on its own view" : `Redis, answered ${span(seconds(router.storeAnswerAge))} ago`;
+  const store = !shared ? "memory of this process, not shared" : router.degraded ? "Redis does not answer: placing by its own view" : `Redis, answered ${span(seconds(router.storeAnswerAge))} ago`;
   const part = (title, pairs) => el("div", {}, el("h2", {}, title), facts(pairs));
   return el(
     "div", { className: "columns" },

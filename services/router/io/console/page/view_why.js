@@ -1,4 +1,4 @@
-// Why one request went where it did: what was compared, what came of it, and what other policies would have done.
+// One decision: the candidates that were compared, how the request ended, and what other policies would have done.
 
 import { el, facts, link, pill, setText } from "./dom.js";
 import { age, bare, classOf, count, figure, modeOf, moment, num, outcomeOf, percent, seconds, signed, span } from "./format.js";
@@ -14,14 +14,14 @@ export function whyView(app, id) {
   let shown;
   let closed = false;
   const refresh = async () => {
-    // Once its request has ended nothing of it changes any more.
+    // A decision does not change after its request has ended.
     if (shown && outcomeOf(shown) !== "OPEN") return;
     let decision;
     try {
       ({ decision } = await app.call("GetDecision", { decisionId: id }));
     } catch (error) {
       if (error.status !== 404) throw error;
-      body.replaceChildren(el("p", { className: "empty" }, "It is not in this router's log: it was made by another replica, or left the log since."));
+      body.replaceChildren(el("p", { className: "empty" }, "It is not in this router's log: another replica made it, or the log no longer has it."));
       return;
     }
     if (shown?.outcome === decision.outcome) return;
@@ -47,13 +47,13 @@ function described(decision) {
 }
 
 function others(decision) {
-  return decision.otherInstances ? `, which had most of the prompt or the least to do, of ${count((decision.candidates?.length ?? 0) + decision.otherInstances)}` : "";
+  return decision.otherInstances ? `, those with the most cached tokens and those with the least load, of ${count((decision.candidates?.length ?? 0) + decision.otherInstances)}` : "";
 }
 
 function verdict(decision, candidates, last) {
   const chosen = candidates.find((one) => one.instanceId === last);
   const prefiller = candidates.find((one) => one.instanceId === decision.steps?.[0]?.instance?.instanceId) ?? chosen;
-  const parts = [`${count(prefiller?.newTokens)} of ${count(decision.inputTokens)} input tokens were new there. `];
+  const parts = [`${count(prefiller?.newTokens)} of ${count(decision.inputTokens)} input tokens were not cached there. `];
   const meaning = meaningOf(decision.reason);
   parts.push(`Policy ${decision.policy?.name} chose it: ${meaning ? `${meaning} (${decision.reason})` : decision.reason}`);
   if (decision.runnerUp && decision.margin !== undefined) parts.push(`; the runner-up, ${decision.runnerUp}, scored ${decision.margin === 0 ? "the same" : `${figure(Math.abs(decision.margin))} ${decision.margin > 0 ? "worse" : "better"}`}`);
@@ -77,7 +77,7 @@ function asked(decision) {
     ["Tenant", decision.tenant],
     ["Model", decision.model],
     ["Input", `${count(decision.inputTokens)} tok`],
-    ["Known by", num(decision.keyCount) ? `${count(decision.keyCount)} block keys` : "its length only: no prefix knowledge"],
+    ["Known by", num(decision.keyCount) ? `${count(decision.keyCount)} block keys` : "length only, no prefix knowledge"],
     ["Priority", priorityOf(decision)],
     ["Held before", seconds(decision.held) ? span(seconds(decision.held)) : ""],
   ]));
@@ -104,12 +104,12 @@ function came(decision) {
   const done = decision.finished;
   const timings = done?.timings;
   const hit = done?.cachedTokens;
-  return el("div", {}, el("h2", {}, "What came of it"), facts([
+  return el("div", {}, el("h2", {}, "Result"), facts([
     ["Outcome", pill(outcomeOf(decision).toLowerCase(), OUTCOME_TONES[outcomeOf(decision)])],
     ["Error", done?.error],
     ["HTTP status", done?.httpStatus ? String(done.httpStatus) : ""],
     ["Ended by", bare(done?.finishReason, "FINISH_REASON_").toLowerCase()],
-    ["Reported cached", hit === undefined ? (done ? "the engine did not say" : "") : `${count(hit)} tok (${signed(hit - num(decision.cachedTokens))} to the prediction)`],
+    ["Reported cached", hit === undefined ? (done ? "not reported by the engine" : "") : `${count(hit)} tok (${signed(hit - num(decision.cachedTokens))} compared with the prediction)`],
     ["Prompt", done?.promptTokens === undefined ? "" : `${count(done.promptTokens)} tok by the engine's count`],
     ["Output", done?.outputTokens === undefined ? "" : `${count(done.outputTokens)} tok`],
     ["First token after", timings?.firstTokenMs ? span(timings.firstTokenMs / 1000) : ""],
@@ -117,7 +117,7 @@ function came(decision) {
   ]), timings ? phases(timings) : undefined);
 }
 
-/** The request's time at the gateway, phase by phase, as lengths. */
+/** The phases of the request at the gateway, as bars whose lengths are the phases' times. */
 function phases(timings) {
   const ends = [["placing", timings.placedMs], ["sending", timings.sentMs], ["to the first token", timings.firstTokenMs], ["answering", timings.doneMs]].filter(([, end]) => num(end));
   let from = 0;
@@ -142,7 +142,7 @@ function steps(decision) {
     const source = step.kvSource ? ` from the KV of ${step.kvSource.instanceId}` : "";
     return el("li", {}, what, link(instanceHref(step.instance?.instanceId), step.instance?.instanceId ?? "?"), `${source}: ${reasonText(step.reason || decision.reason)}`);
   });
-  return listed.length ? el("ol", { className: "steps" }, ...listed) : el("p", {}, "None: the request would have been held.");
+  return listed.length ? el("ol", { className: "steps" }, ...listed) : el("p", {}, "No steps: the request would have been held.");
 }
 
 function candidateTable(decision, candidates, last) {
@@ -160,14 +160,14 @@ function candidateTable(decision, candidates, last) {
     pageSize: 50,
     key: (one) => one.instanceId,
     tone: (one) => roles.get(one.instanceId) === "chosen" ? "chosen" : one.excluded ? "old" : "",
-    empty: "The view is not kept: an earlier owner of the pool decided.",
+    empty: "Not available: a previous owner of the pool made the decision.",
     columns: [
       { id: "instance", title: "Instance", address: true, value: (c) => c.instanceId, href: (c) => instanceHref(c.instanceId), note: (c) => `engine process ${c.incarnation}` },
       { id: "role", title: "Role", pill: true, value: (c) => roles.get(c.instanceId) ?? (c.excluded ? "excluded" : ""), text: (c) => roles.get(c.instanceId) ?? (c.excluded ? c.excluded.replaceAll("_", " ") : ""), tone: (c) => (roles.get(c.instanceId) === "chosen" ? "good" : roles.has(c.instanceId) ? "wait" : c.excluded ? "bad" : "none") },
-      { id: "score", title: "Score", num: true, hint: "By the policy; the lowest wins", value: (c) => c.score, text: (c) => figure(c.score) },
-      { id: "behind", title: "Behind", num: true, hint: "Its score less the chosen one's", value: (c) => c.score, text: (c) => (c.score === undefined || best === undefined ? "–" : figure(c.score - best)) },
-      amount("cachedTokens", "Cached", "tok", "Tokens of this prompt on it"),
-      amount("newTokens", "New", "tok", "Input less cached"),
+      { id: "score", title: "Score", num: true, hint: "The policy's score; the lowest wins", value: (c) => c.score, text: (c) => figure(c.score) },
+      { id: "behind", title: "Behind", num: true, hint: "Its score minus that of the chosen instance", value: (c) => c.score, text: (c) => (c.score === undefined || best === undefined ? "–" : figure(c.score - best)) },
+      amount("cachedTokens", "Cached", "tok", "Tokens of this prompt that it has cached"),
+      amount("newTokens", "New", "tok", "Input minus cached"),
       amount("numRequests", "Open", "req"),
       amount("pendingPrefillTokens", "To prefill", "tok"),
       amount("ongoingDecodeTokens", "Decoding", "tok"),
@@ -183,19 +183,19 @@ function candidateTable(decision, candidates, last) {
   return table.element;
 }
 
-/** The same request and view under every other policy at its defaults, asked one by one. */
+/** Decide the same request on the same view under each policy with its default settings, one policy after the other. */
 function otherPolicies(app, decision, closed) {
   const table = new Table({
     label: "Other policies",
     key: (row) => row.name,
-    empty: "Asking …",
+    empty: "Loading …",
     columns: [
       { id: "policy", title: "Policy", value: (row) => row.name, note: (row) => row.summary },
       { id: "verdict", title: "Plan", pill: true, value: (row) => row.verdict, tone: (row) => ({ differs: "wait", same: "good" })[row.verdict] },
       { id: "to", title: "It would have gone to", address: true, value: (row) => row.to },
       { id: "mode", title: "Mode", value: (row) => row.mode },
       { id: "reason", title: "Reason", value: (row) => row.reason, note: (row) => meaningOf(row.reason) },
-      { id: "cached", title: "Cached", unit: "tok, change", hint: "Against the recorded decision", num: true, value: (row) => row.cached, text: (row) => (row.cached === undefined ? "–" : signed(row.cached)) },
+      { id: "cached", title: "Cached", unit: "tok, change", hint: "Compared with the recorded decision", num: true, value: (row) => row.cached, text: (row) => (row.cached === undefined ? "–" : signed(row.cached)) },
       { id: "summary", title: "What it does", value: (row) => row.summary, sortable: false, wrap: true },
     ],
   });
@@ -210,7 +210,7 @@ function otherPolicies(app, decision, closed) {
     }
   };
   fill().catch(app.lost);
-  const note = el("span", { className: "muted" }, "on what was seen then, each with its default settings");
+  const note = el("span", { className: "muted" }, "on the recorded view, each with its default settings");
   return el("div", { id: "others" }, el("h2", {}, "What other policies would have done ", note), table.element);
 }
 

@@ -1,13 +1,13 @@
-// What the router's codes mean: the reasons of decisions and the classes of requests, as the router itself says.
+// The meanings of reasons and route classes, as the router returns them.
 
 let told = {};
 
-/** Ask the router what its words mean, once. Throws CallError. */
+/** Load the meanings from the router, once. Throws CallError. */
 export async function learnWords(app) {
   if (!told.policies) told = await app.call("ListPolicies");
 }
 
-/** "kept on its session's instance"; "" for a reason of which the router says nothing. */
+/** "kept on its session's instance"; "" for a reason without a meaning. */
 export const meaningOf = (reason) => told.reasons?.[reason] ?? "";
 /** "session_affinity: kept on its session's instance". */
 export const reasonText = (reason) => [reason, meaningOf(reason)].filter(Boolean).join(": ");
